@@ -1,0 +1,92 @@
+"""The one exception tree of kvferry.
+
+::
+
+    TransferError
+    ├ ConfigError (ValueError)        a setting is wrong; the message names it, its value, and what would be right
+    ├ LayoutError (ValueError)        two sides, or a model and a parallel size, do not fit each other
+    ├ ProtocolError
+    │ ├ LocalProtocolError            this process broke a rule (a bug here)
+    │ └ RemoteProtocolError           the peer broke a rule (a bug or an attack there)
+    ├ StagingError
+    │ └ ChunkTooLarge                 a chunk can never fit the ring or a staging slot
+    ├ TransportError
+    │ ├ PeerUnreachable               no connection could be made
+    │ ├ WriteFailed                   a write or receive ended in an error
+    │ ├ TransportTimeout              a deadline passed
+    │ └ TransportClosed               the session was closed while, or before, it was used
+    ├ IntegrityError                  bytes arrived that are not the bytes that were sent
+    ├ MemoryPlanError                 what was asked for does not fit the memory that there is
+    ├ EngineError                     the engine could not load the model or run a step
+    └ TransferAborted                 the transfer was given up on purpose
+
+"Not yet" (ring full, watermark behind, write pending) is a value, never one of these.
+"""
+
+
+class TransferError(Exception):
+    """Base of every error that kvferry raises on purpose."""
+
+
+class ConfigError(TransferError, ValueError):
+    """A setting is wrong; the message names the setting, its value, and what would be right."""
+
+
+class LayoutError(TransferError, ValueError):
+    """A model, its parallel sizes or two sides of a transfer do not fit each other."""
+
+
+class ProtocolError(TransferError):
+    """A rule of docs/protocol.md was broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This process broke a rule: a bug on this side."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke a rule; its message is dropped and counted."""
+
+
+class StagingError(TransferError):
+    """Staging memory (ring or slot) cannot serve what was asked."""
+
+
+class ChunkTooLarge(StagingError):
+    """A chunk can never fit: the request fails at once, with both sizes named."""
+
+
+class TransportError(TransferError):
+    """The data plane failed."""
+
+
+class PeerUnreachable(TransportError):
+    """No session could be opened with the peer."""
+
+
+class WriteFailed(TransportError):
+    """A write or a receive ended in an error that the transport reported."""
+
+
+class TransportTimeout(TransportError):
+    """A deadline of the data plane passed."""
+
+
+class TransportClosed(TransportError):
+    """The session is closed."""
+
+
+class IntegrityError(TransferError):
+    """Bytes arrived that are not the bytes that were sent."""
+
+
+class MemoryPlanError(TransferError):
+    """What was asked for does not fit the memory that there is."""
+
+
+class EngineError(TransferError):
+    """The engine could not load the model or run a step."""
+
+
+class TransferAborted(TransferError):
+    """The transfer was given up on purpose (client cancel, deadline, drain)."""
