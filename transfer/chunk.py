@@ -1,0 +1,60 @@
+"""Cutting a request into chunks: both sides call the same function, so boundaries are never sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer.errors import LayoutError
+from transfer.layout import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A token range x layer range of one request that moves as a unit; knows nothing of pages."""
+
+    index: int
+    tokens: Span
+    layers: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlan:
+    """How requests are cut: agreed at attach, the same on both sides.
+
+    Args:
+        chunk_tokens: Tokens per chunk. Boundaries lie on multiples of it, counted from token 0 of the prompt.
+        layers_per_group: Layers per chunk; 0 for all layers in one chunk.
+    """
+
+    chunk_tokens: int
+    layers_per_group: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise LayoutError(f"chunk_tokens is {self.chunk_tokens}; it must be at least 1")
+        if self.layers_per_group < 0:
+            raise LayoutError(f"layers_per_group is {self.layers_per_group}; it must be 0 (all layers) or more")
+
+
+def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> tuple[Chunk, ...]:
+    """Cut tokens [start_token, num_tokens) x all layers into chunks, in the order in which prefill computes them.
+
+    Every (token, layer) lies in exactly one chunk; `Chunk.index` counts from 0.
+
+    Raises:
+        LayoutError: The token range is empty or negative, or there are no layers.
+    """
+    if not 0 <= start_token < num_tokens:
+        raise LayoutError(f"start_token is {start_token}, num_tokens is {num_tokens}; need 0 <= start_token < num_tokens")
+    if num_layers < 1:
+        raise LayoutError(f"num_layers is {num_layers}; it must be at least 1")
+    group = plan.layers_per_group or num_layers
+    chunks: list[Chunk] = []
+    begin = start_token
+    while begin < num_tokens:
+        end = min(num_tokens, (begin // plan.chunk_tokens + 1) * plan.chunk_tokens)
+        for first in range(0, num_layers, group):
+            layers = Span(begin=first, end=min(num_layers, first + group))
+            chunks.append(Chunk(index=len(chunks), tokens=Span(begin=begin, end=end), layers=layers))
+        begin = end
+    return tuple(chunks)

@@ -1,0 +1,417 @@
+"""Geometry: what a model's KV looks like, how a rank is cut, and who sends what to whom.
+
+Pure and exact: no torch, no sockets, no clock. Everything else asks this module for sizes and ranges, on both sides of a
+transfer, so that neither side ever has to be told what the other computed.
+
+- `KVLayout` describes the KV of one token of a model, independent of any cut.
+- `Shard` describes one rank's cut of it: tensor parallel (TP) and pipeline parallel (PP) size and rank, page size, dtype, order.
+- `routes()` intersects the two cuts: every (layer, head) of every decode rank is written exactly once.
+- `wire_buffers()` lays a chunk of a route out as contiguous bytes, independent of both pools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from transfer.errors import LayoutError
+
+
+class DType(StrEnum):
+    """Element type of KV; the value is torch's name for it."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT8_E4M3 = "float8_e4m3fn"
+    INT8 = "int8"
+
+    @property
+    def num_bytes(self) -> int:
+        return _DTYPE_BYTES[self]
+
+
+_DTYPE_BYTES = {DType.FLOAT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT8_E4M3: 1, DType.INT8: 1}
+
+
+class LayerKind(StrEnum):
+    """How a layer keeps what attention needs later."""
+
+    ATTENTION = "attention"  # MHA or GQA: K and V per KV head
+    MLA = "mla"  # one latent per token, the same on every TP rank
+    SLIDING_WINDOW = "sliding_window"  # as ATTENTION, but only the last `window_tokens` are ever read
+    RECURRENT_STATE = "recurrent_state"  # a fixed-size state per request and head, none per token
+
+
+class TokenOrder(StrEnum):
+    """Order of the dimensions inside a page."""
+
+    NHD = "NHD"  # [page, token, head, dim]
+    HND = "HND"  # [page, head, token, dim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Half-open range [begin, end) of tokens, layers or heads; may be empty."""
+
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin <= self.end:
+            raise LayoutError(f"span [{self.begin}, {self.end}) must have 0 <= begin <= end")
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __contains__(self, index: int) -> bool:
+        return self.begin <= index < self.end
+
+    def intersect(self, other: Span) -> Span:
+        """The common part; empty (and placed at the larger begin) where there is none."""
+        begin = max(self.begin, other.begin)
+        return Span(begin=begin, end=max(begin, min(self.end, other.end)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """KV of one layer.
+
+    Args:
+        kind: How the layer keeps its KV.
+        num_kv_heads: KV heads of the whole model in this layer (1 for MLA: the latent is one shared "head").
+        k_head_dim: Elements of K per token and head (MLA: latent plus rotary part; recurrent: elements of state per head).
+        v_head_dim: Elements of V per token and head; 0 where there is no second buffer (MLA, recurrent).
+        window_tokens: Tokens that a sliding window layer can still read; 0 for the other kinds.
+    """
+
+    kind: LayerKind = LayerKind.ATTENTION
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    window_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1:
+            raise LayoutError(f"num_kv_heads is {self.num_kv_heads}; it must be at least 1")
+        if self.k_head_dim < 1 or self.v_head_dim < 0:
+            raise LayoutError(f"head dims are K {self.k_head_dim}, V {self.v_head_dim}; K must be positive and V not negative")
+        if self.kind is LayerKind.MLA and (self.num_kv_heads != 1 or self.v_head_dim != 0):
+            raise LayoutError(f"an MLA layer has one latent and no V; got {self.num_kv_heads} heads and V dim {self.v_head_dim}")
+        if self.kind is LayerKind.RECURRENT_STATE and self.v_head_dim != 0:
+            raise LayoutError(f"a recurrent layer has one state buffer; got V dim {self.v_head_dim}, must be 0")
+        if (self.kind is LayerKind.SLIDING_WINDOW) != (self.window_tokens > 0):
+            raise LayoutError(f"window_tokens is {self.window_tokens} for kind {self.kind}; only sliding_window has one, above 0")
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers of this layer: K and V, or one."""
+        return 2 if self.v_head_dim else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """The KV of a model, before any cut: one `LayerSpec` per layer and the dtype the model computes it in."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise LayoutError("layers is empty; a model has at least one layer")
+        object.__setattr__(self, "dtype", DType(self.dtype))
+
+    @classmethod
+    def uniform(
+        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: DType, v_head_dim: int | None = None
+    ) -> KVLayout:
+        """The layout of a plain MHA or GQA model (Llama, Qwen3)."""
+        if num_layers < 1:
+            raise LayoutError(f"num_layers is {num_layers}; it must be at least 1")
+        spec = LayerSpec(num_kv_heads=num_kv_heads, k_head_dim=head_dim, v_head_dim=head_dim if v_head_dim is None else v_head_dim)
+        return cls(layers=(spec,) * num_layers, dtype=dtype)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def fields(self) -> dict[str, str]:
+        """What must be equal on both sides, as name -> text; run-length coded over layers."""
+        named = {"dtype": str(self.dtype), "num_layers": str(len(self.layers))}
+        runs: list[list[int]] = []
+        for index, spec in enumerate(self.layers):
+            if runs and self.layers[runs[-1][0]] == spec:
+                runs[-1][1] = index + 1
+            else:
+                runs.append([index, index + 1])
+        for begin, end in runs:
+            spec = self.layers[begin]
+            named[f"layers[{begin}:{end}]"] = (
+                f"{spec.kind} kv_heads={spec.num_kv_heads} k_dim={spec.k_head_dim} v_dim={spec.v_head_dim} window={spec.window_tokens}"
+            )
+        return named
+
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly where `fields()` are; stable across versions of kvferry."""
+        canonical = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def differences(self, other: KVLayout) -> list[str]:
+        """Each differing field as one phrase with both values; empty when the two can be joined."""
+        return named_differences(self.fields(), other.fields())
+
+
+def named_differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """``name: ours != theirs`` for each name whose values differ or that one side lacks."""
+    return [
+        f"{name}: {ours.get(name, 'absent')} != {theirs.get(name, 'absent')}"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One rank's cut of a `KVLayout`.
+
+    Args:
+        tp_size, tp_rank: Tensor parallel degree, and this rank's index in it.
+        pp_size, pp_rank: Pipeline parallel degree, and this rank's stage.
+        page_size: Tokens per page of this rank's pool.
+        dtype: Element type of this rank's pool; None takes the layout's.
+        order: Order of the dimensions inside a page.
+        stage_layers: Layers per pipeline stage, where they are not spread evenly (sum = layers of the model).
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    page_size: int = 16
+    dtype: DType | None = None
+    order: TokenOrder = TokenOrder.NHD
+    stage_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
+            if size < 1:
+                raise LayoutError(f"{name}_size is {size}; it must be at least 1")
+            if not 0 <= rank < size:
+                raise LayoutError(f"{name}_rank is {rank}; with {name}_size {size} it must be in [0, {size})")
+        if self.page_size < 1:
+            raise LayoutError(f"page_size is {self.page_size}; it must be at least 1 token")
+        if self.stage_layers is not None and len(self.stage_layers) != self.pp_size:
+            raise LayoutError(f"stage_layers has {len(self.stage_layers)} entries; pp_size is {self.pp_size}")
+        if self.stage_layers is not None and min(self.stage_layers) < 0:
+            raise LayoutError(f"stage_layers is {self.stage_layers}; no stage can have fewer than 0 layers")
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in its instance: stage-major, as engines number them."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp_size * self.tp_size
+
+    def at(self, rank: int) -> Shard:
+        """The same cut, seen from another rank of the instance."""
+        if not 0 <= rank < self.num_ranks:
+            raise LayoutError(f"rank is {rank}; the instance has {self.num_ranks} ranks")
+        return replace(self, tp_rank=rank % self.tp_size, pp_rank=rank // self.tp_size)
+
+    def pool_dtype(self, layout: KVLayout) -> DType:
+        return layout.dtype if self.dtype is None else DType(self.dtype)
+
+    def layers(self, layout: KVLayout) -> Span:
+        """Global layers of this rank's stage. Without `stage_layers` the first stages take one more where it does not divide."""
+        if self.stage_layers is not None:
+            if sum(self.stage_layers) != layout.num_layers:
+                raise LayoutError(f"stage_layers {self.stage_layers} add up to {sum(self.stage_layers)}; the model has {layout.num_layers}")
+            begin = sum(self.stage_layers[: self.pp_rank])
+            return Span(begin=begin, end=begin + self.stage_layers[self.pp_rank])
+        base, extra = divmod(layout.num_layers, self.pp_size)
+        begin = self.pp_rank * base + min(self.pp_rank, extra)
+        return Span(begin=begin, end=begin + base + (self.pp_rank < extra))
+
+    def heads(self, num_kv_heads: int) -> Span:
+        """Global KV heads of this rank. With more ranks than heads, consecutive ranks share one (divide, never modulo)."""
+        begin = self.tp_rank * num_kv_heads // self.tp_size
+        if self.tp_size > num_kv_heads:
+            return Span(begin=begin, end=begin + 1)
+        return Span(begin=begin, end=(self.tp_rank + 1) * num_kv_heads // self.tp_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSlice:
+    """`count` heads, rank-local on both sides: source [source_start, +count) goes to target [target_start, +count)."""
+
+    source_start: int
+    target_start: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if min(self.source_start, self.target_start) < 0 or self.count < 1:
+            raise LayoutError(f"head slice {self.source_start}->{self.target_start} of {self.count} heads is empty or negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Who sends what to whom: these layers and this head slice, from one prefill rank to one decode rank.
+
+    `index` is the route's place in the list that `routes()` returns, the same on both sides; it names the writer of a chunk.
+    """
+
+    index: int
+    prefill_rank: int
+    decode_rank: int
+    layers: Span
+    heads: HeadSlice
+
+
+def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]:
+    """All routes between two instances of one model.
+
+    Every (layer, head) of every decode rank is covered exactly once. Where prefill ranks hold the same head, one of them
+    sends it, and the load is spread evenly over the replicas.
+
+    Args:
+        layout: The model's KV; the same on both sides.
+        prefill, decode: The cuts; their own rank numbers do not matter.
+    """
+    found: list[Route] = []
+    for decode_rank in range(decode.num_ranks):
+        target = decode.at(decode_rank)
+        for stage in range(prefill.pp_size):
+            common = target.layers(layout).intersect(prefill.at(stage * prefill.tp_size).layers(layout))
+            for layers in _runs_of_equal_heads(layout, common):
+                num_heads = layout.layers[layers.begin].num_kv_heads
+                for prefill_rank, heads in _sources(num_heads, prefill, stage, target):
+                    found.append(
+                        Route(index=len(found), prefill_rank=prefill_rank, decode_rank=decode_rank, layers=layers, heads=heads)
+                    )
+    return tuple(found)
+
+
+def _runs_of_equal_heads(layout: KVLayout, layers: Span) -> list[Span]:
+    runs: list[Span] = []
+    for index in range(layers.begin, layers.end):
+        if runs and layout.layers[runs[-1].begin].num_kv_heads == layout.layers[index].num_kv_heads:
+            runs[-1] = Span(begin=runs[-1].begin, end=index + 1)
+        else:
+            runs.append(Span(begin=index, end=index + 1))
+    return runs
+
+
+def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[tuple[int, HeadSlice]]:
+    """The prefill ranks of one stage that cover the target's heads, one replica per head."""
+    wanted = target.heads(num_heads)
+    holders: dict[int, list[int]] = {}
+    for tp_rank in range(prefill.tp_size):
+        rank = stage * prefill.tp_size + tp_rank
+        held = prefill.at(rank).heads(num_heads)
+        if len(held.intersect(wanted)):
+            holders.setdefault(held.begin, []).append(rank)
+    sources: list[tuple[int, HeadSlice]] = []
+    for held_begin, replicas in sorted(holders.items()):
+        # Decode ranks that want this head are consecutive; spreading them proportionally over the replicas keeps the load
+        # within one of even, and equal cuts are joined rank by rank.
+        rank = replicas[_turn(num_heads, held_begin, target) * len(replicas) // _num_sharers(num_heads, held_begin, target)]
+        held = prefill.at(rank).heads(num_heads)
+        part = held.intersect(wanted)
+        sources.append(
+            (rank, HeadSlice(source_start=part.begin - held.begin, target_start=part.begin - wanted.begin, count=len(part)))
+        )
+    return sources
+
+
+def _sharers(num_heads: int, head: int, target: Shard) -> Span:
+    """The decode TP ranks that want `head`: r with r * heads // tp == head, as a range."""
+    if target.tp_size <= num_heads:
+        return Span(begin=target.tp_rank, end=target.tp_rank + 1)
+    begin = -(-head * target.tp_size // num_heads)
+    return Span(begin=begin, end=-(-(head + 1) * target.tp_size // num_heads))
+
+
+def _num_sharers(num_heads: int, head: int, target: Shard) -> int:
+    return len(_sharers(num_heads, head, target))
+
+
+def _turn(num_heads: int, head: int, target: Shard) -> int:
+    return target.tp_rank - _sharers(num_heads, head, target).begin
+
+
+def wire_dtype(layout: KVLayout, prefill: Shard, decode: Shard) -> DType:
+    """The narrower of both pools' dtypes (prefill's on a tie): the other side converts inside gather or scatter."""
+    ours, theirs = prefill.pool_dtype(layout), decode.pool_dtype(layout)
+    if ours is not theirs and DType.INT8 in (ours, theirs):
+        raise LayoutError(f"dtype {ours} -> {theirs}: int8 KV carries no scale here and is moved only to int8")
+    return theirs if theirs.num_bytes < ours.num_bytes else ours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireBuffer:
+    """One buffer of a chunk on the wire: `[token][head][dim]`, contiguous.
+
+    Args:
+        layer: Global layer.
+        is_v: Whether this is V; otherwise K, an MLA latent, or a recurrent state.
+        tokens: Tokens of the request that it holds (one pseudo token for a recurrent state).
+        row_bytes: Bytes of one token: heads x dim x element.
+        offset_bytes: Where it begins, from the start of the grant.
+    """
+
+    layer: int
+    is_v: bool
+    tokens: Span
+    row_bytes: int
+    offset_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tokens) * self.row_bytes
+
+
+def wire_buffers(
+    layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType
+) -> tuple[WireBuffer, ...]:
+    """How the part of a chunk that travels on `route` lies in its grant: ``[buffer (layer x K/V)][token][head][dim]``.
+
+    Sliding-window layers carry only tokens inside the last window of the prompt; a recurrent state travels once, with the
+    request's last tokens. Empty where chunk and route share nothing.
+
+    Args:
+        tokens: Token range of the chunk.
+        layers: Layer range of the chunk (global).
+        num_tokens: Tokens of the whole prompt.
+        dtype: Element type on the wire, see `wire_dtype`.
+    """
+    buffers: list[WireBuffer] = []
+    offset = 0
+    common = route.layers.intersect(layers)
+    for layer in range(common.begin, common.end):
+        spec = layout.layers[layer]
+        travelling = _travelling_tokens(spec, tokens, num_tokens)
+        if not len(travelling):
+            continue
+        for is_v in (False, True)[: spec.num_buffers]:
+            row_bytes = route.heads.count * (spec.v_head_dim if is_v else spec.k_head_dim) * dtype.num_bytes
+            buffers.append(WireBuffer(layer=layer, is_v=is_v, tokens=travelling, row_bytes=row_bytes, offset_bytes=offset))
+            offset += buffers[-1].num_bytes
+    return tuple(buffers)
+
+
+def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
+    """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
+    buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype)
+    return buffers[-1].offset_bytes + buffers[-1].num_bytes if buffers else 0
+
+
+def _travelling_tokens(spec: LayerSpec, tokens: Span, num_tokens: int) -> Span:
+    if spec.kind is LayerKind.RECURRENT_STATE:
+        return Span(begin=0, end=1) if tokens.end == num_tokens else Span(begin=0, end=0)
+    if spec.kind is LayerKind.SLIDING_WINDOW:
+        return tokens.intersect(Span(begin=max(0, num_tokens - spec.window_tokens), end=num_tokens))
+    return tokens
