@@ -315,12 +315,13 @@ def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[
         if len(held.intersect(wanted)):
             holders.setdefault(held.begin, []).append(rank)
     sources: list[tuple[int, HeadSlice]] = []
-    for held_begin, replicas in sorted(holders.items()):
-        # Decode ranks that want this head are consecutive; spreading them proportionally over the replicas keeps the load
-        # within one of even, and equal cuts are joined rank by rank.
-        rank = replicas[_turn(num_heads, held_begin, target) * len(replicas) // _num_sharers(num_heads, held_begin, target)]
-        held = prefill.at(rank).heads(num_heads)
+    for replicas in holders.values():
+        held = prefill.at(replicas[0]).heads(num_heads)
         part = held.intersect(wanted)
+        # The decode ranks that want one head are consecutive; spreading them proportionally over its replicas keeps the load
+        # within one of even, and joins equal cuts rank by rank.
+        sharers = _sharers(num_heads, part.begin, target)
+        rank = replicas[(target.tp_rank - sharers.begin) * len(replicas) // len(sharers)]
         sources.append(
             (rank, HeadSlice(source_start=part.begin - held.begin, target_start=part.begin - wanted.begin, count=len(part)))
         )
@@ -328,19 +329,11 @@ def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[
 
 
 def _sharers(num_heads: int, head: int, target: Shard) -> Span:
-    """The decode TP ranks that want `head`: r with r * heads // tp == head, as a range."""
+    """The decode TP ranks that want `head`, the target among them: all r with r * heads // tp == head."""
     if target.tp_size <= num_heads:
         return Span(begin=target.tp_rank, end=target.tp_rank + 1)
     begin = -(-head * target.tp_size // num_heads)
     return Span(begin=begin, end=-(-(head + 1) * target.tp_size // num_heads))
-
-
-def _num_sharers(num_heads: int, head: int, target: Shard) -> int:
-    return len(_sharers(num_heads, head, target))
-
-
-def _turn(num_heads: int, head: int, target: Shard) -> int:
-    return target.tp_rank - _sharers(num_heads, head, target).begin
 
 
 def wire_dtype(layout: KVLayout, prefill: Shard, decode: Shard) -> DType:
