@@ -1,0 +1,330 @@
+"""The ring: who may write where, and when those bytes are free again.
+
+One monotone byte position names every byte ever granted; ``offset = position % capacity``. The decode rank owns a
+`StagingAllocator`, which gives out grants and takes them back; each writer keeps a `RingView`, fed by `Watermark`s, and
+asks it whether a grant may be written yet. Both answer with the same function, so they can differ only by what the writer has not
+heard of, which delays it and never misleads it.
+
+Rules, each with a test of its number (tests/protocol/test_ring_rules.py):
+ R1 no two unreleased grants that may both be written share a byte; R2 the watermark never moves back; R3 a grant is published
+ whole and never changes; R4 a grant is released exactly once; R5 after the last release the ring is empty. (R6, a remote write
+ lands in the ring and never in the KV pool, is the receiver's.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, RemoteProtocolError
+
+ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
+MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; ranges beyond it only delay a writer
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Permission to write positions [begin, end) of a ring; `begin` names it, for no two grants begin at one position.
+
+    Args:
+        begin: First position, a multiple of `ALIGNMENT_BYTES`.
+        end: One past the last position; the payload may be shorter by less than `ALIGNMENT_BYTES`.
+    """
+
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin < self.end:
+            raise LocalProtocolError(f"grant [{self.begin}, {self.end}) is empty or negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watermark:
+    """Absolute state of a ring, complete in itself: a lost, repeated or late one does no harm.
+
+    Args:
+        incarnation: Life of the decode process whose ring it is.
+        sequence: Counts the watermarks of that life; an older one is ignored.
+        position: Everything below it is released.
+        released: Released ranges above `position` as [begin, end) pairs, ascending, disjoint and apart; perhaps not all.
+    """
+
+    incarnation: int
+    sequence: int
+    position: int
+    released: tuple[Grant, ...] = ()
+
+    def __post_init__(self) -> None:
+        edge = self.position
+        if edge < 0 or self.sequence < 0:
+            raise RemoteProtocolError(f"watermark position {self.position}, sequence {self.sequence}: neither can be negative")
+        for span in self.released:
+            if span.begin <= edge:
+                raise RemoteProtocolError(f"watermark range [{span.begin}, {span.end}) touches what lies below it ({edge})")
+            edge = span.end
+
+
+def is_writable(grant: Grant, *, position: int, released: Sequence[Grant], capacity_bytes: int) -> bool:
+    """Whether every position before `grant` that shares a byte with it is released.
+
+    Args:
+        position: Watermark position.
+        released: Released ranges above it, ascending.
+    """
+    if grant.end - position <= capacity_bytes:
+        return True  # nothing unreleased is a whole round older
+    hole_begin = position
+    for span in released:
+        if span.begin >= grant.begin:
+            break
+        if _shares_a_byte(hole_begin, span.begin, grant, capacity_bytes):
+            return False
+        hole_begin = span.end
+    return hole_begin >= grant.begin or not _shares_a_byte(hole_begin, grant.begin, grant, capacity_bytes)
+
+
+def _shares_a_byte(hole_begin: int, hole_end: int, grant: Grant, capacity_bytes: int) -> bool:
+    """Whether positions [hole_begin, hole_end), all below the grant, meet the grant's bytes in any round of the ring."""
+    distance = (grant.begin - hole_begin) % capacity_bytes
+    return distance < hole_end - hole_begin or distance + (grant.end - grant.begin) > capacity_bytes
+
+
+class StagingAllocator:
+    """Gives out a ring's bytes, and knows which of them are still spoken for. Owned by one thread of a decode rank.
+
+    The ring overcommits: a grant that fits the ring at all always succeeds; whether it may be *written* is the writer's
+    question to the watermark. Grants may be released in any order. The grant of a writer that may still write (aborted,
+    expired, disconnected) is put into quarantine: it stays unreleased, and new grants step around its bytes where they can.
+
+    Args:
+        capacity_bytes: Size of the ring, a positive multiple of `ALIGNMENT_BYTES`.
+        incarnation: Life of this process, stamped on every watermark.
+    """
+
+    def __init__(self, capacity_bytes: int, *, incarnation: int = 0) -> None:
+        if capacity_bytes <= 0 or capacity_bytes % ALIGNMENT_BYTES:
+            raise ConfigError(f"ring.capacity_bytes is {capacity_bytes}; it must be a positive multiple of {ALIGNMENT_BYTES}")
+        self.capacity_bytes = capacity_bytes
+        self.incarnation = incarnation
+        self._head = 0
+        self._position = 0
+        self._live: dict[int, Grant] = {}
+        self._quarantined: dict[int, Grant] = {}
+        # Released ranges above the watermark, ascending and apart: two parallel lists, so that bisect needs no key.
+        self._range_begins: list[int] = []
+        self._range_ends: list[int] = []
+        self._sequence = 0
+        self._live_bytes = 0
+        self._quarantined_bytes = 0
+
+    @property
+    def head(self) -> int:
+        """Position at which the next grant would begin, padding aside."""
+        return self._head
+
+    @property
+    def position(self) -> int:
+        """The watermark's position."""
+        return self._position
+
+    @property
+    def num_live_grants(self) -> int:
+        return len(self._live)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all unreleased grants; above `capacity_bytes` when overcommitted."""
+        return self._live_bytes
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return self._quarantined_bytes
+
+    def assign(self, num_bytes: int) -> Grant:
+        """The next grant, of `num_bytes` rounded up to `ALIGNMENT_BYTES`; it never wraps around the ring's end.
+
+        Raises:
+            ChunkTooLarge: The ring is smaller than `num_bytes`: it can never be granted.
+        """
+        size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if size <= 0:
+            raise LocalProtocolError(f"grant of {num_bytes} bytes; it must be positive")
+        if size > self.capacity_bytes:
+            raise ChunkTooLarge(f"chunk of {num_bytes} bytes does not fit the ring of {self.capacity_bytes} bytes")
+        begin = self._place(size)
+        if begin != self._head:
+            self._add_released(self._head, begin)  # padding: consumed, and free at once
+        self._head = begin + size
+        grant = Grant(begin, self._head)
+        self._live[begin] = grant
+        self._live_bytes += size
+        return grant
+
+    def _place(self, size: int) -> int:
+        """Where a grant of `size` begins: not across the ring's end, and around quarantined bytes while there is a way."""
+        capacity = self.capacity_bytes
+        begin = self._head
+        if begin % capacity + size > capacity:
+            begin += capacity - begin % capacity
+        if not self._quarantined:
+            return begin
+        plain, limit = begin, begin + 2 * capacity
+        while begin < limit:
+            offset = begin % capacity
+            if offset + size > capacity:
+                begin += capacity - offset
+                continue
+            blocker = next(
+                (g for g in self._quarantined.values() if g.begin % capacity < offset + size and offset < _end_offset(g, capacity)), None
+            )
+            if blocker is None:
+                return begin
+            begin += _end_offset(blocker, capacity) - offset
+        return plain  # no way around: the grant waits, as any overcommitted one does, until the quarantine ends
+
+    def release(self, grant: Grant) -> None:
+        """Give the grant's bytes back; the watermark moves as far as it can.
+
+        Raises:
+            LocalProtocolError: The grant is not live (R4).
+        """
+        if self._live.get(grant.begin) != grant:
+            raise LocalProtocolError(f"release of grant [{grant.begin}, {grant.end}), which is not live (R4: released exactly once)")
+        del self._live[grant.begin]
+        size = grant.end - grant.begin
+        self._live_bytes -= size
+        if self._quarantined.pop(grant.begin, None) is not None:
+            self._quarantined_bytes -= size
+        self._add_released(grant.begin, grant.end)
+
+    def quarantine(self, grant: Grant) -> None:
+        """Mark a live grant whose writer may still write; only `release()` ends it, on proof and never by elapsed time."""
+        if self._live.get(grant.begin) != grant:
+            raise LocalProtocolError(f"quarantine of grant [{grant.begin}, {grant.end}), which is not live")
+        if grant.begin not in self._quarantined:
+            self._quarantined[grant.begin] = grant
+            self._quarantined_bytes += grant.end - grant.begin
+
+    def is_writable(self, grant: Grant) -> bool:
+        """Whether the grant's bytes are free of every earlier grant (what a writer would find with perfect knowledge)."""
+        if grant.end - self._position <= self.capacity_bytes:
+            return True
+        return is_writable(grant, position=self._position, released=self._ranges_below(grant.begin), capacity_bytes=self.capacity_bytes)
+
+    def watermark(self) -> Watermark:
+        """The state to publish, under the next sequence number."""
+        self._sequence += 1
+        pairs = zip(self._range_begins[:MAX_PUBLISHED_RANGES], self._range_ends[:MAX_PUBLISHED_RANGES], strict=True)
+        return Watermark(
+            incarnation=self.incarnation,
+            sequence=self._sequence,
+            position=self._position,
+            released=tuple(Grant(begin, end) for begin, end in pairs),
+        )
+
+    def check_invariants(self) -> None:
+        """Prove the rules on the present state; for tests, and for a node that has gone idle.
+
+        Raises:
+            LocalProtocolError: A rule is broken; the message names it.
+        """
+        edge = self._position
+        for begin, end in zip(self._range_begins, self._range_ends, strict=True):
+            _require(edge < begin < end <= self._head, f"released ranges are ascending and apart: [{begin}, {end}) after {edge}")
+            edge = end
+        unreleased = self._head - self._position - sum(self._range_ends) + sum(self._range_begins)
+        _require(unreleased == self._live_bytes, f"R4: {unreleased} bytes are unreleased, live grants hold {self._live_bytes}")
+        _require(self._live_bytes == sum(g.end - g.begin for g in self._live.values()), "live bytes are counted right")
+        _require(self._quarantined.keys() <= self._live.keys(), "a quarantined grant is live")
+        _require(self._quarantined_bytes == sum(g.end - g.begin for g in self._quarantined.values()), "quarantined bytes are counted right")
+        _require(bool(self._live) or self._position == self._head, f"R5: no live grant, watermark {self._position}, head {self._head}")
+        writable = sorted((g.begin % self.capacity_bytes, g) for g in self._live.values() if self.is_writable(g))
+        for (_, first), (offset, second) in zip(writable, writable[1:], strict=False):
+            _require(_end_offset(first, self.capacity_bytes) <= offset, f"R1: writable grants {first} and {second} share a byte")
+
+    def _add_released(self, begin: int, end: int) -> None:
+        if begin == self._position:
+            self._position = end
+            if self._range_begins and self._range_begins[0] == end:
+                self._position = self._range_ends.pop(0)
+                del self._range_begins[0]
+            return
+        at = bisect_left(self._range_begins, begin)
+        joins_left = at > 0 and self._range_ends[at - 1] == begin
+        joins_right = at < len(self._range_begins) and self._range_begins[at] == end
+        if joins_left and joins_right:
+            self._range_ends[at - 1] = self._range_ends.pop(at)
+            del self._range_begins[at]
+        elif joins_left:
+            self._range_ends[at - 1] = end
+        elif joins_right:
+            self._range_begins[at] = begin
+        else:
+            self._range_begins.insert(at, begin)
+            self._range_ends.insert(at, end)
+
+    def _ranges_below(self, position: int) -> list[Grant]:
+        count = bisect_left(self._range_begins, position)
+        return [Grant(b, e) for b, e in zip(self._range_begins[:count], self._range_ends[:count], strict=True)]
+
+
+class RingView:
+    """What a writer knows of a peer's ring: never more than is true, so a yes is always safe.
+
+    Args:
+        capacity_bytes: Size of the peer's ring.
+        incarnation: Life of the peer's process; watermarks of another life are refused.
+    """
+
+    def __init__(self, capacity_bytes: int, *, incarnation: int = 0) -> None:
+        if capacity_bytes <= 0:
+            raise RemoteProtocolError(f"peer's ring of {capacity_bytes} bytes; it must be positive")
+        self.capacity_bytes = capacity_bytes
+        self.incarnation = incarnation
+        self._watermark = Watermark(incarnation=incarnation, sequence=0, position=0)
+        self._begins: list[int] = []
+
+    @property
+    def watermark(self) -> Watermark:
+        return self._watermark
+
+    def update(self, watermark: Watermark) -> bool:
+        """Take in a watermark; False when it is an older one, a repeated one, or of another life, and was ignored.
+
+        Raises:
+            RemoteProtocolError: A newer watermark moves back (R2).
+        """
+        if watermark.incarnation != self.incarnation or watermark.sequence <= self._watermark.sequence:
+            return False
+        if watermark.position < self._watermark.position:
+            raise RemoteProtocolError(
+                f"watermark moved back from {self._watermark.position} to {watermark.position} (R2) in incarnation {self.incarnation}"
+            )
+        self._watermark = watermark
+        self._begins = [span.begin for span in watermark.released]
+        return True
+
+    def is_writable(self, grant: Grant) -> bool:
+        """Whether the grant may be written now; "not yet" is False, never an error."""
+        return is_writable(
+            grant, position=self._watermark.position, released=self._watermark.released, capacity_bytes=self.capacity_bytes
+        )
+
+    def is_released(self, grant: Grant) -> bool:
+        """Whether the peer has given the grant's bytes back, so that the source bytes behind it are needed no more."""
+        if grant.end <= self._watermark.position:
+            return True
+        at = bisect_right(self._begins, grant.begin) - 1
+        return at >= 0 and grant.end <= self._watermark.released[at].end
+
+
+def _end_offset(grant: Grant, capacity_bytes: int) -> int:
+    """Offset one past the grant's last byte, in (0, capacity]; a grant never wraps."""
+    return grant.begin % capacity_bytes + grant.end - grant.begin
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise LocalProtocolError(f"invariant broken: {what}")
