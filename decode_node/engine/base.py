@@ -1,0 +1,68 @@
+"""What any engine must give a decode rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from transfer.engine_types import DecodeItem
+from transfer.layout import KVLayout, Shard
+
+if TYPE_CHECKING:
+    from transfer.kv_pool import PagedKVPool
+
+
+class DecodeEngine(Protocol):
+    """One rank's engine on the decode side: generates token by token from KV that lies in its paged pool.
+
+    Driven by one thread. With tensor parallelism every rank is given the same steps in the same order.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """The KV of the whole model."""
+        ...
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's cut of it."""
+        ...
+
+    @property
+    def pool(self) -> PagedKVPool:
+        """Where this rank's KV lies; the engine never binds or frees a page, it uses those of the items."""
+        ...
+
+    @property
+    def model_fields(self) -> Mapping[str, str]:
+        """What must be equal on both sides besides the layout (architecture, rotary embedding, digest of the weights, ...)."""
+        ...
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Positions that the model can be used with; prompt and generated tokens together."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        ...
+
+    def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
+        """Run one step: one token of every item goes in, the next one comes out.
+
+        Args:
+            items: Any mix of requests, at most one item of each; requests join and leave between steps.
+
+        Returns:
+            request_id -> next token. On TP rank 0; empty on the others.
+
+        Raises:
+            EngineError: An item does not fit the model or the pool (nothing was run), or the step failed, for example because
+                another rank died (the engine is then of no more use).
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back everything, leave the TP group. May be called twice."""
+        ...

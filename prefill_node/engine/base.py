@@ -1,0 +1,75 @@
+"""What any engine must give a prefill rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transfer.engine_types import PrefillItem
+from transfer.layout import KVLayout, Shard
+
+if TYPE_CHECKING:
+    from transfer.kv_pool import PagedKVPool
+
+OnLayersWritten = Callable[[int, Any], None]
+"""``(layers_done, event)``: the KV of this step is in the pool for the first `layers_done` layers of the rank.
+
+`event` is a recorded CUDA event behind which the pool may be read, or None where it may be read at once (CPU)."""
+
+
+class PrefillEngine(Protocol):
+    """One rank's engine on the prefill side: computes prompts into its paged pool, chunk by chunk.
+
+    Driven by one thread. With tensor parallelism every rank is given the same steps in the same order.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """The KV of the whole model."""
+        ...
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's cut of it."""
+        ...
+
+    @property
+    def pool(self) -> PagedKVPool:
+        """Where this rank's KV lies; the engine never binds or frees a page, it uses those of the items."""
+        ...
+
+    @property
+    def model_fields(self) -> Mapping[str, str]:
+        """What must be equal on both sides besides the layout (architecture, rotary embedding, digest of the weights, ...)."""
+        ...
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Positions that the model can be used with; prompt and generated tokens together."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        ...
+
+    def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:
+        """Run one step over all items together.
+
+        Args:
+            items: Any mix of requests, at most one item of each.
+            on_layers_written: Called from inside the step, layer group by layer group, so that the first layers can travel
+                while the last compute; the last call names all layers of the rank.
+
+        Returns:
+            request_id -> first token, for the items with `is_last`. On TP rank 0; empty on the others.
+
+        Raises:
+            EngineError: An item does not fit the model or the pool (nothing was run), or the step failed, for example because
+                another rank died (the engine is then of no more use).
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back everything, leave the TP group. May be called twice."""
+        ...

@@ -1,0 +1,118 @@
+"""What a node hands to an engine: the value types of `PrefillEngine` and `DecodeEngine`.
+
+Standard library only, so that an engine's author needs nothing but these names. Pages are those of the engine's own pool:
+token `t` of a request lives in page ``page_table[t // page_size]`` at offset ``t % page_size``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transfer.errors import ConfigError, EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    A sampled token depends on the logits, these values and the token's position alone: the same request gives the same tokens
+    wherever each of them is sampled (the first on the prefill side, the others on the decode side) and however it is batched.
+
+    Args:
+        temperature: 0 is greedy: the other values are then without effect. Otherwise logits are divided by it.
+        top_p: Keep the smallest set of likeliest tokens whose probability reaches this; in (0, 1], 1 keeps all.
+        top_k: Keep this many likeliest tokens; 0 keeps all.
+        seed: Seed of the request, in [0, 2**63).
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive finite number")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 keeps every token)")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it must be 0 (keep every token) or positive")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be in [0, 2**63)")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillItem:
+    """The tokens of one request that one prefill step computes.
+
+    Args:
+        request_id: The request; at most one item of it in a step.
+        token_ids: The tokens of this step, in order; at least one.
+        first_token: Position of ``token_ids[0]`` in the prompt; everything before it is in the pool already.
+        page_table: Pages bound to the request so far; they hold every position up to the last one of this step.
+        sampling: How the first token is chosen, where `is_last`.
+        is_last: These are the prompt's last tokens: sample the first token after them.
+
+    Raises:
+        EngineError: A value is out of its range.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    first_token: int
+    page_table: Sequence[int]
+    sampling: SamplingParams = GREEDY
+    is_last: bool
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise EngineError(f"token_ids of request {self.request_id!r} is empty; a prefill step has at least one token")
+        if self.first_token < 0:
+            raise EngineError(f"first_token of request {self.request_id!r} is {self.first_token}; it must not be negative")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end_token(self) -> int:
+        """Position after the last token of this step; where `is_last`, also the position of the token that is sampled."""
+        return self.first_token + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeItem:
+    """One request's share of one decode step: its newest token goes in, the next one comes out.
+
+    Args:
+        request_id: The request; at most one item of it in a step.
+        token_id: The newest token; its KV is written in this step.
+        position: Position of `token_id`; everything before it is in the pool already.
+        page_table: Pages bound to the request; they hold every position up to and with `position`.
+        sampling: How the next token is chosen.
+
+    Raises:
+        EngineError: A value is out of its range.
+    """
+
+    request_id: str
+    token_id: int
+    position: int
+    page_table: Sequence[int]
+    sampling: SamplingParams = GREEDY
+
+    def __post_init__(self) -> None:
+        if self.position < 0:
+            raise EngineError(f"position of request {self.request_id!r} is {self.position}; it must not be negative")
