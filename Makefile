@@ -1,0 +1,84 @@
+# What people and CI call. `make help` lists it. Settings, on the command line:
+#   PYTHON=python3.12     the interpreter for .venv (default: the first of python3, python3.13, 3.12, 3.11, 3.14 that will do)
+#   EXTRAS=ucx-cu12,dev   the extras of pyproject.toml to install (default: ucx-cu13,dev)
+#   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
+#                         gigabytes of CUDA libraries
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS    passed on to `kvferry demo`, pytest and the benchmarks
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+EXTRAS ?= ucx-cu13,dev
+TORCH_INDEX ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.kvferry-setup
+PROTO_VENV := .kvferry/proto-venv
+PROTO_STAMP := $(PROTO_VENV)/.installed
+PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
+
+.PHONY: help setup demo test check lint types spelling proto proto-check proto-lint bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@sed -n '/^# What/,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## create .venv and install kvferry into it (does nothing when that is up to date)
+
+$(STAMP): pyproject.toml constraints.txt .ci/setup
+	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" TORCH_INDEX="$(TORCH_INDEX)" bash .ci/setup
+	@touch $@
+
+demo: setup ## both tiers on this machine: prompts in, tokens out, proof and report
+	@$(BIN)/kvferry demo $(DEMO_ARGS)
+
+test: setup ## every test
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: setup lint types spelling proto-check proto-lint ## everything that needs no run: lint, format, types, spelling, stubs
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+spelling: setup
+	$(BIN)/codespell
+
+bench: setup ## the benchmarks; they record hardware, command and numbers
+	@$(BIN)/python -m bench $(BENCH_ARGS)
+
+# Stubs come from the oldest runtime that we support, so that they load under every newer one (docs/adr/0008-committed-stubs.md).
+# The tools live apart from .venv because that version of grpcio-tools holds protobuf below 6.
+$(PROTO_STAMP): Makefile | $(STAMP)
+	@rm -rf $(PROTO_VENV)
+	@$(BIN)/python -m venv $(PROTO_VENV)
+	@$(PROTO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PROTO_TOOLS)
+	@touch $@
+
+# $(call generate_stubs,FOLDER)
+generate_stubs = PATH="$(CURDIR)/$(PROTO_VENV)/bin:$$PATH" $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto \
+	--python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/transfer/pb/*.proto
+
+proto: $(PROTO_STAMP) ## regenerate transfer/pb from proto/
+	@$(PROTO_VENV)/bin/buf format --write proto
+	@$(call generate_stubs,.)
+
+proto-check: $(PROTO_STAMP) # the committed stubs are those that proto/ gives
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; $(call generate_stubs,"$$fresh"); \
+	diff -r -u -x '__pycache__' -x '__init__.py' transfer/pb "$$fresh/transfer/pb" > "$$fresh/diff" \
+	|| { head -n 40 "$$fresh/diff"; echo "transfer/pb is not what proto/ generates: run 'make proto' and commit the result" >&2; exit 1; }
+
+proto-lint: $(PROTO_STAMP)
+	$(PROTO_VENV)/bin/buf lint proto
+
+clean: ## remove .venv, tools, caches and build outputs (not model folders made by hand)
+	rm -rf .venv $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
