@@ -1,0 +1,1 @@
+"""Generated from proto/ by `make proto`; committed so that an install needs no compiler. Do not edit."""

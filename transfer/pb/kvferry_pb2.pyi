@@ -1,0 +1,442 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ShardInfo(_message.Message):
+    __slots__ = ("tp_size", "pp_size", "page_size", "dtype", "order", "stage_layers")
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    tp_size: int
+    pp_size: int
+    page_size: int
+    dtype: str
+    order: str
+    stage_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., stage_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class InstanceInfo(_message.Message):
+    __slots__ = ("incarnation", "protocol_versions", "layout_fingerprint", "layout_fields", "model_fingerprint", "model_fields", "shard", "transport", "digest", "capabilities", "version")
+    class LayoutFieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class ModelFieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    protocol_versions: _containers.RepeatedScalarFieldContainer[int]
+    layout_fingerprint: str
+    layout_fields: _containers.ScalarMap[str, str]
+    model_fingerprint: str
+    model_fields: _containers.ScalarMap[str, str]
+    shard: ShardInfo
+    transport: str
+    digest: str
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    version: str
+    def __init__(self, incarnation: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[str] = ..., layout_fields: _Optional[_Mapping[str, str]] = ..., model_fingerprint: _Optional[str] = ..., model_fields: _Optional[_Mapping[str, str]] = ..., shard: _Optional[_Union[ShardInfo, _Mapping]] = ..., transport: _Optional[str] = ..., digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class ChunkPlanInfo(_message.Message):
+    __slots__ = ("chunk_tokens", "layers_per_group")
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_PER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    chunk_tokens: int
+    layers_per_group: int
+    def __init__(self, chunk_tokens: _Optional[int] = ..., layers_per_group: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("decode", "decode_address", "rank_addresses", "heartbeat_s")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RANK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    decode: InstanceInfo
+    decode_address: str
+    rank_addresses: _containers.RepeatedScalarFieldContainer[str]
+    heartbeat_s: float
+    def __init__(self, decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_address: _Optional[str] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+
+class JoinEvent(_message.Message):
+    __slots__ = ("joined", "beat", "draining")
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    joined: Joined
+    beat: Beat
+    draining: Draining
+    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Joined(_message.Message):
+    __slots__ = ("prefill", "chunk_plan", "links")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    prefill: InstanceInfo
+    chunk_plan: ChunkPlanInfo
+    links: _containers.RepeatedCompositeFieldContainer[LinkStatus]
+    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "token_ids", "start_token", "decode_incarnation", "sampling")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    start_token: int
+    decode_incarnation: int
+    sampling: SamplingParams
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("started", "first_token", "sent")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    started: PrefillStarted
+    first_token: FirstToken
+    sent: PrefillSent
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ...) -> None: ...
+
+class PrefillStarted(_message.Message):
+    __slots__ = ("queue_s",)
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    queue_s: float
+    def __init__(self, queue_s: _Optional[float] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id", "compute_s")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    compute_s: float
+    def __init__(self, token_id: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
+
+class PrefillSent(_message.Message):
+    __slots__ = ("stats",)
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    stats: TransferStats
+    def __init__(self, stats: _Optional[_Union[TransferStats, _Mapping]] = ...) -> None: ...
+
+class TransferStats(_message.Message):
+    __slots__ = ("bytes", "writes", "writes_without_staging", "transfer_s", "exposed_s", "resends")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    WRITES_WITHOUT_STAGING_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    RESENDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    writes: int
+    writes_without_staging: int
+    transfer_s: float
+    exposed_s: float
+    resends: int
+    def __init__(self, bytes: _Optional[int] = ..., writes: _Optional[int] = ..., writes_without_staging: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., resends: _Optional[int] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "prompt", "token_ids", "max_new_tokens", "sampling", "stop_token_ids", "ignore_eos")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt: str
+    token_ids: TokenIds
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateEvent(_message.Message):
+    __slots__ = ("accepted", "tokens", "done")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    accepted: GenerateAccepted
+    tokens: GeneratedTokens
+    done: GenerateDone
+    def __init__(self, accepted: _Optional[_Union[GenerateAccepted, _Mapping]] = ..., tokens: _Optional[_Union[GeneratedTokens, _Mapping]] = ..., done: _Optional[_Union[GenerateDone, _Mapping]] = ...) -> None: ...
+
+class GenerateAccepted(_message.Message):
+    __slots__ = ("request_id", "prompt_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class GeneratedTokens(_message.Message):
+    __slots__ = ("token_ids", "text")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GenerateDone(_message.Message):
+    __slots__ = ("finish_reason", "prompt_tokens", "generated_tokens", "stats", "ttft_s", "prefill_node")
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    stats: TransferStats
+    ttft_s: float
+    prefill_node: str
+    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., stats: _Optional[_Union[TransferStats, _Mapping]] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("request_id", "prefill_incarnation", "decode_incarnation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prefill_incarnation: int
+    decode_incarnation: int
+    def __init__(self, request_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("reserved",)
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    reserved: bool
+    def __init__(self, reserved: bool = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("prefill", "prefill_rank", "offer", "chunk_plan")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
+    prefill: InstanceInfo
+    prefill_rank: int
+    offer: bytes
+    chunk_plan: ChunkPlanInfo
+    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., prefill_rank: _Optional[int] = ..., offer: _Optional[bytes] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("session_id", "decode", "decode_rank", "answer", "ring_capacity", "control_address", "heartbeat_s", "protocol_version")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    RING_CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    decode: InstanceInfo
+    decode_rank: int
+    answer: bytes
+    ring_capacity: int
+    control_address: str
+    heartbeat_s: float
+    protocol_version: int
+    def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class WriterBeat(_message.Message):
+    __slots__ = ("session_id", "link")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    link: LinkStatus
+    def __init__(self, session_id: _Optional[int] = ..., link: _Optional[_Union[LinkStatus, _Mapping]] = ...) -> None: ...
+
+class WatermarkAck(_message.Message):
+    __slots__ = ("incarnation", "sequence", "round", "tail", "released")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    sequence: int
+    round: int
+    tail: int
+    released: _containers.RepeatedCompositeFieldContainer[ReleasedRange]
+    def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., tail: _Optional[int] = ..., released: _Optional[_Iterable[_Union[ReleasedRange, _Mapping]]] = ...) -> None: ...
+
+class ReleasedRange(_message.Message):
+    __slots__ = ("begin", "end")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    end: int
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("request_id", "reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    reason: str
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    def __init__(self, found: bool = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("remaining",)
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    remaining: int
+    def __init__(self, remaining: _Optional[int] = ...) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    state: str
+    instance: InstanceInfo
+    uptime_s: float
+    queued_requests: int
+    running_requests: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    peers: _containers.RepeatedCompositeFieldContainer[PeerStatus]
+    links: _containers.RepeatedCompositeFieldContainer[LinkStatus]
+    restarts: int
+    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    POOL_PAGES_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    POOL_PAGES_BOUND_FIELD_NUMBER: _ClassVar[int]
+    RING_CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    RING_LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RING_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RING_QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RING_LIVE_GRANTS_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_POSITION_FIELD_NUMBER: _ClassVar[int]
+    STAGING_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STAGING_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_ACKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    pool_pages: int
+    pool_pages_reserved: int
+    pool_pages_bound: int
+    ring_capacity: int
+    ring_live_bytes: int
+    ring_peak_bytes: int
+    ring_quarantined_bytes: int
+    ring_live_grants: int
+    watermark_position: int
+    staging_slots: int
+    staging_slots_used: int
+    requests: int
+    sessions: int
+    watermark_acks: int
+    dropped_messages: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pool_pages: _Optional[int] = ..., pool_pages_reserved: _Optional[int] = ..., pool_pages_bound: _Optional[int] = ..., ring_capacity: _Optional[int] = ..., ring_live_bytes: _Optional[int] = ..., ring_peak_bytes: _Optional[int] = ..., ring_quarantined_bytes: _Optional[int] = ..., ring_live_grants: _Optional[int] = ..., watermark_position: _Optional[int] = ..., staging_slots: _Optional[int] = ..., staging_slots_used: _Optional[int] = ..., requests: _Optional[int] = ..., sessions: _Optional[int] = ..., watermark_acks: _Optional[int] = ..., dropped_messages: _Optional[int] = ...) -> None: ...
+
+class PeerStatus(_message.Message):
+    __slots__ = ("address", "incarnation", "state", "reason")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: int
+    state: str
+    reason: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LinkStatus(_message.Message):
+    __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s")
+    PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_rank: int
+    decode_rank: int
+    lane: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    def __init__(self, prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., lane: _Optional[str] = ..., latency_s: _Optional[float] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
