@@ -1,0 +1,273 @@
+"""The paged KV pool of one rank: one tensor per layer and K or V, addressed by page or by slot.
+
+A page holds `page_size` tokens, a slot is one token: ``slot = page * page_size + offset``. Who owns which page is not known
+here, see `transfer.page_allocator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from transfer.errors import ConfigError, LayoutError
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, TokenOrder
+
+BUFFER_ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
+
+TORCH_DTYPES = {dtype: getattr(torch, dtype.value) for dtype in DType}
+"""torch's dtype for each `DType`."""
+
+_FLOAT8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
+
+
+def convert(values: Tensor, dtype: DType) -> Tensor:
+    """`values` as `dtype`, rounded to nearest even: the one conversion of kvferry, wherever a pool's dtype differs.
+
+    Values beyond float8's largest finite one (448) become that one: a plain cast would make NaN of them, one of which poisons
+    every later attention over the page. NaN stays NaN, with unspecified bits.
+
+    Raises:
+        LayoutError: To or from int8, which carries no scale here.
+    """
+    target = TORCH_DTYPES[dtype]
+    if values.dtype is target:
+        return values
+    if torch.int8 in (values.dtype, target):
+        raise LayoutError(f"cannot convert {values.dtype} to {target}: int8 KV carries no scale here and is only copied")
+    if target is torch.float8_e4m3fn:
+        return values.float().clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(target)
+    return values.to(target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerBuffers:
+    """The tensors of one layer; `v` is None where the layer has no V (MLA)."""
+
+    k: Tensor
+    v: Tensor | None
+
+
+class PagedKVPool:
+    """K and V of one rank's layers, in pages.
+
+    Args:
+        layout: The KV of the whole model.
+        shard: This rank's cut of it; its order says how a page lies in memory.
+        num_pages: Pages of every buffer.
+        device: Where the pool is allocated, zeroed; on CPU that also makes the memory really there.
+        buffers: The rank's layers in order, where an engine's own tensors are the pool. Shapes as `buffer()` gives them; pages,
+            tokens and heads may be any stride apart, only a head's elements must be adjacent. `device` is then without effect.
+
+    Raises:
+        ConfigError: `num_pages` is below 1.
+        LayoutError: The rank has no layers, a layer cannot be kept in pages, or a given tensor does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KVLayout,
+        shard: Shard,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        buffers: Sequence[LayerBuffers] | None = None,
+    ) -> None:
+        if num_pages < 1:
+            raise ConfigError(f"num_pages is {num_pages}; a pool has at least 1 page")
+        self.layout = layout
+        self.shard = shard
+        self.num_pages = num_pages
+        self.page_size = shard.page_size
+        self.order = shard.order
+        self.element = shard.pool_dtype(layout)
+        self.dtype: torch.dtype = TORCH_DTYPES[self.element]
+        self.layers: Span = shard.layers(layout)
+        if not len(self.layers):
+            raise LayoutError(f"stage {shard.pp_rank} of {shard.pp_size} has no layers; a pool has at least one")
+        for layer in range(self.layers.begin, self.layers.end):
+            if layout.layers[layer].kind is LayerKind.RECURRENT_STATE:
+                raise LayoutError(
+                    f"layer {layer} is {LayerKind.RECURRENT_STATE}: one state per request, it has no place in pages"
+                )
+        self._buffers = self._allocate(torch.device(device)) if buffers is None else self._adopt(buffers)
+        self.device: torch.device = self._buffers[0].k.device
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit the pool."""
+        return self.num_pages * self.page_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages of all layers, without padding."""
+        return sum(
+            tensor.numel() * tensor.element_size() for pair in self._buffers for tensor in (pair.k, pair.v) if tensor is not None
+        )
+
+    def num_heads(self, layer: int) -> int:
+        """KV heads of this rank in the global layer `layer`."""
+        return len(self.shard.heads(self._spec(layer).num_kv_heads))
+
+    def head_dim(self, layer: int, *, is_v: bool) -> int:
+        """Elements per token and head of K or V; 0 for the V of a layer without."""
+        spec = self._spec(layer)
+        return spec.v_head_dim if is_v else spec.k_head_dim
+
+    def buffer(self, layer: int, *, is_v: bool) -> Tensor:
+        """The pages of one layer, shared and not copied.
+
+        Args:
+            layer: Global layer.
+            is_v: V; otherwise K or the MLA latent.
+
+        Returns:
+            NHD: [num_pages, page_size, heads, dim]; HND: [num_pages, heads, page_size, dim].
+
+        Raises:
+            LayoutError: The layer is another stage's, or has no V.
+        """
+        self._spec(layer)
+        pair = self._buffers[layer - self.layers.begin]
+        tensor = pair.v if is_v else pair.k
+        if tensor is None:
+            raise LayoutError(f"layer {layer} has no V buffer (v_head_dim is 0)")
+        return tensor
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the KV of some tokens, converted to the pool's dtype.
+
+        Args:
+            layer: Global layer.
+            slots: int64 [T], distinct, in [0, num_slots), on the pool's device.
+            k, v: [T, heads, dim] each; dim of v is 0 where the layer has no V.
+
+        Raises:
+            LayoutError: A shape does not fit, or a dtype cannot be converted.
+            IndexError: A slot is outside the pool (CPU).
+        """
+        spec, heads = self._spec(layer), self.num_heads(layer)
+        for name, values, dim in (("k", k, spec.k_head_dim), ("v", v, spec.v_head_dim)):
+            if tuple(values.shape) != (slots.numel(), heads, dim):
+                raise LayoutError(
+                    f"{name} of layer {layer} has shape {tuple(values.shape)}; must be {(slots.numel(), heads, dim)}"
+                )
+        self._store(self.buffer(layer, is_v=False), slots, k)
+        if spec.v_head_dim:
+            self._store(self.buffer(layer, is_v=True), slots, v)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The KV of some tokens, in the pool's dtype, as new tensors.
+
+        Args:
+            layer: Global layer.
+            slots: int64 [...], any shape, in [0, num_slots), on the pool's device.
+
+        Returns:
+            K [..., heads, k_dim] and V [..., heads, v_dim]; v_dim is 0 where the layer has no V.
+
+        Raises:
+            IndexError: A slot is outside the pool (CPU).
+        """
+        k = self._load(self.buffer(layer, is_v=False), slots)
+        if self._spec(layer).v_head_dim:
+            return k, self._load(self.buffer(layer, is_v=True), slots)
+        return k, k.new_empty((*slots.shape, self.num_heads(layer), 0))
+
+    def _spec(self, layer: int) -> LayerSpec:
+        if layer not in self.layers:
+            raise LayoutError(f"layer {layer} is not of this rank; it has [{self.layers.begin}, {self.layers.end})")
+        return self.layout.layers[layer]
+
+    def _store(self, buffer: Tensor, slots: Tensor, values: Tensor) -> None:
+        words, words_of_values = _as_words(buffer), _as_words(convert(values, self.element).contiguous())
+        if self.order is TokenOrder.NHD and buffer.is_contiguous():
+            words.view(self.num_slots, *words.shape[2:]).index_copy_(0, slots, words_of_values)
+            return
+        pages, offsets = self._places(slots)
+        if self.order is TokenOrder.NHD:
+            words[pages, offsets] = words_of_values
+        else:
+            words[pages, :, offsets] = words_of_values
+
+    def _load(self, buffer: Tensor, slots: Tensor) -> Tensor:
+        words = _as_words(buffer)
+        if self.order is TokenOrder.NHD and buffer.is_contiguous():
+            rows = words.view(self.num_slots, *words.shape[2:])
+            return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, *rows.shape[1:]).view(self.dtype)
+        flat = slots.reshape(-1)
+        pages, offsets = self._places(flat)
+        found = words[pages, offsets] if self.order is TokenOrder.NHD else words[pages, :, offsets]
+        return found.view(*slots.shape, *found.shape[1:]).view(self.dtype)
+
+    def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Page and offset of each slot. torch refuses what is too large, but takes a negative index from the end."""
+        if slots.device.type == "cpu" and slots.numel() and int(slots.min()) < 0:
+            raise IndexError(f"slot {int(slots.min())} is out of range; slots are in [0, {self.num_slots})")
+        return slots // self.page_size, slots % self.page_size
+
+    def _shape(self, layer: int, *, is_v: bool) -> tuple[int, ...]:
+        heads, dim = self.num_heads(layer), self.head_dim(layer, is_v=is_v)
+        if self.order is TokenOrder.NHD:
+            return (self.num_pages, self.page_size, heads, dim)
+        return (self.num_pages, heads, self.page_size, dim)
+
+    def _allocate(self, device: torch.device) -> list[LayerBuffers]:
+        shapes = [
+            [self._shape(layer, is_v=is_v) for is_v in (False, True)[: self.layout.layers[layer].num_buffers]]
+            for layer in range(self.layers.begin, self.layers.end)
+        ]
+        sizes = [[_num_bytes(shape, self.element) for shape in shapes_of_layer] for shapes_of_layer in shapes]
+        total = sum(_aligned(size) for sizes_of_layer in sizes for size in sizes_of_layer)
+        memory = torch.empty(total + BUFFER_ALIGNMENT_BYTES, dtype=torch.uint8, device=device).zero_()
+        position = -memory.data_ptr() % BUFFER_ALIGNMENT_BYTES
+        pairs: list[LayerBuffers] = []
+        for shapes_of_layer, sizes_of_layer in zip(shapes, sizes, strict=True):
+            tensors: list[Tensor] = []
+            for shape, size in zip(shapes_of_layer, sizes_of_layer, strict=True):
+                tensors.append(memory[position : position + size].view(self.dtype).view(shape))
+                position += _aligned(size)
+            pairs.append(LayerBuffers(k=tensors[0], v=tensors[1] if len(tensors) == 2 else None))
+        return pairs
+
+    def _adopt(self, buffers: Sequence[LayerBuffers]) -> list[LayerBuffers]:
+        if len(buffers) != len(self.layers):
+            raise LayoutError(f"buffers has {len(buffers)} layers; this rank has {len(self.layers)}")
+        for layer, pair in enumerate(buffers, start=self.layers.begin):
+            if (pair.v is None) != (self.layout.layers[layer].v_head_dim == 0):
+                raise LayoutError(
+                    f"buffers of layer {layer}: v is {'absent' if pair.v is None else 'given'}; the layout says otherwise"
+                )
+            for name, tensor in (("k", pair.k), ("v", pair.v)):
+                if tensor is None:
+                    continue
+                shape = self._shape(layer, is_v=name == "v")
+                if tuple(tensor.shape) != shape or tensor.dtype is not self.dtype:
+                    raise LayoutError(
+                        f"{name} of layer {layer} is {tensor.dtype} {tuple(tensor.shape)}; "
+                        f"must be {self.dtype} {shape} ({self.order})"
+                    )
+                if tensor.stride(-1) != 1 or tensor.device != buffers[0].k.device:
+                    raise LayoutError(
+                        f"{name} of layer {layer} (device {tensor.device}, stride {tensor.stride()}): must lie on "
+                        f"{buffers[0].k.device} with the elements of a head adjacent"
+                    )
+        return list(buffers)
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same size: torch cannot index every 8-bit float, and bits must not be touched."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def _num_bytes(shape: Sequence[int], dtype: DType) -> int:
+    count = dtype.num_bytes
+    for length in shape:
+        count *= length
+    return count
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
