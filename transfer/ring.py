@@ -13,6 +13,7 @@ Rules, each with a test of its number (tests/protocol/test_ring_rules.py):
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,7 +178,12 @@ class StagingAllocator:
                 begin += capacity - offset
                 continue
             blocker = next(
-                (g for g in self._quarantined.values() if g.begin % capacity < offset + size and offset < _end_offset(g, capacity)), None
+                (
+                    g
+                    for g in self._quarantined.values()
+                    if g.begin % capacity < offset + size and offset < _end_offset(g, capacity)
+                ),
+                None,
             )
             if blocker is None:
                 return begin
@@ -191,7 +197,9 @@ class StagingAllocator:
             LocalProtocolError: The grant is not live (R4).
         """
         if self._live.get(grant.begin) != grant:
-            raise LocalProtocolError(f"release of grant [{grant.begin}, {grant.end}), which is not live (R4: released exactly once)")
+            raise LocalProtocolError(
+                f"release of grant [{grant.begin}, {grant.end}), which is not live (R4: released exactly once)"
+            )
         del self._live[grant.begin]
         size = grant.end - grant.begin
         self._live_bytes -= size
@@ -211,7 +219,9 @@ class StagingAllocator:
         """Whether the grant's bytes are free of every earlier grant (what a writer would find with perfect knowledge)."""
         if grant.end - self._position <= self.capacity_bytes:
             return True
-        return is_writable(grant, position=self._position, released=self._ranges_below(grant.begin), capacity_bytes=self.capacity_bytes)
+        return is_writable(
+            grant, position=self._position, released=self._ranges_below(grant.begin), capacity_bytes=self.capacity_bytes
+        )
 
     def watermark(self) -> Watermark:
         """The state to publish, under the next sequence number."""
@@ -238,10 +248,15 @@ class StagingAllocator:
         _require(unreleased == self._live_bytes, f"R4: {unreleased} bytes are unreleased, live grants hold {self._live_bytes}")
         _require(self._live_bytes == sum(g.end - g.begin for g in self._live.values()), "live bytes are counted right")
         _require(self._quarantined.keys() <= self._live.keys(), "a quarantined grant is live")
-        _require(self._quarantined_bytes == sum(g.end - g.begin for g in self._quarantined.values()), "quarantined bytes are counted right")
-        _require(bool(self._live) or self._position == self._head, f"R5: no live grant, watermark {self._position}, head {self._head}")
+        _require(
+            self._quarantined_bytes == sum(g.end - g.begin for g in self._quarantined.values()),
+            "quarantined bytes are counted right",
+        )
+        _require(
+            bool(self._live) or self._position == self._head, f"R5: no live grant, watermark {self._position}, head {self._head}"
+        )
         writable = sorted((g.begin % self.capacity_bytes, g) for g in self._live.values() if self.is_writable(g))
-        for (_, first), (offset, second) in zip(writable, writable[1:], strict=False):
+        for (_, first), (offset, second) in itertools.pairwise(writable):
             _require(_end_offset(first, self.capacity_bytes) <= offset, f"R1: writable grants {first} and {second} share a byte")
 
     def _add_released(self, begin: int, end: int) -> None:
@@ -312,6 +327,14 @@ class RingView:
             grant, position=self._watermark.position, released=self._watermark.released, capacity_bytes=self.capacity_bytes
         )
 
+    def can_hold(self, grant: Grant, num_bytes: int) -> bool:
+        """Whether the grant is one that this ring can give for `num_bytes`: aligned, large enough, not across its end."""
+        return (
+            grant.begin % ALIGNMENT_BYTES == 0
+            and num_bytes <= grant.end - grant.begin
+            and _end_offset(grant, self.capacity_bytes) <= self.capacity_bytes
+        )
+
     def is_released(self, grant: Grant) -> bool:
         """Whether the peer has given the grant's bytes back, so that the source bytes behind it are needed no more."""
         if grant.end <= self._watermark.position:
@@ -328,3 +351,13 @@ def _end_offset(grant: Grant, capacity_bytes: int) -> int:
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise LocalProtocolError(f"invariant broken: {what}")
+
+
+def grant_key(begin: int, attempt: int) -> int:
+    """The data plane's name for one write into a grant: no two writes of one ring's life share it.
+
+    Args:
+        begin: Position at which the grant begins.
+        attempt: 0, or 1 when the bytes are sent again after a digest mismatch.
+    """
+    return begin // ALIGNMENT_BYTES * 2 + attempt

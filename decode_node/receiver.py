@@ -1,0 +1,711 @@
+"""The target's protocol as a state machine without I/O: `Receiver.handle(event, now_s) -> list[Action]`.
+
+One `Receiver` per decode rank, driven by that rank's one owner. It gives out grants, decides when a receive may be posted, when
+a chunk may be scattered, when bytes go back to the ring, and when a request is whole. It does not receive, scatter, send or look
+at a clock: it says so in actions, and hears of the outcome in events.
+
+A request is whole when the *set* of its pieces (chunk x route) has been scattered with the right digest (rule 7); anything else
+fails it closed. Numbered rules are those of docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
+from transfer.errors import ChunkTooLarge, LocalProtocolError
+from transfer.layout import DType, KVLayout, Route, wire_bytes
+from transfer.messages import (
+    AbortTransfer,
+    ChunkReady,
+    ChunkRejected,
+    GrantRefused,
+    GrantRequest,
+    GrantsIssued,
+    IssuedGrant,
+    Message,
+    WriterDrained,
+    clip_reason,
+)
+from transfer.ring import Grant, StagingAllocator, grant_key
+
+MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverSettings:
+    """Args:
+    is_one_sided: The transport writes without a posted receive.
+    repeat_after_s: An abort without its answer is repeated after this long.
+    """
+
+    is_one_sided: bool
+    repeat_after_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingRoute:
+    """A route that ends at this rank, and the session with its writer."""
+
+    route: Route
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingRequest:
+    """What this rank has to receive of one request."""
+
+    request_id: str
+    layout: KVLayout
+    plan: ChunkPlan
+    wire_dtype: DType
+    num_tokens: int
+    start_token: int
+    routes: tuple[IncomingRoute, ...]
+
+
+# Events: what the owner tells the receiver.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened:
+    session: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLost:
+    """The session's transport is closed: no byte of its writer can land any more, which ends its quarantine."""
+
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestExpected:
+    """Room for the whole request is reserved in the KV pool, so whatever is granted can be scattered."""
+
+    request: IncomingRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCancelled:
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageArrived:
+    session: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveSettled:
+    """A posted receive has ended: filled, or declined (0 bytes)."""
+
+    grant: Grant
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveFailed:
+    grant: Grant
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterFinished:
+    """The scatter's device event fired, or the digest did not agree and nothing was scattered."""
+
+    grant: Grant
+    is_intact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; due a few times a second while anything is in flight."""
+
+
+Event = (
+    SessionOpened
+    | SessionLost
+    | RequestExpected
+    | RequestCancelled
+    | MessageArrived
+    | ReceiveSettled
+    | ReceiveFailed
+    | ScatterFinished
+    | Tick
+)
+
+
+# Actions: what the owner has to do.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    session: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostReceive:
+    """Post the receive for the grant's bytes; answer with `ReceiveSettled` or `ReceiveFailed`."""
+
+    session: int
+    grant: Grant
+    num_bytes: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartScatter:
+    """Check the digest of the grant's bytes and scatter them; answer with `ScatterFinished`."""
+
+    grant: Grant
+    request_id: str
+    route: Route
+    chunk: Chunk
+    num_tokens: int
+    num_bytes: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishWatermark:
+    """The ring's state has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestComplete:
+    """Every piece is in the pool and every digest agreed. The request is forgotten."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """The request cannot become whole. Its pages may still be written by scatters until `RequestDrained`."""
+
+    request_id: str
+    reason: str
+    is_data_loss: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDrained:
+    """After a failure or a cancel: no scatter will touch the request's pages any more (rule 6)."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSession:
+    """Close the session's transport, then report `SessionLost`."""
+
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageDropped:
+    """A message made no sense here; counted, never fatal (rule 14)."""
+
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBroken:
+    """A chunk's bytes did not have their digest; counted."""
+
+    session: int
+    request_id: str
+
+
+Action = (
+    Send
+    | PostReceive
+    | StartScatter
+    | PublishWatermark
+    | RequestComplete
+    | RequestFailed
+    | RequestDrained
+    | CloseSession
+    | MessageDropped
+    | ChunkBroken
+)
+
+
+class _Stage(Enum):
+    GRANTED = auto()
+    SCATTERING = auto()
+    RELEASED = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Piece:
+    """One granted piece, from its grant to its release."""
+
+    request: _Request
+    route: IncomingRoute
+    chunk: Chunk
+    grant: Grant
+    num_bytes: int
+    stage: _Stage = _Stage.GRANTED
+    is_posted: bool = False
+    is_settled: bool = False  # the posted receive has ended
+    received_bytes: int = 0
+    attempt: int = 0
+    ready: ChunkReady | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _RouteState:
+    incoming: IncomingRoute
+    is_drained: bool = False  # the writer said, or its session's end proves, that nothing more will come
+    asked_s: float = 0.0  # when the abort was last sent
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request:
+    incoming: IncomingRequest
+    chunks: tuple[Chunk, ...]
+    routes: dict[int, _RouteState]
+    missing: set[tuple[int, int]]  # (route index, chunk index) not yet scattered
+    pieces: dict[tuple[int, int], _Piece] = field(default_factory=dict)
+    failure: str | None = None
+    has_drained: bool = False  # RequestDrained was said
+
+    @property
+    def request_id(self) -> str:
+        return self.incoming.request_id
+
+
+class Receiver:
+    """See the module's docstring.
+
+    Invariants (`check_invariants`): those of the ring, and every live grant belongs to exactly one piece.
+    """
+
+    def __init__(self, settings: ReceiverSettings, ring: StagingAllocator) -> None:
+        self._settings = settings
+        self._ring = ring
+        self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
+        self._requests: dict[str, _Request] = {}
+        self._live: dict[int, _Piece] = {}  # by grant.begin
+        self._unposted: dict[int, _Piece] = {}  # of those, without a receive; in the order of positions
+        self._actions: list[Action] = []
+        self._now_s = 0.0
+        self._ring_changed = False
+        self.ring_peak_bytes = 0
+
+    @property
+    def ring(self) -> StagingAllocator:
+        return self._ring
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests and not self._live
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take in one event; returns what has to be done, in order.
+
+        Raises:
+            LocalProtocolError: The owner broke a rule (an outcome for a grant that is not live, a request expected twice).
+        """
+        self._now_s = now_s
+        match event:
+            case SessionOpened():
+                if event.session in self._sessions:
+                    raise LocalProtocolError(f"session {event.session:#x} opened twice")
+                self._sessions[event.session] = event.incarnation
+            case SessionLost():
+                self._on_session_lost(event)
+            case RequestExpected():
+                self._on_expected(event.request)
+            case RequestCancelled():
+                if (request := self._requests.get(event.request_id)) is not None:
+                    self._give_up(request, event.reason)
+            case MessageArrived():
+                self._on_message(event.session, event.message)
+            case ReceiveSettled():
+                self._on_receive_settled(event)
+            case ReceiveFailed():
+                self._on_receive_failed(event)
+            case ScatterFinished():
+                self._on_scatter_finished(event)
+            case Tick():
+                self._on_tick()
+        self._post_writable()
+        if self._ring_changed:
+            self._ring_changed = False
+            self._actions.append(PublishWatermark())
+        actions, self._actions = self._actions, []
+        return actions
+
+    def check_invariants(self) -> None:
+        """Raises LocalProtocolError when the state contradicts itself."""
+        self._ring.check_invariants()
+        if self._ring.num_live_grants != len(self._live):
+            raise LocalProtocolError(
+                f"invariant broken: {self._ring.num_live_grants} live grants, {len(self._live)} pieces hold one"
+            )
+        of_requests = {
+            piece.grant.begin
+            for r in self._requests.values()
+            for piece in r.pieces.values()
+            if piece.stage is not _Stage.RELEASED
+        }
+        if of_requests != self._live.keys():
+            raise LocalProtocolError("invariant broken: live pieces and the pieces of the requests differ")
+
+    # Requests
+
+    def _on_expected(self, incoming: IncomingRequest) -> None:
+        if incoming.request_id in self._requests:
+            raise LocalProtocolError(f"request {incoming.request_id} expected twice")
+        chunks = split_into_chunks(
+            incoming.plan, num_tokens=incoming.num_tokens, num_layers=incoming.layout.num_layers, start_token=incoming.start_token
+        )
+        request = _Request(
+            incoming=incoming,
+            chunks=chunks,
+            routes={route.route.index: _RouteState(incoming=route) for route in incoming.routes},
+            missing={
+                (route.route.index, chunk.index)
+                for route in incoming.routes
+                for chunk in chunks
+                if self._size(incoming, route, chunk)
+            },
+        )
+        self._requests[incoming.request_id] = request
+        lost = [route.session for route in incoming.routes if route.session not in self._sessions]
+        if lost:
+            for route in request.routes.values():
+                route.is_drained = route.incoming.session not in self._sessions
+            self._fail(request, f"session {lost[0]:#x} with a prefill rank is lost")
+        elif not request.missing:
+            self._complete(request)
+
+    def _size(self, request: IncomingRequest, route: IncomingRoute, chunk: Chunk) -> int:
+        return wire_bytes(
+            request.layout,
+            route.route,
+            tokens=chunk.tokens,
+            layers=chunk.layers,
+            num_tokens=request.num_tokens,
+            dtype=request.wire_dtype,
+        )
+
+    def _complete(self, request: _Request) -> None:
+        """Rule 7 and 8: the set is whole, and no piece of it is outstanding."""
+        del self._requests[request.request_id]
+        self._actions.append(RequestComplete(request_id=request.request_id))
+
+    def _fail(self, request: _Request, reason: str, *, is_data_loss: bool = False) -> None:
+        if request.failure is None:
+            self._actions.append(RequestFailed(request_id=request.request_id, reason=reason, is_data_loss=is_data_loss))
+            self._give_up(request, reason)
+
+    def _give_up(self, request: _Request, reason: str) -> None:
+        """Take no more of the request, quarantine what its writers may still write, and ask them to drain."""
+        if request.failure is not None:
+            return
+        request.failure = reason
+        for piece in self._unreleased(request):
+            if piece.stage is _Stage.GRANTED:
+                self._ring.quarantine(piece.grant)
+        for route in request.routes.values():
+            self._ask_to_drain(request, route)
+        self._settle(request)
+
+    def _ask_to_drain(self, request: _Request, route: _RouteState) -> None:
+        if route.is_drained:
+            return
+        route.asked_s = self._now_s
+        message = AbortTransfer(
+            incarnation=self._ring.incarnation,
+            request_id=request.request_id,
+            route=route.incoming.route.index,
+            reason=clip_reason(request.failure or ""),
+        )
+        self._actions.append(Send(session=route.incoming.session, message=message))
+
+    def _unreleased(self, request: _Request) -> Iterator[_Piece]:
+        return (piece for piece in request.pieces.values() if piece.stage is not _Stage.RELEASED)
+
+    def _settle(self, request: _Request) -> None:
+        """After a step of a request that was given up: release what is proven dead, say when its pages are safe, forget it."""
+        for piece in list(self._unreleased(request)):
+            route = request.routes[piece.route.route.index]
+            is_dead = piece.route.session not in self._sessions
+            is_unwritten = is_dead or not piece.is_posted or piece.is_settled or self._settings.is_one_sided
+            if piece.stage is _Stage.GRANTED and route.is_drained and is_unwritten:
+                self._release(piece)
+        if not request.has_drained and not any(piece.stage is _Stage.SCATTERING for piece in request.pieces.values()):
+            request.has_drained = True
+            self._actions.append(RequestDrained(request_id=request.request_id))
+        if all(route.is_drained for route in request.routes.values()) and not any(self._unreleased(request)):
+            del self._requests[request.request_id]
+
+    def _release(self, piece: _Piece) -> None:
+        self._ring.release(piece.grant)
+        piece.stage = _Stage.RELEASED
+        del self._live[piece.grant.begin]
+        self._unposted.pop(piece.grant.begin, None)
+        self._ring_changed = True
+
+    # Sessions
+
+    def _on_session_lost(self, event: SessionLost) -> None:
+        if self._sessions.pop(event.session, None) is None:
+            return
+        for request in list(self._requests.values()):
+            mine = [route for route in request.routes.values() if route.incoming.session == event.session]
+            for route in mine:
+                route.is_drained = True
+            if mine and request.failure is None:
+                self._fail(request, event.reason)
+            elif mine:
+                self._settle(request)
+
+    # Messages
+
+    def _on_message(self, session: int, message: Message) -> None:
+        if self._sessions.get(session) != message.incarnation:
+            self._drop(session, "unknown_session" if session not in self._sessions else "other_incarnation")
+            return
+        match message:
+            case GrantRequest():
+                self._on_grant_request(session, message)
+            case ChunkReady():
+                self._on_chunk_ready(session, message)
+            case WriterDrained():
+                self._on_writer_drained(session, message)
+            case _:
+                self._drop(session, "unexpected_type")
+
+    def _drop(self, session: int, reason: str) -> None:
+        self._actions.append(MessageDropped(session=session, reason=reason))
+
+    def _route_of(self, session: int, request_id: str, route_index: int) -> tuple[_Request, _RouteState] | None:
+        """The request and its route, if it is this session's to speak of."""
+        request = self._requests.get(request_id)
+        route = request.routes.get(route_index) if request is not None else None
+        if request is None or route is None or route.incoming.session != session:
+            return None
+        return request, route
+
+    def _on_grant_request(self, session: int, message: GrantRequest) -> None:
+        found = self._route_of(session, message.request_id, message.route)
+        if found is None:
+            self._refuse(session, message, f"request {message.request_id} is not expected here on route {message.route}")
+            return
+        request, route = found
+        if request.failure is not None:
+            if not route.is_drained:
+                self._ask_to_drain(request, route)
+            return
+        issued: list[IssuedGrant] = []
+        for wanted in message.chunks:
+            key = (message.route, wanted.chunk)
+            piece = request.pieces.get(key)
+            if piece is None:
+                if key not in request.missing:
+                    self._refuse(session, message, f"chunk {wanted.chunk} is not part of request {message.request_id}")
+                    return
+                chunk = request.chunks[wanted.chunk]
+                size = self._size(request.incoming, route.incoming, chunk)
+                if size != wanted.num_bytes:
+                    self._refuse(
+                        session, message, f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
+                    )
+                    return
+                try:
+                    piece = self._grant(request, route, chunk, size)
+                except ChunkTooLarge as error:
+                    self._refuse(session, message, str(error))
+                    self._fail(request, str(error))
+                    return
+            issued.append(IssuedGrant(chunk=wanted.chunk, begin=piece.grant.begin, end=piece.grant.end))
+        answer = GrantsIssued(
+            incarnation=self._ring.incarnation, request_id=message.request_id, route=message.route, grants=tuple(issued)
+        )
+        self._actions.append(Send(session=session, message=answer))
+
+    def _refuse(self, session: int, message: GrantRequest, reason: str) -> None:
+        answer = GrantRefused(
+            incarnation=self._ring.incarnation, request_id=message.request_id, route=message.route, reason=clip_reason(reason)
+        )
+        self._actions.append(Send(session=session, message=answer))
+
+    def _grant(self, request: _Request, route: _RouteState, chunk: Chunk, num_bytes: int) -> _Piece:
+        piece = _Piece(
+            request=request, route=route.incoming, chunk=chunk, grant=self._ring.assign(num_bytes), num_bytes=num_bytes
+        )
+        request.pieces[route.incoming.route.index, chunk.index] = piece
+        self._live[piece.grant.begin] = piece
+        self._ring_changed = True
+        self.ring_peak_bytes = max(self.ring_peak_bytes, min(self._ring.live_bytes, self._ring.capacity_bytes))
+        if not self._settings.is_one_sided:
+            self._unposted[piece.grant.begin] = piece
+        return piece
+
+    def _post_writable(self) -> None:
+        """Post the receives of all grants whose bytes are free by now; not before, so that nobody can land early (rule 2).
+
+        Grants of a request that was given up are posted too: a write that is under way must be able to settle.
+        """
+        for piece in [piece for piece in self._unposted.values() if self._ring.is_writable(piece.grant)]:
+            del self._unposted[piece.grant.begin]
+            piece.is_posted = True
+            self._post(piece)
+
+    def _post(self, piece: _Piece) -> None:
+        self._actions.append(
+            PostReceive(
+                session=piece.route.session,
+                grant=piece.grant,
+                num_bytes=piece.num_bytes,
+                key=grant_key(piece.grant.begin, piece.attempt),
+            )
+        )
+
+    def _on_chunk_ready(self, session: int, message: ChunkReady) -> None:
+        found = self._route_of(session, message.request_id, message.route)
+        piece = found[0].pieces.get((message.route, message.chunk)) if found is not None else None
+        if piece is None:
+            self._drop(session, "unknown_chunk")
+        elif (message.begin, message.num_bytes) != (piece.grant.begin, piece.num_bytes):
+            self._drop(session, "wrong_grant")
+        elif piece.stage is _Stage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
+            self._reject(piece, "said again, because the rejection was not heard")
+        elif piece.stage is not _Stage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
+            self._drop(session, "repeated")  # rule 7: a set, not a count
+        elif piece.request.failure is None:
+            piece.ready = message
+            self._scatter_if_here(piece)
+
+    def _scatter_if_here(self, piece: _Piece) -> None:
+        """Scatter once the writer says that it wrote and, on a two-sided transport, the receive has ended."""
+        if piece.ready is None or not (self._settings.is_one_sided or piece.is_settled):
+            return
+        if not self._settings.is_one_sided and piece.received_bytes != piece.num_bytes:
+            self._on_broken(piece, f"received {piece.received_bytes} bytes of {piece.num_bytes}")
+            return
+        piece.stage = _Stage.SCATTERING
+        self._actions.append(
+            StartScatter(
+                grant=piece.grant,
+                request_id=piece.request.request_id,
+                route=piece.route.route,
+                chunk=piece.chunk,
+                num_tokens=piece.request.incoming.num_tokens,
+                num_bytes=piece.num_bytes,
+                digest=piece.ready.digest,
+            )
+        )
+
+    def _on_writer_drained(self, session: int, message: WriterDrained) -> None:
+        found = self._route_of(session, message.request_id, message.route)
+        if found is None:
+            return  # the answer to a repeated abort
+        request, route = found
+        route.is_drained = True
+        if request.failure is None:
+            self._fail(request, "the prefill rank gave the request up")
+        else:
+            self._settle(request)
+
+    # Outcomes
+
+    def _piece_at(self, grant: Grant) -> _Piece:
+        piece = self._live.get(grant.begin)
+        if piece is None:
+            raise LocalProtocolError(f"outcome for grant [{grant.begin}, {grant.end}), which is not live")
+        return piece
+
+    def _on_receive_settled(self, event: ReceiveSettled) -> None:
+        piece = self._live.get(event.grant.begin)
+        if piece is None:
+            return  # its session was lost, and the grant released, first
+        piece.is_settled, piece.received_bytes = True, event.num_bytes
+        if piece.request.failure is not None:
+            self._settle(piece.request)
+        else:
+            self._scatter_if_here(piece)
+
+    def _on_receive_failed(self, event: ReceiveFailed) -> None:
+        piece = self._live.get(event.grant.begin)
+        if piece is not None and piece.route.session in self._sessions:
+            # What a failed receive left behind is unknown; only the end of the session proves that it is over.
+            self._actions.append(CloseSession(session=piece.route.session, reason=event.reason))
+
+    def _on_scatter_finished(self, event: ScatterFinished) -> None:
+        piece = self._piece_at(event.grant)
+        if piece.stage is not _Stage.SCATTERING:
+            raise LocalProtocolError(
+                f"scatter of grant [{event.grant.begin}, {event.grant.end}) finished, but none was under way"
+            )
+        request = piece.request
+        if not event.is_intact:
+            piece.stage = _Stage.GRANTED
+            self._on_broken(piece, "digest mismatch")
+            return
+        self._release(piece)  # rule 5: only now
+        request.missing.discard((piece.route.route.index, piece.chunk.index))
+        if request.failure is not None:
+            self._settle(request)
+        elif not request.missing:
+            self._complete(request)
+
+    def _on_broken(self, piece: _Piece, reason: str) -> None:
+        """Bytes arrived that are not those that were sent: have them sent again, once."""
+        request = piece.request
+        self._actions.append(ChunkBroken(session=piece.route.session, request_id=request.request_id))
+        piece.ready = None
+        if request.failure is not None:
+            self._ring.quarantine(piece.grant)
+            self._settle(request)
+        elif piece.attempt + 1 >= MAX_ATTEMPTS:
+            where = (
+                f"chunk {piece.chunk.index} of request {request.request_id} from prefill rank {piece.route.route.prefill_rank}"
+            )
+            self._fail(request, f"{where} arrived broken {MAX_ATTEMPTS} times: {reason}", is_data_loss=True)
+        else:
+            piece.attempt += 1
+            piece.is_settled, piece.received_bytes = False, 0
+            self._reject(piece, reason)
+            if not self._settings.is_one_sided:
+                self._post(piece)
+
+    def _reject(self, piece: _Piece, reason: str) -> None:
+        message = ChunkRejected(
+            incarnation=self._ring.incarnation,
+            request_id=piece.request.request_id,
+            route=piece.route.route.index,
+            chunk=piece.chunk.index,
+            begin=piece.grant.begin,
+            attempt=piece.attempt - 1,
+            reason=reason,
+        )
+        self._actions.append(Send(session=piece.route.session, message=message))
+
+    # Time
+
+    def _on_tick(self) -> None:
+        due_s = self._now_s - self._settings.repeat_after_s
+        for request in self._requests.values():
+            if request.failure is None:
+                continue
+            for route in request.routes.values():
+                if route.asked_s <= due_s:
+                    self._ask_to_drain(request, route)

@@ -1,0 +1,834 @@
+"""The writer's protocol as a state machine without I/O: `Sender.handle(event, now_s) -> list[Action]`.
+
+One `Sender` per prefill rank, driven by that rank's one owner. It decides when a grant is asked for, when a chunk may be
+gathered and written, when a staging slot and the source pages are free, and what becomes of a request when a peer dies. It does
+not gather, write, send or look at a clock: it says so in actions, and hears of the outcome in events.
+
+A *piece* is the part of a chunk that travels on one route: one grant, one gather, one write. Numbered rules are those of
+docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
+from transfer.errors import LocalProtocolError, RemoteProtocolError
+from transfer.layout import DType, KVLayout, Route, wire_bytes
+from transfer.messages import (
+    AbortTransfer,
+    ChunkReady,
+    ChunkRejected,
+    ChunkSize,
+    GrantRefused,
+    GrantRequest,
+    GrantsIssued,
+    Message,
+    WriterDrained,
+)
+from transfer.ring import Grant, RingView, Watermark, grant_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderSettings:
+    """Args:
+    num_slots: Staging slots of this rank; each holds one piece.
+    grants_ahead: Grants per route that may be asked for and not yet released. Bounds how far one request can push others
+        back in a ring, and is large enough that no round trip sits between two chunks.
+    repeat_after_s: A message without its answer is repeated after this long.
+    write_timeout_s: A write still pending after this long ends its session.
+    """
+
+    num_slots: int = 4
+    grants_ahead: int = 8
+    repeat_after_s: float = 1.0
+    write_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingRoute:
+    """A route of this rank, and the session with its decode rank."""
+
+    route: Route
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingRequest:
+    """What this rank has to send of one request."""
+
+    request_id: str
+    layout: KVLayout
+    plan: ChunkPlan
+    wire_dtype: DType
+    num_tokens: int
+    start_token: int
+    routes: tuple[OutgoingRoute, ...]
+
+
+# Events: what the owner tells the sender.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened:
+    session: int
+    incarnation: int
+    ring_capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLost:
+    """The session's transport is closed: nothing of it is under way any more."""
+
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatermarkArrived:
+    session: int
+    watermark: Watermark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStarted:
+    request: OutgoingRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkComputed:
+    """The chunk's KV is in the pool, or will be once `event` (a device event, or None) has fired."""
+
+    request_id: str
+    chunk: int
+    event: object = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageArrived:
+    session: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherFinished:
+    slot: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFinished:
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFailed:
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAborted:
+    """This side gives the request up (engine failure, abort, drain)."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; due a few times a second while anything is in flight."""
+
+
+Event = (
+    SessionOpened
+    | SessionLost
+    | WatermarkArrived
+    | RequestStarted
+    | ChunkComputed
+    | MessageArrived
+    | GatherFinished
+    | WriteFinished
+    | WriteFailed
+    | RequestAborted
+    | Tick
+)
+
+
+# Actions: what the owner has to do.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    session: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartGather:
+    """Gather the piece into the slot, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics."""
+
+    slot: int
+    request_id: str
+    route: Route
+    chunk: Chunk
+    num_tokens: int
+    num_bytes: int
+    event: object
+    credit_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWrite:
+    """Write the slot into the grant; answer with `WriteFinished` or `WriteFailed`."""
+
+    slot: int
+    session: int
+    grant: Grant
+    num_bytes: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decline:
+    """Tell the transport that nothing will come for the key."""
+
+    session: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReleased:
+    """No gather will read the request's pages again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentStats:
+    """Of one request on this rank; see TransferStats of the wire contract."""
+
+    num_bytes: int = 0
+    writes: int = 0
+    writes_without_staging: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    resends: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSent:
+    """Every grant of the request came back released. The request is forgotten."""
+
+    request_id: str
+    stats: SentStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """The request is over and nothing of it is under way (rule 9). The request is forgotten."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSession:
+    """Close the session's transport, then report `SessionLost`."""
+
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageDropped:
+    """A message of the peer made no sense here; counted, never fatal (rule 14)."""
+
+    session: int
+    reason: str
+
+
+Action = Send | StartGather | StartWrite | Decline | SourceReleased | RequestSent | RequestFailed | CloseSession | MessageDropped
+
+
+class _Stage(Enum):
+    UNASKED = auto()
+    ASKED = auto()
+    GRANTED = auto()
+    GATHERING = auto()
+    WRITING = auto()
+    WRITTEN = auto()
+    RELEASED = auto()
+    DROPPED = auto()  # given up; no slot, no write
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Piece:
+    request: _Request
+    route: OutgoingRoute
+    chunk: Chunk
+    num_bytes: int
+    stage: _Stage = _Stage.UNASKED
+    grant: Grant | None = None
+    slot: int | None = None
+    digest: int = 0
+    attempt: int = 0
+    gathered: bool = False
+    since_s: float = 0.0  # when it entered its stage, or its message was last repeated
+    ready_s: float | None = None  # when it was both granted and computed
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _RouteState:
+    outgoing: OutgoingRoute
+    pieces: dict[int, _Piece] = field(default_factory=dict)  # by chunk index, in the order of computation
+    unasked: deque[_Piece] = field(default_factory=deque)
+    num_outstanding: int = 0  # asked for and not released
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing of the route is under way."""
+        return not any(piece.stage in (_Stage.GATHERING, _Stage.WRITING) for piece in self.pieces.values())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request:
+    outgoing: OutgoingRequest
+    routes: dict[int, _RouteState]  # by route index
+    computed: dict[int, object] = field(default_factory=dict)  # chunk index -> device event
+    num_chunks: int
+    to_gather: int
+    to_release: int
+    computed_s: float | None = None
+    first_gather_s: float | None = None
+    failure: str | None = None
+    source_released: bool = False
+    num_bytes: int = 0
+    writes: int = 0
+    resends: int = 0
+    slices: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.outgoing.request_id
+
+    def pieces(self) -> Iterator[_Piece]:
+        return (piece for route in self.routes.values() for piece in route.pieces.values())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Session:
+    view: RingView
+    ready: list[_Piece] = field(default_factory=list)  # granted and computed, not begun
+    written: set[_Piece] = field(default_factory=set)
+
+
+class Sender:
+    """See the module's docstring.
+
+    Invariants (`check_invariants`): a slot is free or belongs to exactly one piece that is gathering, writing, or written and
+    not released; a piece holds a slot only after its grant was writable, so the slot's holder can always go on.
+    """
+
+    def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
+        self._settings = settings
+        self._incarnation = incarnation
+        self._sessions: dict[int, _Session] = {}
+        self._requests: dict[str, _Request] = {}
+        self._slots: list[_Piece | None] = [None] * settings.num_slots
+        self._free_slots: deque[int] = deque(range(settings.num_slots))
+        self._actions: list[Action] = []
+        self._now_s = 0.0
+        self._turn = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_slots_used(self) -> int:
+        return len(self._slots) - len(self._free_slots)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests and self.num_slots_used == 0
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take in one event; returns what has to be done, in order.
+
+        Raises:
+            LocalProtocolError: The owner broke a rule (an event for a slot that is not in use, a request started twice).
+        """
+        self._now_s = now_s
+        match event:
+            case SessionOpened():
+                self._on_session_opened(event)
+            case SessionLost():
+                self._on_session_lost(event)
+            case WatermarkArrived():
+                self._on_watermark(event)
+            case RequestStarted():
+                self._on_request_started(event.request)
+            case ChunkComputed():
+                self._on_chunk_computed(event)
+            case MessageArrived():
+                self._on_message(event)
+            case GatherFinished():
+                self._on_gather_finished(event)
+            case WriteFinished():
+                self._on_write_finished(event)
+            case WriteFailed():
+                self._on_write_failed(event)
+            case RequestAborted():
+                if (request := self._requests.get(event.request_id)) is not None:
+                    self._fail(request, event.reason)
+            case Tick():
+                self._on_tick()
+        self._begin_ready_pieces()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def check_invariants(self) -> None:
+        """Raises LocalProtocolError when the state contradicts itself."""
+        held = {slot: piece for slot, piece in enumerate(self._slots) if piece is not None}
+        if sorted([*held, *self._free_slots]) != list(range(len(self._slots))):
+            raise LocalProtocolError(
+                f"invariant broken: slots held {sorted(held)} and free {sorted(self._free_slots)} do not add up"
+            )
+        for slot, piece in held.items():
+            if piece.slot != slot or piece.stage not in (_Stage.GATHERING, _Stage.WRITING, _Stage.WRITTEN):
+                raise LocalProtocolError(f"invariant broken: slot {slot} is held by a piece that is {piece.stage.name}")
+        for request in self._requests.values():
+            gathers = sum(not piece.gathered for piece in request.pieces())
+            releases = sum(piece.stage is not _Stage.RELEASED for piece in request.pieces())
+            if request.failure is None and (gathers, releases) != (request.to_gather, request.to_release):
+                raise LocalProtocolError(f"invariant broken: counts of request {request.request_id}")
+
+    # Sessions
+
+    def _on_session_opened(self, event: SessionOpened) -> None:
+        if event.session in self._sessions:
+            raise LocalProtocolError(f"session {event.session:#x} opened twice")
+        view = RingView(event.ring_capacity_bytes, incarnation=event.incarnation)
+        self._sessions[event.session] = _Session(view=view)
+
+    def _on_session_lost(self, event: SessionLost) -> None:
+        if self._sessions.pop(event.session, None) is None:
+            return
+        for request in list(self._requests.values()):
+            lost = [piece for piece in request.pieces() if piece.route.session == event.session]
+            if not lost:
+                continue
+            for piece in lost:
+                if piece.stage in (_Stage.WRITING, _Stage.WRITTEN):
+                    self._free_slot(piece)
+                if piece.stage not in (_Stage.GATHERING, _Stage.RELEASED):
+                    piece.stage = _Stage.DROPPED
+            if request.to_release:
+                self._fail(request, event.reason)
+
+    def _on_watermark(self, event: WatermarkArrived) -> None:
+        session = self._sessions.get(event.session)
+        if session is None:
+            return
+        try:
+            moved = session.view.update(event.watermark)
+        except RemoteProtocolError as error:
+            self._actions.append(CloseSession(session=event.session, reason=str(error)))
+            return
+        if not moved:
+            return
+        for piece in [piece for piece in session.written if session.view.is_released(_grant_of(piece))]:
+            session.written.discard(piece)
+            self._release(piece)
+
+    def _release(self, piece: _Piece) -> None:
+        """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
+        request = piece.request
+        self._free_slot(piece)
+        piece.stage = _Stage.RELEASED
+        request.to_release -= 1
+        if request.failure is not None:
+            self._finish_failed(request)
+        elif request.to_release == 0:
+            del self._requests[request.request_id]
+            self._actions.append(RequestSent(request_id=request.request_id, stats=self._stats(request)))
+        else:
+            route = request.routes[piece.route.route.index]
+            route.num_outstanding -= 1
+            self._ask(request, route)
+
+    def _stats(self, request: _Request) -> SentStats:
+        first = request.first_gather_s if request.first_gather_s is not None else self._now_s
+        computed = request.computed_s if request.computed_s is not None else first
+        return SentStats(
+            num_bytes=request.num_bytes,
+            writes=request.writes,
+            writes_without_staging=request.slices,
+            transfer_s=self._now_s - first,
+            exposed_s=self._now_s - max(first, computed),
+            resends=request.resends,
+        )
+
+    # Requests
+
+    def _on_request_started(self, outgoing: OutgoingRequest) -> None:
+        if outgoing.request_id in self._requests:
+            raise LocalProtocolError(f"request {outgoing.request_id} started twice")
+        chunks = split_into_chunks(
+            outgoing.plan, num_tokens=outgoing.num_tokens, num_layers=outgoing.layout.num_layers, start_token=outgoing.start_token
+        )
+        request = _Request(outgoing=outgoing, routes={}, num_chunks=len(chunks), to_gather=0, to_release=0)
+        for route in outgoing.routes:
+            state = request.routes[route.route.index] = _RouteState(outgoing=route)
+            for chunk in chunks:
+                size = piece_bytes(outgoing, route.route, chunk)
+                if size:
+                    state.pieces[chunk.index] = _Piece(request=request, route=route, chunk=chunk, num_bytes=size)
+            state.unasked.extend(state.pieces.values())
+        request.to_gather = request.to_release = sum(len(state.pieces) for state in request.routes.values())
+        self._requests[outgoing.request_id] = request
+        missing = [route.session for route in outgoing.routes if route.session not in self._sessions]
+        if missing:
+            self._fail(request, f"session {missing[0]:#x} with the decode rank is lost")
+        elif not request.to_release:
+            # This rank holds nothing that the other side needs (a replica, or another stage's layers).
+            del self._requests[outgoing.request_id]
+            self._actions.append(SourceReleased(request_id=request.request_id))
+            self._actions.append(RequestSent(request_id=request.request_id, stats=SentStats()))
+        else:
+            for state in request.routes.values():
+                self._ask(request, state)
+
+    def _ask(self, request: _Request, route: _RouteState) -> None:
+        """Ask for the route's next grants, as far as `grants_ahead` allows."""
+        count = min(len(route.unasked), self._settings.grants_ahead - route.num_outstanding)
+        fresh = [route.unasked.popleft() for _ in range(count)]
+        route.num_outstanding += len(fresh)
+        self._send_grant_request(request, route.outgoing, fresh)
+
+    def _send_grant_request(self, request: _Request, route: OutgoingRoute, pieces: list[_Piece]) -> None:
+        if not pieces:
+            return
+        for piece in pieces:
+            piece.stage, piece.since_s = _Stage.ASKED, self._now_s
+        sizes = tuple(ChunkSize(chunk=piece.chunk.index, num_bytes=piece.num_bytes) for piece in pieces)
+        message = GrantRequest(
+            incarnation=self._incarnation, request_id=request.request_id, route=route.route.index, chunks=sizes
+        )
+        self._actions.append(Send(session=route.session, message=message))
+
+    def _on_chunk_computed(self, event: ChunkComputed) -> None:
+        request = self._requests.get(event.request_id)
+        if request is None or request.failure is not None:
+            return  # given up while it was being computed
+        if event.chunk in request.computed or not 0 <= event.chunk < request.num_chunks:
+            raise LocalProtocolError(f"chunk {event.chunk} of request {event.request_id} is unknown or was computed twice")
+        request.computed[event.chunk] = event.event
+        if len(request.computed) == request.num_chunks:
+            request.computed_s = self._now_s
+        for route in request.routes.values():
+            piece = route.pieces.get(event.chunk)
+            if piece is not None and piece.stage is _Stage.GRANTED:
+                self._mark_ready(piece)
+
+    def _mark_ready(self, piece: _Piece) -> None:
+        piece.ready_s = self._now_s
+        session = self._sessions.get(piece.route.session)
+        if session is not None:
+            session.ready.append(piece)
+
+    def _begin_ready_pieces(self) -> None:
+        """Give free slots to pieces whose grants are writable now, the sessions taking turns."""
+        sessions = list(self._sessions.values())
+        for step in range(len(sessions)):
+            session = sessions[(self._turn + step) % len(sessions)]
+            if session.ready and self._free_slots:
+                session.ready = [piece for piece in session.ready if not self._begin(session, piece)]
+        self._turn += 1
+
+    def _begin(self, session: _Session, piece: _Piece) -> bool:
+        """Start the piece's gather if it can be; True when it no longer waits."""
+        if piece.stage is not _Stage.GRANTED:
+            return True  # given up meanwhile
+        # A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older
+        # grant that is waited for (rule 2, and docs/adr/0010).
+        if not self._free_slots or not session.view.is_writable(_grant_of(piece)):
+            return False
+        request, slot = piece.request, self._free_slots.popleft()
+        self._slots[slot] = piece
+        piece.slot, piece.stage = slot, _Stage.GATHERING
+        if request.first_gather_s is None:
+            request.first_gather_s = self._now_s
+        ready_s = piece.ready_s if piece.ready_s is not None else self._now_s
+        self._actions.append(
+            StartGather(
+                slot=slot,
+                request_id=request.request_id,
+                route=piece.route.route,
+                chunk=piece.chunk,
+                num_tokens=request.outgoing.num_tokens,
+                num_bytes=piece.num_bytes,
+                event=request.computed[piece.chunk.index],
+                credit_wait_s=self._now_s - ready_s,
+            )
+        )
+        return True
+
+    # Gather and write
+
+    def _piece_in(self, slot: int, stage: _Stage) -> _Piece | None:
+        """The piece in the slot, if it is at that stage; None when its write ended with its session."""
+        piece = self._slots[slot]
+        return piece if piece is not None and piece.stage is stage else None
+
+    def _on_gather_finished(self, event: GatherFinished) -> None:
+        piece = self._piece_in(event.slot, _Stage.GATHERING)
+        if piece is None:
+            raise LocalProtocolError(f"gather into slot {event.slot} finished, but none was under way")
+        request = piece.request
+        piece.gathered, piece.digest = True, event.digest
+        request.to_gather -= 1
+        if request.failure is not None or piece.route.session not in self._sessions:
+            self._free_slot(piece)
+            self._give_up(piece)
+            self._finish_failed(request)
+            return
+        if request.to_gather == 0:
+            self._release_source(request)
+        self._write(piece)
+
+    def _write(self, piece: _Piece) -> None:
+        grant = _grant_of(piece)
+        piece.stage, piece.since_s = _Stage.WRITING, self._now_s
+        assert piece.slot is not None
+        self._actions.append(
+            StartWrite(
+                slot=piece.slot,
+                session=piece.route.session,
+                grant=grant,
+                num_bytes=piece.num_bytes,
+                key=grant_key(grant.begin, piece.attempt),
+            )
+        )
+
+    def _on_write_finished(self, event: WriteFinished) -> None:
+        piece = self._piece_in(event.slot, _Stage.WRITING)
+        if piece is None:
+            return  # its session was lost first
+        request, grant = piece.request, _grant_of(piece)
+        request.writes += 1
+        request.num_bytes += piece.num_bytes
+        request.slices += _num_slices(piece)
+        piece.stage, piece.since_s = _Stage.WRITTEN, self._now_s
+        if request.failure is not None:
+            # The peer will not take it over any more: the write has settled, that is all that was waited for.
+            self._free_slot(piece)
+            piece.stage = _Stage.DROPPED
+            self._finish_failed(request)
+            return
+        session = self._sessions[piece.route.session]
+        session.written.add(piece)
+        self._send_ready(piece)
+        if session.view.is_released(grant):
+            session.written.discard(piece)
+            self._release(piece)
+
+    def _send_ready(self, piece: _Piece) -> None:
+        message = ChunkReady(
+            incarnation=self._incarnation,
+            request_id=piece.request.request_id,
+            route=piece.route.route.index,
+            chunk=piece.chunk.index,
+            begin=_grant_of(piece).begin,
+            num_bytes=piece.num_bytes,
+            digest=piece.digest,
+            attempt=piece.attempt,
+        )
+        self._actions.append(Send(session=piece.route.session, message=message))
+
+    def _on_write_failed(self, event: WriteFailed) -> None:
+        piece = self._piece_in(event.slot, _Stage.WRITING)
+        if piece is not None:
+            # A failed write leaves the session in an unknown state; only its end proves that nothing lands any more.
+            self._actions.append(CloseSession(session=piece.route.session, reason=event.reason))
+
+    # Messages
+
+    def _on_message(self, event: MessageArrived) -> None:
+        session = self._sessions.get(event.session)
+        if session is None or session.view.incarnation != event.message.incarnation:
+            reason = "unknown_session" if session is None else "other_incarnation"
+            self._actions.append(MessageDropped(session=event.session, reason=reason))
+            return
+        match event.message:
+            case GrantsIssued() as message:
+                self._on_grants(event.session, message)
+            case GrantRefused() as message:
+                request = self._requests.get(message.request_id)
+                if request is not None and self._route_of(request, event.session, message.route) is not None:
+                    self._fail(request, message.reason)
+            case ChunkRejected() as message:
+                self._on_rejected(event.session, message)
+            case AbortTransfer() as message:
+                self._on_abort(event.session, message)
+            case _:
+                self._actions.append(MessageDropped(session=event.session, reason="unexpected_type"))
+
+    def _route_of(self, request: _Request, session: int, route_index: int) -> _RouteState | None:
+        """The request's route, if it is this session's."""
+        route = request.routes.get(route_index)
+        return route if route is not None and route.outgoing.session == session else None
+
+    def _piece_of(self, session: int, request_id: str, route_index: int, chunk: int) -> _Piece | None:
+        request = self._requests.get(request_id)
+        route = self._route_of(request, session, route_index) if request is not None else None
+        return route.pieces.get(chunk) if route is not None else None
+
+    def _on_grants(self, session: int, message: GrantsIssued) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            # Asked for by a request that has been given up since: the bytes must go back to the ring.
+            for issued in message.grants:
+                self._actions.append(Decline(session=session, key=grant_key(issued.begin, 0)))
+            self._send_drained(session, message.request_id, message.route)
+            return
+        for issued in message.grants:
+            piece = self._piece_of(session, message.request_id, message.route, issued.chunk)
+            if piece is None:
+                self._actions.append(MessageDropped(session=session, reason="unknown_chunk"))
+            elif not self._sessions[session].view.can_hold(Grant(issued.begin, issued.end), piece.num_bytes):
+                self._actions.append(MessageDropped(session=session, reason="impossible_grant"))
+            elif piece.stage is _Stage.ASKED:
+                piece.grant = Grant(issued.begin, issued.end)
+                piece.stage, piece.since_s = _Stage.GRANTED, self._now_s
+                if piece.chunk.index in request.computed:
+                    self._mark_ready(piece)
+            elif piece.stage is _Stage.DROPPED and piece.grant is None:
+                piece.grant = Grant(issued.begin, issued.end)
+                self._give_up(piece)
+
+    def _on_rejected(self, session: int, message: ChunkRejected) -> None:
+        piece = self._piece_of(session, message.request_id, message.route, message.chunk)
+        if piece is None or piece.stage is _Stage.DROPPED:
+            # Given up meanwhile: the receive that was posted for the next attempt has to settle all the same.
+            self._actions.append(Decline(session=session, key=grant_key(message.begin, message.attempt + 1)))
+        elif piece.stage is _Stage.WRITTEN and message.attempt == piece.attempt:
+            # The slot still holds what was gathered: it is kept until the grant's release came back for just this.
+            self._sessions[session].written.discard(piece)
+            piece.attempt += 1
+            piece.request.resends += 1
+            self._write(piece)
+
+    def _on_abort(self, session: int, message: AbortTransfer) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            self._send_drained(session, message.request_id, message.route)
+        elif (route := self._route_of(request, session, message.route)) is not None:
+            self._fail(request, message.reason)
+            if message.request_id in self._requests and route.is_drained:
+                self._send_drained(session, message.request_id, message.route)
+
+    def _send_drained(self, session: int, request_id: str, route_index: int) -> None:
+        message = WriterDrained(incarnation=self._incarnation, request_id=request_id, route=route_index)
+        self._actions.append(Send(session=session, message=message))
+
+    # Failure
+
+    def _fail(self, request: _Request, reason: str) -> None:
+        """Give the request up: start nothing more, let what is under way settle, hand unused grants back."""
+        if request.failure is not None:
+            return
+        request.failure = reason
+        for piece in request.pieces():
+            if piece.stage in (_Stage.UNASKED, _Stage.ASKED, _Stage.GRANTED):
+                self._give_up(piece)
+            elif piece.stage is _Stage.WRITTEN:
+                session = self._sessions.get(piece.route.session)
+                if session is not None:
+                    session.written.discard(piece)
+                self._free_slot(piece)
+                piece.stage = _Stage.DROPPED
+        self._finish_failed(request)
+
+    def _give_up(self, piece: _Piece) -> None:
+        """Drop a piece that was not written; its grant, if it has one, is declined."""
+        piece.stage = _Stage.DROPPED
+        if piece.grant is not None and piece.route.session in self._sessions:
+            self._actions.append(Decline(session=piece.route.session, key=grant_key(piece.grant.begin, piece.attempt)))
+
+    def _finish_failed(self, request: _Request) -> None:
+        """After a step of a failed request: say what has drained, and forget it when all has (rule 9)."""
+        if not any(piece.stage is _Stage.GATHERING for piece in request.pieces()):
+            self._release_source(request)
+        if any(piece.stage in (_Stage.GATHERING, _Stage.WRITING) for piece in request.pieces()):
+            return
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        for route in request.outgoing.routes:
+            if route.session in self._sessions:
+                self._send_drained(route.session, request.request_id, route.route.index)
+        assert request.failure is not None
+        self._actions.append(RequestFailed(request_id=request.request_id, reason=request.failure))
+
+    def _release_source(self, request: _Request) -> None:
+        if not request.source_released:
+            request.source_released = True
+            self._actions.append(SourceReleased(request_id=request.request_id))
+
+    def _free_slot(self, piece: _Piece) -> None:
+        if piece.slot is not None:
+            self._slots[piece.slot] = None
+            self._free_slots.append(piece.slot)
+            piece.slot = None
+
+    # Time
+
+    def _on_tick(self) -> None:
+        due_s = self._now_s - self._settings.repeat_after_s
+        for request in list(self._requests.values()):
+            for route in request.routes.values():
+                asked = [p for p in route.pieces.values() if p.stage is _Stage.ASKED and p.since_s <= due_s]
+                self._send_grant_request(request, route.outgoing, asked)
+        for number, session in list(self._sessions.items()):
+            for piece in session.written:
+                if piece.since_s <= due_s:
+                    piece.since_s = self._now_s
+                    self._send_ready(piece)
+            self._close_if_stuck(number)
+
+    def _close_if_stuck(self, session: int) -> None:
+        limit_s = self._settings.write_timeout_s
+        for piece in self._writing(session):
+            if self._now_s - piece.since_s > limit_s:
+                reason = f"a write of {piece.num_bytes} bytes has been pending for more than {limit_s:g} s"
+                self._actions.append(CloseSession(session=session, reason=reason))
+                return
+
+    def _writing(self, session: int) -> Iterable[_Piece]:
+        return (p for p in self._slots if p is not None and p.stage is _Stage.WRITING and p.route.session == session)
+
+
+def piece_bytes(request: OutgoingRequest, route: Route, chunk: Chunk) -> int:
+    """Payload of the part of `chunk` that travels on `route`, in bytes; 0 where they share nothing."""
+    return wire_bytes(
+        request.layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=request.num_tokens, dtype=request.wire_dtype
+    )
+
+
+def _num_slices(piece: _Piece) -> int:
+    """Writes that the piece would have taken as token x layer x K/V slices."""
+    layers = piece.chunk.layers.intersect(piece.route.route.layers)
+    specs = piece.request.outgoing.layout.layers[layers.begin : layers.end]
+    return len(piece.chunk.tokens) * sum(spec.num_buffers for spec in specs)
+
+
+def _grant_of(piece: _Piece) -> Grant:
+    if piece.grant is None:
+        raise LocalProtocolError(
+            f"chunk {piece.chunk.index} of request {piece.request.request_id} has no grant at {piece.stage.name}"
+        )
+    return piece.grant
