@@ -1,0 +1,391 @@
+"""One conformance suite for every control channel: what an owner may rely on, whichever it runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import select
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, ControlClient, ControlServer, Received
+from transfer.control.inproc import InprocControlClient, InprocControlServer
+from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.errors import LocalProtocolError, PeerUnreachable, TransportClosed
+
+DEADLINE_S = 5.0
+
+
+@dataclass
+class Channels:
+    """A factory of one kind of channel; closes whatever it made."""
+
+    open_server: Callable[[], ControlServer]
+    open_client: Callable[[str, int], ControlClient]
+
+
+@pytest.fixture(params=["zmq-tcp", "zmq-ipc", "inproc"])
+def channels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Channels]:
+    opened: list[ControlServer | ControlClient] = []
+    serial = itertools.count()
+
+    def open_server() -> ControlServer:
+        server: ControlServer
+        if request.param == "inproc":
+            server = InprocControlServer()
+        else:
+            server = ZmqControlServer("tcp://127.0.0.1:0" if request.param == "zmq-tcp" else f"ipc://{tmp_path}/{next(serial)}")
+        opened.append(server)
+        return server
+
+    def open_client(address: str, session_id: int) -> ControlClient:
+        client: ControlClient
+        if request.param == "inproc":
+            client = InprocControlClient(address, session_id=session_id)
+        else:
+            client = ZmqControlClient(address, session_id=session_id)
+        opened.append(client)
+        return client
+
+    yield Channels(open_server=open_server, open_client=open_client)
+    for end in reversed(opened):
+        end.close()
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"{what} did not happen within {DEADLINE_S} s"
+        time.sleep(0.0005)
+
+
+def received_by(server: ControlServer, count: int) -> list[Received]:
+    found: list[Received] = []
+    until(lambda: server.drain(found.append) >= 0 and len(found) >= count, f"{count} payloads at the server")
+    return found
+
+
+def payloads_of(client: ControlClient, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    until(lambda: client.drain(found.append) >= 0 and len(found) >= count, f"{count} payloads at the client")
+    return found
+
+
+def joined(channels: Channels, session_id: int = 7) -> tuple[ControlServer, ControlClient]:
+    server = channels.open_server()
+    server.allow(session_id)
+    client = channels.open_client(server.address, session_id)
+    assert client.send(b"hello")
+    assert received_by(server, 1) == [Received(peer=session_id, payload=b"hello")]
+    return server, client
+
+
+def test_payloads_go_both_ways_whole_and_in_order(channels: Channels) -> None:
+    server, client = joined(channels)
+    sent = [index.to_bytes(4, "big") * (index % 50 + 1) for index in range(500)]
+    for payload in sent:
+        assert client.send(payload)
+    assert [received.payload for received in received_by(server, len(sent))] == sent
+    for payload in sent:
+        assert server.send(7, payload)
+    assert payloads_of(client, len(sent)) == sent
+    assert server.num_dropped == server.num_unsent == client.num_unsent == 0
+
+
+def test_every_session_id_and_every_payload_size_is_carried(channels: Channels) -> None:
+    server = channels.open_server()
+    for session_id in (1, 255, 2**63, 2**64 - 1):
+        server.allow(session_id)
+        client = channels.open_client(server.address, session_id)
+        for payload in (b"", b"\x00", bytes(MAX_PAYLOAD_BYTES)):
+            assert client.send(payload)
+            assert received_by(server, 1) == [Received(peer=session_id, payload=payload)]
+            assert server.send(session_id, payload)
+            assert payloads_of(client, 1) == [payload]
+
+
+def test_peers_do_not_mix(channels: Channels) -> None:
+    server = channels.open_server()
+    clients = {}
+    for session_id in range(1, 9):
+        server.allow(session_id)
+        clients[session_id] = channels.open_client(server.address, session_id)
+    for number in range(20):
+        for session_id, client in clients.items():
+            assert client.send(b"%d:%d" % (session_id, number))
+    found = received_by(server, 160)
+    for session_id, client in clients.items():
+        mine = [received.payload for received in found if received.peer == session_id]
+        assert mine == [b"%d:%d" % (session_id, number) for number in range(20)]
+        assert server.send(session_id, b"to %d" % session_id)
+        assert payloads_of(client, 1) == [b"to %d" % session_id]
+
+
+def test_a_peer_that_is_not_allowed_is_dropped_and_counted(channels: Channels) -> None:
+    server = channels.open_server()
+    stranger = channels.open_client(server.address, 9)
+    assert stranger.send(b"let me in")
+    until(lambda: server.drain(lambda _: pytest.fail("a stranger got through")) == 0 and server.num_dropped == 1, "one drop")
+    assert not server.send(9, b"no")
+    assert server.num_unsent == 1
+
+
+def test_a_forgotten_peer_is_dropped_and_others_go_on(channels: Channels) -> None:
+    server, client = joined(channels)
+    server.allow(8)
+    other = channels.open_client(server.address, 8)
+    assert other.send(b"one")
+    received_by(server, 1)
+    server.forget(7)
+    server.forget(7)
+    server.forget(12345)
+    assert client.send(b"late")
+    until(lambda: server.receive() is None and server.num_dropped == 1, "one drop")
+    assert not server.send(7, b"gone")
+    assert other.send(b"two")
+    assert received_by(server, 1) == [Received(peer=8, payload=b"two")]
+
+
+def test_a_send_to_an_allowed_peer_that_is_not_there_says_so(channels: Channels) -> None:
+    server = channels.open_server()
+    server.allow(7)
+    assert not server.send(7, b"anyone?")
+    assert server.num_unsent == 1
+
+
+def test_a_closed_peer_is_noticed_and_hurts_nobody(channels: Channels) -> None:
+    server, client = joined(channels)
+    client.close()
+    client.close()
+
+    def is_refused() -> bool:
+        return not server.send(7, b"x" * 1000)
+
+    # Over a socket the first ones may still be taken before the end of the connection is seen.
+    until(is_refused, "a refusal")
+    _, again = joined_to(channels, server, 8)
+    assert server.send(8, b"still here")
+    assert payloads_of(again, 1) == [b"still here"]
+
+
+def joined_to(channels: Channels, server: ControlServer, session_id: int) -> tuple[ControlServer, ControlClient]:
+    server.allow(session_id)
+    client = channels.open_client(server.address, session_id)
+    assert client.send(b"hello")
+    assert received_by(server, 1) == [Received(peer=session_id, payload=b"hello")]
+    return server, client
+
+
+def test_a_second_claim_of_a_live_session_takes_nothing_over(channels: Channels) -> None:
+    server, client = joined(channels)
+    thief = channels.open_client(server.address, 7)
+    for _ in range(3):
+        thief.send(b"mine now")
+    time.sleep(0.1)
+    found: list[Received] = []
+    server.drain(found.append)
+    assert found == []
+    assert server.send(7, b"for the first one")
+    assert payloads_of(client, 1) == [b"for the first one"]
+    assert client.send(b"still me")
+    assert received_by(server, 1) == [Received(peer=7, payload=b"still me")]
+    assert thief.receive() is None
+
+
+def test_a_full_queue_is_not_yet_and_bounded(channels: Channels) -> None:
+    server, client = joined(channels)
+    payload = bytes(16384)  # more than any socket buffer swallows, long before the bound
+    taken = 0
+    while taken < 20 * QUEUE_PAYLOADS and server.send(7, payload):
+        taken += 1
+    assert QUEUE_PAYLOADS // 2 <= taken < 20 * QUEUE_PAYLOADS
+    assert server.num_unsent == 1
+    assert len(payloads_of(client, taken)) == taken
+    until(lambda: server.send(7, b"room again"), "room again")
+
+
+def test_a_client_that_is_not_read_says_not_yet(channels: Channels) -> None:
+    server, client = joined(channels)
+    payload = bytes(16384)
+    taken = 0
+    while taken < 20 * QUEUE_PAYLOADS and client.send(payload):
+        taken += 1
+    assert QUEUE_PAYLOADS // 2 <= taken < 20 * QUEUE_PAYLOADS
+    assert client.num_unsent == 1
+    assert len(received_by(server, taken)) == taken
+
+
+def test_the_descriptor_wakes_a_poller(channels: Channels) -> None:
+    server, client = joined(channels)
+    server.drain(lambda _: None)
+    begin = time.monotonic()
+    assert client.send(b"wake up")
+    found: list[Received] = []
+    while not found and time.monotonic() - begin < DEADLINE_S:
+        select.select([server.fileno()], [], [], DEADLINE_S)
+        server.drain(found.append)
+    assert found == [Received(peer=7, payload=b"wake up")]
+    assert time.monotonic() - begin < 1.0
+
+
+def test_has_pending_tells_of_what_receive_would_find(channels: Channels) -> None:
+    server, client = joined(channels)
+    assert not server.has_pending() and not client.has_pending()
+    client.send(b"a")
+    until(server.has_pending, "something pending")
+    assert server.receive() == Received(peer=7, payload=b"a")
+    assert not server.has_pending()
+    server.send(7, b"b")
+    until(client.has_pending, "something pending")
+    assert client.receive() == b"b"
+    assert not client.has_pending()
+
+
+def test_use_after_close_is_refused(channels: Channels) -> None:
+    server, client = joined(channels)
+    client.close()
+    server.close()
+    server.close()
+    uses: list[Callable[[], object]] = [lambda: client.send(b"x"), client.receive, lambda: server.send(7, b"x"), server.receive]
+    for use in uses:
+        with pytest.raises(TransportClosed):
+            use()
+    assert not client.has_pending() and not server.has_pending()
+
+
+@pytest.mark.parametrize("session_id", [0, -1, 2**64])
+def test_an_id_that_names_no_session_is_refused(channels: Channels, session_id: int) -> None:
+    server = channels.open_server()
+    with pytest.raises(LocalProtocolError, match=str(session_id)):
+        server.allow(session_id)
+    with pytest.raises(LocalProtocolError, match=str(session_id)):
+        channels.open_client(server.address, session_id)
+
+
+def test_too_large_a_payload_is_refused(channels: Channels) -> None:
+    server, client = joined(channels)
+    for send in (lambda: client.send(bytes(MAX_PAYLOAD_BYTES + 1)), lambda: server.send(7, bytes(MAX_PAYLOAD_BYTES + 1))):
+        with pytest.raises(LocalProtocolError, match=str(MAX_PAYLOAD_BYTES + 1)):
+            send()
+
+
+def test_a_bad_address_is_unreachable(channels: Channels) -> None:
+    with pytest.raises(PeerUnreachable, match="nonsense"):
+        channels.open_client("nonsense", 1)
+
+
+def test_watch_loses_no_wake_up_under_ping_pong(channels: Channels) -> None:
+    """Both ends send from inside their callbacks, which is where an edge-triggered descriptor loses its edge."""
+    rounds = 1000
+
+    async def play() -> tuple[int, list[bytes]]:
+        loop = asyncio.get_running_loop()
+        server, client = joined(channels)
+        done = loop.create_future()
+        echoed: list[bytes] = []
+
+        def on_received(received: Received) -> None:
+            assert server.send(received.peer, received.payload)
+            assert server.send(received.peer, received.payload + b"!")
+
+        def on_payload(payload: bytes) -> None:
+            echoed.append(payload)
+            if len(echoed) == 2 * rounds:
+                done.set_result(None)
+            elif not payload.endswith(b"!") and int(payload) < rounds:
+                client.send(b"%d" % (int(payload) + 1))
+
+        server.watch(loop, on_received)
+        client.watch(loop, on_payload)
+        client.send(b"1")
+        await asyncio.wait_for(done, 20)
+        return len(echoed), echoed
+
+    count, echoed = asyncio.run(play())
+    assert count == 2 * rounds
+    assert echoed == [text for number in range(1, rounds + 1) for text in (b"%d" % number, b"%d!" % number)]
+
+
+def test_watch_hands_over_what_came_before_it(channels: Channels) -> None:
+    server, client = joined(channels)
+    for number in range(10):
+        client.send(b"%d" % number)
+    until(server.has_pending, "something pending")
+    time.sleep(0.05)
+    select.select([server.fileno()], [], [], 0)
+
+    async def collect() -> list[bytes]:
+        found: list[bytes] = []
+        server.watch(asyncio.get_running_loop(), lambda received: found.append(received.payload))
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found) < 10 and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        server.close()
+        return found
+
+    assert asyncio.run(collect()) == [b"%d" % number for number in range(10)]
+
+
+def test_watch_goes_on_after_a_callback_raised(channels: Channels) -> None:
+    server, client = joined(channels)
+
+    async def collect() -> tuple[list[bytes], list[str]]:
+        loop = asyncio.get_running_loop()
+        found: list[bytes] = []
+        complaints: list[str] = []
+        loop.set_exception_handler(lambda _, context: complaints.append(str(context.get("exception"))))
+
+        def on_received(received: Received) -> None:
+            if received.payload == b"bad":
+                raise RuntimeError("the owner's bug")
+            found.append(received.payload)
+
+        for payload in (b"one", b"bad", b"two"):
+            client.send(payload)
+        until(server.has_pending, "something pending")
+        await asyncio.sleep(0.05)
+        server.watch(loop, on_received)
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found) < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        server.close()
+        return found, complaints
+
+    assert asyncio.run(collect()) == ([b"one", b"two"], ["the owner's bug"])
+
+
+def test_watch_leaves_the_loop_its_turn(channels: Channels) -> None:
+    server, client = joined(channels)
+
+    async def run() -> tuple[int, int]:
+        loop = asyncio.get_running_loop()
+        seen = 0
+        seen_at_first_turn = -1
+
+        def on_received(_: Received) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == 1:
+                loop.call_soon(first_turn)
+
+        def first_turn() -> None:
+            nonlocal seen_at_first_turn
+            seen_at_first_turn = seen
+
+        for _ in range(2000):
+            client.send(b"x")
+        await asyncio.sleep(0.2)
+        server.watch(loop, on_received)
+        deadline = time.monotonic() + DEADLINE_S
+        while seen < 2000 and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        server.close()
+        return seen, seen_at_first_turn
+
+    seen, seen_at_first_turn = asyncio.run(run())
+    assert seen == 2000
+    assert 0 < seen_at_first_turn < 1000

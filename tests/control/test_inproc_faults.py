@@ -1,0 +1,80 @@
+"""The in-process twin misbehaves on request, and always in the same way for the same seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from transfer.control.inproc import Faults, InprocControlClient, InprocControlServer
+from transfer.errors import ConfigError
+
+SENT = [b"%d" % number for number in range(200)]
+
+
+def delivered(faults: Faults, seed: int, *, num_ticks: int = 0) -> list[bytes]:
+    server = InprocControlServer(faults=faults, seed=seed)
+    server.allow(1)
+    client = InprocControlClient(server.address, session_id=1)
+    found: list[bytes] = []
+    try:
+        for payload in SENT:
+            assert client.send(payload)
+        server.drain(lambda received: found.append(received.payload))
+        for _ in range(num_ticks):
+            server.advance()
+            server.drain(lambda received: found.append(received.payload))
+    finally:
+        client.close()
+        server.close()
+    return found
+
+
+def test_without_faults_nothing_goes_wrong() -> None:
+    assert delivered(Faults(), 1) == SENT
+
+
+def test_the_same_seed_gives_the_same_faults() -> None:
+    faults = Faults(loss=0.1, duplication=0.1, reordering=0.2, max_delay_ticks=3)
+    assert delivered(faults, 5, num_ticks=3) == delivered(faults, 5, num_ticks=3)
+    assert delivered(faults, 5, num_ticks=3) != delivered(faults, 6, num_ticks=3)
+
+
+def test_loss_loses_and_only_loses() -> None:
+    found = delivered(Faults(loss=0.3), 2)
+    assert 100 < len(found) < 180
+    assert found == [payload for payload in SENT if payload in set(found)]
+
+
+def test_duplication_adds_and_loses_nothing() -> None:
+    found = delivered(Faults(duplication=0.3), 3)
+    assert 220 < len(found) < 300
+    assert set(found) == set(SENT)
+
+
+def test_reordering_moves_and_loses_nothing() -> None:
+    found = delivered(Faults(reordering=0.3), 4)
+    assert found != SENT
+    assert sorted(found) == sorted(SENT)
+
+
+def test_delay_holds_back_until_time_passes() -> None:
+    early = delivered(Faults(max_delay_ticks=3), 5)
+    late = delivered(Faults(max_delay_ticks=3), 5, num_ticks=3)
+    assert len(early) < 100
+    assert late[: len(early)] == early
+    assert sorted(late) == sorted(SENT)
+
+
+def test_faults_work_towards_the_client_too() -> None:
+    server = InprocControlServer(faults=Faults(loss=1.0), seed=1)
+    server.allow(1)
+    client = InprocControlClient(server.address, session_id=1)
+    assert server.send(1, b"lost")  # taken, as by a real network
+    assert client.receive() is None
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("wrong", [{"loss": 1.5}, {"duplication": -0.1}, {"reordering": 2}, {"max_delay_ticks": -1}])
+def test_impossible_faults_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Faults(**wrong)  # type: ignore[arg-type]

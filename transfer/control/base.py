@@ -1,0 +1,208 @@
+"""The control plane's interface: small payloads between one server and its peers, nothing of what they mean.
+
+A peer is named by its session id, which the registry plane has given out; the server serves only peers that its owner has
+allowed, and drops and counts everything else. Nothing here blocks, and nothing promises delivery: a payload may be lost
+(the peer reconnects, a queue is full), never damaged, and payloads of one peer arrive in the order in which they were sent. The
+protocol above repeats what matters until it is answered.
+
+Waking up. `fileno()` becomes readable when something *may* have arrived, and it need not become readable again for what is
+already there (ZeroMQ's descriptor is edge-triggered, and sending can consume the edge). So an owner that polls by itself calls
+`drain()` whenever `fileno()` is readable, and again after a send if `has_pending()` says so; `watch()` does both on an asyncio
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from transfer.errors import LocalProtocolError
+
+MAX_PAYLOAD_BYTES: Final = 1 << 20
+"""Largest payload that a channel carries; a peer that sends more is cut off."""
+
+QUEUE_PAYLOADS: Final = 4096
+"""Payloads that may wait for one peer in either direction before `send()` says "not yet"."""
+
+WATCH_BATCH: Final = 256
+"""Payloads handed over before a watched loop gets its turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """One payload, and the session id of the peer that sent it."""
+
+    peer: int
+    payload: bytes
+
+
+class ControlServer(Protocol):
+    """The end with many peers. Owned by one thread."""
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, complete with the port that was bound."""
+        ...
+
+    @property
+    def num_dropped(self) -> int:
+        """Payloads dropped because their sender is not allowed, or because they were not one whole payload."""
+        ...
+
+    @property
+    def num_unsent(self) -> int:
+        """Payloads that `send()` refused."""
+        ...
+
+    def allow(self, peer: int) -> None:
+        """Serve this session id from now on."""
+        ...
+
+    def forget(self, peer: int) -> None:
+        """Serve this session id no more; what it still sends is dropped and counted. Unknown ones are ignored."""
+        ...
+
+    def send(self, peer: int, payload: bytes) -> bool:
+        """Queue a payload. False: the peer is not allowed, not connected, or its queue is full; the payload is gone."""
+        ...
+
+    def receive(self) -> Received | None:
+        """The next payload; None when nothing is there now."""
+        ...
+
+    def drain(self, on_received: Callable[[Received], None]) -> int:
+        """Hand over everything that is there now; returns how many payloads that was."""
+        ...
+
+    def has_pending(self) -> bool:
+        """Whether `receive()` would find something now."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
+        """Hand over every payload as it comes, on `loop`, until `close()`.
+
+        An exception of the callback goes to the loop's handler, and the next payload is handed over all the same.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop. May be called twice."""
+        ...
+
+
+class ControlClient(Protocol):
+    """The end with one peer, opened for one session. Owned by one thread."""
+
+    @property
+    def num_unsent(self) -> int:
+        """Payloads that `send()` refused."""
+        ...
+
+    def send(self, payload: bytes) -> bool:
+        """Queue a payload. False: the queue is full; the payload is gone."""
+        ...
+
+    def receive(self) -> bytes | None:
+        """The next payload; None when nothing is there now."""
+        ...
+
+    def drain(self, on_payload: Callable[[bytes], None]) -> int:
+        """Hand over everything that is there now; returns how many payloads that was."""
+        ...
+
+    def has_pending(self) -> bool:
+        """Whether `receive()` would find something now."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
+        """Hand over every payload as it comes, on `loop`, until `close()`."""
+        ...
+
+    def close(self) -> None:
+        """Stop. May be called twice."""
+        ...
+
+
+class Waker:
+    """Hands payloads over on an asyncio loop without losing an edge of the descriptor.
+
+    After every batch, and after every send that the owner reports through `after_send()`, the descriptor's state is looked at
+    again; whatever is there is taken in a later turn of the loop.
+
+    Args:
+        fileno: Descriptor to watch.
+        take: Hands over the next payload; False when nothing is there.
+        has_pending: Whether `take` would find something.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, fileno: int, *, take: Callable[[], bool], has_pending: Callable[[], bool]
+    ) -> None:
+        self._loop = loop
+        self._fileno = fileno
+        self._take = take
+        self._has_pending = has_pending
+        self._scheduled: asyncio.Handle | None = None
+        self._stopped = False
+        loop.add_reader(fileno, self._schedule)
+        self._schedule()  # what came before anyone watched made its edge already
+
+    def after_send(self) -> None:
+        if self._scheduled is None and not self._stopped and self._has_pending():
+            self._schedule()
+
+    def stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fileno)
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+
+    def _schedule(self) -> None:
+        if self._scheduled is None and not self._stopped:
+            self._scheduled = self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._scheduled = None
+        is_empty = False
+        try:
+            for _ in range(WATCH_BATCH):
+                if self._stopped:
+                    return
+                if not self._take():
+                    is_empty = True
+                    break
+        finally:
+            # Also where the callback raised: the payloads behind the one that did have no edge of their own.
+            if not is_empty:
+                self._schedule()
+
+
+def checked_peer(peer: int) -> int:
+    """`peer` if it can name a session.
+
+    Raises:
+        LocalProtocolError: It is not in [1, 2**64).
+    """
+    if not 0 < peer < 1 << 64:
+        raise LocalProtocolError(f"session id is {peer}; it must be in [1, 2**64)")
+    return peer
+
+
+def checked_payload(payload: bytes) -> bytes:
+    """`payload` if a channel carries it.
+
+    Raises:
+        LocalProtocolError: It is larger than `MAX_PAYLOAD_BYTES`.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise LocalProtocolError(f"payload of {len(payload)} bytes; a control channel carries at most {MAX_PAYLOAD_BYTES}")
+    return payload

@@ -1,0 +1,256 @@
+"""The control plane over ZeroMQ: one ROUTER at a decode rank, one DEALER per session at a prefill rank.
+
+- A client's routing id is its session id behind one byte that is not 0 (ids that begin with 0 are ZeroMQ's own). Session ids
+  are random and secret between the two ends.
+- ROUTER_HANDOVER stays off: a second connection that claims a live id is ignored instead of taking it over. The price is
+  that a client that reconnects must wait until the server has seen the old connection die, so it does: `RECONNECT_MS` is longer
+  than both ends need to notice. A restarted process has another session id, and so is another peer.
+- ROUTER_MANDATORY is on: a send to a peer that is not there says so instead of vanishing.
+- ZMTP heartbeats notice a frozen or unreachable peer, and no queue is without a bound.
+
+Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s (see docs/protocol.md for who reacts to what).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import zmq
+
+from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, Received, Waker, checked_payload, checked_peer
+from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
+
+HEARTBEAT_INTERVAL_MS: Final = 200
+HEARTBEAT_TIMEOUT_MS: Final = 600
+RECONNECT_MS: Final = 1000
+HANDSHAKE_MS: Final = 5000
+
+_ID_PREFIX: Final = b"\x01"
+_NUM_PARTS: Final = 2  # routing id, payload
+_ACCEPT_BACKLOG: Final = 1024
+
+
+class ZmqControlServer:
+    """A `ControlServer` on a ROUTER socket.
+
+    Args:
+        bind: ``tcp://HOST:PORT`` (port 0 takes a free one) or ``ipc://PATH``.
+        advertise_host: Host that `address` names; needed when HOST is a wildcard.
+        context: ZeroMQ context to live in; the process's own by default.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+
+    def __init__(self, bind: str, *, advertise_host: str | None = None, context: zmq.Context[Any] | None = None) -> None:
+        is_wildcard = bind.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
+        if is_wildcard and advertise_host is None:
+            raise ConfigError(f"control address is {bind}, which nobody can connect to; name the host to advertise")
+        self._socket = _socket(context, zmq.ROUTER, bind)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        self._socket.setsockopt(zmq.BACKLOG, _ACCEPT_BACKLOG)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(f"control address is {bind}; it cannot be bound: {error.strerror}") from error
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if advertise_host is not None and bound.startswith("tcp://"):
+            host = f"[{advertise_host}]" if ":" in advertise_host else advertise_host
+            bound = f"tcp://{host}:{bound.rpartition(':')[2]}"
+        self._address = bound
+        self._fileno = int(self._socket.getsockopt(zmq.FD))
+        self._peers: dict[bytes, int] = {}
+        self._num_dropped = 0
+        self._num_unsent = 0
+        self._waker: Waker | None = None
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
+
+    @property
+    def num_unsent(self) -> int:
+        return self._num_unsent
+
+    def allow(self, peer: int) -> None:
+        self._peers[_routing_id(peer)] = peer
+
+    def forget(self, peer: int) -> None:
+        self._peers.pop(_routing_id(peer), None)
+
+    def send(self, peer: int, payload: bytes) -> bool:
+        routing_id = _routing_id(peer)
+        checked_payload(payload)
+        is_sent = routing_id in self._peers and _send(self._socket, [routing_id, payload])
+        self._num_unsent += not is_sent
+        if self._waker is not None:
+            self._waker.after_send()
+        return is_sent
+
+    def receive(self) -> Received | None:
+        while (parts := _receive(self._socket)) is not None:
+            peer = self._peers.get(parts[0])
+            if peer is not None and len(parts) == _NUM_PARTS:
+                return Received(peer=peer, payload=parts[1])
+            self._num_dropped += 1
+        return None
+
+    def drain(self, on_received: Callable[[Received], None]) -> int:
+        count = 0
+        while (received := self.receive()) is not None:
+            on_received(received)
+            count += 1
+        return count
+
+    def has_pending(self) -> bool:
+        return _has_pending(self._socket)
+
+    def fileno(self) -> int:
+        return self._fileno
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
+        def take() -> bool:
+            received = self.receive()
+            if received is None:
+                return False
+            on_received(received)
+            return True
+
+        if self._waker is not None:
+            self._waker.stop()
+        self._waker = Waker(loop, self._fileno, take=take, has_pending=self.has_pending)
+
+    def close(self) -> None:
+        if self._waker is not None:
+            self._waker.stop()
+        self._socket.close(linger=0)
+
+
+class ZmqControlClient:
+    """A `ControlClient` on a DEALER socket.
+
+    Args:
+        address: `ControlServer.address` of the peer, as it came with the attach.
+        session_id: Names this client; the server must have allowed it.
+        context: ZeroMQ context to live in; the process's own by default.
+
+    Raises:
+        PeerUnreachable: The address is none that can be connected to.
+    """
+
+    def __init__(self, address: str, *, session_id: int, context: zmq.Context[Any] | None = None) -> None:
+        routing_id = _routing_id(session_id)
+        self._socket = _socket(context, zmq.DEALER, address)
+        self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise PeerUnreachable(f"control address is {address[:200]!r}; it cannot be connected to: {error.strerror}") from error
+        self._fileno = int(self._socket.getsockopt(zmq.FD))
+        self._num_unsent = 0
+        self._waker: Waker | None = None
+
+    @property
+    def num_unsent(self) -> int:
+        return self._num_unsent
+
+    def send(self, payload: bytes) -> bool:
+        is_sent = _send(self._socket, [checked_payload(payload)])
+        self._num_unsent += not is_sent
+        if self._waker is not None:
+            self._waker.after_send()
+        return is_sent
+
+    def receive(self) -> bytes | None:
+        while (parts := _receive(self._socket)) is not None:
+            if len(parts) == 1:
+                return parts[0]
+        return None
+
+    def drain(self, on_payload: Callable[[bytes], None]) -> int:
+        count = 0
+        while (payload := self.receive()) is not None:
+            on_payload(payload)
+            count += 1
+        return count
+
+    def has_pending(self) -> bool:
+        return _has_pending(self._socket)
+
+    def fileno(self) -> int:
+        return self._fileno
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
+        def take() -> bool:
+            payload = self.receive()
+            if payload is None:
+                return False
+            on_payload(payload)
+            return True
+
+        if self._waker is not None:
+            self._waker.stop()
+        self._waker = Waker(loop, self._fileno, take=take, has_pending=self.has_pending)
+
+    def close(self) -> None:
+        if self._waker is not None:
+            self._waker.stop()
+        self._socket.close(linger=0)
+
+
+def _socket(context: zmq.Context[Any] | None, kind: int, address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_PAYLOADS)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_PAYLOADS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.IPV6, int("[" in address))  # off otherwise: it would turn 127.0.0.1 into ::ffff:127.0.0.1
+    return socket
+
+
+def _routing_id(peer: int) -> bytes:
+    return _ID_PREFIX + checked_peer(peer).to_bytes(8, "big")
+
+
+def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
+    try:
+        socket.send_multipart(parts, zmq.DONTWAIT)
+    except (zmq.Again, zmq.ZMQError) as error:
+        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            return False
+        if socket.closed:
+            raise TransportClosed("the control channel is closed; nothing can be sent") from error
+        raise
+    return True
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.DONTWAIT)
+    except zmq.Again:
+        return None
+    except zmq.ZMQError as error:
+        if socket.closed:
+            raise TransportClosed("the control channel is closed; nothing can be received") from error
+        raise
+
+
+def _has_pending(socket: zmq.Socket[bytes]) -> bool:
+    with contextlib.suppress(zmq.ZMQError):
+        return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return False
