@@ -1,0 +1,127 @@
+"""Messages between a node's leader and its rank processes, over a socket file in a folder that only this user can enter.
+
+Both ends are of one build, so the messages are plain frozen dataclasses, named by their class and checked on arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from transfer.control.base import Received
+from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.errors import LocalProtocolError
+
+
+class RankCodec:
+    """Dataclasses to bytes and back.
+
+    Args:
+        types: The messages' classes; names must differ.
+    """
+
+    def __init__(self, *types: type) -> None:
+        self._adapters = {message_type.__name__: TypeAdapter(message_type) for message_type in types}
+
+    def encode(self, message: object) -> bytes:
+        name = type(message).__name__
+        if name not in self._adapters:
+            raise LocalProtocolError(f"{name} is no message of this link")
+        packed: bytes = msgpack.packb((name, message), default=_fields)
+        return packed
+
+    def decode(self, payload: bytes) -> Any:
+        name, fields = msgpack.unpackb(payload, strict_map_key=False)
+        try:
+            return self._adapters[name].validate_python(fields)
+        except (KeyError, ValidationError) as error:
+            raise LocalProtocolError(f"message {name} of a rank link does not fit its class: {error}") from error
+
+
+def _fields(value: object) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, set | frozenset):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot travel to a rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAddress:
+    """What a rank process needs to find its leader.
+
+    Args:
+        endpoint: ``ipc://`` address of the leader's socket.
+        token: Names the rank on it; secret between the two.
+    """
+
+    endpoint: str
+    token: int
+
+
+class LeaderLink:
+    """The leader's end: one socket, all ranks of one life of the group.
+
+    Args:
+        folder: Private folder for the socket file.
+        num_ranks: Ranks that may speak.
+        codec: Messages of both directions.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int, codec: RankCodec) -> None:
+        self._codec = codec
+        self._tokens = [secrets.randbits(62) + 1 for _ in range(num_ranks)]
+        self._ranks = {token: rank for rank, token in enumerate(self._tokens)}
+        self._server = ZmqControlServer(f"ipc://{folder / secrets.token_hex(4)}")
+        for token in self._tokens:
+            self._server.allow(token)
+
+    def address_of(self, rank: int) -> RankAddress:
+        return RankAddress(endpoint=self._server.address, token=self._tokens[rank])
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[int, Any], None]) -> None:
+        """Hand over each (rank, message) on `loop`."""
+
+        def on_received(received: Received) -> None:
+            on_message(self._ranks[received.peer], self._codec.decode(received.payload))
+
+        self._server.watch(loop, on_received)
+
+    def send(self, rank: int, message: object) -> bool:
+        """False: the rank is gone, or has not taken its messages for long; the group is then of no more use."""
+        return self._server.send(self._tokens[rank], self._codec.encode(message))
+
+    def broadcast(self, message: object) -> bool:
+        """To all ranks, in one order for all messages; False as for `send`."""
+        payload = self._codec.encode(message)
+        return all([self._server.send(token, payload) for token in self._tokens])
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class RankLink:
+    """A rank's end."""
+
+    def __init__(self, address: RankAddress, codec: RankCodec) -> None:
+        self._codec = codec
+        self._client = ZmqControlClient(address.endpoint, session_id=address.token)
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[Any], None]) -> None:
+        self._client.watch(loop, lambda payload: on_message(self._codec.decode(payload)))
+
+    def send(self, message: object) -> None:
+        """Raises LocalProtocolError when the leader has not taken messages for so long that the queue is full."""
+        if not self._client.send(self._codec.encode(message)):
+            raise LocalProtocolError("the leader does not take this rank's messages")
+
+    def close(self) -> None:
+        self._client.close()
