@@ -1,0 +1,96 @@
+"""Documents point at things that exist, and decisions are numbered without gaps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ADR_NAME = re.compile(r"^(\d{4})-[a-z0-9]+(-[a-z0-9]+)*\.md$")
+ADR_SECTIONS = ["Context", "Decision", "Evidence", "Rejected"]
+FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+REFERENCE = re.compile(r"^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
+
+
+def _documents() -> list[Path]:
+    places = [ROOT, *(place for place in ROOT.iterdir() if place.is_dir() and not place.name.startswith((".", "_")))]
+    found = {file for place in places for file in (place.glob("*.md") if place == ROOT else place.rglob("*.md"))}
+    return sorted(found)
+
+
+def _anchors(text: str) -> set[str]:
+    """Anchors that GitHub gives to the headings: lower case, punctuation dropped, spaces to hyphens, repeats numbered."""
+    anchors: set[str] = set()
+    for heading in HEADING.findall(FENCE.sub("", text)):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        numbered, repeat = slug, 0
+        while numbered in anchors:
+            repeat += 1
+            numbered = f"{slug}-{repeat}"
+        anchors.add(numbered)
+    return anchors
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Relative links of `text` that lead nowhere, seen from `document`."""
+    prose = INLINE_CODE.sub("", FENCE.sub("", text))
+    broken = []
+    for target in [*LINK.findall(prose), *REFERENCE.findall(prose)]:
+        if re.match(r"^[a-z][a-z0-9+.-]*:", target):
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        file = document if not path else (ROOT / path[1:] if path.startswith("/") else document.parent / path)
+        if path and not file.exists():
+            broken.append(f"{target}: no such file")
+        elif anchor and file.suffix == ".md":
+            content = text if file == document else file.read_text(encoding="utf-8")
+            if anchor not in _anchors(content):
+                broken.append(f"{target}: no such heading")
+    return broken
+
+
+@pytest.mark.parametrize("document", _documents(), ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_relative_links_resolve(document: Path) -> None:
+    assert broken_links(document, document.read_text(encoding="utf-8")) == []
+
+
+def test_link_checker_sees_what_is_broken() -> None:
+    text = (
+        "# A title\n[file](nowhere.md) [fine](LICENSE) [heading](#a-title) [none](#gone) [web](https://example.org/x)\n"
+        "`[code](nowhere)`\n\n```\n[fenced](nowhere)\n```\n\n[ref]: also-nowhere.md\n"
+    )
+    assert broken_links(ROOT / "x.md", text) == [
+        "nowhere.md: no such file",
+        "#gone: no such heading",
+        "also-nowhere.md: no such file",
+    ]
+
+
+def _adrs() -> list[Path]:
+    return sorted(file for file in (ROOT / "docs" / "adr").glob("*.md") if file.name != "README.md")
+
+
+def test_adrs_are_numbered_without_gaps() -> None:
+    names = [file.name for file in _adrs()]
+    assert names and all(ADR_NAME.match(name) for name in names), names
+    assert [int(name[:4]) for name in names] == list(range(1, len(names) + 1))
+
+
+@pytest.mark.parametrize("adr", _adrs(), ids=lambda file: file.stem)
+def test_adr_has_its_number_and_sections(adr: Path) -> None:
+    text = adr.read_text(encoding="utf-8")
+    assert text.startswith(f"# {adr.name[:4]}: ")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ADR_SECTIONS
+
+
+def test_adr_index_lists_every_adr_by_its_title() -> None:
+    index = (ROOT / "docs" / "adr" / "README.md").read_text(encoding="utf-8")
+    titles = {file.name: file.read_text(encoding="utf-8").splitlines()[0].partition(": ")[2] for file in _adrs()}
+    assert dict(re.findall(r"^- \[\d{4}\]\((\S+)\): (.+)$", index, re.MULTILINE)) == titles

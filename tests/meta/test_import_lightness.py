@@ -1,0 +1,39 @@
+"""`import transfer` costs nothing that its user may not have: no torch, no network library, no compiler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = "from transfer import KVLayout, Shard, routes, split_into_chunks, StagingAllocator, RingView, Grant, Watermark"
+HEAVY = {"torch", "triton", "numpy", "transformers", "zmq", "grpc", "google.protobuf", "ucxx", "aiohttp", "rich"}
+THIRD_PARTY_OF_LAYER_1 = {"msgpack", "pydantic", "prometheus_client", "structlog", "xxhash", "yaml"}
+
+
+def _modules_loaded_by(statement: str) -> set[str]:
+    """What is in sys.modules of a fresh interpreter after `statement`."""
+    code = f"import sys; {statement}; import json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        (PUBLIC, HEAVY | THIRD_PARTY_OF_LAYER_1),
+        ("import transfer.transport.base", HEAVY | THIRD_PARTY_OF_LAYER_1),
+        ("import transfer.messages", HEAVY),
+    ],
+)
+def test_import_loads_nothing_heavy(statement: str, unwanted: set[str]) -> None:
+    assert not _modules_loaded_by(statement) & unwanted
+
+
+def test_a_heavy_import_would_be_seen() -> None:
+    assert "msgpack" in _modules_loaded_by("import msgpack")

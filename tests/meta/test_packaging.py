@@ -1,0 +1,71 @@
+"""What an installed kvferry would contain, and what it would be installed with."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from setuptools import find_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = {"transfer", "node_runtime", "embedded_engine", "prefill_node", "decode_node", "kvferry"}
+
+
+def _distribution(requirement: str) -> str:
+    return re.split(r"[\s\[<>=!~;@]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def _requirements() -> list[str]:
+    project = PYPROJECT["project"]
+    return [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.partition("==") for line in lines if line and not line.startswith("#")]
+    return {_distribution(name): version for name, _, version in pins}
+
+
+def test_only_our_packages_are_taken() -> None:
+    settings = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
+    found = find_packages(where=str(ROOT), include=settings["include"])
+    assert {name.partition(".")[0] for name in found} <= PACKAGES
+    assert {"transfer", "transfer.transport"} <= set(found)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_every_folder_with_code_is_a_package(package: str) -> None:
+    """Without an `__init__.py` a folder works from the checkout and is missing from the wheel."""
+    folders = {file.parent for file in (ROOT / package).rglob("*.py")}
+    assert [folder.relative_to(ROOT).as_posix() for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_tests_are_not_packages() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_requirements_are_lower_bounds() -> None:
+    versions = [one.partition(";")[0] for one in _requirements()]
+    assert [one for one in versions if "==" in one or "<" in one or ">=" not in one] == []
+
+
+def test_every_requirement_is_pinned_once() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line) for line in lines)  # no local version such as +cpu
+    assert len(_pins()) == len(lines)
+    assert {_distribution(one) for one in _requirements()} - set(_pins()) == set()
+
+
+def test_pins_that_must_move_together() -> None:
+    """torch 2.13.0's CUDA wheel requires exactly this Triton; another one cannot be installed beside it on a GPU server."""
+    assert (_pins()["torch"], _pins()["triton"]) == ("2.13.0", "3.7.1")
+
+
+def test_one_version() -> None:
+    declared = re.search(r'^__version__ = "(.+)"$', (ROOT / "transfer" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert declared is not None
+    assert declared.group(1) == PYPROJECT["project"]["version"]
