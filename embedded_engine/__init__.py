@@ -1,0 +1,10 @@
+"""The embedded engine: a Hugging Face model whose attention reads and writes kvferry's own paged pool.
+
+- `model_files`: what a local model directory says about itself, checked before anything is loaded.
+- `tensor_parallel`: the process group of one instance, and loading a model cut over it.
+- `paged_attention`: one step's attention over the pool.
+- `sampling`: from logits to a token, reproducible wherever it is done.
+- `engine`: `EmbeddedEngine`, which is both a `PrefillEngine` and a `DecodeEngine`.
+
+This package imports nothing by itself: `embedded_engine.engine` is the one that pulls in torch and transformers.
+"""

@@ -1,0 +1,320 @@
+"""What a local Hugging Face directory says about itself, checked before any weight is loaded.
+
+Everything that can be wrong with a model directory or a parallel size is found here and said in one line, because the
+libraries below answer the same mistakes with pages of text, with randomly initialised weights, or by asking the network.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from transfer.errors import ConfigError
+from transfer.layout import DType, KVLayout, Shard
+
+CONFIG_CLASSES: Mapping[str, type[PretrainedConfig]] = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config}
+"""Architectures that the embedded engine runs."""
+
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angle of a position never depends on what else is in the batch. "dynamic" and "longrope" change the
+angles with the longest sequence seen, which a paged cache that outlives the step cannot follow."""
+
+WEIGHT_DTYPES: Mapping[str, DType] = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
+"""Element types that a model may be stored in: the safetensors name -> ours."""
+
+WHOLE_DIGEST_LIMIT_BYTES = 64 * 1024 * 1024
+SAMPLES_PER_TENSOR = 16
+SAMPLE_BYTES = 4096
+MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors format itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where one tensor lies in a safetensors file; `begin` and `end` are offsets in bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """A checked model directory: its configuration and where its tensors lie. Made by `read_model_files`."""
+
+    directory: Path
+    architecture: str
+    config: PretrainedConfig
+    tensors: tuple[StoredTensor, ...]
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_context_tokens(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    @cached_property
+    def stored_dtype(self) -> DType:
+        """Element type that most of the model's bytes are stored in."""
+        num_bytes: dict[str, int] = {}
+        for tensor in self.tensors:
+            num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
+        name = max(num_bytes, key=lambda dtype: num_bytes[dtype])
+        if name not in WEIGHT_DTYPES:
+            raise ConfigError(f"{self.directory}: weights are stored as {name}; must be one of {', '.join(WEIGHT_DTYPES)}")
+        return WEIGHT_DTYPES[name]
+
+    def layout(self, dtype: DType | None = None) -> KVLayout:
+        """The model's KV, computed in `dtype` (the stored one where None)."""
+        return KVLayout.uniform(
+            num_layers=self.config.num_hidden_layers,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.stored_dtype if dtype is None else dtype,
+        )
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """32 hex digits (xxh3-128) of the weights; the same however the files are named or split.
+
+        Models up to 64 MiB are read whole. Of larger ones every tensor's name, dtype and shape is taken and 16 blocks of 4 KiB
+        spread evenly over it, first and last bytes included: enough to tell two models or two fine-tunes apart in a second, not
+        enough to notice one flipped bit in a terabyte.
+        """
+        digest = xxhash.xxh3_128()
+        is_whole = sum(tensor.num_bytes for tensor in self.tensors) <= WHOLE_DIGEST_LIMIT_BYTES
+        for tensor in sorted(self.tensors, key=lambda tensor: tensor.name):
+            digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
+            with tensor.file.open("rb") as file:
+                for begin, end in _digested_ranges(tensor, is_whole=is_whole):
+                    file.seek(begin)
+                    digest.update(file.read(end - begin))
+        return digest.hexdigest()
+
+    @cached_property
+    def fields(self) -> dict[str, str]:
+        """What must be equal on both sides of a transfer, as name -> text; does not depend on where the directory is."""
+        names = (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
+            "max_position_embeddings",
+        )  # fmt: skip
+        named = {name: str(getattr(self.config, name)) for name in names if hasattr(self.config, name)}
+        rope = {name: value for name, value in self.config.rope_parameters.items() if value is not None}
+        named["architecture"] = self.architecture
+        named["rope"] = json.dumps(rope, sort_keys=True)
+        named["weights"] = f"xxh3-128:{self.weights_digest}"
+        return named
+
+    def check_shard(self, shard: Shard) -> None:
+        """Refuse a cut that the embedded engine cannot serve.
+
+        Raises:
+            ConfigError: Pipeline parallelism, or a TP size that does not divide what it cuts; the message names both.
+        """
+        if shard.pp_size != 1:
+            raise ConfigError(
+                f"pp_size is {shard.pp_size}; the embedded engine cuts by tensor parallelism only, pp_size must be 1"
+            )
+        cut = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
+        values = {name: int(getattr(self.config, name)) for name in cut}
+        for name, value in values.items():
+            if value % shard.tp_size:
+                fitting = [tp for tp in range(1, min(values.values()) + 1) if all(v % tp == 0 for v in values.values())]
+                raise ConfigError(
+                    f"tp_size is {shard.tp_size}, which does not divide the model's {name} {value}; "
+                    f"must be one of {', '.join(map(str, fitting))}"
+                )
+
+
+def read_model_files(directory: Path | str) -> ModelFiles:
+    """Read and check a local Hugging Face model directory; loads no weights and never asks the network.
+
+    Raises:
+        ConfigError: The directory, its config.json or its safetensors files are missing, damaged, or of a model that the
+            embedded engine does not run.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ConfigError(f"model is {str(directory)!r}, which is not a directory; must be a local Hugging Face model directory")
+    raw = _read_json(directory / "config.json", hint="a Hugging Face model directory has one")
+    architecture = _architecture(directory, raw)
+    config = _config(directory, architecture, raw)
+    _check_supported(directory, config)
+    return ModelFiles(
+        directory=directory,
+        architecture=architecture,
+        config=config,
+        tensors=tuple(_stored_tensors(directory)),
+        eos_token_ids=_eos_token_ids(directory, raw),
+    )
+
+
+def _read_json(path: Path, *, hint: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; {hint}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {one_line(error)}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a JSON {type(raw).__name__}; must be an object")
+    return raw
+
+
+def _architecture(directory: Path, raw: dict[str, Any]) -> str:
+    named = raw.get("architectures")
+    supported = " or ".join(CONFIG_CLASSES)
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in CONFIG_CLASSES:
+        raise ConfigError(f"{directory / 'config.json'}: architectures is {named!r}; must be [{supported}]")
+    architecture = str(named[0])
+    expected = CONFIG_CLASSES[architecture].model_type
+    if raw.get("model_type", expected) != expected:
+        raise ConfigError(
+            f"{directory / 'config.json'}: model_type is {raw['model_type']!r}; must be {expected!r} for {architecture}"
+        )
+    if raw.get("quantization_config") is not None:
+        raise ConfigError(f"{directory / 'config.json'}: quantization_config is set; must be a model with plain weights")
+    return architecture
+
+
+def _config(directory: Path, architecture: str, raw: dict[str, Any]) -> PretrainedConfig:
+    path = directory / "config.json"
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        value = raw.get(name)
+        if value is None and name not in sizes:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{path}: {name} is {value!r}; must be a positive integer")
+    try:
+        config = CONFIG_CLASSES[architecture].from_dict(raw)
+    except Exception as error:  # a config class raises whatever its validators do; all of it means: this file is wrong
+        raise ConfigError(f"{path} does not describe a {architecture}: {one_line(error)}") from error
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"{path}: num_key_value_heads is {config.num_key_value_heads}; must divide num_attention_heads "
+            f"{config.num_attention_heads}"
+        )
+    return config
+
+
+def _check_supported(directory: Path, config: PretrainedConfig) -> None:
+    path = directory / "config.json"
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise ConfigError(f"{path}: rope_type is {rope_type!r}; must be one of {', '.join(STATIC_ROPE_TYPES)}")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise ConfigError(f"{path}: layer_types has {', '.join(sorted(layer_types))}; must be full_attention in every layer")
+
+
+def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    path = directory / "generation_config.json"
+    if path.exists():
+        raw = {**raw, **{k: v for k, v in _read_json(path, hint="").items() if k == "eos_token_id" and v is not None}}
+    value = raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise ConfigError(f"{directory}: eos_token_id is {value!r}; must be a token id or a list of them")
+    return tuple(ids)
+
+
+def _stored_tensors(directory: Path) -> Iterator[StoredTensor]:
+    index_path = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").exists():
+        yield from _file_tensors(directory / "model.safetensors")
+        return
+    if not index_path.exists():
+        raise ConfigError(
+            f"{directory} has neither model.safetensors nor {index_path.name}; weights must be in safetensors files"
+        )
+    weight_map = _read_json(index_path, hint="").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+    ):
+        raise ConfigError(f"{index_path}: weight_map must map each tensor to a file name in the same directory")
+    for file_name in sorted(set(weight_map.values())):
+        tensors = {tensor.name: tensor for tensor in _file_tensors(directory / file_name)}
+        for name in (name for name, file in weight_map.items() if file == file_name):
+            if name not in tensors:
+                raise ConfigError(f"{index_path}: weight_map places {name} in {file_name}, which does not hold it")
+        yield from tensors.values()
+
+
+def _file_tensors(path: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file, every range checked against the file's size.
+
+    Source: the format's description in the safetensors README: u64 little-endian header size, JSON header, tensor bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            size_bytes = path.stat().st_size
+            prefix = file.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size_bytes - 8):
+                raise ConfigError(f"{path} is not a safetensors file: header of {header_bytes} bytes in a file of {size_bytes}")
+            header = json.loads(file.read(header_bytes))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not a safetensors file: its header is not valid JSON: {one_line(error)}") from error
+    try:
+        data_begin = 8 + header_bytes
+        tensors = [
+            StoredTensor(
+                name=name,
+                dtype=str(entry["dtype"]),
+                shape=tuple(int(size) for size in entry["shape"]),
+                file=path,
+                begin=data_begin + int(entry["data_offsets"][0]),
+                end=data_begin + int(entry["data_offsets"][1]),
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is not a safetensors file: its header is damaged: {one_line(error)}") from error
+    for tensor in tensors:
+        if not data_begin <= tensor.begin <= tensor.end <= size_bytes:
+            raise ConfigError(
+                f"{path} is damaged: {tensor.name} ends at byte {tensor.end}, the file has {size_bytes}; it must be copied again"
+            )
+    if not tensors:
+        raise ConfigError(f"{path} holds no tensors; must hold the model's weights")
+    return tensors
+
+
+def _digested_ranges(tensor: StoredTensor, *, is_whole: bool) -> list[tuple[int, int]]:
+    if is_whole or tensor.num_bytes <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
+        return [(tensor.begin, tensor.end)]
+    last = tensor.num_bytes - SAMPLE_BYTES
+    begins = [tensor.begin + last * index // (SAMPLES_PER_TENSOR - 1) for index in range(SAMPLES_PER_TENSOR)]
+    return [(begin, begin + SAMPLE_BYTES) for begin in begins]
+
+
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """An exception of a foreign library as one line of bounded length, for our own messages."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,251 @@
+"""Tensor parallelism over real processes: one group per instance, and a model cut over it by transformers' own plan.
+
+transformers shards the weights while it loads them (each rank keeps its part) and wraps every sharded layer so that it can
+also train. For inference the wrapping is taken off again: what is left of a rank is plain modules over plain local tensors,
+and one all-reduce behind each row-wise layer, in a group whose deadline is ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging as transformers_logging
+
+from embedded_engine.model_files import ModelFiles, one_line
+from transfer.errors import ConfigError, EngineError
+
+DEFAULT_TIMEOUT_S = 30.0
+
+
+class TensorParallelGroup:
+    """The processes of one instance, as this rank sees them. Made by `init_distributed`; `close()` leaves the group."""
+
+    def __init__(self, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout_s = timeout_s
+        self._is_open = True
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks, in place.
+
+        Raises:
+            RuntimeError: A rank is gone (at once where its connection closed), or the deadline passed.
+        """
+        dist.all_reduce(tensor)
+
+    def gather_columns(self, local: Tensor) -> Tensor | None:
+        """Join every rank's [rows, columns] by columns, in rank order. On rank 0; None on the others."""
+        local = local.contiguous()
+        if self.rank:
+            dist.gather(local, dst=0)
+            return None
+        parts = [torch.empty_like(local) for _ in range(self.size)]
+        dist.gather(local, parts, dst=0)
+        return torch.cat(parts, dim=-1)
+
+    def close(self) -> None:
+        """Leave the group; does not wait for the others. May be called twice."""
+        if self._is_open:
+            self._is_open = False
+            dist.destroy_process_group()
+
+
+def init_distributed(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    *,
+    device: torch.device | str = "cpu",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> TensorParallelGroup:
+    """Join the group of one instance; returns once every rank has.
+
+    Args:
+        rank: This process's TP rank.
+        world_size: TP size, at least 2 (a single rank needs no group).
+        init_method: Where the ranks meet: ``file:///path`` (a fresh file) or ``tcp://127.0.0.1:port``.
+        device: The rank's device: gloo on CPU, NCCL on CUDA.
+        timeout_s: How long joining, and later each collective, may take before the group counts as broken.
+
+    Raises:
+        ConfigError: A value is wrong.
+        EngineError: The ranks did not meet in time.
+    """
+    if world_size < 2 or not 0 <= rank < world_size:
+        raise ConfigError(f"rank is {rank} of {world_size}; a group has at least 2 ranks, counted from 0")
+    if not timeout_s > 0:
+        raise ConfigError(f"timeout_s is {timeout_s}; it must be positive")
+    if not init_method.startswith(("file://", "tcp://")):
+        raise ConfigError(f"init_method is {init_method!r}; must be file:///path or tcp://host:port")
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(f"rank {rank} of {world_size} did not meet the others at {init_method}: {one_line(error)}") from error
+    return TensorParallelGroup(rank=rank, size=world_size, device=device, timeout_s=timeout_s)
+
+
+def load_causal_lm(
+    model_class: type[PreTrainedModel],
+    files: ModelFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    group: TensorParallelGroup | None,
+) -> PreTrainedModel:
+    """Load a model's weights through transformers, cut over `group` where there is one.
+
+    Args:
+        model_class: The architecture's class.
+        files: The checked directory.
+        dtype: What the model computes in.
+        device: Where it computes.
+        attention: Name of a registered attention function.
+        group: The TP group, or None for a whole model.
+
+    Raises:
+        EngineError: The weights do not fit the configuration: unreadable, missing, or of another shape.
+    """
+    options: dict[str, Any] = {}
+    if group is not None:
+        model_class = _meshed(model_class, device, group.size)
+        options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=group.size)
+    try:
+        with _quiet_transformers():
+            model, report = model_class.from_pretrained(
+                files.directory,
+                config=files.config,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # whatever the loaders below raise means: these weights cannot be loaded
+        raise EngineError(f"{files.directory}: the weights cannot be loaded: {one_line(error)}") from error
+    # transformers fills what it does not find with random numbers and only logs it.
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        if report.get(problem):
+            first = sorted(map(str, report[problem]))[0]
+            raise EngineError(
+                f"{files.directory}: the weights do not fit config.json: {len(report[problem])} {problem.replace('_', ' ')}, "
+                f"the first is {first}; the directory must hold one complete {files.architecture}"
+            )
+    if group is not None:
+        _unwrap(model, group)
+    model.requires_grad_(False)
+    return model.to(device).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorParallelMesh:
+    """What transformers asks of its mesh holder, where tensor parallelism is the only axis."""
+
+    mesh: DeviceMesh
+
+    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        return self.mesh
+
+
+def _meshed(model_class: type[PreTrainedModel], device: torch.device, size: int) -> type[PreTrainedModel]:
+    """`model_class`, loading onto our device.
+
+    transformers takes the machine's accelerator and an environment variable instead: CPU ranks could then not run on a machine
+    that has a GPU, and its sub-groups would have a deadline of their own.
+    """
+
+    def prepare_distribute_model(
+        cls: type[PreTrainedModel], distributed_config: DistributedConfig, device_map: Any = None
+    ) -> tuple[DistributedConfig, torch.device, _TensorParallelMesh]:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
+        return distributed_config, device, _TensorParallelMesh(mesh)
+
+    body = {"prepare_distribute_model": classmethod(prepare_distribute_model), "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), body)
+
+
+def _unwrap(model: PreTrainedModel, group: TensorParallelGroup) -> None:
+    """Turn sharded parameters into this rank's plain tensors, and wrapped layers into plain ones with one collective each."""
+    plan: dict[str, str] = model.tp_plan
+    local: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        style = plan.get(".".join("*" if part.isdigit() else part for part in name.split(".")))
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                # One plain tensor per shared one: tied embeddings stay tied.
+                plain = local.setdefault(id(parameter), nn.Parameter(parameter.to_local(), requires_grad=False))
+                module.register_parameter(parameter_name, plain)
+        module.__dict__.pop("forward", None)
+        if style == "rowwise":
+            _reduce_rows(module, group)
+        elif style == "embedding_rowwise":
+            _reduce_vocabulary(module, group)
+        elif style not in (None, "colwise", "colwise_gather_output", "replicated_with_grad_allreduce"):
+            raise EngineError(f"tensor parallel style of {name} is {style!r}, which the embedded engine does not know")
+
+
+def _reduce_rows(module: nn.Module, group: TensorParallelGroup) -> None:
+    """The layer's input features are cut: its partial outputs are added up, then the bias once."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        partial = functional.linear(hidden, module.weight)
+        group.sum(partial)
+        return partial if module.bias is None else partial + module.bias
+
+    module.forward = forward
+
+
+def _reduce_vocabulary(module: nn.Module, group: TensorParallelGroup) -> None:
+    """The vocabulary is cut: each rank looks up the tokens that it holds, the others' rows are zero, and all are added up."""
+    num_rows = module.weight.shape[0]
+    first = group.rank * num_rows
+
+    def forward(token_ids: Tensor) -> Tensor:
+        rows = token_ids - first
+        is_foreign = (rows < 0) | (rows >= num_rows)
+        found = functional.embedding(rows.masked_fill(is_foreign, 0), module.weight)
+        found.masked_fill_(is_foreign.unsqueeze(-1), 0)
+        group.sum(found)
+        return found
+
+    module.forward = forward
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings on a rank's stderr while it loads; what matters is checked and raised instead."""
+    verbosity = transformers_logging.get_verbosity()
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if has_bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,171 @@
+"""A small model for demos and tests, made on the spot: a normal Hugging Face directory, the same bytes every time.
+
+The weights are random, but scaled such that attention decides what comes next: damage to one KV head, one page or one
+position of the cache changes the tokens that a greedy decoder makes. What it says is nonsense made of readable words.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from transfer.errors import ConfigError
+
+NUM_LAYERS = 8
+HIDDEN_SIZE = 264  # transformers refuses a Llama whose hidden size is not a multiple of its query heads; the nearest to 256
+NUM_QUERY_HEADS = 24
+NUM_KV_HEADS = 12
+HEAD_DIM = 32
+INTERMEDIATE_SIZE = 576
+VOCAB_SIZE = 768  # like every size above a multiple of 12: TP 1, 2, 3, 4, 6 and 12 divide
+MAX_CONTEXT_TOKENS = 4096
+SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
+
+# How much each part adds to the residual stream, whose embeddings have EMBEDDING_SCALE. Attention adds most, so that what the
+# cache holds decides the next token; scores are sharp enough (QUERY_KEY_SCALE) that one position out of hundreds counts.
+EMBEDDING_SCALE = 0.5
+QUERY_KEY_SCALE = 1.5
+ATTENTION_SHARE = 3.0
+MLP_SHARE = 1.0
+LOGIT_SCALE = 3.0
+
+TRAINING_TEXT = """
+A prompt arrives, and the first machine reads all of it at once. For every word it keeps a key and a value in each layer of the
+model, so that later words can look back without reading everything again. This memory is called the cache, and it grows with
+every token. The second machine writes the answer, one word after another, and for each of them it needs the whole cache. So the
+cache must travel from where it was made to where it will be used, quickly, completely, and in the right order.
+
+A ferry crosses the river with many small parcels on board. If every parcel had a boat of its own the harbour would be full and
+nothing would move. Better to gather what belongs together, load it once, cross once, and carry each piece to its place on the
+other side. The captain never leaves before the quay has room, the crew counts what was loaded, and the people on the far shore
+check what came. When a crate is damaged they say so aloud; nobody pretends that it is fine.
+
+Some days a storm comes. A ship is late, a light goes out, a message gets lost in the wind and another one arrives twice. A good
+harbour does not stop because one boat is slow. It keeps a place free for those who are still under way, gives that place to
+nobody else until it is certain that they will never come, and tells the waiting passengers the truth.
+
+The engineers drew a map of the two cities. On the left four towers share the work, each with three floors; on the right there
+are only two, taller and wider, with six floors each. Every floor of the left has a matching floor on the right, and between them
+runs exactly one bridge. No floor is served twice, none is forgotten. The pages of the books are larger here and smaller there,
+yet each line finds its page, because both sides number the lines and not the pages.
+
+At night the tide falls and the water shows a mark on the wall: below it everything is dry again and can be used. The keeper
+writes the mark into his book, sends a copy across the sea every half second, and never moves it back. In the morning the sun
+rises over quiet docks, green hills, old stone houses and a long white road. Children run down to see the silver fish, a dog
+sleeps near the door, somebody plays a slow song, and the baker opens early. Coffee, bread, salt, honey. Far away a bell rings
+seven times. Then the first ferry whistles, the ropes are thrown, and a new day of carrying small things safely begins again.
+"""
+
+
+def make_demo_model(directory: Path | str, *, seed: int = 0) -> Path:
+    """Write the demo model, its configuration and its tokenizer as a Hugging Face directory.
+
+    The same seed gives the same bytes. Takes a few seconds, needs no network, 33 MB of disk.
+
+    Args:
+        directory: Where to; made if missing. Must be empty or hold an earlier demo model.
+        seed: Seed of the weights.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigError: The directory holds something else.
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or _foreign_files(directory)):
+        raise ConfigError(f"directory is {str(directory)!r}, which holds something else; must be a new or empty directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _train_tokenizer()
+    model = _make_weights(tokenizer, seed)
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _foreign_files(directory: Path) -> list[str]:
+    own = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    return sorted(path.name for path in directory.iterdir() if path.name not in own)
+
+
+def _train_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT.split("\n"), trainer)
+    bos, eos, pad = SPECIAL_TOKENS
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, model_max_length=MAX_CONTEXT_TOKENS
+    )
+
+
+def _make_weights(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=INTERMEDIATE_SIZE,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_QUERY_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_CONTEXT_TOKENS,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    # A generator of its own, on the CPU: the same numbers everywhere, and the caller's random state is left alone.
+    generator = torch.Generator().manual_seed(seed)
+    scales = {
+        "q_proj": QUERY_KEY_SCALE / math.sqrt(HIDDEN_SIZE),
+        "k_proj": QUERY_KEY_SCALE / math.sqrt(HIDDEN_SIZE),
+        "v_proj": 1 / math.sqrt(HIDDEN_SIZE),
+        "o_proj": ATTENTION_SHARE / math.sqrt(NUM_QUERY_HEADS * HEAD_DIM),
+        "gate_proj": 1 / math.sqrt(HIDDEN_SIZE),
+        "up_proj": 1 / math.sqrt(HIDDEN_SIZE),
+        "down_proj": MLP_SHARE / math.sqrt(INTERMEDIATE_SIZE),
+        "embed_tokens": EMBEDDING_SCALE,
+        "lm_head": LOGIT_SCALE,
+    }
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)  # norms
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scales[name.split(".")[-2]])
+        model.lm_head.weight.mul_(_token_weights(tokenizer).unsqueeze(1) / math.sqrt(HIDDEN_SIZE))
+    return model
+
+
+def _token_weights(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """[vocab], how much of its logit each token keeps: words most, pieces less, and what cannot be printed nothing.
+
+    A logit of 0 is next to never the largest of hundreds, so generation neither ends at once nor shows half characters.
+    """
+    weights = torch.zeros(VOCAB_SIZE)
+    for text, token in tokenizer.get_vocab().items():
+        shown = text.removeprefix("\u0120")  # how a byte-level vocabulary writes a leading space
+        if text in SPECIAL_TOKENS or not shown.isascii() or not shown:
+            continue
+        if shown.isalpha():
+            weights[token] = 1.0 if text != shown and len(shown) > 2 else 0.7
+        else:
+            weights[token] = 0.5
+    return weights
