@@ -29,6 +29,7 @@ help: ## this list
 	@sed -n '/^# What/,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## create .venv and install kvferry into it (does nothing when that is up to date)
+	@:
 
 $(STAMP): pyproject.toml constraints.txt .ci/setup
 	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" TORCH_INDEX="$(TORCH_INDEX)" bash .ci/setup

@@ -1,0 +1,1 @@
+"""The decode daemon: receives the KV of prompts and generates from it."""

@@ -1,0 +1,1 @@
+"""The composition root: command line, local cluster and demo."""

@@ -1,0 +1,1 @@
+"""The prefill daemon: computes the KV of prompts and sends it to decode nodes."""
