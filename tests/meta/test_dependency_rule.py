@@ -31,7 +31,6 @@ PACKAGES: dict[str, set[str]] = {
 # Layer 0: standard library and each other; nothing of the outer world.
 L0 = (
     "transfer/__init__.py",
-    "transfer/*/__init__.py",
     "transfer/errors.py",
     "transfer/layout.py",
     "transfer/chunk.py",
