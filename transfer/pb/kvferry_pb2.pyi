@@ -21,15 +21,32 @@ class ShardInfo(_message.Message):
     stage_layers: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., stage_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class LayerRun(_message.Message):
+    __slots__ = ("num_layers", "kind", "num_kv_heads", "k_head_dim", "v_head_dim", "window_tokens")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    K_HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    V_HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    kind: str
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    window_tokens: int
+    def __init__(self, num_layers: _Optional[int] = ..., kind: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., k_head_dim: _Optional[int] = ..., v_head_dim: _Optional[int] = ..., window_tokens: _Optional[int] = ...) -> None: ...
+
+class LayoutInfo(_message.Message):
+    __slots__ = ("dtype", "runs")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    runs: _containers.RepeatedCompositeFieldContainer[LayerRun]
+    def __init__(self, dtype: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[LayerRun, _Mapping]]] = ...) -> None: ...
+
 class InstanceInfo(_message.Message):
-    __slots__ = ("incarnation", "protocol_versions", "layout_fingerprint", "layout_fields", "model_fingerprint", "model_fields", "shard", "transport", "digest", "capabilities", "version")
-    class LayoutFieldsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    __slots__ = ("incarnation", "protocol_versions", "layout_fingerprint", "layout", "model_fingerprint", "model_fields", "shard", "transport", "digest", "capabilities", "version")
     class ModelFieldsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -40,7 +57,7 @@ class InstanceInfo(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELDS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -51,7 +68,7 @@ class InstanceInfo(_message.Message):
     incarnation: int
     protocol_versions: _containers.RepeatedScalarFieldContainer[int]
     layout_fingerprint: str
-    layout_fields: _containers.ScalarMap[str, str]
+    layout: LayoutInfo
     model_fingerprint: str
     model_fields: _containers.ScalarMap[str, str]
     shard: ShardInfo
@@ -59,7 +76,7 @@ class InstanceInfo(_message.Message):
     digest: str
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     version: str
-    def __init__(self, incarnation: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[str] = ..., layout_fields: _Optional[_Mapping[str, str]] = ..., model_fingerprint: _Optional[str] = ..., model_fields: _Optional[_Mapping[str, str]] = ..., shard: _Optional[_Union[ShardInfo, _Mapping]] = ..., transport: _Optional[str] = ..., digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[LayoutInfo, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., model_fields: _Optional[_Mapping[str, str]] = ..., shard: _Optional[_Union[ShardInfo, _Mapping]] = ..., transport: _Optional[str] = ..., digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ChunkPlanInfo(_message.Message):
     __slots__ = ("chunk_tokens", "layers_per_group")
