@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
-from transfer.errors import ChunkTooLarge, LocalProtocolError
+from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError
 from transfer.layout import DType, KVLayout, Route, wire_bytes
 from transfer.messages import (
+    MAX_CHUNKS_PER_MESSAGE,
     AbortTransfer,
     ChunkReady,
     ChunkRejected,
@@ -29,9 +30,7 @@ from transfer.messages import (
     WriterDrained,
     clip_reason,
 )
-from transfer.ring import Grant, StagingAllocator, grant_key
-
-MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
+from transfer.ring import MAX_ATTEMPTS, Grant, StagingAllocator, grant_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,10 @@ class ReceiverSettings:
 
     is_one_sided: bool
     repeat_after_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.repeat_after_s > 0:
+            raise ConfigError(f"repeat_after_s is {self.repeat_after_s:g} s; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +259,6 @@ class _Piece:
     grant: Grant
     num_bytes: int
     stage: _Stage = _Stage.GRANTED
-    is_posted: bool = False
     is_settled: bool = False  # the posted receive has ended
     received_bytes: int = 0
     attempt: int = 0
@@ -344,9 +346,9 @@ class Receiver:
                 self._on_scatter_finished(event)
             case Tick():
                 self._on_tick()
-        self._post_writable()
         if self._ring_changed:
             self._ring_changed = False
+            self._post_writable()
             self._actions.append(PublishWatermark())
         actions, self._actions = self._actions, []
         return actions
@@ -446,9 +448,10 @@ class Receiver:
         """After a step of a request that was given up: release what is proven dead, say when its pages are safe, forget it."""
         for piece in list(self._unreleased(request)):
             route = request.routes[piece.route.route.index]
-            is_dead = piece.route.session not in self._sessions
-            is_unwritten = is_dead or not piece.is_posted or piece.is_settled or self._settings.is_one_sided
-            if piece.stage is _Stage.GRANTED and route.is_drained and is_unwritten:
+            # On a live two-sided session every key is received once and written or declined once, also where the receive can
+            # only be posted later; otherwise a decline that nobody receives would stay in the transport for ever.
+            is_over = piece.is_settled or self._settings.is_one_sided or piece.route.session not in self._sessions
+            if piece.stage is _Stage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
         if not request.has_drained and not any(piece.stage is _Stage.SCATTERING for piece in request.pieces.values()):
             request.has_drained = True
@@ -510,36 +513,44 @@ class Receiver:
             self._refuse(session, message, f"request {message.request_id} is not expected here on route {message.route}")
             return
         request, route = found
-        if request.failure is not None:
-            if not route.is_drained:
-                self._ask_to_drain(request, route)
+        if request.failure is not None and not route.is_drained:
+            self._ask_to_drain(request, route)
             return
-        issued: list[IssuedGrant] = []
+        problem = request.failure or self._problem_of(request, route, message)
+        if problem is not None:
+            self._refuse(session, message, problem)
+            return
+        try:
+            pieces = [self._piece_for(request, route, wanted.chunk) for wanted in message.chunks]
+        except ChunkTooLarge as error:
+            self._refuse(session, message, str(error))
+            self._fail(request, str(error))
+            return
+        self._issue(route.incoming, request.request_id, pieces)
+
+    def _problem_of(self, request: _Request, route: _RouteState, message: GrantRequest) -> str | None:
+        """Why the request for grants cannot be served, whole; None when it can."""
         for wanted in message.chunks:
             key = (message.route, wanted.chunk)
-            piece = request.pieces.get(key)
-            if piece is None:
-                if key not in request.missing:
-                    self._refuse(session, message, f"chunk {wanted.chunk} is not part of request {message.request_id}")
-                    return
-                chunk = request.chunks[wanted.chunk]
-                size = self._size(request.incoming, route.incoming, chunk)
-                if size != wanted.num_bytes:
-                    self._refuse(
-                        session, message, f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
-                    )
-                    return
-                try:
-                    piece = self._grant(request, route, chunk, size)
-                except ChunkTooLarge as error:
-                    self._refuse(session, message, str(error))
-                    self._fail(request, str(error))
-                    return
-            issued.append(IssuedGrant(chunk=wanted.chunk, begin=piece.grant.begin, end=piece.grant.end))
-        answer = GrantsIssued(
-            incarnation=self._ring.incarnation, request_id=message.request_id, route=message.route, grants=tuple(issued)
-        )
-        self._actions.append(Send(session=session, message=answer))
+            if key not in request.pieces and key not in request.missing:
+                return f"chunk {wanted.chunk} is not part of request {message.request_id} on route {message.route}"
+            size = self._size(request.incoming, route.incoming, request.chunks[wanted.chunk])
+            if size != wanted.num_bytes:
+                return f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
+        return None
+
+    def _piece_for(self, request: _Request, route: _RouteState, chunk: int) -> _Piece:
+        """The piece that was granted before, or a new one: the answer to a repeated request is the same grant (R3)."""
+        piece = request.pieces.get((route.incoming.route.index, chunk))
+        if piece is None:
+            size = self._size(request.incoming, route.incoming, request.chunks[chunk])
+            piece = self._grant(request, route, request.chunks[chunk], size)
+        return piece
+
+    def _issue(self, route: IncomingRoute, request_id: str, pieces: list[_Piece]) -> None:
+        grants = tuple(IssuedGrant(chunk=p.chunk.index, begin=p.grant.begin, end=p.grant.end) for p in pieces)
+        message = GrantsIssued(incarnation=self._ring.incarnation, request_id=request_id, route=route.route.index, grants=grants)
+        self._actions.append(Send(session=route.session, message=message))
 
     def _refuse(self, session: int, message: GrantRequest, reason: str) -> None:
         answer = GrantRefused(
@@ -566,7 +577,6 @@ class Receiver:
         """
         for piece in [piece for piece in self._unposted.values() if self._ring.is_writable(piece.grant)]:
             del self._unposted[piece.grant.begin]
-            piece.is_posted = True
             self._post(piece)
 
     def _post(self, piece: _Piece) -> None:
@@ -620,10 +630,11 @@ class Receiver:
             return  # the answer to a repeated abort
         request, route = found
         route.is_drained = True
-        if request.failure is None:
-            self._fail(request, "the prefill rank gave the request up")
-        else:
+        if request.failure is not None:
             self._settle(request)
+        elif any(index == message.route for index, _ in request.missing):
+            self._fail(request, "the prefill rank gave the request up")
+        # Otherwise the writer has sent all of its part, and has forgotten the request that others are still sending.
 
     # Outcomes
 
@@ -707,5 +718,22 @@ class Receiver:
             if request.failure is None:
                 continue
             for route in request.routes.values():
-                if route.asked_s <= due_s:
+                if route.asked_s > due_s:
+                    continue
+                if route.is_drained:
+                    self._remind(request, route)
+                else:
                     self._ask_to_drain(request, route)
+
+    def _remind(self, request: _Request, route: _RouteState) -> None:
+        """Tell a drained writer again of what it may never have heard: it declines what it has not written."""
+        waiting = [p for p in self._unreleased(request) if p.route is route.incoming and p.stage is _Stage.GRANTED]
+        if not waiting:
+            return
+        route.asked_s = self._now_s
+        for piece in waiting:
+            if piece.attempt:
+                self._reject(piece, "said again, because nothing came")
+        fresh = [piece for piece in waiting if not piece.attempt][:MAX_CHUNKS_PER_MESSAGE]
+        if fresh:
+            self._issue(route.incoming, request.request_id, fresh)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
-from transfer.errors import LocalProtocolError, RemoteProtocolError
+from transfer.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from transfer.layout import DType, KVLayout, Route, wire_bytes
 from transfer.messages import (
+    MAX_CHUNKS_PER_MESSAGE,
     AbortTransfer,
     ChunkReady,
     ChunkRejected,
@@ -29,7 +30,7 @@ from transfer.messages import (
     Message,
     WriterDrained,
 )
-from transfer.ring import Grant, RingView, Watermark, grant_key
+from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,15 @@ class SenderSettings:
     grants_ahead: int = 8
     repeat_after_s: float = 1.0
     write_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1:
+            raise ConfigError(f"num_slots is {self.num_slots}; it must be at least 1")
+        if not 1 <= self.grants_ahead <= MAX_CHUNKS_PER_MESSAGE:
+            raise ConfigError(f"grants_ahead is {self.grants_ahead}; it must be in [1, {MAX_CHUNKS_PER_MESSAGE}]")
+        for name, seconds in (("repeat_after_s", self.repeat_after_s), ("write_timeout_s", self.write_timeout_s)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds:g} s; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +334,9 @@ class _Session:
     view: RingView
     ready: list[_Piece] = field(default_factory=list)  # granted and computed, not begun
     written: set[_Piece] = field(default_factory=set)
+    # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
+    # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
+    spent: dict[int, Grant] = field(default_factory=dict)
 
 
 class Sender:
@@ -427,8 +440,10 @@ class Sender:
                     self._free_slot(piece)
                 if piece.stage not in (_Stage.GATHERING, _Stage.RELEASED):
                     piece.stage = _Stage.DROPPED
-            if request.to_release:
+            if request.failure is None:
                 self._fail(request, event.reason)
+            else:
+                self._finish_failed(request)  # perhaps it waited for nothing but this session's writes
 
     def _on_watermark(self, event: WatermarkArrived) -> None:
         session = self._sessions.get(event.session)
@@ -444,6 +459,8 @@ class Sender:
         for piece in [piece for piece in session.written if session.view.is_released(_grant_of(piece))]:
             session.written.discard(piece)
             self._release(piece)
+        for key in [key for key, grant in session.spent.items() if session.view.is_released(grant)]:
+            del session.spent[key]
 
     def _release(self, piece: _Piece) -> None:
         """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
@@ -451,9 +468,7 @@ class Sender:
         self._free_slot(piece)
         piece.stage = _Stage.RELEASED
         request.to_release -= 1
-        if request.failure is not None:
-            self._finish_failed(request)
-        elif request.to_release == 0:
+        if request.to_release == 0:
             del self._requests[request.request_id]
             self._actions.append(RequestSent(request_id=request.request_id, stats=self._stats(request)))
         else:
@@ -626,8 +641,7 @@ class Sender:
         piece.stage, piece.since_s = _Stage.WRITTEN, self._now_s
         if request.failure is not None:
             # The peer will not take it over any more: the write has settled, that is all that was waited for.
-            self._free_slot(piece)
-            piece.stage = _Stage.DROPPED
+            self._drop_written(piece)
             self._finish_failed(request)
             return
         session = self._sessions[piece.route.session]
@@ -668,9 +682,7 @@ class Sender:
             case GrantsIssued() as message:
                 self._on_grants(event.session, message)
             case GrantRefused() as message:
-                request = self._requests.get(message.request_id)
-                if request is not None and self._route_of(request, event.session, message.route) is not None:
-                    self._fail(request, message.reason)
+                self._on_refused(event.session, message)
             case ChunkRejected() as message:
                 self._on_rejected(event.session, message)
             case AbortTransfer() as message:
@@ -688,12 +700,23 @@ class Sender:
         route = self._route_of(request, session, route_index) if request is not None else None
         return route.pieces.get(chunk) if route is not None else None
 
+    def _on_refused(self, session: int, message: GrantRefused) -> None:
+        request = self._requests.get(message.request_id)
+        route = self._route_of(request, session, message.route) if request is not None else None
+        if request is None or route is None:
+            return
+        if any(piece.stage is _Stage.ASKED for piece in route.pieces.values()):
+            self._fail(request, message.reason)
+        else:
+            # The answer to a repeated question: the target has everything, has forgotten the request, and the watermark says so.
+            self._actions.append(MessageDropped(session=session, reason="nothing_asked"))
+
     def _on_grants(self, session: int, message: GrantsIssued) -> None:
         request = self._requests.get(message.request_id)
         if request is None:
             # Asked for by a request that has been given up since: the bytes must go back to the ring.
             for issued in message.grants:
-                self._actions.append(Decline(session=session, key=grant_key(issued.begin, 0)))
+                self._decline(session, Grant(issued.begin, issued.end), attempt=0)
             self._send_drained(session, message.request_id, message.route)
             return
         for issued in message.grants:
@@ -702,6 +725,8 @@ class Sender:
                 self._actions.append(MessageDropped(session=session, reason="unknown_chunk"))
             elif not self._sessions[session].view.can_hold(Grant(issued.begin, issued.end), piece.num_bytes):
                 self._actions.append(MessageDropped(session=session, reason="impossible_grant"))
+            elif piece.stage is _Stage.ASKED and self._sessions[session].view.is_released(Grant(issued.begin, issued.end)):
+                self._actions.append(MessageDropped(session=session, reason="released_grant"))
             elif piece.stage is _Stage.ASKED:
                 piece.grant = Grant(issued.begin, issued.end)
                 piece.stage, piece.since_s = _Stage.GRANTED, self._now_s
@@ -712,10 +737,14 @@ class Sender:
                 self._give_up(piece)
 
     def _on_rejected(self, session: int, message: ChunkRejected) -> None:
+        if message.attempt + 1 >= MAX_ATTEMPTS:
+            self._actions.append(MessageDropped(session=session, reason="too_many_attempts"))
+            return
         piece = self._piece_of(session, message.request_id, message.route, message.chunk)
         if piece is None or piece.stage is _Stage.DROPPED:
             # Given up meanwhile: the receive that was posted for the next attempt has to settle all the same.
-            self._actions.append(Decline(session=session, key=grant_key(message.begin, message.attempt + 1)))
+            first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
+            self._decline(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is _Stage.WRITTEN and message.attempt == piece.attempt:
             # The slot still holds what was gathered: it is kept until the grant's release came back for just this.
             self._sessions[session].written.discard(piece)
@@ -747,18 +776,33 @@ class Sender:
             if piece.stage in (_Stage.UNASKED, _Stage.ASKED, _Stage.GRANTED):
                 self._give_up(piece)
             elif piece.stage is _Stage.WRITTEN:
-                session = self._sessions.get(piece.route.session)
-                if session is not None:
-                    session.written.discard(piece)
-                self._free_slot(piece)
-                piece.stage = _Stage.DROPPED
+                self._drop_written(piece)
         self._finish_failed(request)
 
     def _give_up(self, piece: _Piece) -> None:
         """Drop a piece that was not written; its grant, if it has one, is declined."""
         piece.stage = _Stage.DROPPED
-        if piece.grant is not None and piece.route.session in self._sessions:
-            self._actions.append(Decline(session=piece.route.session, key=grant_key(piece.grant.begin, piece.attempt)))
+        if piece.grant is not None:
+            self._decline(piece.route.session, piece.grant, attempt=piece.attempt)
+
+    def _drop_written(self, piece: _Piece) -> None:
+        """Drop a piece whose bytes were sent: its keys are spent, its slot is free."""
+        self._free_slot(piece)
+        piece.stage = _Stage.DROPPED
+        session = self._sessions.get(piece.route.session)
+        if session is not None:
+            session.written.discard(piece)
+            grant = _grant_of(piece)
+            for attempt in range(piece.attempt + 1):
+                session.spent[grant_key(grant.begin, attempt)] = grant
+
+    def _decline(self, number: int, grant: Grant, *, attempt: int) -> None:
+        """Settle the receive of a key that will never be written; once, and never for one that is over."""
+        session = self._sessions.get(number)
+        key = grant_key(grant.begin, attempt)
+        if session is not None and key not in session.spent and not session.view.is_released(grant):
+            session.spent[key] = grant
+            self._actions.append(Decline(session=number, key=key))
 
     def _finish_failed(self, request: _Request) -> None:
         """After a step of a failed request: say what has drained, and forget it when all has (rule 9)."""

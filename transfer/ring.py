@@ -22,6 +22,7 @@ from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, Remo
 
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
 MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; ranges beyond it only delay a writer
+MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +289,8 @@ class StagingAllocator:
 class RingView:
     """What a writer knows of a peer's ring: never more than is true, so a yes is always safe.
 
+    What was once heard to be released stays so, also when a later watermark has no room to repeat it.
+
     Args:
         capacity_bytes: Size of the peer's ring.
         incarnation: Life of the peer's process; watermarks of another life are refused.
@@ -299,10 +302,12 @@ class RingView:
         self.capacity_bytes = capacity_bytes
         self.incarnation = incarnation
         self._watermark = Watermark(incarnation=incarnation, sequence=0, position=0)
+        self._released: tuple[Grant, ...] = ()  # above the watermark: as published, and what was heard of higher ones before
         self._begins: list[int] = []
 
     @property
     def watermark(self) -> Watermark:
+        """The newest watermark that was taken in."""
         return self._watermark
 
     def update(self, watermark: Watermark) -> bool:
@@ -315,17 +320,19 @@ class RingView:
             return False
         if watermark.position < self._watermark.position:
             raise RemoteProtocolError(
-                f"watermark moved back from {self._watermark.position} to {watermark.position} (R2) in incarnation {self.incarnation}"
+                f"watermark moved back from {self._watermark.position} to {watermark.position} (R2), incarnation {self.incarnation:#x}"
             )
+        # Published are the lowest ranges; of those above them (positions are never used again) the older news stays true.
+        edge = watermark.released[-1].end if watermark.released else watermark.position
+        above = tuple(span for span in self._released if span.begin > edge)
         self._watermark = watermark
-        self._begins = [span.begin for span in watermark.released]
+        self._released = watermark.released + above
+        self._begins = [span.begin for span in self._released]
         return True
 
     def is_writable(self, grant: Grant) -> bool:
         """Whether the grant may be written now; "not yet" is False, never an error."""
-        return is_writable(
-            grant, position=self._watermark.position, released=self._watermark.released, capacity_bytes=self.capacity_bytes
-        )
+        return is_writable(grant, position=self._watermark.position, released=self._released, capacity_bytes=self.capacity_bytes)
 
     def can_hold(self, grant: Grant, num_bytes: int) -> bool:
         """Whether the grant is one that this ring can give for `num_bytes`: aligned, large enough, not across its end."""
@@ -340,7 +347,7 @@ class RingView:
         if grant.end <= self._watermark.position:
             return True
         at = bisect_right(self._begins, grant.begin) - 1
-        return at >= 0 and grant.end <= self._watermark.released[at].end
+        return at >= 0 and grant.end <= self._released[at].end
 
 
 def _end_offset(grant: Grant, capacity_bytes: int) -> int:
@@ -358,6 +365,6 @@ def grant_key(begin: int, attempt: int) -> int:
 
     Args:
         begin: Position at which the grant begins.
-        attempt: 0, or 1 when the bytes are sent again after a digest mismatch.
+        attempt: Below `MAX_ATTEMPTS`: 0, or 1 when the bytes are sent again after a digest mismatch.
     """
-    return begin // ALIGNMENT_BYTES * 2 + attempt
+    return begin // ALIGNMENT_BYTES * MAX_ATTEMPTS + attempt
