@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transfer.errors import ConfigError, LayoutError
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, TokenOrder
+from transfer.staging import zeroed_bytes
 
 BUFFER_ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
 
@@ -182,7 +183,7 @@ class PagedKVPool:
         return self.layout.layers[layer]
 
     def _store(self, buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-        words, words_of_values = _as_words(buffer), _as_words(convert(values, self.element).contiguous())
+        words, words_of_values = as_words(buffer), as_words(convert(values, self.element).contiguous())
         if self.order is TokenOrder.NHD and buffer.is_contiguous():
             words.view(self.num_slots, *words.shape[2:]).index_copy_(0, slots, words_of_values)
             return
@@ -193,7 +194,7 @@ class PagedKVPool:
             words[pages, :, offsets] = words_of_values
 
     def _load(self, buffer: Tensor, slots: Tensor) -> Tensor:
-        words = _as_words(buffer)
+        words = as_words(buffer)
         if self.order is TokenOrder.NHD and buffer.is_contiguous():
             rows = words.view(self.num_slots, *words.shape[2:])
             return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, *rows.shape[1:]).view(self.dtype)
@@ -221,8 +222,8 @@ class PagedKVPool:
         ]
         sizes = [[_num_bytes(shape, self.element) for shape in shapes_of_layer] for shapes_of_layer in shapes]
         total = sum(_aligned(size) for sizes_of_layer in sizes for size in sizes_of_layer)
-        memory = torch.empty(total + BUFFER_ALIGNMENT_BYTES, dtype=torch.uint8, device=device).zero_()
-        position = -memory.data_ptr() % BUFFER_ALIGNMENT_BYTES
+        memory = zeroed_bytes(total, device)
+        position = 0
         pairs: list[LayerBuffers] = []
         for shapes_of_layer, sizes_of_layer in zip(shapes, sizes, strict=True):
             tensors: list[Tensor] = []
@@ -257,7 +258,7 @@ class PagedKVPool:
         return list(buffers)
 
 
-def _as_words(tensor: Tensor) -> Tensor:
+def as_words(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same size: torch cannot index every 8-bit float, and bits must not be touched."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
