@@ -27,8 +27,8 @@ _FLOAT8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
 def convert(values: Tensor, dtype: DType) -> Tensor:
     """`values` as `dtype`, rounded to nearest even: the one conversion of kvferry, wherever a pool's dtype differs.
 
-    Values beyond float8's largest finite one (448) become that one: a plain cast would make NaN of them, one of which poisons
-    every later attention over the page. NaN stays NaN, with unspecified bits.
+    Values beyond float8's largest finite one (448) become that one, also where torch's own cast makes NaN of them (older
+    versions): one NaN poisons every later attention over its page. NaN stays NaN, with unspecified bits.
 
     Raises:
         LayoutError: To or from int8, which carries no scale here.

@@ -1,0 +1,152 @@
+"""The host-memory implementation agrees with the reference bit for bit, and copies as few pieces as it can."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.kernel_cases import Case, assert_agrees, cases
+from transfer.kernels import head_slice_copier
+from transfer.kernels.host_copy import HostCopier, PageRun, plan_tokens
+from transfer.kernels.reference import ReferenceCopier
+from transfer.kv_pool import LayerBuffers, PagedKVPool, as_words
+from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
+
+
+@settings(max_examples=400)
+@given(case=cases())
+def test_agrees_with_the_reference(case: Case) -> None:
+    assert_agrees(case, HostCopier)
+
+
+@given(case=cases(max_page_size=256, max_pages=30, max_dim=3))
+def test_agrees_on_large_pages_and_long_tables(case: Case) -> None:
+    assert_agrees(case, HostCopier)
+
+
+@given(data=st.data(), page_size=st.integers(1, 9), num_pages=st.integers(1, 40))
+def test_a_plan_covers_each_token_once(data: st.DataObject, page_size: int, num_pages: int) -> None:
+    pages = data.draw(st.one_of(st.permutations(range(num_pages)), st.just(list(range(num_pages)))))
+    begin = data.draw(st.integers(0, num_pages * page_size - 1))
+    end = data.draw(st.integers(begin + 1, num_pages * page_size))
+    plan = plan_tokens(torch.tensor(pages), Span(begin=begin, end=end), page_size)
+    found: dict[int, int] = {}
+    parts = list(plan.runs)
+    if plan.scattered is not None:
+        parts += [
+            PageRun(page=page, num_pages=1, begin=0, end=page_size, wire_token=plan.wire_token + index * page_size)
+            for index, page in enumerate(plan.scattered.tolist())
+        ]
+    for run in parts:
+        token = run.wire_token
+        for page in range(run.page, run.page + run.num_pages):
+            for offset in range(run.begin, run.end):
+                assert token not in found
+                found[token] = page * page_size + offset
+                token += 1
+    expected = {token - begin: pages[token // page_size] * page_size + token % page_size for token in range(begin, end)}
+    assert found == expected
+
+
+def test_consecutive_pages_are_one_copy_and_unordered_ones_are_indexed() -> None:
+    consecutive = plan_tokens(torch.arange(5, 105), Span(begin=0, end=1600), 16)
+    assert consecutive.runs == (PageRun(page=5, num_pages=100, begin=0, end=16, wire_token=0),)
+    assert consecutive.scattered is None
+    backwards = plan_tokens(torch.arange(100).flip(0), Span(begin=8, end=1600), 16)
+    assert backwards.runs == (PageRun(page=99, num_pages=1, begin=8, end=16, wire_token=0),)
+    assert backwards.scattered is not None and len(backwards.scattered) == 99
+
+
+@pytest.mark.parametrize("wire_dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_works_on_an_engines_own_interleaved_tensors(wire_dtype: DType) -> None:
+    """K and V of a block beside each other, as vLLM keeps them: no buffer is contiguous."""
+    layout, shard = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=6, dtype=DType.FLOAT32), Shard(page_size=4)
+    storage = [torch.randn(7, 2, 4, 4, 6) for _ in range(2)]
+    pool = PagedKVPool(
+        layout=layout, shard=shard, num_pages=7, buffers=[LayerBuffers(k=both[:, 0], v=both[:, 1]) for both in storage]
+    )
+    assert not pool.buffer(0, is_v=False).is_contiguous()
+    element_bytes = wire_dtype.num_bytes
+    buffers = [
+        WireBuffer(
+            layer=layer,
+            is_v=is_v,
+            tokens=Span(begin=3, end=18),
+            row_bytes=2 * 6 * element_bytes,
+            offset_bytes=index * 15 * 12 * element_bytes,
+        )
+        for index, (layer, is_v) in enumerate([(0, False), (0, True), (1, False), (1, True)])
+    ]
+    wire, expected = (torch.zeros(4 * 15 * 12 * element_bytes, dtype=torch.uint8) for _ in range(2))
+    pages = torch.tensor([6, 0, 2, 3, 5], dtype=torch.int32)
+    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).gather(pages, buffers, wire)
+    ReferenceCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).gather(pages, buffers, expected)
+    assert torch.equal(wire, expected) and bool(wire.any())
+    before = [both.clone() for both in storage]
+    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).scatter(pages, buffers, torch.zeros_like(wire))
+    for both, old in zip(storage, before, strict=True):
+        assert not torch.equal(both, old)
+        old[[6, 0, 2, 3, 5]] = torch.where(
+            touched_by(pages=5, page_size=4, span=buffers[0].tokens)[:, None, :, None, None]
+            & torch.tensor([False, True, True, False])[None, None, None, :, None],
+            torch.zeros(()),
+            old[[6, 0, 2, 3, 5]],
+        )
+        assert torch.equal(both, old)
+
+
+def touched_by(*, pages: int, page_size: int, span: Span) -> torch.Tensor:
+    tokens = torch.arange(pages * page_size).view(pages, page_size)
+    return (tokens >= span.begin) & (tokens < span.end)
+
+
+def test_nan_bits_survive_a_copy() -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype=DType.BFLOAT16)
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=1), num_pages=1)
+    bits = torch.tensor([0x7FA1, 0x7FC0, 0x7F81, 0x7FFF], dtype=torch.int16)
+    as_words(pool.buffer(0, is_v=False)).view(-1).copy_(bits)
+    wire = torch.zeros(8, dtype=torch.uint8)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=1), row_bytes=8, offset_bytes=0)
+    HostCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.BFLOAT16).gather(torch.tensor([0]), [buffer], wire)
+    assert torch.equal(wire.view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("order", list(TokenOrder))
+def test_offsets_beyond_32_bits(order: TokenOrder) -> None:
+    """Pages 3 GiB apart in one sparse mapping: nothing but the touched ones is ever committed."""
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype=DType.INT8)
+    apart, inner = 3 << 30, (4, 2, 4) if order is TokenOrder.NHD else (2, 4, 4)
+    storage = torch.empty(2 * apart + 4096, dtype=torch.int8)
+    strides = (apart, inner[1] * inner[2], inner[2], 1)
+    k, v = (storage.as_strided((3, *inner), strides, start) for start in (0, 1024))
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=4, order=order), num_pages=3, buffers=[LayerBuffers(k=k, v=v)])
+    for page in (0, 2):
+        k[page] = torch.randint(-99, 99, inner, dtype=torch.int8)
+    wire, expected = torch.zeros(8 * 8, dtype=torch.uint8), torch.zeros(8 * 8, dtype=torch.uint8)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=8), row_bytes=8, offset_bytes=0)
+    for copier, out in ((head_slice_copier, wire), (ReferenceCopier, expected)):
+        copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).gather(torch.tensor([2, 0]), [buffer], out)
+    assert torch.equal(wire, expected)
+    head_slice_copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).scatter(torch.tensor([0, 2]), [buffer], wire)
+    gathered = torch.zeros_like(wire)
+    ReferenceCopier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).gather(torch.tensor([0, 2]), [buffer], gathered)
+    assert torch.equal(gathered, wire)
+
+
+def test_a_cpu_pool_needs_no_triton() -> None:
+    code = (
+        "import sys, transfer.kernels as kernels\n"
+        "from transfer.kv_pool import PagedKVPool\n"
+        "from transfer.layout import *\n"
+        "layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT32)\n"
+        "pool = PagedKVPool(layout=layout, shard=Shard(), num_pages=1)\n"
+        "copier = kernels.head_slice_copier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.FLOAT32)\n"
+        "print(type(copier).__name__, 'triton' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["HostCopier", "False"]
