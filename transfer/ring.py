@@ -320,7 +320,7 @@ class RingView:
             return False
         if watermark.position < self._watermark.position:
             raise RemoteProtocolError(
-                f"watermark moved back from {self._watermark.position} to {watermark.position} (R2), incarnation {self.incarnation:#x}"
+                f"watermark of {self.incarnation:#x} moved back from {self._watermark.position} to {watermark.position} (R2)"
             )
         # Published are the lowest ranges; of those above them (positions are never used again) the older news stays true.
         edge = watermark.released[-1].end if watermark.released else watermark.position
