@@ -1,0 +1,34 @@
+"""Three missed beats, counted in the owner's own ticks."""
+
+from __future__ import annotations
+
+import pytest
+
+from transfer.errors import ConfigError
+from transfer.registry.beats import BeatWatch
+
+
+def ticks_until_dead(watch: BeatWatch) -> int:
+    return next(count for count in range(1, 100) if watch.tick())
+
+
+def test_silence_of_three_beats_is_death() -> None:
+    watch = BeatWatch(0.5)
+    num_ticks = ticks_until_dead(watch)
+    assert 3 * watch.heartbeat_s < num_ticks * watch.tick_s <= 3.25 * watch.heartbeat_s
+    assert watch.describe() == "3 beats of 0.5 s missed"
+
+
+def test_a_beat_starts_the_count_again() -> None:
+    watch = BeatWatch(0.5)
+    for _ in range(50):
+        for _ in range(12):
+            assert not watch.tick()
+        watch.on_beat()
+    assert ticks_until_dead(watch) == 13
+
+
+@pytest.mark.parametrize("heartbeat_s", [0, -1, float("inf"), float("nan")])
+def test_an_impossible_interval_is_refused(heartbeat_s: float) -> None:
+    with pytest.raises(ConfigError, match="heartbeat_s is"):
+        BeatWatch(heartbeat_s)

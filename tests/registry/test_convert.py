@@ -1,0 +1,226 @@
+"""Values survive the wire, and nothing that a peer can put into a field gets past the conversion unchecked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.chunk import ChunkPlan
+from transfer.errors import RemoteProtocolError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder, routes
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry import convert
+from transfer.ring import Grant, Watermark
+
+specs = st.one_of(
+    st.builds(LayerSpec, num_kv_heads=st.integers(1, 64), k_head_dim=st.integers(1, 256), v_head_dim=st.integers(1, 256)),
+    st.builds(
+        LayerSpec, kind=st.just(LayerKind.MLA), num_kv_heads=st.just(1), k_head_dim=st.integers(1, 600), v_head_dim=st.just(0)
+    ),
+    st.builds(
+        LayerSpec,
+        kind=st.just(LayerKind.SLIDING_WINDOW),
+        num_kv_heads=st.integers(1, 8),
+        k_head_dim=st.just(64),
+        v_head_dim=st.just(64),
+        window_tokens=st.integers(1, 4096),
+    ),
+)
+layouts = st.builds(KVLayout, layers=st.lists(specs, min_size=1, max_size=12).map(tuple), dtype=st.sampled_from(DType))
+shards = st.builds(
+    Shard,
+    tp_size=st.integers(1, 8),
+    pp_size=st.integers(1, 4),
+    page_size=st.integers(1, 128),
+    dtype=st.sampled_from(DType),
+    order=st.sampled_from(TokenOrder),
+)
+instances = st.builds(
+    Instance,
+    incarnation=st.integers(1, 2**64 - 1),
+    layout=layouts,
+    shard=shards,
+    model_fields=st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=4),
+    transport=st.just("ucx"),
+    digest=st.just("xxh3-64"),
+    protocol_versions=st.just((1, 2)),
+    capabilities=st.frozensets(st.sampled_from(["a", "b", "c"])),
+    version=st.text(max_size=8),
+)
+
+LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
+
+
+def instance(**changes: Any) -> Instance:
+    values: dict[str, Any] = {
+        "incarnation": 5,
+        "layout": LLAMA,
+        "shard": Shard(tp_size=2),
+        "transport": "ucx",
+        "digest": "xxh3-64",
+        "protocol_versions": (1,),
+    }
+    return Instance(**values | changes)
+
+
+def answer() -> AttachResponse:
+    return AttachResponse(
+        session_id=2**64 - 1,
+        decode=instance(shard=Shard(tp_size=2, dtype=DType.FLOAT32)),
+        decode_rank=1,
+        answer=b"\x00answer",
+        ring_capacity_bytes=1 << 20,
+        control_address="tcp://10.0.0.1:5555",
+        heartbeat_s=0.5,
+        protocol_version=1,
+    )
+
+
+@given(one=instances)
+def test_an_instance_survives_the_wire(one: Instance) -> None:
+    info = pb.InstanceInfo.FromString(convert.instance_to_proto(one).SerializeToString())
+    assert convert.instance_from_proto(info) == one
+
+
+def test_both_sides_compute_the_same_routes() -> None:
+    prefill, decode = instance(shard=Shard(tp_size=4)), instance(shard=Shard(tp_size=2, pp_size=2, stage_layers=(3, 5)))
+    told = convert.instance_from_proto(convert.instance_to_proto(decode))
+    assert routes(LLAMA, prefill.shard, told.shard) == routes(LLAMA, prefill.shard, decode.shard)
+
+
+def test_a_shard_without_dtype_travels_with_the_layouts() -> None:
+    told = convert.instance_from_proto(convert.instance_to_proto(instance(shard=Shard())))
+    assert told.shard.dtype is DType.FLOAT32
+
+
+def test_layers_travel_as_runs() -> None:
+    info = convert.layout_to_proto(LLAMA)
+    assert [(run.num_layers, run.num_kv_heads) for run in info.runs] == [(8, 12)]
+
+
+def test_attach_survives_the_wire() -> None:
+    request = AttachRequest(
+        prefill=instance(shard=Shard(tp_size=4, dtype=DType.BFLOAT16)),
+        prefill_rank=3,
+        offer=b"\xffoffer",
+        chunk_plan=ChunkPlan(chunk_tokens=128, layers_per_group=4),
+    )
+    assert convert.attach_request_from_proto(convert.attach_request_to_proto(request)) == request
+    assert convert.attach_response_from_proto(convert.attach_response_to_proto(answer())) == answer()
+
+
+def test_a_link_survives_the_wire() -> None:
+    link = Link(prefill_rank=1, decode_rank=2, lane="ucx/shm", latency_s=2e-5, bandwidth_bytes_per_s=4e9)
+    assert convert.link_from_proto(convert.link_to_proto(link)) == link
+    with pytest.raises(RemoteProtocolError, match="latency_s is nan"):
+        convert.link_from_proto(pb.LinkStatus(latency_s=float("nan")))
+
+
+@given(
+    position=st.integers(0, 2**40),
+    gaps=st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), max_size=70),
+    capacity=st.integers(1, 2**33),
+)
+def test_a_watermark_survives_the_wire(position: int, gaps: list[tuple[int, int]], capacity: int) -> None:
+    spans: list[Grant] = []
+    edge = position
+    for gap, size in gaps:
+        spans.append(Grant(edge + gap, edge + gap + size))
+        edge = spans[-1].end
+    watermark = Watermark(incarnation=3, sequence=9, position=position, released=tuple(spans))
+    ack = convert.watermark_to_proto(watermark, ring_capacity_bytes=capacity)
+    assert (ack.round, ack.tail) == (position // capacity, position % capacity)
+    told = convert.watermark_from_proto(ack, ring_capacity_bytes=capacity)
+    assert (told.position, told.sequence, told.incarnation) == (position, 9, 3)
+    assert told.released == tuple(spans[:64])
+
+
+@pytest.mark.parametrize(
+    ("ack", "named"),
+    [
+        (pb.WatermarkAck(tail=256), "tail is 256; it must be below the ring's 256 bytes"),
+        (pb.WatermarkAck(round=2**60), "round is"),
+        (pb.WatermarkAck(released=[pb.ReleasedRange(begin=5, end=5)]), "empty or negative"),
+        (pb.WatermarkAck(tail=9, released=[pb.ReleasedRange(begin=9, end=20)]), "touches"),
+        (pb.WatermarkAck(released=[pb.ReleasedRange(begin=9, end=20), pb.ReleasedRange(begin=15, end=30)]), "touches"),
+        (pb.WatermarkAck(released=[pb.ReleasedRange(begin=2 * i + 1, end=2 * i + 2) for i in range(65)]), "65 released ranges"),
+    ],
+)
+def test_a_broken_watermark_is_refused(ack: pb.WatermarkAck, named: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=named):
+        convert.watermark_from_proto(ack, ring_capacity_bytes=256)
+
+
+def _set(path: str, value: Any) -> Callable[[pb.InstanceInfo], None]:
+    def edit(info: pb.InstanceInfo) -> None:
+        *parents, name = path.split(".")
+        target: Any = info
+        for parent in parents:
+            target = target[int(parent)] if parent.isdigit() else getattr(target, parent)
+        setattr(target, name, value)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (_set("incarnation", 0), "incarnation is 0"),
+        (_set("layout_fingerprint", "feed"), "layout_fingerprint is 'feed'"),
+        (_set("model_fingerprint", ""), "model_fingerprint is ''"),
+        (_set("layout.dtype", "float7"), "dtype is 'float7'; known here: float32, bfloat16"),
+        (_set("layout.runs.0.kind", "conv"), "kind is 'conv'; known here: attention, mla"),
+        (_set("layout.runs.0.num_layers", 0), "runs have 0 layers"),
+        (_set("layout.runs.0.num_layers", 2**32 - 1), "runs have 4294967295 layers"),
+        (_set("layout.runs.0.num_kv_heads", 0), "num_kv_heads is 0"),
+        (_set("layout.runs.0.k_head_dim", 0), "head dims are K 0"),
+        (_set("layout.runs.0.window_tokens", 5), "window_tokens is 5"),
+        (_set("shard.tp_size", 0), "tp_size is 0"),
+        (_set("shard.pp_size", 0), "pp_size is 0"),
+        (_set("shard.tp_size", 2**32 - 1), "tp_size is 4294967295"),
+        (_set("shard.page_size", 0), "page_size is 0"),
+        (_set("shard.dtype", ""), "shard.dtype is ''"),
+        (_set("shard.order", "XYZ"), "shard.order is 'XYZ'; known here: NHD, HND"),
+        (_set("transport", ""), "transport is empty"),
+        (lambda info: info.shard.stage_layers.extend([8, 8]), "stage_layers has 2 entries"),
+        (lambda info: info.shard.stage_layers.append(7), "add up to 7"),
+        (lambda info: info.ClearField("protocol_versions"), "protocol_versions"),
+        (lambda info: info.layout.ClearField("runs"), "layers is empty"),
+        (lambda info: info.Clear(), "layout"),
+    ],
+)
+def test_a_broken_instance_is_refused_and_the_field_named(edit: Callable[[pb.InstanceInfo], None], named: str) -> None:
+    info = convert.instance_to_proto(instance())
+    edit(info)
+    with pytest.raises(RemoteProtocolError) as caught:
+        convert.instance_from_proto(info)
+    assert named in str(caught.value)
+
+
+def test_a_broken_attach_is_refused_and_the_field_named() -> None:
+    request = convert.attach_request_to_proto(
+        AttachRequest(prefill=instance(), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8))
+    )
+    request.prefill_rank = 9
+    with pytest.raises(RemoteProtocolError, match="prefill_rank is 9"):
+        convert.attach_request_from_proto(request)
+    request.prefill_rank = 0
+    request.chunk_plan.chunk_tokens = 0
+    with pytest.raises(RemoteProtocolError, match="chunk_tokens is 0"):
+        convert.attach_request_from_proto(request)
+    for name, wrong in (
+        ("session_id", 0),
+        ("heartbeat_s", 0.0),
+        ("ring_capacity", 0),
+        ("decode_rank", 5),
+        ("protocol_version", 7),
+    ):
+        told = convert.attach_response_to_proto(answer())
+        setattr(told, name, wrong)
+        with pytest.raises(RemoteProtocolError, match=name):
+            convert.attach_response_from_proto(told)

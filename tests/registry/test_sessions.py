@@ -1,0 +1,497 @@
+"""Attach and the Watermarks life line, over real connections on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from transfer.chunk import ChunkPlan
+from transfer.errors import (
+    ConfigError,
+    LayoutError,
+    LocalProtocolError,
+    PeerUnreachable,
+    RemoteProtocolError,
+    TransportTimeout,
+)
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.layout import DType, KVLayout, Shard
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.client import SessionWatch, TransferControlClient, open_channel, wait_ready
+from transfer.registry.server import RegistryServer, TransferControlServicer, serve
+from transfer.ring import Grant, RingView, Watermark
+
+LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
+CAPACITY = 1 << 20
+HEARTBEAT_S = 0.2
+DEADLINE_S = 5.0
+LINK = Link(prefill_rank=0, decode_rank=0, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=4e9)
+
+
+def instance(incarnation: int, **changes: Any) -> Instance:
+    values: dict[str, Any] = {
+        "incarnation": incarnation,
+        "layout": LLAMA,
+        "shard": Shard(tp_size=2, dtype=DType.FLOAT32),
+        "transport": "ucx",
+        "digest": "xxh3-64",
+        "protocol_versions": (1,),
+    }
+    return Instance(**values | changes)
+
+
+def attach_request(prefill_rank: int = 0, **changes: Any) -> AttachRequest:
+    return AttachRequest(
+        prefill=instance(changes.pop("incarnation", 5), **changes),
+        prefill_rank=prefill_rank,
+        offer=b"offer",
+        chunk_plan=ChunkPlan(chunk_tokens=16),
+    )
+
+
+def watermark(sequence: int, position: int | None = None, released: tuple[Grant, ...] = ()) -> Watermark:
+    return Watermark(
+        incarnation=9, sequence=sequence, position=256 * sequence if position is None else position, released=released
+    )
+
+
+async def until(holds: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> float:
+    begin = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begin < deadline_s, f"{what} did not happen within {deadline_s} s"
+        await asyncio.sleep(0.002)
+    return time.monotonic() - begin
+
+
+@dataclass
+class DecodeRank:
+    """The owner of a servicer, as a decode rank will be one."""
+
+    decode: Instance = field(default_factory=lambda: instance(9))
+    lost: list[tuple[int, str]] = field(default_factory=list)
+    links: list[tuple[int, Link]] = field(default_factory=list)
+    attached: list[AttachRequest] = field(default_factory=list)
+    before_answer: Callable[[], Awaitable[None]] | None = None
+    next_session_id: int = 100
+    heartbeat_s: float = HEARTBEAT_S
+
+    def __post_init__(self) -> None:
+        self.servicer = TransferControlServicer(
+            watermark=watermark(1),
+            ring_capacity_bytes=CAPACITY,
+            heartbeat_s=self.heartbeat_s,
+            on_attach=self.on_attach,
+            on_session_lost=lambda session_id, reason: self.lost.append((session_id, reason)),
+            on_link=lambda session_id, link: self.links.append((session_id, link)),
+        )
+
+    async def on_attach(self, request: AttachRequest) -> AttachResponse:
+        agreement = check_compatible(self.decode, request.prefill)
+        if self.before_answer is not None:
+            await self.before_answer()
+        self.attached.append(request)
+        self.next_session_id += 1
+        return AttachResponse(
+            session_id=self.next_session_id,
+            decode=self.decode,
+            decode_rank=1,
+            answer=b"answer to " + request.offer,
+            ring_capacity_bytes=CAPACITY,
+            control_address="tcp://127.0.0.1:1",
+            heartbeat_s=self.heartbeat_s,
+            protocol_version=agreement.protocol_version,
+        )
+
+
+@dataclass
+class Writer:
+    """The owner of a watch, as a prefill rank will be one."""
+
+    client: TransferControlClient
+    seen: list[Watermark] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    watches: list[SessionWatch] = field(default_factory=list)
+
+    def watch(self, response: AttachResponse, **changes: Any) -> SessionWatch:
+        values: dict[str, Any] = {
+            "ring_capacity_bytes": response.ring_capacity_bytes,
+            "heartbeat_s": response.heartbeat_s,
+            "on_watermark": self.seen.append,
+            "on_lost": self.lost.append,
+        }
+        self.watches.append(self.client.watch(response.session_id, **values | changes))
+        return self.watches[-1]
+
+
+@pytest.fixture
+def rank() -> DecodeRank:
+    return DecodeRank()
+
+
+@pytest.fixture
+async def server(rank: DecodeRank) -> AsyncIterator[RegistryServer]:
+    server = await serve("127.0.0.1", 0, transfer_control=rank.servicer)
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+async def writer(server: RegistryServer) -> AsyncIterator[Writer]:
+    writer = Writer(TransferControlClient(server.address))
+    yield writer
+    for watch in writer.watches:
+        watch.close()
+        await asyncio.wait_for(watch.wait_closed(), DEADLINE_S)
+    await writer.client.close()
+
+
+async def joined(rank: DecodeRank, writer: Writer, **changes: Any) -> tuple[AttachResponse, SessionWatch]:
+    response = await writer.client.attach(attach_request(**changes), timeout_s=DEADLINE_S)
+    watch = writer.watch(response)
+    count = len(writer.seen)
+    await until(lambda: len(writer.seen) > count, "the first ack")
+    return response, watch
+
+
+async def test_attach_carries_everything(rank: DecodeRank, writer: Writer) -> None:
+    request = attach_request(prefill_rank=1)
+    response = await writer.client.attach(request, timeout_s=DEADLINE_S)
+    assert rank.attached == [request]
+    assert (response.session_id, response.decode, response.decode_rank) == (101, rank.decode, 1)
+    assert response.answer == b"answer to offer"
+    assert rank.servicer.session_ids == (101,)
+
+
+async def test_attach_of_another_model_is_refused_with_everything_named(rank: DecodeRank, writer: Writer) -> None:
+    other = KVLayout.uniform(num_layers=8, num_kv_heads=6, head_dim=32, dtype=DType.FLOAT32)
+    with pytest.raises(LayoutError) as caught:
+        await writer.client.attach(attach_request(layout=other), timeout_s=DEADLINE_S)
+    for part in (LLAMA.fingerprint(), other.fingerprint(), "kv_heads=12", "kv_heads=6", writer.client.address):
+        assert part in str(caught.value)
+    assert rank.servicer.session_ids == ()
+    # Refused is not attached: the same writer may come again.
+    await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+
+async def test_the_same_writer_attaches_once_and_again_after_its_session(rank: DecodeRank, writer: Writer) -> None:
+    _, watch = await joined(rank, writer)
+    with pytest.raises(PeerUnreachable, match="attached already"):
+        await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    await writer.client.attach(attach_request(prefill_rank=1), timeout_s=DEADLINE_S)
+    await writer.client.attach(attach_request(incarnation=6), timeout_s=DEADLINE_S)
+    watch.close()
+    await until(lambda: bool(rank.lost), "the loss")
+    await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+
+async def test_two_attaches_of_one_writer_at_once_open_one_session(rank: DecodeRank, writer: Writer) -> None:
+    rank.before_answer = lambda: asyncio.sleep(0.1)
+    results = await asyncio.gather(
+        *(writer.client.attach(attach_request(), timeout_s=DEADLINE_S) for _ in range(3)), return_exceptions=True
+    )
+    assert sorted(type(result).__name__ for result in results) == ["AttachResponse", "PeerUnreachable", "PeerUnreachable"]
+    assert len(rank.attached) == 1
+
+
+async def test_a_writer_that_gives_up_in_mid_attach_leaves_nothing(rank: DecodeRank, writer: Writer) -> None:
+    rank.before_answer = lambda: asyncio.sleep(0.3)
+    with pytest.raises(TransportTimeout):
+        await writer.client.attach(attach_request(), timeout_s=0.1)
+    await until(lambda: bool(rank.lost), "the loss")
+    assert rank.lost == [(101, "the writer went away while it attached")]
+    assert rank.servicer.session_ids == ()
+
+
+async def test_an_owners_bug_ends_the_attach_and_not_the_server(rank: DecodeRank, writer: Writer) -> None:
+    async def fail() -> None:
+        raise KeyError("secret")
+
+    rank.before_answer = fail
+    with pytest.raises(Exception, match="unexpected KeyError") as caught:
+        await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    assert "secret" not in str(caught.value)
+    rank.before_answer = None
+    await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+
+async def test_a_session_that_never_opens_its_stream_is_lost(rank: DecodeRank, writer: Writer) -> None:
+    await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    took_s = await until(lambda: bool(rank.lost), "the loss")
+    assert rank.lost == [(101, "the writer is silent: 3 beats of 0.2 s missed")]
+    assert 3 * HEARTBEAT_S * 0.8 < took_s < 3 * HEARTBEAT_S + 0.4
+
+
+async def test_the_current_watermark_comes_at_once_and_then_each_change(rank: DecodeRank, writer: Writer) -> None:
+    rank.servicer.publish(watermark(2, 512, (Grant(1024, 2048),)))
+    await joined(rank, writer)
+    assert writer.seen[0] == watermark(2, 512, (Grant(1024, 2048),))
+    for sequence in range(3, 8):
+        rank.servicer.publish(watermark(sequence, CAPACITY * sequence + 256))
+        await until(lambda sequence=sequence: writer.seen[-1].sequence == sequence, "the newest")  # type: ignore[misc]
+    assert writer.seen[-1] == watermark(7, CAPACITY * 7 + 256)
+
+
+async def test_changes_are_coalesced_and_the_newest_always_arrives(rank: DecodeRank, writer: Writer) -> None:
+    await joined(rank, writer)
+    before = rank.servicer.num_acks
+    for sequence in range(2, 2002):
+        rank.servicer.publish(watermark(sequence))
+        if sequence % 10 == 0:
+            await asyncio.sleep(0)
+    await until(lambda: writer.seen[-1].sequence == 2001, "the newest")
+    assert rank.servicer.num_acks - before < 500
+    sequences = [seen.sequence for seen in writer.seen]
+    assert sequences == sorted(sequences)
+    view = RingView(CAPACITY, incarnation=9)
+    for seen in writer.seen:
+        view.update(seen)
+    assert view.watermark == watermark(2001)
+
+
+async def test_publishing_backwards_is_this_sides_bug(rank: DecodeRank) -> None:
+    rank.servicer.publish(watermark(5))
+    for wrong in (watermark(5), watermark(4), watermark(6, 5)):
+        with pytest.raises(LocalProtocolError, match="R2"):
+            rank.servicer.publish(wrong)
+
+
+async def test_an_idle_session_lives_on_its_beats(rank: DecodeRank, writer: Writer) -> None:
+    _, watch = await joined(rank, writer)
+    await asyncio.sleep(6 * HEARTBEAT_S)
+    assert rank.lost == [] and writer.lost == []
+    assert 4 <= watch.num_acks <= 9
+    assert {seen.sequence for seen in writer.seen} == {1}
+
+
+async def test_a_writer_that_closes_is_lost_once_and_hears_nothing(rank: DecodeRank, writer: Writer) -> None:
+    _, watch = await joined(rank, writer)
+    watch.close()
+    watch.close()
+    took_s = await until(lambda: bool(rank.lost), "the loss")
+    assert took_s < HEARTBEAT_S
+    await asyncio.sleep(4 * HEARTBEAT_S)
+    assert len(rank.lost) == 1 and rank.lost[0][0] == 101
+    assert writer.lost == []
+    assert rank.servicer.session_ids == ()
+
+
+async def test_a_session_closed_by_the_decode_rank_says_why(rank: DecodeRank, writer: Writer) -> None:
+    response, _ = await joined(rank, writer)
+    rank.servicer.close_session(response.session_id, "quarantine is full")
+    rank.servicer.close_session(response.session_id, "again")
+    rank.servicer.close_session(12345, "unknown")
+    await until(lambda: bool(writer.lost), "the loss")
+    await asyncio.sleep(4 * HEARTBEAT_S)
+    assert len(writer.lost) == 1 and "quarantine is full" in writer.lost[0]
+    assert rank.lost == [(response.session_id, "quarantine is full")]
+
+
+async def test_a_closing_rank_loses_all_and_attaches_no_more(rank: DecodeRank, writer: Writer) -> None:
+    await joined(rank, writer)
+    rank.servicer.close("shutting down")
+    await until(lambda: bool(writer.lost), "the loss")
+    assert rank.lost == [(101, "shutting down")]
+    with pytest.raises(PeerUnreachable, match="closing"):
+        await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+
+async def test_a_stopped_server_is_noticed_once(rank: DecodeRank, writer: Writer, server: RegistryServer) -> None:
+    await joined(rank, writer)
+    await server.close()
+    took_s = await until(lambda: bool(writer.lost), "the loss")
+    assert took_s < 1.0
+    await asyncio.sleep(4 * HEARTBEAT_S)
+    assert len(writer.lost) == 1 and len(rank.lost) == 1
+
+
+async def test_other_sessions_go_on(rank: DecodeRank, writer: Writer) -> None:
+    await joined(rank, writer)
+    other = Writer(writer.client)
+    _, watch = await joined(rank, other, prefill_rank=1)
+    writer.watches[0].close()
+    await until(lambda: bool(rank.lost), "the loss")
+    rank.servicer.publish(watermark(50))
+    await until(lambda: other.seen[-1].sequence == 50, "the newest")
+    assert [session_id for session_id, _ in rank.lost] == [101]
+    watch.close()
+    await watch.wait_closed()
+
+
+async def test_a_measured_link_is_reported_once(rank: DecodeRank, writer: Writer) -> None:
+    response, watch = await joined(rank, writer)
+    watch.report_link(LINK)
+    assert await until(lambda: bool(rank.links), "the link") < HEARTBEAT_S
+    await asyncio.sleep(3 * HEARTBEAT_S)
+    assert rank.links == [(response.session_id, LINK)]
+
+
+async def test_a_stream_for_an_unknown_session_is_lost_at_once(rank: DecodeRank, writer: Writer) -> None:
+    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    rank.servicer.close_session(response.session_id, "x")
+    writer.watch(response)
+    await until(lambda: bool(writer.lost), "the loss")
+    assert "unknown or over" in writer.lost[0]
+
+
+async def test_a_second_stream_takes_nothing_over(rank: DecodeRank, writer: Writer) -> None:
+    response, _ = await joined(rank, writer)
+    thief = Writer(writer.client)
+    thief.watch(response)
+    await until(lambda: bool(thief.lost), "the refusal")
+    assert "has its stream already" in thief.lost[0] and thief.seen == []
+    rank.servicer.publish(watermark(2))
+    await until(lambda: writer.seen[-1].sequence == 2, "the newest")
+    assert rank.lost == [] and writer.lost == []
+    await thief.watches[0].wait_closed()
+
+
+async def test_hostile_beats_end_their_session_only(rank: DecodeRank, writer: Writer, server: RegistryServer) -> None:
+    await joined(rank, writer)
+    async with open_channel(server.address) as channel:
+        stub: Any = pb_grpc.TransferControlStub(channel)
+        client = TransferControlClient(server.address)
+        for number in range(2):
+            response = await client.attach(attach_request(incarnation=70 + number), timeout_s=DEADLINE_S)
+            call = stub.Watermarks()
+            await call.write(pb.WriterBeat(session_id=response.session_id))
+            if number == 0:
+                await call.write(pb.WriterBeat(session_id=1))
+            else:
+                await call.write(pb.WriterBeat(session_id=response.session_id, link=pb.LinkStatus(latency_s=float("nan"))))
+            await until(lambda number=number: len(rank.lost) == number + 1, "the loss")  # type: ignore[misc]
+        for opening in (pb.WriterBeat(), None):
+            call = stub.Watermarks()
+            if opening is None:
+                await call.done_writing()
+            else:
+                await call.write(opening)
+            with pytest.raises(grpc.aio.AioRpcError):
+                async for _ in call:
+                    pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Attach(pb.AttachRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await client.close()
+    assert "session_id is" in rank.lost[0][1] and "latency_s is nan" in rank.lost[1][1]
+    assert rank.servicer.num_refused_beats == 2
+    assert writer.lost == [] and rank.servicer.session_ids == (101,)
+
+
+async def test_a_broken_watermark_ends_the_session_with_the_reason(rank: DecodeRank, writer: Writer) -> None:
+    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    rank.servicer.publish(watermark(3, CAPACITY - 256))
+    writer.watch(response, ring_capacity_bytes=4096)  # as if the peer had lied about its ring
+    await until(lambda: bool(writer.lost), "the loss")
+    assert "tail is" in writer.lost[0] and writer.seen == []
+
+
+async def test_a_rule_broken_in_the_callback_ends_the_session(rank: DecodeRank, writer: Writer) -> None:
+    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+    def refuse(_: Watermark) -> None:
+        raise RemoteProtocolError("watermark moved back (R2)")
+
+    writer.watch(response, on_watermark=refuse)
+    await until(lambda: bool(writer.lost) and bool(rank.lost), "the loss on both ends")
+    assert "R2" in writer.lost[0]
+
+
+async def test_an_owners_bug_in_the_callback_is_loud(rank: DecodeRank, writer: Writer) -> None:
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(repr(context.get("exception"))))
+    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+    def fail(_: Watermark) -> None:
+        raise KeyError("bug")
+
+    writer.watch(response, on_watermark=fail)
+    await until(lambda: bool(writer.lost), "the loss")
+    assert complaints == ["KeyError('bug')"] and "KeyError" in writer.lost[0]
+
+
+async def test_a_busy_loop_is_not_taken_for_a_dead_peer(rank: DecodeRank, writer: Writer) -> None:
+    """Both ends share this loop; blocked for longer than three beats, neither may call the other dead."""
+    await joined(rank, writer)
+    time.sleep(5 * HEARTBEAT_S)
+    await asyncio.sleep(3 * HEARTBEAT_S)
+    assert rank.lost == [] and writer.lost == []
+
+
+async def test_an_unreachable_peer_is_an_error_and_not_a_hang() -> None:
+    client = TransferControlClient("127.0.0.1:1")
+    with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1"):
+        await client.attach(attach_request(), timeout_s=DEADLINE_S)
+    await client.close()
+
+
+async def test_wait_ready_says_not_yet(server: RegistryServer) -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        assert not await wait_ready(channel, timeout_s=0.2)
+    async with open_channel(server.address) as channel:
+        assert await wait_ready(channel, timeout_s=DEADLINE_S)
+
+
+async def test_a_port_in_use_is_named(server: RegistryServer) -> None:
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{server.port}; it cannot be bound"):
+        await serve("127.0.0.1", server.port)
+    with pytest.raises(ConfigError, match="192.0.2.1:0"):
+        await serve("192.0.2.1", 0)
+
+
+async def test_health_and_reflection_are_served(rank: DecodeRank, server: RegistryServer) -> None:
+    async with open_channel(server.address) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        names = ("", "kvferry.v1.TransferControl")
+        for is_serving in (False, True, False):
+            await server.set_serving(is_serving)
+            for name in names:
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+                assert (answer.status == health_pb2.HealthCheckResponse.SERVING) is is_serving
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health.Check(health_pb2.HealthCheckRequest(service="kvferry.v1.PrefillControl"))
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = await call.read()
+        await call.done_writing()
+        assert "kvferry.v1.TransferControl" in {service.name for service in listed.list_services_response.service}
+
+
+async def test_an_ack_is_quick(rank: DecodeRank, writer: Writer) -> None:
+    """publish -> on_watermark on the loopback; well under a millisecond alone, bounded here for a busy machine."""
+    arrived = asyncio.Event()
+    response = await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    newest = 0
+
+    def on_watermark(seen: Watermark) -> None:
+        nonlocal newest
+        newest = seen.sequence
+        arrived.set()
+
+    writer.watch(response, on_watermark=on_watermark)
+    await asyncio.wait_for(arrived.wait(), DEADLINE_S)
+    taken_s: list[float] = []
+    for sequence in range(2, 202):
+        await asyncio.sleep(0.002)
+        arrived.clear()
+        begin = time.perf_counter()
+        rank.servicer.publish(watermark(sequence))
+        while newest != sequence:
+            await asyncio.wait_for(arrived.wait(), DEADLINE_S)
+            arrived.clear()
+        taken_s.append(time.perf_counter() - begin)
+    with contextlib.suppress(OSError):
+        print(f"publish -> on_watermark p50 {statistics.median(taken_s) * 1e6:.0f} us, p99 {sorted(taken_s)[197] * 1e6:.0f} us")
+    assert statistics.median(taken_s) < 0.005

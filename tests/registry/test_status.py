@@ -1,0 +1,75 @@
+"""Errors to statuses and back: both documented tables are the ones that run."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+import pytest
+
+import transfer.errors
+import transfer.registry.status as status_module
+from transfer.errors import TransferError
+from transfer.registry.status import MAX_DETAILS_CHARS, details_of, error_of, status_of
+
+
+def all_error_types() -> list[type[TransferError]]:
+    return [value for value in vars(transfer.errors).values() if isinstance(value, type) and issubclass(value, TransferError)]
+
+
+def call_error(code: grpc.StatusCode, details: str | None) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+def documented(table: int) -> list[tuple[list[str], str]]:
+    """Rows of the n-th table of the module's docstring as (names of the first column, name in the second)."""
+    rows: list[tuple[list[str], str]] = []
+    lines = (status_module.__doc__ or "").splitlines()
+    rulers = [index for index, line in enumerate(lines) if line.startswith("====")]
+    begin, end = rulers[3 * table + 1 : 3 * table + 3]
+    widths = [len(part) for part in lines[begin].split()]
+    for line in lines[begin + 1 : end]:
+        first, second = line[: widths[0]], line[widths[0] + 2 : widths[0] + 2 + widths[1]]
+        names = re.findall(r"[A-Za-z_]+", first)
+        if second.strip():
+            rows.append((names, second.strip().strip("`")))
+        else:
+            rows[-1][0].extend(names)
+    return rows
+
+
+def test_the_first_table_is_what_status_of_does() -> None:
+    rows = documented(0)
+    for error_type in all_error_types():
+        names = [base.__name__ for base in error_type.__mro__]
+        expected = next((code for first, code in rows if first[0] in names), "INTERNAL")
+        assert status_of(error_type("x")).name == expected, error_type
+    assert status_of(KeyError("x")) is grpc.StatusCode.INTERNAL
+    assert rows[-1] == (["anything", "else"], "INTERNAL")
+
+
+def test_the_second_table_is_what_error_of_does() -> None:
+    expected = {name: error for names, error in documented(1) for name in names}
+    for code in grpc.StatusCode:
+        if code is not grpc.StatusCode.OK:
+            error = error_of(call_error(code, "why"), peer="10.0.0.1:7000")
+            assert type(error).__name__ == expected[code.name]
+            assert str(error) == "10.0.0.1:7000: why"
+
+
+def test_a_status_without_text_says_its_name() -> None:
+    assert str(error_of(call_error(grpc.StatusCode.UNAVAILABLE, None), peer="p")) == "p: UNAVAILABLE"
+
+
+@pytest.mark.parametrize("error_type", all_error_types())
+def test_what_an_error_means_survives_a_relay(error_type: type[TransferError]) -> None:
+    """Decode node, prefill node, client: passing an error on may not turn it into another status."""
+    code = status_of(error_type("x"))
+    relayed = error_of(call_error(code, "x"), peer="p")
+    assert status_of(relayed) is code
+
+
+def test_details_are_one_line_and_fit_a_header() -> None:
+    assert details_of(TransferError("a\nb\t c")) == "a b c"
+    assert len(details_of(TransferError("x" * 10_000))) == MAX_DETAILS_CHARS
+    assert details_of(KeyError("secret")) == "unexpected KeyError; see the log of the node"

@@ -1,0 +1,151 @@
+"""Instances, and whether two of them fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from transfer.chunk import ChunkPlan
+from transfer.errors import LayoutError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.layout import DType, KVLayout, Shard
+
+LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
+
+
+def instance(**changes: Any) -> Instance:
+    values: dict[str, Any] = {
+        "incarnation": 1,
+        "layout": LLAMA,
+        "shard": Shard(tp_size=2),
+        "model_fields": {"architecture": "LlamaForCausalLM", "vocab_size": "512"},
+        "transport": "ucx",
+        "digest": "xxh3-64",
+        "protocol_versions": (1,),
+    }
+    return Instance(**values | changes)
+
+
+def test_cuts_may_differ_and_the_highest_common_version_is_spoken() -> None:
+    ours = instance(protocol_versions=(1, 2, 3), capabilities=frozenset({"a", "b"}))
+    theirs = instance(
+        shard=Shard(tp_size=4, page_size=32, dtype=DType.BFLOAT16),
+        protocol_versions=(2, 3, 4),
+        capabilities=frozenset({"b", "c"}),
+    )
+    agreement = check_compatible(ours, theirs)
+    assert agreement.protocol_version == 3
+    assert agreement.capabilities == {"b"}
+    assert check_compatible(theirs, ours) == agreement
+
+
+def test_every_difference_is_named_with_both_values_in_one_line() -> None:
+    other = KVLayout.uniform(num_layers=8, num_kv_heads=6, head_dim=32, dtype=DType.BFLOAT16)
+    theirs = instance(
+        layout=other,
+        model_fields={"architecture": "Qwen3ForCausalLM", "vocab_size": "512"},
+        transport="inproc",
+        digest="crc",
+        protocol_versions=(2, 3),
+    )
+    ours = instance()
+    with pytest.raises(LayoutError) as caught:
+        check_compatible(ours, theirs)
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in (
+        LLAMA.fingerprint(),
+        other.fingerprint(),
+        ours.model_fingerprint(),
+        theirs.model_fingerprint(),
+        "dtype: float32 != bfloat16",
+        "layers[0:8]: attention kv_heads=12 k_dim=32 v_dim=32 window=0 != attention kv_heads=6",
+        "model architecture: LlamaForCausalLM != Qwen3ForCausalLM",
+        "transport: ucx != inproc",
+        "digest: xxh3-64 != crc",
+        "protocol_versions: 1 != 2, 3",
+    ):
+        assert part in text
+    assert "vocab_size" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_fields": {"architecture": "LlamaForCausalLM"}}, "model vocab_size: 512 != absent"),
+        ({"transport": "nixl"}, "transport: ucx != nixl"),
+        ({"digest": "crc"}, "digest: xxh3-64 != crc"),
+        ({"protocol_versions": (2,)}, "protocol_versions: 1 != 2"),
+        ({"shard": Shard(tp_size=2, dtype=DType.INT8)}, "int8"),
+    ],
+)
+def test_one_difference_is_enough_to_refuse(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(LayoutError, match=named):
+        check_compatible(instance(), instance(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"incarnation": 0}, "incarnation is 0"),
+        ({"incarnation": 2**64}, "incarnation is"),
+        ({"transport": ""}, "transport is empty"),
+        ({"digest": ""}, "digest is empty"),
+        ({"protocol_versions": ()}, "protocol_versions"),
+        ({"protocol_versions": (2, 1)}, "ascending"),
+        ({"protocol_versions": (1, 1)}, "ascending"),
+        ({"shard": Shard(pp_size=2, stage_layers=(4, 5))}, "add up to 9; the model has 8"),
+    ],
+)
+def test_an_impossible_instance_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(LayoutError, match=named):
+        instance(**changes)
+
+
+def test_an_instance_keeps_its_own_copy_of_the_model_fields() -> None:
+    fields = {"architecture": "LlamaForCausalLM"}
+    built = instance(model_fields=fields)
+    before = built.model_fingerprint()
+    fields["architecture"] = "other"
+    assert built.model_fingerprint() == before
+
+
+def test_attach_values_are_checked() -> None:
+    with pytest.raises(LayoutError, match="prefill_rank is 2; the instance has 2 ranks"):
+        AttachRequest(prefill=instance(), prefill_rank=2, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8))
+    good = AttachResponse(
+        session_id=1,
+        decode=instance(),
+        decode_rank=0,
+        answer=b"",
+        ring_capacity_bytes=256,
+        control_address="tcp://a:1",
+        heartbeat_s=0.5,
+        protocol_version=1,
+    )
+    for wrong in (
+        {"session_id": 0},
+        {"decode_rank": 2},
+        {"ring_capacity_bytes": 0},
+        {"control_address": ""},
+        {"heartbeat_s": 0.0},
+        {"heartbeat_s": float("nan")},
+        {"protocol_version": 2},
+    ):
+        with pytest.raises(LayoutError, match=next(iter(wrong))):
+            replace(good, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"latency_s": float("nan")}, {"bandwidth_bytes_per_s": -1.0}, {"prefill_rank": -1}])
+def test_an_impossible_link_is_refused(wrong: dict[str, Any]) -> None:
+    values: dict[str, Any] = {
+        "prefill_rank": 0,
+        "decode_rank": 0,
+        "lane": "ucx/shm",
+        "latency_s": 1e-5,
+        "bandwidth_bytes_per_s": 1e9,
+    }
+    with pytest.raises(LayoutError):
+        Link(**values | wrong)

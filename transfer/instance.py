@@ -1,0 +1,202 @@
+"""What one tier tells the other of itself, and whether the two can work together. Pure: no sockets, no clock.
+
+`Instance` is a rank group's identity and cut; `AttachRequest` and `AttachResponse` open one writer's session with it;
+`check_compatible()` is the one place that decides whether two instances fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transfer.chunk import ChunkPlan
+from transfer.errors import LayoutError
+from transfer.layout import KVLayout, Shard, named_differences, wire_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One life of a rank group.
+
+    Args:
+        incarnation: Random id of this life, in [1, 2**64).
+        layout: The KV of its model.
+        shard: How its ranks cut that; the rank in it does not matter, `at()` gives each.
+        model_fields: Everything of the model that must be equal (architecture, vocabulary, weights digest), by name.
+        transport: Name of the data plane, for example ``ucx``.
+        digest: Name of the payload digest, for example ``xxh3-64``.
+        protocol_versions: Versions spoken, ascending.
+        capabilities: Optional abilities; used only where both sides name them.
+        version: kvferry's version, for people.
+    """
+
+    incarnation: int
+    layout: KVLayout
+    shard: Shard
+    model_fields: Mapping[str, str] = field(default_factory=dict)
+    transport: str
+    digest: str
+    protocol_versions: tuple[int, ...]
+    capabilities: frozenset[str] = frozenset()
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        check_id("incarnation", self.incarnation)
+        for name in ("transport", "digest"):
+            if not getattr(self, name):
+                raise LayoutError(f"{name} is empty; an instance names the one it uses")
+        if not self.protocol_versions or list(self.protocol_versions) != sorted(set(self.protocol_versions)):
+            raise LayoutError(f"protocol_versions is {self.protocol_versions}; it must name one or more, ascending")
+        self.shard.layers(self.layout)  # a stage list that does not add up to the model is refused here, not at the first route
+        object.__setattr__(self, "model_fields", dict(self.model_fields))
+
+    def model_fingerprint(self) -> str:
+        """16 hex digits that are equal exactly where `model_fields` are."""
+        canonical = json.dumps(dict(self.model_fields), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What two compatible instances use between them.
+
+    Args:
+        protocol_version: The highest version that both speak.
+        capabilities: The abilities that both have.
+    """
+
+    protocol_version: int
+    capabilities: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A measured link between a prefill rank and a decode rank.
+
+    Args:
+        lane: What carries the bytes, for example ``ucx/shm``.
+        latency_s: Of a small write, seconds.
+        bandwidth_bytes_per_s: Of a large write.
+    """
+
+    prefill_rank: int
+    decode_rank: int
+    lane: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.prefill_rank < 0 or self.decode_rank < 0:
+            raise LayoutError(f"link {self.prefill_rank} -> {self.decode_rank}; ranks are not negative")
+        for name in ("latency_s", "bandwidth_bytes_per_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise LayoutError(f"{name} is {getattr(self, name)}; it must be finite and not negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachRequest:
+    """A prefill rank asks a decode rank for a session.
+
+    Args:
+        prefill: The writer's instance.
+        prefill_rank: The writer's rank in it.
+        offer: The writer's half of the data-plane session, opaque (`transport.Offer.blob`).
+        chunk_plan: How requests are cut.
+    """
+
+    prefill: Instance
+    prefill_rank: int
+    offer: bytes
+    chunk_plan: ChunkPlan
+
+    def __post_init__(self) -> None:
+        _check_rank("prefill_rank", self.prefill_rank, self.prefill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachResponse:
+    """A decode rank's answer: the session is open once the writer has completed its half.
+
+    Args:
+        session_id: Random, in [1, 2**64); names the session on every plane.
+        decode: The target's instance.
+        decode_rank: The target's rank in it.
+        answer: The target's half of the data-plane session, opaque.
+        ring_capacity_bytes: Size of the rank's ring.
+        control_address: Address of the rank's control channel.
+        heartbeat_s: Seconds between beats of the session's life line, above 0.
+        protocol_version: The version to speak, as `check_compatible` chose it.
+    """
+
+    session_id: int
+    decode: Instance
+    decode_rank: int
+    answer: bytes
+    ring_capacity_bytes: int
+    control_address: str
+    heartbeat_s: float
+    protocol_version: int
+
+    def __post_init__(self) -> None:
+        check_id("session_id", self.session_id)
+        _check_rank("decode_rank", self.decode_rank, self.decode)
+        if self.ring_capacity_bytes < 1:
+            raise LayoutError(f"ring_capacity_bytes is {self.ring_capacity_bytes}; it must be positive")
+        if not self.control_address:
+            raise LayoutError("control_address is empty; a decode rank names its control channel")
+        if not 0 < self.heartbeat_s < float("inf"):
+            raise LayoutError(f"heartbeat_s is {self.heartbeat_s}; it must be finite and above 0")
+        if self.protocol_version not in self.decode.protocol_versions:
+            spoken = _listed(self.decode.protocol_versions)
+            raise LayoutError(f"protocol_version is {self.protocol_version}; the decode instance speaks {spoken}")
+
+
+def check_compatible(ours: Instance, theirs: Instance) -> Agreement:
+    """What the two instances will speak.
+
+    Raises:
+        LayoutError: They do not fit. One line that names both fingerprints and every differing field with both values,
+            ours first.
+    """
+    differences = ours.layout.differences(theirs.layout)
+    differences += [f"model {text}" for text in named_differences(dict(ours.model_fields), dict(theirs.model_fields))]
+    differences += [
+        f"{name}: {getattr(ours, name)} != {getattr(theirs, name)}"
+        for name in ("transport", "digest")
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    common = set(ours.protocol_versions) & set(theirs.protocol_versions)
+    if not common:
+        differences.append(f"protocol_versions: {_listed(ours.protocol_versions)} != {_listed(theirs.protocol_versions)}")
+    if not differences:
+        try:
+            wire_dtype(ours.layout, ours.shard, theirs.shard)
+        except LayoutError as error:
+            differences.append(str(error))
+    if differences:
+        raise LayoutError(
+            f"the instances do not fit: layout {ours.layout.fingerprint()} and {theirs.layout.fingerprint()}, "
+            f"model {ours.model_fingerprint()} and {theirs.model_fingerprint()} (ours and theirs): {'; '.join(differences)}"
+        )
+    return Agreement(protocol_version=max(common), capabilities=ours.capabilities & theirs.capabilities)
+
+
+def check_id(name: str, value: int) -> None:
+    """Refuse what cannot be the id of a life or of a session.
+
+    Raises:
+        LayoutError: `value` is not in [1, 2**64).
+    """
+    if not 0 < value < 1 << 64:
+        raise LayoutError(f"{name} is {value}; it must be in [1, 2**64)")
+
+
+def _check_rank(name: str, rank: int, instance: Instance) -> None:
+    if not 0 <= rank < instance.shard.num_ranks:
+        raise LayoutError(f"{name} is {rank}; the instance has {instance.shard.num_ranks} ranks")
+
+
+def _listed(versions: tuple[int, ...]) -> str:
+    return ", ".join(map(str, versions))

@@ -1,0 +1,213 @@
+"""The calling side of the registry plane: channels, and a prefill rank's sessions with a decode rank.
+
+One asyncio loop owns everything here, and every method is called on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+
+from transfer.errors import RemoteProtocolError
+from transfer.instance import AttachRequest, AttachResponse, Link, check_id
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.beats import BeatWatch
+from transfer.registry.convert import (
+    attach_request_to_proto,
+    attach_response_from_proto,
+    link_to_proto,
+    watermark_from_proto,
+)
+from transfer.registry.options import CHANNEL_OPTIONS
+from transfer.registry.status import error_of
+from transfer.ring import Watermark
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import TransferControlAsyncStub
+
+
+def open_channel(address: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to host:port; it connects when it is first used, and again with a back-off of 0.1 to 2 s.
+
+    Args:
+        credentials: TLS; plain text without.
+    """
+    if credentials is not None:
+        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class TransferControlClient:
+    """A prefill rank's calls to one decode rank.
+
+    Args:
+        address: host:port of the rank's `TransferControl`.
+        credentials: TLS; plain text without.
+    """
+
+    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self.address = address
+        self._channel = open_channel(address, credentials=credentials)
+        self._stub = cast("TransferControlAsyncStub", pb_grpc.TransferControlStub(self._channel))
+
+    async def attach(self, request: AttachRequest, *, timeout_s: float) -> AttachResponse:
+        """Open a session; `watch()` must follow within three beats, or the decode rank takes it for lost.
+
+        Raises:
+            LayoutError: The two instances do not fit; one line names what differs.
+            PeerUnreachable: No connection, the rank is closing, or an older session of this writer is not yet dead there.
+            TransportTimeout: `timeout_s` passed.
+            RemoteProtocolError: The answer breaks a rule.
+        """
+        try:
+            answer = await self._stub.Attach(attach_request_to_proto(request), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, peer=self.address) from error
+        return attach_response_from_proto(answer)
+
+    def watch(
+        self,
+        session_id: int,
+        *,
+        ring_capacity_bytes: int,
+        heartbeat_s: float,
+        on_watermark: Callable[[Watermark], None],
+        on_lost: Callable[[str], None],
+    ) -> SessionWatch:
+        """Keep a session alive and hear its watermarks, until it is lost or closed.
+
+        Args:
+            session_id, ring_capacity_bytes, heartbeat_s: As the attach gave them.
+            on_watermark: Each ack, repeated ones (beats) too. A `RemoteProtocolError` that it raises ends the session.
+            on_lost: Called exactly once, with why, unless `SessionWatch.close()` came first.
+        """
+        return SessionWatch(
+            self._stub,
+            peer=self.address,
+            session_id=session_id,
+            ring_capacity_bytes=ring_capacity_bytes,
+            beats=BeatWatch(heartbeat_s),
+            on_watermark=on_watermark,
+            on_lost=on_lost,
+        )
+
+    async def close(self) -> None:
+        """Close the channel; sessions still watched are lost."""
+        await self._channel.close()
+
+
+class SessionWatch:
+    """The life line of one session, as `TransferControlClient.watch()` opens it."""
+
+    def __init__(
+        self,
+        stub: TransferControlAsyncStub,
+        *,
+        peer: str,
+        session_id: int,
+        ring_capacity_bytes: int,
+        beats: BeatWatch,
+        on_watermark: Callable[[Watermark], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        check_id("session_id", session_id)
+        self._peer = peer
+        self._session_id = session_id
+        self._ring_capacity_bytes = ring_capacity_bytes
+        self._beats = beats
+        self._on_watermark = on_watermark
+        self._on_lost = on_lost
+        self._link: Link | None = None
+        self._is_over = False
+        self._wake = asyncio.Event()
+        self.num_acks = 0
+        self._loop = asyncio.get_running_loop()
+        self._call: grpc.aio.StreamStreamCall[Any, Any] = stub.Watermarks()
+        self._reader = asyncio.ensure_future(self._read())
+        self._writer = asyncio.ensure_future(self._write())
+        self._ticker = self._loop.call_later(beats.tick_s, self._tick)
+
+    def report_link(self, link: Link) -> None:
+        """Tell the decode rank what this writer measured; it goes out with a beat at once."""
+        self._link = link
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the session from this side, without `on_lost`. May be called twice."""
+        self._end(None)
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing of the session runs any more; `close()` first."""
+        await asyncio.gather(self._reader, self._writer, return_exceptions=True)
+
+    async def _read(self) -> None:
+        reason = "the decode rank ended the stream"
+        try:
+            async for ack in self._call:
+                if self._is_over:
+                    return
+                self._beats.on_beat()
+                self.num_acks += 1
+                self._on_watermark(watermark_from_proto(ack, ring_capacity_bytes=self._ring_capacity_bytes))
+        except grpc.aio.AioRpcError as error:
+            reason = str(error_of(error, peer=self._peer))
+        except RemoteProtocolError as error:
+            reason = f"{self._peer}: {error}"
+        except asyncio.CancelledError:
+            reason = "watching the session was cancelled"
+            raise
+        except Exception as error:
+            reason = self._unexpected(error)
+        finally:
+            self._end(reason)
+
+    async def _write(self) -> None:
+        try:
+            while not self._is_over:
+                self._wake.clear()
+                link, self._link = self._link, None
+                beat = pb.WriterBeat(session_id=self._session_id, link=None if link is None else link_to_proto(link))
+                await self._call.write(beat)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._beats.heartbeat_s):
+                        await self._wake.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the call is over, and the reader hears why
+        except Exception as error:
+            self._end(self._unexpected(error))
+
+    def _unexpected(self, error: Exception) -> str:
+        """A bug here or in a callback: the session cannot go on, and the loop's handler hears of it."""
+        self._loop.call_exception_handler({"message": "watching a session failed", "exception": error})
+        return f"watching the session failed: {error!r}"
+
+    def _tick(self) -> None:
+        if self._beats.tick():
+            self._end(f"{self._peer} is silent: {self._beats.describe()}")
+        elif not self._is_over:
+            self._ticker = self._loop.call_later(self._beats.tick_s, self._tick)
+
+    def _end(self, reason: str | None) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._ticker.cancel()
+        self._wake.set()
+        self._call.cancel()
+        if reason is not None:
+            self._on_lost(reason)
+
+
+async def wait_ready(channel: grpc.aio.Channel, *, timeout_s: float) -> bool:
+    """Whether the channel has a connection within `timeout_s`; False is "not yet"."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await channel.channel_ready()
+    except TimeoutError:
+        return False
+    return True

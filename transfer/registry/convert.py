@@ -1,0 +1,272 @@
+"""Proto messages to core types and back. What comes from a peer is checked here, and refused as `RemoteProtocolError`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final, TypeVar
+
+from transfer.chunk import ChunkPlan
+from transfer.errors import ConfigError, LayoutError, LocalProtocolError, RemoteProtocolError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.pb import kvferry_pb2 as pb
+from transfer.ring import MAX_PUBLISHED_RANGES, Grant, Watermark
+
+MAX_LAYERS: Final = 4096
+MAX_RANKS: Final = 65536
+_MAX_POSITION: Final = 1 << 63
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+def instance_to_proto(instance: Instance) -> pb.InstanceInfo:
+    layout = instance.layout
+    shard = instance.shard
+    return pb.InstanceInfo(
+        incarnation=instance.incarnation,
+        protocol_versions=instance.protocol_versions,
+        layout_fingerprint=layout.fingerprint(),
+        layout=layout_to_proto(layout),
+        model_fingerprint=instance.model_fingerprint(),
+        model_fields=dict(instance.model_fields),
+        shard=pb.ShardInfo(
+            tp_size=shard.tp_size,
+            pp_size=shard.pp_size,
+            page_size=shard.page_size,
+            dtype=str(shard.pool_dtype(layout)),
+            order=str(shard.order),
+            stage_layers=shard.stage_layers or (),
+        ),
+        transport=instance.transport,
+        digest=instance.digest,
+        capabilities=sorted(instance.capabilities),
+        version=instance.version,
+    )
+
+
+def instance_from_proto(info: pb.InstanceInfo) -> Instance:
+    """The peer's instance; its shard is that of rank 0.
+
+    Raises:
+        RemoteProtocolError: A field cannot be; it is named, with its value.
+    """
+    with _refusing("instance"):
+        layout = layout_from_proto(info.layout)
+        instance = Instance(
+            incarnation=info.incarnation,
+            layout=layout,
+            shard=_shard_from_proto(info.shard),
+            model_fields=dict(info.model_fields),
+            transport=info.transport,
+            digest=info.digest,
+            protocol_versions=tuple(info.protocol_versions),
+            capabilities=frozenset(info.capabilities),
+            version=info.version,
+        )
+    for name, told, computed in (
+        ("layout_fingerprint", info.layout_fingerprint, layout.fingerprint()),
+        ("model_fingerprint", info.model_fingerprint, instance.model_fingerprint()),
+    ):
+        if told != computed:
+            raise RemoteProtocolError(f"instance: {name} is {told[:64]!r}; what it describes has {computed}")
+    return instance
+
+
+def layout_to_proto(layout: KVLayout) -> pb.LayoutInfo:
+    runs: list[pb.LayerRun] = []
+    previous: LayerSpec | None = None
+    for spec in layout.layers:
+        if spec == previous:
+            runs[-1].num_layers += 1
+            continue
+        previous = spec
+        runs.append(
+            pb.LayerRun(
+                num_layers=1,
+                kind=str(spec.kind),
+                num_kv_heads=spec.num_kv_heads,
+                k_head_dim=spec.k_head_dim,
+                v_head_dim=spec.v_head_dim,
+                window_tokens=spec.window_tokens,
+            )
+        )
+    return pb.LayoutInfo(dtype=str(layout.dtype), runs=runs)
+
+
+def layout_from_proto(info: pb.LayoutInfo) -> KVLayout:
+    """
+    Raises:
+        RemoteProtocolError: A field cannot be; it is named, with its value.
+    """
+    with _refusing("layout"):
+        num_layers = sum(run.num_layers for run in info.runs)
+        if num_layers > MAX_LAYERS or any(run.num_layers == 0 for run in info.runs):
+            raise LayoutError(f"runs have {num_layers} layers; each must have 1 or more, all at most {MAX_LAYERS}")
+        layers: list[LayerSpec] = []
+        for run in info.runs:
+            spec = LayerSpec(
+                kind=_known(LayerKind, "kind", run.kind),
+                num_kv_heads=run.num_kv_heads,
+                k_head_dim=run.k_head_dim,
+                v_head_dim=run.v_head_dim,
+                window_tokens=run.window_tokens,
+            )
+            layers += [spec] * run.num_layers
+        return KVLayout(layers=tuple(layers), dtype=_known(DType, "dtype", info.dtype))
+
+
+def chunk_plan_to_proto(plan: ChunkPlan) -> pb.ChunkPlanInfo:
+    return pb.ChunkPlanInfo(chunk_tokens=plan.chunk_tokens, layers_per_group=plan.layers_per_group)
+
+
+def chunk_plan_from_proto(info: pb.ChunkPlanInfo) -> ChunkPlan:
+    """
+    Raises:
+        RemoteProtocolError: A field cannot be; it is named, with its value.
+    """
+    with _refusing("chunk_plan"):
+        return ChunkPlan(chunk_tokens=info.chunk_tokens, layers_per_group=info.layers_per_group)
+
+
+def link_to_proto(link: Link) -> pb.LinkStatus:
+    return pb.LinkStatus(
+        prefill_rank=link.prefill_rank,
+        decode_rank=link.decode_rank,
+        lane=link.lane,
+        latency_s=link.latency_s,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+    )
+
+
+def link_from_proto(info: pb.LinkStatus) -> Link:
+    """
+    Raises:
+        RemoteProtocolError: A field cannot be; it is named, with its value.
+    """
+    with _refusing("link"):
+        return Link(
+            prefill_rank=info.prefill_rank,
+            decode_rank=info.decode_rank,
+            lane=info.lane[:64],
+            latency_s=info.latency_s,
+            bandwidth_bytes_per_s=info.bandwidth_bytes_per_s,
+        )
+
+
+def attach_request_to_proto(request: AttachRequest) -> pb.AttachRequest:
+    return pb.AttachRequest(
+        prefill=instance_to_proto(request.prefill),
+        prefill_rank=request.prefill_rank,
+        offer=request.offer,
+        chunk_plan=chunk_plan_to_proto(request.chunk_plan),
+    )
+
+
+def attach_request_from_proto(info: pb.AttachRequest) -> AttachRequest:
+    """
+    Raises:
+        RemoteProtocolError: A field cannot be; it is named, with its value.
+    """
+    with _refusing("attach"):
+        return AttachRequest(
+            prefill=instance_from_proto(info.prefill),
+            prefill_rank=info.prefill_rank,
+            offer=info.offer,
+            chunk_plan=chunk_plan_from_proto(info.chunk_plan),
+        )
+
+
+def attach_response_to_proto(response: AttachResponse) -> pb.AttachResponse:
+    return pb.AttachResponse(
+        session_id=response.session_id,
+        decode=instance_to_proto(response.decode),
+        decode_rank=response.decode_rank,
+        answer=response.answer,
+        ring_capacity=response.ring_capacity_bytes,
+        control_address=response.control_address,
+        heartbeat_s=response.heartbeat_s,
+        protocol_version=response.protocol_version,
+    )
+
+
+def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
+    """
+    Raises:
+        RemoteProtocolError: A field cannot be; it is named, with its value.
+    """
+    with _refusing("attach answer"):
+        return AttachResponse(
+            session_id=info.session_id,
+            decode=instance_from_proto(info.decode),
+            decode_rank=info.decode_rank,
+            answer=info.answer,
+            ring_capacity_bytes=info.ring_capacity,
+            control_address=info.control_address,
+            heartbeat_s=info.heartbeat_s,
+            protocol_version=info.protocol_version,
+        )
+
+
+def watermark_to_proto(watermark: Watermark, *, ring_capacity_bytes: int) -> pb.WatermarkAck:
+    """The ack of a watermark: its position as (round, tail), the lowest released ranges."""
+    position_round, tail = divmod(watermark.position, ring_capacity_bytes)
+    return pb.WatermarkAck(
+        incarnation=watermark.incarnation,
+        sequence=watermark.sequence,
+        round=position_round,
+        tail=tail,
+        released=[pb.ReleasedRange(begin=span.begin, end=span.end) for span in watermark.released[:MAX_PUBLISHED_RANGES]],
+    )
+
+
+def watermark_from_proto(ack: pb.WatermarkAck, *, ring_capacity_bytes: int) -> Watermark:
+    """
+    Raises:
+        RemoteProtocolError: A field cannot be; it is named, with its value.
+    """
+    if ack.tail >= ring_capacity_bytes:
+        raise RemoteProtocolError(f"watermark: tail is {ack.tail}; it must be below the ring's {ring_capacity_bytes} bytes")
+    position = ack.round * ring_capacity_bytes + ack.tail
+    if position >= _MAX_POSITION:
+        raise RemoteProtocolError(f"watermark: round is {ack.round}; no ring gets that far")
+    if len(ack.released) > MAX_PUBLISHED_RANGES:
+        raise RemoteProtocolError(f"watermark: {len(ack.released)} released ranges; there can be {MAX_PUBLISHED_RANGES}")
+    with _refusing("watermark"):
+        return Watermark(
+            incarnation=ack.incarnation,
+            sequence=ack.sequence,
+            position=position,
+            released=tuple(Grant(span.begin, span.end) for span in ack.released),
+        )
+
+
+def _shard_from_proto(info: pb.ShardInfo) -> Shard:
+    num_ranks = info.tp_size * info.pp_size
+    if num_ranks > MAX_RANKS:
+        raise LayoutError(f"shard.tp_size is {info.tp_size}, pp_size {info.pp_size}; an instance has at most {MAX_RANKS} ranks")
+    return Shard(
+        tp_size=info.tp_size,
+        pp_size=info.pp_size,
+        page_size=info.page_size,
+        dtype=_known(DType, "shard.dtype", info.dtype),
+        order=_known(TokenOrder, "shard.order", info.order),
+        stage_layers=tuple(info.stage_layers) or None,
+    )
+
+
+def _known(kind: type[_Choice], name: str, value: str) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        raise LayoutError(f"{name} is {value[:64]!r}; known here: {', '.join(kind)}") from None
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Whatever the core types refuse in here was the peer's doing."""
+    try:
+        yield
+    except (LayoutError, ConfigError, LocalProtocolError) as error:
+        raise RemoteProtocolError(f"{what}: {error}") from error

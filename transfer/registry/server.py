@@ -1,0 +1,346 @@
+"""The serving side of the registry plane: a gRPC server with health and reflection, and a decode rank's `TransferControl`.
+
+One asyncio loop owns everything here, and every method is called on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+from transfer.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransferError
+from transfer.instance import AttachRequest, AttachResponse, Link
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.beats import MISSED_BEATS, BeatWatch
+from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
+from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS
+from transfer.registry.status import end_with
+from transfer.ring import Watermark
+
+logger = logging.getLogger(__name__)
+
+MIN_ACK_INTERVAL_S: Final = 0.001
+"""Watermarks that change faster than this share an ack."""
+
+
+class RegistryServer:
+    """A gRPC server of one process; open one with `serve()`."""
+
+    def __init__(
+        self, server: grpc.aio.Server, *, health_servicer: Any, service_names: tuple[str, ...], host: str, port: int
+    ) -> None:
+        self._server = server
+        self._health = health_servicer
+        self._service_names = service_names
+        self.host = host
+        self.port = port
+
+    @property
+    def address(self) -> str:
+        """host:port as bound; a wildcard host stays one, and the owner advertises another."""
+        return host_port(self.host, self.port)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What the health service answers, for the process and for each of its services."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._service_names):
+            await self._health.set(name, status)
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Take no new calls, give those in progress `grace_s` seconds, then cancel them. May be called twice."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def serve(
+    host: str,
+    port: int,
+    *,
+    transfer_control: pb_grpc.TransferControlServicer | None = None,
+    prefill_control: pb_grpc.PrefillControlServicer | None = None,
+    decode_control: pb_grpc.DecodeControlServicer | None = None,
+    credentials: grpc.ServerCredentials | None = None,
+) -> RegistryServer:
+    """Serve the given services with health (NOT_SERVING until `set_serving`) and reflection.
+
+    Args:
+        host: Address or name to bind.
+        port: 0 takes a free one.
+        credentials: TLS; plain text without.
+
+    Raises:
+        ConfigError: The address cannot be bound; it is named.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+    services = pb.DESCRIPTOR.services_by_name
+    names: list[str] = []
+    if transfer_control is not None:
+        pb_grpc.add_TransferControlServicer_to_server(transfer_control, server)
+        names.append(services["TransferControl"].full_name)
+    if prefill_control is not None:
+        pb_grpc.add_PrefillControlServicer_to_server(prefill_control, server)
+        names.append(services["PrefillControl"].full_name)
+    if decode_control is not None:
+        pb_grpc.add_DecodeControlServicer_to_server(decode_control, server)
+        names.append(services["DecodeControl"].full_name)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = host_port(host, port)
+    try:
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"server address is {address}; it cannot be bound (in use, or not of this machine)") from error
+    if bound == 0:
+        raise ConfigError(f"server address is {address}; it cannot be bound (in use, or not of this machine)")
+    opened = RegistryServer(server, health_servicer=health_servicer, service_names=tuple(names), host=host, port=bound)
+    await opened.set_serving(False)
+    await server.start()
+    return opened
+
+
+def host_port(host: str, port: int) -> str:
+    """``host:port``, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Session:
+    """One attached writer."""
+
+    session_id: int
+    writer: tuple[int, int]  # incarnation and rank, the key of `_writers`
+    beats: BeatWatch
+    ticker: asyncio.TimerHandle | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    has_stream: bool = False
+    lost_reason: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.over.is_set()
+
+
+class TransferControlServicer(pb_grpc.TransferControlServicer):
+    """A decode rank's sessions with its writers.
+
+    A session begins when `on_attach` has answered, and ends exactly once, with `on_session_lost`: when its stream ends, when
+    the writer misses three beats (its first beat included), or when the owner calls `close_session()` or `close()`.
+
+    Args:
+        watermark: The ring's state now; later ones come through `publish()`.
+        ring_capacity_bytes: Size of the ring.
+        heartbeat_s: Seconds between beats, in both directions.
+        on_attach: Opens a session for a writer, or raises a `TransferError`. Runs to its end even if the caller goes away
+            meanwhile; the session is then reported lost at once.
+        on_session_lost: The session is over, and why.
+        on_link: A writer reports its measured link.
+    """
+
+    def __init__(
+        self,
+        *,
+        watermark: Watermark,
+        ring_capacity_bytes: int,
+        heartbeat_s: float = 0.5,
+        on_attach: Callable[[AttachRequest], Awaitable[AttachResponse]],
+        on_session_lost: Callable[[int, str], None],
+        on_link: Callable[[int, Link], None] | None = None,
+    ) -> None:
+        BeatWatch(heartbeat_s)  # refuses what cannot be an interval
+        self.heartbeat_s = heartbeat_s
+        self._ring_capacity_bytes = ring_capacity_bytes
+        self._on_attach = on_attach
+        self._on_session_lost = on_session_lost
+        self._on_link = on_link
+        self._sessions: dict[int, _Session] = {}
+        self._writers: dict[tuple[int, int], int] = {}  # 0: attaching
+        self._attaching: set[asyncio.Task[AttachResponse]] = set()
+        self._is_closed = False
+        self.num_acks = 0
+        self.num_refused_beats = 0
+        self._watermark = watermark
+        self._ack = watermark_to_proto(watermark, ring_capacity_bytes=ring_capacity_bytes)
+
+    @property
+    def session_ids(self) -> tuple[int, ...]:
+        return tuple(self._sessions)
+
+    def publish(self, watermark: Watermark) -> None:
+        """Send a newer watermark to every session: soon, never blocking; states in between may be skipped.
+
+        Raises:
+            LocalProtocolError: It is not newer than the last one, or moves back (R2).
+        """
+        last = self._watermark
+        if watermark.sequence <= last.sequence or watermark.position < last.position:
+            raise LocalProtocolError(
+                f"watermark {watermark.sequence} at {watermark.position} published after {last.sequence} at {last.position} (R2)"
+            )
+        self._watermark = watermark
+        self._ack = watermark_to_proto(watermark, ring_capacity_bytes=self._ring_capacity_bytes)
+        for session in self._sessions.values():
+            session.changed.set()
+
+    def close_session(self, session_id: int, reason: str) -> None:
+        """End a session from this side; an unknown one is over already."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._lose(session, reason)
+
+    def close(self, reason: str) -> None:
+        """End every session and attach no more."""
+        self._is_closed = True
+        for session in list(self._sessions.values()):
+            self._lose(session, reason)
+
+    async def Attach(self, request: pb.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AttachResponse:
+        try:
+            attach = attach_request_from_proto(request)
+        except TransferError as error:
+            await end_with(context, error)
+        if self._is_closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this rank is closing")
+        writer = (attach.prefill.incarnation, attach.prefill_rank)
+        if writer in self._writers:
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"prefill rank {attach.prefill_rank} of incarnation {attach.prefill.incarnation:#018x} is attached already",
+            )
+        self._writers[writer] = 0
+        opening = asyncio.ensure_future(self._open_session(attach, writer))
+        self._attaching.add(opening)
+        opening.add_done_callback(self._attaching.discard)
+        try:
+            response = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._lose_unclaimed)
+            raise
+        except TransferError as error:
+            await end_with(context, error)
+        except Exception as error:
+            logger.exception("attach failed", extra={"prefill_rank": attach.prefill_rank, "writer_incarnation": writer[0]})
+            await end_with(context, error)
+        return attach_response_to_proto(response)
+
+    async def Watermarks(  # type: ignore[override]  # grpc.aio takes a coroutine that writes as well as a generator
+        self, request_iterator: AsyncIterator[pb.WriterBeat], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        try:
+            first = await asyncio.wait_for(anext(request_iterator, None), MISSED_BEATS * self.heartbeat_s)
+        except TimeoutError:
+            first = None
+        if first is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no first beat; it must name the session")
+        session = self._sessions.get(first.session_id)
+        if session is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"session {first.session_id:#018x} is unknown or over; attach again")
+        if session.has_stream:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"session {first.session_id:#018x} has its stream already")
+        session.has_stream = True
+        both = (
+            asyncio.ensure_future(self._read_beats(session, first, request_iterator)),
+            asyncio.ensure_future(self._send_acks(session, context)),
+        )
+        try:
+            # Either may hang on a frozen peer; the session's end must not.
+            await session.over.wait()
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            self._lose(session, "the writer's stream ended")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
+
+    async def _open_session(self, attach: AttachRequest, writer: tuple[int, int]) -> AttachResponse:
+        try:
+            response = await self._on_attach(attach)
+            if response.session_id in self._sessions:
+                raise LocalProtocolError(f"session {response.session_id:#018x} was given out twice")
+        except BaseException:
+            del self._writers[writer]
+            raise
+        session = _Session(session_id=response.session_id, writer=writer, beats=BeatWatch(self.heartbeat_s))
+        self._sessions[session.session_id] = session
+        self._writers[writer] = session.session_id
+        self._tick_later(session)
+        if self._is_closed:
+            self._lose(session, "this rank is closing")
+        return response
+
+    def _lose_unclaimed(self, opening: asyncio.Future[AttachResponse]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self.close_session(opening.result().session_id, "the writer went away while it attached")
+
+    def _tick_later(self, session: _Session) -> None:
+        session.ticker = asyncio.get_running_loop().call_later(session.beats.tick_s, self._tick, session)
+
+    def _tick(self, session: _Session) -> None:
+        if session.beats.tick():
+            self._lose(session, f"the writer is silent: {session.beats.describe()}")
+        elif not session.is_lost:
+            self._tick_later(session)
+
+    async def _read_beats(self, session: _Session, first: pb.WriterBeat, beats: AsyncIterator[pb.WriterBeat]) -> None:
+        try:
+            self._take_beat(session, first)
+            async for beat in beats:
+                self._take_beat(session, beat)
+        except RemoteProtocolError as error:
+            self.num_refused_beats += 1
+            self._lose(session, str(error))
+        except Exception as error:
+            self._fail(session, error)
+        else:
+            self._lose(session, "the writer's stream ended")
+
+    def _take_beat(self, session: _Session, beat: pb.WriterBeat) -> None:
+        if beat.session_id != session.session_id:
+            raise RemoteProtocolError(f"beat: session_id is {beat.session_id:#018x}; this stream is {session.session_id:#018x}'s")
+        session.beats.on_beat()
+        if beat.HasField("link") and self._on_link is not None and not session.is_lost:
+            self._on_link(session.session_id, link_from_proto(beat.link))
+
+    async def _send_acks(self, session: _Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while not session.is_lost:
+                session.changed.clear()
+                await context.write(self._ack)
+                sent_at_s = loop.time()
+                self.num_acks += 1
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(sent_at_s + self.heartbeat_s):
+                        await session.changed.wait()
+                rest_s = sent_at_s + MIN_ACK_INTERVAL_S - loop.time()
+                if rest_s > 0:
+                    await asyncio.sleep(rest_s)
+        except Exception as error:
+            self._fail(session, error)
+
+    def _fail(self, session: _Session, error: Exception) -> None:
+        """A stream that broke: by the peer or the network as a rule, which gRPC tells in several ways; else by a bug here."""
+        if not isinstance(error, grpc.RpcError | asyncio.InvalidStateError | grpc.aio.UsageError | grpc.aio.InternalError):
+            asyncio.get_running_loop().call_exception_handler({"message": "a session's stream failed", "exception": error})
+        self._lose(session, f"the writer's stream broke: {type(error).__name__} {error}".rstrip())
+
+    def _lose(self, session: _Session, reason: str) -> None:
+        if session.is_lost:
+            return
+        session.lost_reason = reason
+        session.over.set()
+        if session.ticker is not None:
+            session.ticker.cancel()
+        self._sessions.pop(session.session_id, None)
+        self._writers.pop(session.writer, None)
+        self._on_session_lost(session.session_id, reason)
