@@ -1,4 +1,4 @@
-"""A killed or frozen process is noticed by the other end within 2 s, at the heartbeat that nodes use. Real processes, real signals."""
+"""A killed or frozen process is noticed within 2 s, at the heartbeat that nodes use: real processes, real signals."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from transfer.chunk import ChunkPlan
 from transfer.errors import (
@@ -446,7 +446,7 @@ async def test_wait_ready_says_not_yet(server: RegistryServer) -> None:
 async def test_a_port_in_use_is_named(server: RegistryServer) -> None:
     with pytest.raises(ConfigError, match=f"127.0.0.1:{server.port}; it cannot be bound"):
         await serve("127.0.0.1", server.port)
-    with pytest.raises(ConfigError, match="192.0.2.1:0"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0"):
         await serve("192.0.2.1", 0)
 
 
