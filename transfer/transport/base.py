@@ -5,8 +5,24 @@ lands without the target's help) or *two-sided* (a write lands only in a receive
 key, so even a wrong writer cannot land early). Everything here is driven by one owner thread and never blocks: an
 operation returns a handle, `Session.progress()` moves the session forward, `poll()` of a handle says what came of it.
 
+What completion means: the source may be reused, or the receive is settled. It is **not** proof of integrity and says nothing
+of the peer process: a lane without peer-failure detection can settle a receive without an error although the sender died
+in the middle (seen with UCX shared memory and a SIGKILLed sender), and a write may be done before its bytes are visible. So
+a receiver believes bytes only with the writer's `ChunkReady` and a digest that agrees. What a transport does promise: a receive
+touches no byte outside its range, none before it is expected, none after it was declined, and none after `close()`; a message
+of another length than expected fails its receive (the range's bytes are then undefined, the others untouched).
+
+A peer that is gone may or may not be noticed by the data plane. Where it is noticed, every pending handle raises `WriteFailed`
+and so does every later one; where it is not, handles stay pending until the owner closes the session: deadlines and heartbeats
+are the owner's.
+
 Proof of death: when `Session.close()` has returned, no byte of that peer can land in any memory of this process any more,
 and every unfinished handle of the session raises `TransportClosed`. The ring relies on exactly that to end a quarantine.
+It holds for what lands *here*: the peer may still read a source range until its own side is closed, so a writer that closes and
+reuses its source can spoil a transfer's bytes (the digest notices), never another transfer's memory.
+
+Bytes also travel from the target to the writer on two-sided transports (the link probe's ping-pong needs it): either end may
+`expect` in its own memory and `write` to the other; keys of the two directions are independent of each other.
 """
 
 from __future__ import annotations
@@ -14,7 +30,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, LocalProtocolError
+
+MAX_KEY = 2**62 - 1
+"""The largest key that every transport can carry (UCX tags have 64 bits, two of them say what the message is)."""
+
+FIRST_PROBE_KEY = 2**61
+"""Keys from here to `MAX_KEY` belong to the link probe; grants use keys below."""
+
+
+def check_key(key: int) -> None:
+    """Refuse a key that no transport can carry.
+
+    Raises:
+        LocalProtocolError: `key` is not in [0, 2**62).
+    """
+    if not 0 <= key <= MAX_KEY:
+        raise LocalProtocolError(f"key {key} is out of range; keys are in [0, 2**62)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,23 +119,38 @@ class Session(Protocol):
             source_range: What to send; as long as `target_range`.
             target_range: Where it goes in the target's memory.
             key: Names the write; a two-sided target expects the same key. Unique in the session, in [0, 2**62).
+
+        Raises:
+            LocalProtocolError: A range leaves its memory, the two differ in length, the key is out of range or pending already,
+                or the source is not registered. A closed or failed session does not raise here: its handle does, when polled.
         """
         ...
 
     def decline(self, key: int) -> WriteHandle:
-        """Tell a two-sided target that nothing will come for `key`; its receive settles with 0 bytes."""
+        """Tell a two-sided target that nothing will come for `key`; its receive settles with 0 bytes, its memory untouched.
+
+        On a one-sided transport there is nobody to tell: the handle is done at once.
+        """
         ...
 
     def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> ReceiveHandle:
-        """Post the receive for `key` (two-sided transports only; a one-sided one raises `LocalProtocolError`)."""
+        """Post the receive for `key`, before or after the peer's write.
+
+        Raises:
+            LocalProtocolError: The transport is one-sided, the range leaves its memory, the key is out of range or expected
+                already, or the memory is not registered.
+        """
         ...
 
     def fileno(self) -> int | None:
-        """A descriptor that becomes readable when there is something to progress, if `arm()` returned True."""
+        """A descriptor that becomes readable when there is something to progress, if `arm()` returned True.
+
+        None: the session has no descriptor (or is closed), call `progress()` while something is pending.
+        """
         ...
 
     def progress(self) -> bool:
-        """Move everything forward without blocking; True when something moved."""
+        """Move everything forward without blocking; True when something moved (call again). False on a closed session."""
         ...
 
     def arm(self) -> bool:
@@ -111,7 +158,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """End the session; see "proof of death" above. May be called twice."""
+        """End the session; see "proof of death" above. May be called twice. May take tens of milliseconds."""
         ...
 
 
@@ -132,7 +179,9 @@ class Offer(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give up a session that was not completed; nothing after `complete()`. May be called twice."""
+        ...
 
 
 class Transport(Protocol):
@@ -148,7 +197,13 @@ class Transport(Protocol):
         """Register a contiguous writable buffer (buffer protocol, or `__cuda_array_interface__`)."""
         ...
 
-    def deregister(self, memory: LocalMemory) -> None: ...
+    def deregister(self, memory: LocalMemory) -> None:
+        """Forget a memory.
+
+        Raises:
+            LocalProtocolError: It is not registered here, or an open session offers or still uses it.
+        """
+        ...
 
     def offer(self) -> Offer:
         """Begin a session as the writer."""

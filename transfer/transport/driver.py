@@ -1,0 +1,241 @@
+"""Drives sessions from an asyncio loop: sleeps on their descriptors, wakes who waits for a handle.
+
+The loop is the sessions' one owner. Nothing is polled while a session's descriptor is armed, so an idle session costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout
+from transfer.transport.base import ReceiveHandle, Session, WriteHandle
+
+Handle = WriteHandle | ReceiveHandle
+_Handle = TypeVar("_Handle", WriteHandle, ReceiveHandle)
+Callback = Callable[[_Handle, TransferError | None], None]
+
+_MAX_ROUNDS = 16  # of one session before the loop serves others
+_MAX_PAUSE_S = 0.001  # between two looks at a session without a descriptor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Watch:
+    """One callback that waits for one handle."""
+
+    handle: Handle
+    callback: Callable[..., None]
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Forget the callback; it will not be called any more."""
+        self.is_cancelled = True
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Driven:
+    """A session, its descriptor as registered with the loop, and who waits for it."""
+
+    session: Session
+    fd: int | None
+    watches: list[Watch] = field(default_factory=list)
+    is_scheduled: bool = False
+    timer: asyncio.TimerHandle | None = None
+    pause_s: float = 0.0
+
+
+class SessionDriver:
+    """Moves sessions forward and settles who waits for them.
+
+    Args:
+        loop: The loop that owns the sessions; every method is called from it.
+        spin_s: For how long a session with pending handles is looked at again before the loop sleeps on its descriptor. 0 by
+            default: spinning saves a wake-up where every process has its own core, and costs the peer its time slice elsewhere.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, spin_s: float = 0.0) -> None:
+        self._loop = loop
+        self._spin_s = spin_s
+        self._driven: dict[int, _Driven] = {}
+
+    def add(self, session: Session) -> None:
+        """Begin to drive a session.
+
+        Raises:
+            LocalProtocolError: It is driven already.
+        """
+        if id(session) in self._driven:
+            raise LocalProtocolError(f"session {session.lane} is driven already")
+        driven = _Driven(session=session, fd=session.fileno())
+        self._driven[id(session)] = driven
+        if driven.fd is not None:
+            # A number that the loop knows already is of a session that was closed before it was removed; the loop would take
+            # the new descriptor for the old one and never wake.
+            for other in self._driven.values():
+                if other is not driven and other.fd == driven.fd:
+                    other.fd = None
+            self._loop.remove_reader(driven.fd)
+            self._loop.add_reader(driven.fd, self._pump, driven)
+        self._schedule(driven)
+
+    def remove(self, session: Session) -> None:
+        """Stop driving a session; everyone who still waits gets its error, or `TransportClosed`. Unknown sessions are ignored.
+
+        Call it before `session.close()`, or after: both work.
+        """
+        driven = self._driven.pop(id(session), None)
+        if driven is None:
+            return
+        if driven.fd is not None:
+            self._loop.remove_reader(driven.fd)
+            driven.fd = None
+        if driven.timer is not None:
+            driven.timer.cancel()
+        self._settle(driven)
+        for watch in driven.watches:
+            self._call(watch, TransportClosed(f"session {session.lane} was removed from its driver while a handle was pending"))
+        driven.watches = []
+
+    def poke(self, session: Session) -> None:
+        """Move a session soon: needed after an operation that nobody watches, for example a decline."""
+        self._schedule(self._find(session))
+
+    def watch(self, session: Session, handle: _Handle, callback: Callback[_Handle]) -> Watch:
+        """Call `callback(handle, error)` once, from the loop, when `handle` is settled (error None) or failed.
+
+        Raises:
+            LocalProtocolError: The session is not driven here.
+        """
+        driven = self._find(session)
+        watch = Watch(handle=handle, callback=callback)
+        driven.watches.append(watch)
+        driven.pause_s = 0.0
+        self._schedule(driven)
+        return watch
+
+    async def wait(self, session: Session, handle: Handle, *, deadline_s: float) -> None:
+        """Wait until `handle` is settled.
+
+        Args:
+            session: The handle's session.
+            handle: A write, decline or receive of that session.
+            deadline_s: Seconds from now.
+
+        Raises:
+            TransportTimeout: The deadline passed; the handle stays pending.
+            TransportError: What the handle's `poll()` raises.
+        """
+        settled: asyncio.Future[None] = self._loop.create_future()
+
+        def finish(_: Handle, error: TransferError | None) -> None:
+            if settled.done():
+                return
+            if error is None:
+                settled.set_result(None)
+            else:
+                settled.set_exception(error)
+
+        watch = self.watch(session, handle, finish)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await settled
+        except TimeoutError:
+            raise TransportTimeout(f"a handle of session {session.lane} did not settle within {deadline_s} s") from None
+        finally:
+            watch.cancel()
+
+    def _find(self, session: Session) -> _Driven:
+        driven = self._driven.get(id(session))
+        if driven is None:
+            raise LocalProtocolError(f"session {session.lane} is not driven here; add() it first")
+        return driven
+
+    def _schedule(self, driven: _Driven) -> None:
+        if not driven.is_scheduled:
+            driven.is_scheduled = True
+            self._loop.call_soon(self._run_scheduled, driven)
+
+    def _run_scheduled(self, driven: _Driven) -> None:
+        driven.is_scheduled = False
+        if driven.timer is not None:
+            driven.timer.cancel()
+            driven.timer = None
+        if self._driven.get(id(driven.session)) is driven:
+            self._pump(driven)
+
+    def _pump(self, driven: _Driven) -> None:
+        """Progress until nothing moves and the descriptor is armed, in turns with the rest of the loop."""
+        session = driven.session
+        if driven.fd is not None and session.fileno() != driven.fd:
+            self._loop.remove_reader(driven.fd)  # closed by its owner without remove()
+            driven.fd = None
+        spin_until: float | None = None
+        rounds = 0
+        while True:
+            moved = session.progress()
+            # Not `or`: callbacks usually start the next operation, which wants progress before the loop sleeps.
+            moved |= self._settle(driven)
+            if id(session) not in self._driven:
+                return  # removed by a callback
+            if moved:
+                driven.pause_s, spin_until = 0.0, None
+                rounds += 1
+                if rounds >= _MAX_ROUNDS:
+                    self._schedule(driven)
+                    return
+                continue
+            if driven.fd is None:
+                self._look_again_later(driven)
+                return
+            if self._spin_s > 0.0 and driven.watches:
+                now = time.perf_counter()
+                spin_until = now + self._spin_s if spin_until is None else spin_until
+                if now < spin_until:
+                    continue
+            if session.arm():
+                return
+
+    def _look_again_later(self, driven: _Driven) -> None:
+        """Without a descriptor: soon at first, then more and more rarely; not at all while nobody waits."""
+        if not driven.watches:
+            return
+        if driven.pause_s == 0.0:
+            driven.pause_s = _MAX_PAUSE_S / 1024
+            self._schedule(driven)
+            return
+        driven.pause_s = min(driven.pause_s * 2, _MAX_PAUSE_S)
+        driven.timer = self._loop.call_later(driven.pause_s, self._run_scheduled, driven)
+
+    def _settle(self, driven: _Driven) -> bool:
+        """Call back everyone whose handle is done; True when there was one."""
+        if not driven.watches:
+            return False
+        watches, driven.watches = driven.watches, []
+        done: list[tuple[Watch, TransferError | None]] = []
+        for watch in watches:
+            if watch.is_cancelled:
+                continue
+            try:
+                is_settled, error = watch.handle.poll(), None
+            except TransferError as failure:
+                is_settled, error = True, failure
+            if is_settled:
+                done.append((watch, error))
+            else:
+                driven.watches.append(watch)
+        for watch, error in done:
+            self._call(watch, error)
+        return bool(done)
+
+    def _call(self, watch: Watch, error: TransferError | None) -> None:
+        if watch.is_cancelled:
+            return
+        watch.is_cancelled = True
+        try:
+            watch.callback(watch.handle, error)
+        except Exception as failure:
+            # The others must still be called; the loop's handler (the node's) decides what a failing callback means.
+            self._loop.call_exception_handler({"message": "callback of a transport handle failed", "exception": failure})

@@ -1,0 +1,154 @@
+"""Views of registered memory: one flat run of bytes, on the host or on a device."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.errors import ConfigError, LocalProtocolError
+from transfer.transport.base import ByteRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostMemory:
+    """Host memory as one flat array of bytes; the array keeps the caller's buffer alive."""
+
+    view: npt.NDArray[np.uint8]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.view.nbytes
+
+    @property
+    def is_device(self) -> bool:
+        return False
+
+    def part(self, byte_range: ByteRange) -> npt.NDArray[np.uint8]:
+        """The bytes of `byte_range`, shared and not copied."""
+        return self.view[byte_range.begin : byte_range.end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceSlice:
+    """A run of device bytes in the form that UCXX, CuPy and Numba accept."""
+
+    owner: object
+    address: int
+    num_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.num_bytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceMemory:
+    """Device memory by address; `owner` keeps the caller's buffer alive."""
+
+    owner: object
+    address: int
+    num_bytes: int
+
+    @property
+    def is_device(self) -> bool:
+        return True
+
+    def part(self, byte_range: ByteRange) -> DeviceSlice:
+        """The bytes of `byte_range`, shared and not copied."""
+        return DeviceSlice(owner=self.owner, address=self.address + byte_range.begin, num_bytes=byte_range.num_bytes)
+
+
+Memory = HostMemory | DeviceMemory
+
+
+def memory_of(buffer: Any) -> Memory:
+    """Describe a caller's buffer as flat memory without copying it.
+
+    Args:
+        buffer: Contiguous and writable: anything with the buffer protocol (NumPy array, bytearray, memoryview, mmap), a torch
+            CPU tensor of any dtype, or an object with `__cuda_array_interface__`.
+
+    Raises:
+        ConfigError: The buffer is empty, read-only, not contiguous, or of a kind that holds no memory.
+    """
+    interface = getattr(buffer, "__cuda_array_interface__", None)
+    memory = _host_memory(buffer) if interface is None else _device_memory(buffer, interface)
+    if memory.num_bytes == 0:
+        raise ConfigError(f"buffer of type {type(buffer).__name__} has 0 bytes; register at least 1")
+    return memory
+
+
+def check_range(memory_num_bytes: int, byte_range: ByteRange, name: str) -> None:
+    """Refuse a range that leaves its memory.
+
+    Raises:
+        LocalProtocolError: `byte_range` ends behind the memory.
+    """
+    if byte_range.end > memory_num_bytes:
+        raise LocalProtocolError(f"{name} [{byte_range.begin}, {byte_range.end}) leaves its memory of {memory_num_bytes} bytes")
+
+
+def wait_for_devices() -> None:
+    """Block until no copy that this process queued on any of its devices is running any more.
+
+    A destroyed UCX worker queues nothing more, but device copies that it had queued (CUDA IPC, GPU staging) run on by
+    themselves; memory is safe to reuse only behind them.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+        return
+    runtime = importlib.import_module("cuda.bindings.runtime")  # ucxx brings it; it has no type stubs
+    (status,) = runtime.cudaDeviceSynchronize()
+    if int(status) != 0:
+        raise LocalProtocolError(f"cudaDeviceSynchronize failed with {status!r}: pending device copies cannot be ruled out")
+
+
+def _device_memory(buffer: Any, interface: dict[str, Any]) -> DeviceMemory:
+    address, is_read_only = interface["data"]
+    item_bytes = np.dtype(interface["typestr"]).itemsize
+    num_bytes = item_bytes
+    expected_strides: list[int] = []
+    for length in reversed(interface["shape"]):
+        expected_strides.insert(0, num_bytes)
+        num_bytes *= length
+    strides = interface.get("strides")
+    if strides is not None and num_bytes and list(strides) != expected_strides:
+        raise ConfigError(f"device buffer with strides {tuple(strides)} is not contiguous; expected {tuple(expected_strides)}")
+    if is_read_only:
+        raise ConfigError("device buffer is read-only; register a writable one")
+    return DeviceMemory(owner=buffer, address=int(address), num_bytes=int(num_bytes))
+
+
+def _host_memory(buffer: Any) -> HostMemory:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        if buffer.device.type != "cpu":
+            raise ConfigError(f"tensor on device {buffer.device} offers no __cuda_array_interface__; use a CPU or CUDA tensor")
+        if not buffer.is_contiguous():
+            raise ConfigError(f"tensor of shape {tuple(buffer.shape)} and stride {buffer.stride()} is not contiguous")
+        # Through uint8, because NumPy knows no bfloat16 or float8.
+        return HostMemory(view=buffer.detach().reshape(-1).view(torch.uint8).numpy())
+    try:
+        raw = memoryview(buffer)
+    except TypeError as error:
+        raise ConfigError(
+            f"buffer of type {type(buffer).__name__} has neither the buffer protocol nor __cuda_array_interface__"
+        ) from error
+    if raw.readonly:
+        raise ConfigError(f"buffer of type {type(buffer).__name__} is read-only; register a writable one")
+    if not raw.c_contiguous:
+        raise ConfigError(f"buffer of shape {raw.shape} and strides {raw.strides} is not contiguous")
+    return HostMemory(view=np.frombuffer(raw.cast("B"), dtype=np.uint8) if raw.nbytes else np.empty(0, dtype=np.uint8))
