@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shared, loaded machine makes single examples slow at random; pytest-timeout bounds the whole test instead.
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("kvferry"), derandomize=True, print_blob=True)
+# By hand, for hours: pytest --hypothesis-profile=soak --timeout=0 tests/protocol
+settings.register_profile("soak", settings.get_profile("kvferry"), max_examples=20_000)
 settings.load_profile("ci" if os.environ.get("CI") else "kvferry")
 
 

@@ -1,0 +1,709 @@
+"""A simulated cluster around the real `Sender` and `Receiver`: everything that could go wrong, checked after every event.
+
+One seed is one history. The world plays engines, kernels, data plane, control network, watermark streams and the two leaders, which
+start requests on all ranks and spread the news of a failure. Faults are injected until `healed_at`; after that everything works and
+goes on ticking, and the world must become empty: that is what `run()` asserts, besides all that memory.py and links.py assert on the way.
+
+Time is an integer; think of milliseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from decode_node import receiver as rx
+from prefill_node import sender as tx
+from tests.protocol.links import Faults, Link, Post, Shipment
+from tests.protocol.memory import RingMemory, Tag, WorldError, require
+from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
+from transfer.layout import DType, KVLayout, Route, Shard, routes, wire_bytes
+from transfer.messages import GrantsIssued, Message, decode, encode
+from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark, grant_key
+
+TICK = 25
+HEARTBEAT = 50
+REPEAT_AFTER = 60
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=12, head_dim=4, dtype=DType.FLOAT16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldConfig:
+    """One world; `spare_cells` is what each ring has beyond its largest chunk."""
+
+    prefill_tp: int = 4
+    decode_tp: int = 2
+    is_one_sided: bool = False
+    spare_cells: int = 2
+    num_slots: int = 2
+    grants_ahead: int = 4
+    chunk_tokens: int = 4
+    layers_per_group: int = 0
+    num_requests: int = 4
+    max_tokens: int = 20
+    faults: Faults = field(default_factory=Faults)
+    healed_at: int = 600
+    deadline: int = 20_000
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SenderRank:
+    rank: int
+    incarnation: int
+    machine: tx.Sender
+    commands_until: int = 0
+    slots: list[Tag | None]
+    readers: list[set[int]]
+    gathering: dict[int, tx.StartGather] = field(default_factory=dict)
+    computed: dict[tuple[str, int], object] = field(default_factory=dict)
+    source_released: set[str] = field(default_factory=set)
+    outcome: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ReceiverRank:
+    rank: int
+    incarnation: int
+    machine: rx.Receiver
+    ring: RingMemory
+    commands_until: int = 0
+    scattering: dict[int, rx.StartScatter] = field(default_factory=dict)
+    expected: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)  # nobody waits for their bytes
+    freed: set[str] = field(default_factory=set)  # their pages belong to others
+    issued: dict[int, tuple[Tag, int]] = field(default_factory=dict)  # begin -> whose, end
+    outcome: dict[str, str] = field(default_factory=dict)
+    num_failures_said: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestPlan:
+    request_id: str
+    num_tokens: int
+    start_token: int
+    chunks: tuple[Chunk, ...]
+    links: dict[tuple[int, int], Link]
+    excuses: set[str] = field(default_factory=set)
+    is_over: bool = False  # the leaders know that it failed
+
+
+class World:
+    """See the module's docstring.
+
+    Args:
+        config: Sizes, and what goes wrong.
+        seed: Fixes the history.
+    """
+
+    def __init__(self, config: WorldConfig, seed: int) -> None:
+        self.config = config
+        self.random = random.Random(seed)
+        self.now = 0
+        self.faults = config.faults
+        self.num_events = 0
+        self._queue: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._numbers = itertools.count(1)
+        self._routes = routes(LAYOUT, Shard(tp_size=config.prefill_tp), Shard(tp_size=config.decode_tp))
+        self._plan = ChunkPlan(chunk_tokens=config.chunk_tokens, layers_per_group=config.layers_per_group)
+        self._capacity_bytes = (self._largest_cells() + config.spare_cells) * ALIGNMENT_BYTES
+        self.corruptions: dict[Tag, int] = {}
+        self.senders = [self._new_sender(rank) for rank in range(config.prefill_tp)]
+        self.receivers = [self._new_receiver(rank) for rank in range(config.decode_tp)]
+        self.links: dict[int, Link] = {}
+        self.current: dict[tuple[int, int], Link] = {}
+        self.requests: dict[str, RequestPlan] = {}
+        for route in self._routes:
+            if (route.prefill_rank, route.decode_rank) not in self.current:
+                self._open(route.prefill_rank, route.decode_rank)
+        self._schedule_history()
+
+    def _largest_cells(self) -> int:
+        chunk = split_into_chunks(self._plan, num_tokens=self.config.chunk_tokens, num_layers=LAYOUT.num_layers)[0]
+        sizes = [self._size(route, chunk, self.config.chunk_tokens) for route in self._routes]
+        return -(-max(sizes) // ALIGNMENT_BYTES)
+
+    def _size(self, route: Route, chunk: Chunk, num_tokens: int) -> int:
+        return wire_bytes(LAYOUT, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=LAYOUT.dtype)
+
+    # Running
+
+    def run(self) -> None:
+        """Play the history to its end.
+
+        Raises:
+            WorldError, LocalProtocolError: A rule was broken, or something never ended.
+        """
+        while self._queue:
+            self.now, _, act = heapq.heappop(self._queue)
+            act()
+            self.num_events += 1
+            if self.now > self.config.healed_at + 4 * HEARTBEAT and self._is_quiet():
+                break
+            if self.now >= self.config.deadline:
+                raise WorldError(f"wedged: {self._leftovers()}")
+        self._check_end()
+
+    def at(self, when: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (when, next(self._order), act))
+
+    def after(self, longest: int, act: Callable[[], None]) -> None:
+        """Do it after a random while, now at the earliest."""
+        self.at(self.now + self.random.randint(0, longest), act)
+
+    def chance(self, percent: int) -> bool:
+        return percent > 0 and self.random.randrange(100) < percent
+
+    def _schedule_history(self) -> None:
+        config, faults = self.config, self.config.faults
+        for number in range(config.num_requests):
+            self.after(config.healed_at * 2 // 3, lambda number=number: self._start_request(f"r{number}"))  # type: ignore[misc]
+        pairs = sorted(self.current)
+        for _ in range(faults.link_deaths):
+            pair = self.random.choice(pairs)
+            self.after(config.healed_at, lambda pair=pair: self._break(self.current[pair]))  # type: ignore[misc]
+        for _ in range(faults.sender_restarts):
+            self.after(config.healed_at, lambda: self._restart_sender(self.random.randrange(config.prefill_tp)))
+        for _ in range(faults.receiver_restarts):
+            self.after(config.healed_at, lambda: self._restart_receiver(self.random.randrange(config.decode_tp)))
+        self.at(config.healed_at, self._heal)
+        self.after(TICK, self._tick)
+        self.after(HEARTBEAT, self._heartbeat)
+
+    def _heal(self) -> None:
+        self.faults = Faults()
+
+    def _tick(self) -> None:
+        self.at(self.now + TICK, self._tick)
+        for sender in self.senders:
+            self.tell_sender(sender, tx.Tick())
+        for receiver in self.receivers:
+            self.tell_receiver(receiver, rx.Tick())
+
+    def _heartbeat(self) -> None:
+        self.at(self.now + HEARTBEAT, self._heartbeat)
+        for receiver in self.receivers:
+            self._publish(receiver)
+
+    def _is_quiet(self) -> bool:
+        machines = [rank.machine for rank in (*self.senders, *self.receivers)]
+        spent = any(session.spent for sender in self.senders for session in sender.machine._sessions.values())
+        work = any(link.posts or link.shipments for link in self.links.values() if link.is_live)
+        return not spent and not work and all(machine.is_idle for machine in machines) and self._are_all_attached()
+
+    def _are_all_attached(self) -> bool:
+        return all(link.is_live for link in self.current.values())
+
+    # Processes and sessions
+
+    def _new_sender(self, rank: int) -> SenderRank:
+        config, incarnation = self.config, self.random.getrandbits(63) + 1
+        settings = tx.SenderSettings(
+            num_slots=config.num_slots,
+            grants_ahead=config.grants_ahead,
+            repeat_after_s=float(REPEAT_AFTER),
+            write_timeout_s=3000.0,
+        )
+        slots: list[Tag | None] = [None] * config.num_slots
+        readers: list[set[int]] = [set() for _ in slots]
+        machine = tx.Sender(settings, incarnation=incarnation)
+        return SenderRank(rank=rank, incarnation=incarnation, machine=machine, slots=slots, readers=readers)
+
+    def _new_receiver(self, rank: int) -> ReceiverRank:
+        incarnation = self.random.getrandbits(63) + 1
+        settings = rx.ReceiverSettings(is_one_sided=self.config.is_one_sided, repeat_after_s=float(REPEAT_AFTER))
+        machine = rx.Receiver(settings, StagingAllocator(self._capacity_bytes, incarnation=incarnation))
+        memory = RingMemory(self._capacity_bytes)
+        return ReceiverRank(rank=rank, incarnation=incarnation, machine=machine, ring=memory)
+
+    def _open(self, prefill_rank: int, decode_rank: int) -> None:
+        sender, receiver = self.senders[prefill_rank], self.receivers[decode_rank]
+        link = Link(
+            world=self,
+            number=next(self._numbers),
+            prefill_rank=prefill_rank,
+            decode_rank=decode_rank,
+            sender_incarnation=sender.incarnation,
+            receiver_incarnation=receiver.incarnation,
+            ring=receiver.ring,
+        )
+        self.links[link.number] = self.current[prefill_rank, decode_rank] = link
+        self.tell_receiver(receiver, rx.SessionOpened(session=link.number, incarnation=sender.incarnation))
+        opened = tx.SessionOpened(session=link.number, incarnation=receiver.incarnation, ring_capacity_bytes=self._capacity_bytes)
+        self.tell_sender(sender, opened)
+        self._publish(receiver, only=link)  # rule 4
+
+    def _break(self, link: Link) -> None:
+        """Each end notices by itself, in either order."""
+        self.after(60, lambda: self._close_at_sender(link, "link lost"))
+        self.after(60, lambda: self._close_at_receiver(link, "link lost"))
+
+    def _close_at_sender(self, link: Link, reason: str) -> None:
+        if not link.is_open_at_sender:
+            return
+        self._excuse(link)
+        link.close_at_sender()
+        sender = self.senders[link.prefill_rank]
+        for readers in sender.readers:
+            readers.difference_update(s.number for s in link.shipments.values())
+        if sender.incarnation == link.sender_incarnation:
+            for slot, readers in enumerate(sender.readers):
+                sender.readers[slot] = {number for number in readers if number // 1_000_000 != link.number}
+            self.tell_sender(sender, tx.SessionLost(session=link.number, reason=reason))
+        self._closed(link, lambda: self._close_at_receiver(link, "peer closed"))
+
+    def _close_at_receiver(self, link: Link, reason: str) -> None:
+        if not link.is_open_at_receiver:
+            return
+        self._excuse(link)
+        link.close_at_receiver()
+        receiver = self.receivers[link.decode_rank]
+        if receiver.incarnation == link.receiver_incarnation:
+            self.tell_receiver(receiver, rx.SessionLost(session=link.number, reason=reason))
+        self._closed(link, lambda: self._close_at_sender(link, "peer closed"))
+
+    def _closed(self, link: Link, close_other: Callable[[], None]) -> None:
+        if link.is_open_at_sender or link.is_open_at_receiver:
+            self.after(60, close_other)
+        else:
+            self.after(60, lambda: self._open(link.prefill_rank, link.decode_rank))
+
+    def _excuse(self, link: Link) -> None:
+        for plan in self.requests.values():
+            if link in plan.links.values():
+                plan.excuses.add("session lost")
+
+    def _restart_sender(self, rank: int) -> None:
+        self.senders[rank] = self._new_sender(rank)
+        self._bury([link for link in self.current.values() if link.prefill_rank == rank])
+
+    def _restart_receiver(self, rank: int) -> None:
+        self.receivers[rank] = self._new_receiver(rank)
+        self._bury([link for link in self.current.values() if link.decode_rank == rank])
+
+    def _bury(self, links: list[Link]) -> None:
+        """End the sessions of a process that died, and fail its requests, as the leaders do."""
+        for link in links:
+            self._break(link)
+        for plan in self.requests.values():
+            plan.excuses.add("restart")
+            self._spread_failure(plan.request_id)
+
+    # Leaders
+
+    def _start_request(self, request_id: str) -> None:
+        if not self._are_all_attached():
+            self.after(40, lambda: self._start_request(request_id))
+            return
+        config = self.config
+        num_tokens = self.random.randint(1, config.max_tokens)
+        start_token = self.random.choice([0, self.random.randrange(num_tokens)])
+        chunks = split_into_chunks(self._plan, num_tokens=num_tokens, num_layers=LAYOUT.num_layers, start_token=start_token)
+        plan = RequestPlan(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            start_token=start_token,
+            chunks=chunks,
+            links=dict(self.current),
+        )
+        self.requests[request_id] = plan
+        latest = max(self._command_receiver(rank, lambda rank=rank: self._expect(plan, rank)) for rank in range(config.decode_tp))  # type: ignore[misc]
+        for rank in range(config.prefill_tp):
+            self._command_sender(rank, lambda rank=rank: self._start(plan, rank), not_before=latest)  # type: ignore[misc]
+        if self.chance(self.faults.cancel):
+            plan.excuses.add("cancelled")
+            self.after(250, lambda: self._spread_failure(request_id, at_decode_only=self.chance(50)))
+        if self.chance(self.faults.abort):
+            plan.excuses.add("aborted")
+            self.after(250, lambda: self._abort_one_sender(request_id))
+
+    def _command_receiver(self, rank: int, act: Callable[[], None]) -> int:
+        receiver = self.receivers[rank]
+        receiver.commands_until = max(receiver.commands_until, self.now + self.random.randint(0, 10))
+        self.at(receiver.commands_until, lambda: act() if self.receivers[rank] is receiver else None)
+        return receiver.commands_until
+
+    def _command_sender(self, rank: int, act: Callable[[], None], *, not_before: int = 0) -> None:
+        sender = self.senders[rank]
+        sender.commands_until = max(sender.commands_until, not_before, self.now + self.random.randint(0, 10))
+        self.at(sender.commands_until, lambda: act() if self.senders[rank] is sender else None)
+
+    def _expect(self, plan: RequestPlan, rank: int) -> None:
+        mine = tuple(
+            rx.IncomingRoute(route=route, session=plan.links[route.prefill_rank, rank].number)
+            for route in self._routes
+            if route.decode_rank == rank
+        )
+        request = rx.IncomingRequest(
+            request_id=plan.request_id,
+            layout=LAYOUT,
+            plan=self._plan,
+            wire_dtype=LAYOUT.dtype,
+            num_tokens=plan.num_tokens,
+            start_token=plan.start_token,
+            routes=mine,
+        )
+        self.receivers[rank].expected.add(plan.request_id)
+        self.tell_receiver(self.receivers[rank], rx.RequestExpected(request=request))
+
+    def _start(self, plan: RequestPlan, rank: int) -> None:
+        mine = tuple(
+            tx.OutgoingRoute(route=route, session=plan.links[rank, route.decode_rank].number)
+            for route in self._routes
+            if route.prefill_rank == rank
+        )
+        request = tx.OutgoingRequest(
+            request_id=plan.request_id,
+            layout=LAYOUT,
+            plan=self._plan,
+            wire_dtype=LAYOUT.dtype,
+            num_tokens=plan.num_tokens,
+            start_token=plan.start_token,
+            routes=mine,
+        )
+        sender = self.senders[rank]
+        self.tell_sender(sender, tx.RequestStarted(request=request))
+        self.after(40, lambda: self._compute(sender, plan, 0))
+
+    def _compute(self, sender: SenderRank, plan: RequestPlan, chunk: int) -> None:
+        if self.senders[sender.rank] is not sender or sender.outcome.get(plan.request_id) == "failed":
+            return  # the engine stops with its process, and after a failure
+        event = object()
+        sender.computed[plan.request_id, chunk] = event
+        self.tell_sender(sender, tx.ChunkComputed(request_id=plan.request_id, chunk=chunk, event=event))
+        if chunk + 1 < len(plan.chunks):
+            self.after(40, lambda: self._compute(sender, plan, chunk + 1))
+
+    def _abort_one_sender(self, request_id: str) -> None:
+        rank = self.random.randrange(self.config.prefill_tp)
+        abort = tx.RequestAborted(request_id=request_id, reason="engine failed")
+        self._command_sender(rank, lambda: self.tell_sender(self.senders[rank], abort))
+        self.after(100, lambda: self._spread_failure(request_id))
+
+    def _spread_failure(self, request_id: str, *, at_decode_only: bool = False) -> None:
+        plan = self.requests[request_id]
+        if plan.is_over:
+            return
+        plan.is_over = not at_decode_only
+        for rank in range(self.config.decode_tp):
+            cancel = rx.RequestCancelled(request_id=request_id, reason="failed elsewhere")
+            self._command_receiver(rank, lambda rank=rank, cancel=cancel: self._cancel(rank, cancel))  # type: ignore[misc]
+        if not at_decode_only:
+            for rank in range(self.config.prefill_tp):
+                abort = tx.RequestAborted(request_id=request_id, reason="failed elsewhere")
+                self._command_sender(rank, lambda rank=rank, abort=abort: self.tell_sender(self.senders[rank], abort))  # type: ignore[misc]
+
+    def _cancel(self, rank: int, cancel: rx.RequestCancelled) -> None:
+        self.receivers[rank].given_up.add(cancel.request_id)
+        self.tell_receiver(self.receivers[rank], cancel)
+
+    # Messages
+
+    def _send(self, link: Link, direction: str, message: Message) -> None:
+        payload = encode(message)
+        for when in link.delivery_times(direction):
+            self.at(when, lambda: self._deliver(link, direction, decode(payload)))
+
+    def _deliver(self, link: Link, direction: str, message: Message) -> None:
+        if direction == "to_receiver":
+            self.tell_receiver(self.receivers[link.decode_rank], rx.MessageArrived(session=link.number, message=message))
+        else:
+            self.tell_sender(self.senders[link.prefill_rank], tx.MessageArrived(session=link.number, message=message))
+
+    def _publish(self, receiver: ReceiverRank, *, only: Link | None = None) -> None:
+        watermark = receiver.machine.ring.watermark()
+        for link in [only] if only is not None else list(self.current.values()):
+            if link.is_open_at_receiver and link.receiver_incarnation == receiver.incarnation:
+                for when in link.delivery_times("watermark"):
+                    self.at(when, lambda link=link: self._hear(link, watermark))  # type: ignore[misc]
+
+    def _hear(self, link: Link, watermark: Watermark) -> None:
+        if link.is_open_at_sender and self.senders[link.prefill_rank].incarnation == link.sender_incarnation:
+            event = tx.WatermarkArrived(session=link.number, watermark=watermark)
+            self.tell_sender(self.senders[link.prefill_rank], event)
+
+    # The sender's owner
+
+    def tell_sender(self, sender: SenderRank, event: tx.Event) -> None:
+        if self.senders[sender.rank] is not sender:
+            return
+        actions = sender.machine.handle(event, float(self.now))
+        sender.machine.check_invariants()
+        for action in actions:
+            match action:
+                case tx.Send():
+                    self._send(self._own_link(sender, action.session), "to_receiver", action.message)
+                case tx.StartGather():
+                    self._start_gather(sender, action)
+                case tx.StartWrite():
+                    self._start_write(sender, action)
+                case tx.Decline():
+                    link = self._own_link(sender, action.session)
+                    link.write(Shipment(number=self._shipment_number(link), key=action.key, grant=None))
+                case tx.SourceReleased():
+                    self._release_source(sender, action.request_id)
+                case tx.RequestSent():
+                    self._end_at_sender(sender, action.request_id, "sent")
+                case tx.RequestFailed():
+                    self._end_at_sender(sender, action.request_id, "failed")
+                case tx.CloseSession():
+                    self._close_at_sender(self.links[action.session], action.reason)
+                case tx.MessageDropped():
+                    pass
+
+    def _own_link(self, sender: SenderRank, number: int) -> Link:
+        link = self.links[number]
+        require(
+            link.is_open_at_sender and link.prefill_rank == sender.rank,
+            f"sender {sender.rank} uses session {number}, which it lost",
+        )
+        return link
+
+    def _shipment_number(self, link: Link) -> int:
+        return link.number * 1_000_000 + next(self._numbers)
+
+    def _start_gather(self, sender: SenderRank, action: tx.StartGather) -> None:
+        require(action.slot not in sender.gathering, f"two gathers into slot {action.slot}")
+        require(not sender.readers[action.slot], f"slot {action.slot} is overwritten while a write reads it")
+        require(action.request_id not in sender.source_released, f"gather of {action.request_id} after its source was released")
+        is_computed = sender.computed.get((action.request_id, action.chunk.index)) is action.event and action.event is not None
+        require(is_computed, f"rule 13: gather of chunk {action.chunk.index} is not behind its event")
+        sender.gathering[action.slot] = action
+        sender.slots[action.slot] = None
+        self.after(25, lambda: self._gathered(sender, action))
+
+    def _gathered(self, sender: SenderRank, action: tx.StartGather) -> None:
+        del sender.gathering[action.slot]
+        tag = Tag(request_id=action.request_id, route=action.route.index, chunk=action.chunk.index)
+        sender.slots[action.slot] = tag
+        self.tell_sender(sender, tx.GatherFinished(slot=action.slot, digest=digest_of(tag)))
+
+    def _start_write(self, sender: SenderRank, action: tx.StartWrite) -> None:
+        link = self._own_link(sender, action.session)
+        tag = sender.slots[action.slot]
+        require(tag is not None and action.slot not in sender.gathering, f"write from slot {action.slot}, which holds nothing")
+        assert tag is not None
+        receiver = self.receivers[link.decode_rank]
+        if receiver.incarnation == link.receiver_incarnation:
+            require(
+                receiver.issued.get(action.grant.begin) == (tag, action.grant.end),
+                f"R3: {action.grant} is not the grant of {tag}",
+            )
+        require(
+            action.key in (grant_key(action.grant.begin, 0), grant_key(action.grant.begin, 1)),
+            f"key {action.key} is another grant's",
+        )
+        shipment = Shipment(
+            number=self._shipment_number(link),
+            key=action.key,
+            grant=action.grant,
+            num_bytes=action.num_bytes,
+            tag=tag,
+            slot=action.slot,
+        )
+        sender.readers[action.slot].add(shipment.number)
+        link.write(shipment)
+
+    def write_finished(self, link: Link, shipment: Shipment) -> None:
+        self._write_ended(link, shipment, None)
+
+    def write_failed(self, link: Link, shipment: Shipment) -> None:
+        self._write_ended(link, shipment, "peer reset")
+
+    def _write_ended(self, link: Link, shipment: Shipment, failure: str | None) -> None:
+        sender = self.senders[link.prefill_rank]
+        if shipment.is_over or not link.is_open_at_sender or sender.incarnation != link.sender_incarnation:
+            return
+        assert shipment.slot is not None
+        shipment.is_over = True
+        sender.readers[shipment.slot].discard(shipment.number)
+        if failure is None:
+            self.tell_sender(sender, tx.WriteFinished(slot=shipment.slot))
+        else:
+            self.tell_sender(sender, tx.WriteFailed(slot=shipment.slot, reason=failure))
+
+    def _release_source(self, sender: SenderRank, request_id: str) -> None:
+        require(request_id not in sender.source_released, f"source of {request_id} released twice")
+        is_read = any(action.request_id == request_id for action in sender.gathering.values())
+        require(not is_read, f"source of {request_id} released while a gather reads it")
+        sender.source_released.add(request_id)
+
+    def _end_at_sender(self, sender: SenderRank, request_id: str, outcome: str) -> None:
+        require(request_id not in sender.outcome, f"sender {sender.rank} ends {request_id} twice")
+        require(request_id in sender.source_released, f"{request_id} ended, and its source is not released")
+        sender.outcome[request_id] = outcome
+        if outcome == "failed":
+            mine = [shipment for link in self.links.values() if link.is_open_at_sender for shipment in link.shipments.values()]
+            is_writing = any(
+                s.tag is not None and s.tag.request_id == request_id and not s.is_over and s.number in sender.readers[s.slot or 0]
+                for s in mine
+            )
+            require(not is_writing, f"rule 9: {request_id} reported failed while a write of it is under way")
+            self.after(30, lambda: self._spread_failure(request_id))
+
+    # The receiver's owner
+
+    def tell_receiver(self, receiver: ReceiverRank, event: rx.Event) -> None:
+        if self.receivers[receiver.rank] is not receiver:
+            return
+        actions = receiver.machine.handle(event, float(self.now))
+        receiver.machine.check_invariants()
+        for action in actions:
+            match action:
+                case rx.Send():
+                    link = self._target_link(receiver, action.session)
+                    if isinstance(action.message, GrantsIssued):
+                        self._note_grants(receiver, action.message)
+                    self._send(link, "to_sender", action.message)
+                case rx.PostReceive():
+                    link = self._target_link(receiver, action.session)
+                    link.expect(action.key, Post(grant=action.grant, num_bytes=action.num_bytes))
+                case rx.StartScatter():
+                    self._start_scatter(receiver, action)
+                case rx.PublishWatermark():
+                    self._publish(receiver)
+                case rx.RequestComplete():
+                    self._free_pages(receiver, action.request_id)
+                    self._end_at_receiver(receiver, action.request_id, "complete")
+                case rx.RequestFailed():
+                    self._fail_at_receiver(receiver, action)
+                case rx.RequestDrained():
+                    self._free_pages(receiver, action.request_id)
+                    self._end_at_receiver(receiver, action.request_id, "drained")
+                case rx.CloseSession():
+                    self._close_at_receiver(self.links[action.session], action.reason)
+                case rx.MessageDropped() | rx.ChunkBroken():
+                    pass
+
+    def _target_link(self, receiver: ReceiverRank, number: int) -> Link:
+        link = self.links[number]
+        is_own = link.is_open_at_receiver and link.decode_rank == receiver.rank
+        require(is_own, f"receiver {receiver.rank} uses session {number}, which it lost")
+        return link
+
+    def _note_grants(self, receiver: ReceiverRank, message: GrantsIssued) -> None:
+        for issued in message.grants:
+            tag = Tag(request_id=message.request_id, route=message.route, chunk=issued.chunk)
+            known = receiver.issued.setdefault(issued.begin, (tag, issued.end))
+            require(known == (tag, issued.end), f"R3: grant at {issued.begin} was {known}, and is now for {tag}")
+
+    def receive_settled(self, link: Link, grant: Grant, num_bytes: int) -> None:
+        receiver = self.receivers[link.decode_rank]
+        if receiver.incarnation == link.receiver_incarnation:
+            self.tell_receiver(receiver, rx.ReceiveSettled(grant=grant, num_bytes=num_bytes))
+
+    def _start_scatter(self, receiver: ReceiverRank, action: rx.StartScatter) -> None:
+        tag = Tag(request_id=action.request_id, route=action.route.index, chunk=action.chunk.index)
+        require(action.request_id not in receiver.freed, f"{tag} is scattered into pages that were freed")
+        require(action.digest == digest_of(tag), f"{tag} is checked against the digest of other bytes")
+        require(action.grant.begin not in receiver.scattering, f"two scatters of {action.grant}")
+        receiver.scattering[action.grant.begin] = action
+        is_intact = receiver.ring.begin_scatter(action.grant, action.num_bytes, tag)
+        self.after(25, lambda: self._scattered(receiver, action, is_intact))
+
+    def _scattered(self, receiver: ReceiverRank, action: rx.StartScatter, is_intact: bool) -> None:
+        del receiver.scattering[action.grant.begin]
+        receiver.ring.end_scatter(action.grant, action.num_bytes)
+        self.tell_receiver(receiver, rx.ScatterFinished(grant=action.grant, is_intact=is_intact))
+
+    def _free_pages(self, receiver: ReceiverRank, request_id: str) -> None:
+        is_written = any(action.request_id == request_id for action in receiver.scattering.values())
+        require(not is_written, f"rule 6: pages of {request_id} are freed while a scatter writes them")
+        receiver.freed.add(request_id)
+        receiver.given_up.add(request_id)
+
+    def _fail_at_receiver(self, receiver: ReceiverRank, action: rx.RequestFailed) -> None:
+        request_id = action.request_id
+        require(request_id not in receiver.outcome, f"{request_id} failed at receiver {receiver.rank} after its end")
+        said = receiver.num_failures_said[request_id] = receiver.num_failures_said.get(request_id, 0) + 1
+        require(said == 1, f"{request_id} failed twice at receiver {receiver.rank}")
+        receiver.given_up.add(request_id)
+        self.after(30, lambda: self._spread_failure(request_id))
+
+    def _end_at_receiver(self, receiver: ReceiverRank, request_id: str, outcome: str) -> None:
+        require(request_id not in receiver.outcome, f"receiver {receiver.rank} ends {request_id} twice")
+        receiver.outcome[request_id] = outcome
+
+    def dead_at(self, link: Link) -> set[str]:
+        """Requests whose bytes nobody waits for at the link's target."""
+        receiver = self.receivers[link.decode_rank]
+        return receiver.given_up if receiver.incarnation == link.receiver_incarnation else set(self.requests)
+
+    def corrupts(self, tag: Tag) -> bool:
+        if not self.chance(self.faults.corrupt):
+            return False
+        self.corruptions[tag] = self.corruptions.get(tag, 0) + 1
+        if self.corruptions[tag] > 1:
+            self.requests[tag.request_id].excuses.add("broken twice")
+        return True
+
+    # The end
+
+    def _check_end(self) -> None:
+        require(self._is_quiet() and len(self.requests) == self.config.num_requests, f"never quiet: {self._leftovers()}")
+        for plan in self.requests.values():
+            self._check_request(plan)
+        for sender in self.senders:
+            require(not sender.gathering and not any(sender.readers), f"sender {sender.rank} still gathers or writes")
+            require(
+                sender.machine.num_requests == 0 and sender.machine.num_slots_used == 0, f"sender {sender.rank} keeps something"
+            )
+        for receiver in self.receivers:
+            ring = receiver.machine.ring
+            require(
+                ring.live_bytes == 0 and ring.position == ring.head and ring.quarantined_bytes == 0, f"R5: ring {receiver.rank}"
+            )
+            require(receiver.machine.num_requests == 0, f"receiver {receiver.rank} keeps a request")
+            receiver.ring.require_idle()
+
+    def _check_request(self, plan: RequestPlan) -> None:
+        request_id = plan.request_id
+        sent = [sender.outcome.get(request_id) for sender in self.senders]
+        received = [receiver.outcome.get(request_id) for receiver in self.receivers]
+        if not plan.excuses:
+            require(
+                set(sent) == {"sent"} and set(received) == {"complete"},
+                f"{request_id} failed without a cause: {sent}, {received}",
+            )
+            return
+        if "restart" in plan.excuses:
+            return  # a new life knows nothing of it; those that lived on are idle, which was checked
+        require(None not in sent and None not in received, f"{request_id} has no outcome everywhere: {sent}, {received}")
+        if "drained" not in received and plan.excuses == {"broken twice"}:
+            require(False, f"{request_id} arrived broken twice and is complete")
+
+    def _leftovers(self) -> str:
+        parts = [f"now {self.now}, requests {sorted(self.requests)}"]
+        for sender in self.senders:
+            machine = sender.machine
+            if not machine.is_idle:
+                stages = {
+                    request_id: (request.failure, [f"{p.stage.name}{p.grant}" for p in request.pieces()])
+                    for request_id, request in machine._requests.items()
+                }
+                parts.append(f"sender {sender.rank}: slots {machine.num_slots_used}, {stages}")
+            spent = [session.spent for session in machine._sessions.values() if session.spent]
+            parts.extend(f"sender {sender.rank} spent {each}" for each in spent)
+        for receiver in self.receivers:
+            if not receiver.machine.is_idle:
+                states = {
+                    request_id: (
+                        request.failure,
+                        [r.is_drained for r in request.routes.values()],
+                        [f"{p.stage.name}{p.grant}" for p in request.pieces.values()],
+                    )
+                    for request_id, request in receiver.machine._requests.items()
+                }
+                parts.append(f"receiver {receiver.rank}: {states}")
+        for link in self.links.values():
+            if link.is_live and (link.posts or link.shipments):
+                parts.append(f"session {link.number}: posts {link.posts}, shipments {list(link.shipments)}")
+        return "; ".join(parts)
+
+
+def digest_of(tag: Tag) -> int:
+    """Stands for the digest of the bytes and their places."""
+    return hash((tag.request_id, tag.route, tag.chunk)) & ((1 << 64) - 1)
