@@ -1,0 +1,199 @@
+"""Measures a link at attach, so that a silently slow one is seen, and pays its cold start there.
+
+Both ends run their half at the same time with the same plan: `probe_link` on the writer, `serve_probe` on the target.
+Two-sided: small writes go back and forth, and a bulk write is answered by a small one, so that what is timed includes the
+arrival. One-sided: the completion of the writer's own writes is all that there is to time, and the target does nothing.
+
+Keys: the probe uses `FIRST_PROBE_KEY` and up, in both directions; grants stay below.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+from transfer.errors import ConfigError, TransportTimeout
+from transfer.transport.base import FIRST_PROBE_KEY, ByteRange, LocalMemory, Session
+from transfer.transport.driver import Handle, SessionDriver
+
+_MAX_ROUNDS = 10_000
+_SMALL_BYTES = 4096
+_DEADLINE_S = 10.0
+_MAX_BULK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePlan:
+    """What both ends of a probe do; it must be equal on both.
+
+    Attributes:
+        small_bytes: Size of the write whose latency is measured.
+        bulk_bytes: Size of the write whose bandwidth is measured.
+        warmup_rounds: Small writes that are not counted; the first one pays for wiring up the connection.
+        small_rounds: Small writes that are counted.
+        bulk_rounds: Bulk writes that are counted, after one that is not.
+        target_begin: Where in the target's offered memory a one-sided probe may write; nothing else may live there meanwhile.
+    """
+
+    small_bytes: int = _SMALL_BYTES
+    bulk_bytes: int = _MAX_BULK_BYTES
+    warmup_rounds: int = 8
+    small_rounds: int = 33
+    bulk_rounds: int = 3
+    target_begin: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("small_bytes", 1, 2**20),
+            ("bulk_bytes", 1, 2**40),
+            ("warmup_rounds", 0, _MAX_ROUNDS),
+            ("small_rounds", 1, _MAX_ROUNDS),
+            ("bulk_rounds", 1, _MAX_ROUNDS),
+            ("target_begin", 0, 2**62),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name} of a probe is {value}; it must be in [{least}, {most}]")
+
+    @classmethod
+    def fitting(cls, num_bytes: int) -> ProbePlan:
+        """The default plan for scratch memory of `num_bytes`: at most 8 MiB in bulk.
+
+        Raises:
+            ConfigError: There is no room for anything.
+        """
+        return cls(small_bytes=min(_SMALL_BYTES, num_bytes), bulk_bytes=min(_MAX_BULK_BYTES, num_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Scratch bytes that either end needs."""
+        return max(self.small_bytes, self.bulk_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbe:
+    """What a link can do, as its writer measured it."""
+
+    lane: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+class _Prober:
+    """One end of a probe: posts and awaits operations against one deadline."""
+
+    def __init__(self, driver: SessionDriver, session: Session, scratch: LocalMemory, plan: ProbePlan, deadline_s: float) -> None:
+        if scratch.num_bytes < plan.num_bytes:
+            raise ConfigError(f"scratch memory of a probe has {scratch.num_bytes} bytes; its plan needs {plan.num_bytes}")
+        self._driver = driver
+        self._session = session
+        self._scratch = scratch
+        self._plan = plan
+        self._deadline_s = deadline_s
+        self._ends_at = time.monotonic() + deadline_s
+        self._heard: Handle
+
+    async def settled(self, handle: Handle) -> None:
+        left_s = self._ends_at - time.monotonic()
+        try:
+            await self._driver.wait(self._session, handle, deadline_s=max(left_s, 0.0))
+        except TransportTimeout:
+            raise TransportTimeout(
+                f"probe of link {self._session.lane} did not end within {self._deadline_s} s; "
+                "the other end does not answer, or probes by another plan"
+            ) from None
+
+    def write(self, key: int, num_bytes: int) -> Handle:
+        begin = self._plan.target_begin
+        target_range = ByteRange(begin=begin, end=begin + num_bytes)
+        return self._session.write(self._scratch, ByteRange(begin=0, end=num_bytes), target_range, FIRST_PROBE_KEY + key)
+
+    def expect(self, key: int, num_bytes: int) -> Handle:
+        return self._session.expect(self._scratch, ByteRange(begin=0, end=num_bytes), FIRST_PROBE_KEY + key)
+
+    async def send(self, key: int, num_bytes: int, *, is_one_sided: bool) -> float:
+        """One write until its small answer is here (one-sided: until it is complete); seconds."""
+        answer = None if is_one_sided else self.expect(key, self._plan.small_bytes)
+        begun = time.perf_counter()
+        sent = self.write(key, num_bytes)
+        await self.settled(sent if answer is None else answer)
+        elapsed_s = time.perf_counter() - begun
+        await self.settled(sent)
+        return elapsed_s
+
+    async def answer(self, key: int, num_bytes: int, next_num_bytes: int | None) -> None:
+        """Wait for one write and answer it; the next one is expected before that, so that it never waits for us."""
+        if key == 0:
+            self._heard = self.expect(0, num_bytes)
+        heard = self._heard
+        await self.settled(heard)
+        if next_num_bytes is not None:
+            self._heard = self.expect(key + 1, next_num_bytes)
+        await self.settled(self.write(key, self._plan.small_bytes))
+
+
+def _sizes(plan: ProbePlan) -> list[int]:
+    """Bytes of every write of a probe, in order; its index is its key."""
+    small = [plan.small_bytes] * (plan.warmup_rounds + plan.small_rounds)
+    return small + [plan.bulk_bytes] * (1 + plan.bulk_rounds)
+
+
+async def probe_link(
+    driver: SessionDriver,
+    session: Session,
+    scratch: LocalMemory,
+    *,
+    plan: ProbePlan | None = None,
+    is_one_sided: bool = False,
+    deadline_s: float = _DEADLINE_S,
+) -> LinkProbe:
+    """Measure a link from the writer's end.
+
+    Args:
+        driver: Drives `session`.
+        session: The writer's end.
+        scratch: Registered memory of this process; what it holds is overwritten (two-sided) and sent.
+        plan: Equal on both ends; by default `ProbePlan.fitting(scratch)`, so the two scratches must then be equally large.
+        is_one_sided: The transport's `is_one_sided`.
+        deadline_s: Seconds for the whole probe.
+
+    Returns:
+        Median latency of a small write (two-sided: half of a round trip) and best bandwidth of a bulk write, both as a user of
+        `driver` sees them.
+
+    Raises:
+        TransportTimeout: It did not end in time.
+        TransportError: A write failed, or the plans differ.
+        ConfigError: The scratch is smaller than the plan needs.
+    """
+    plan = ProbePlan.fitting(scratch.num_bytes) if plan is None else plan
+    prober = _Prober(driver, session, scratch, plan, deadline_s)
+    elapsed_s = [await prober.send(key, size, is_one_sided=is_one_sided) for key, size in enumerate(_sizes(plan))]
+    num_small = plan.warmup_rounds + plan.small_rounds
+    latency_s = statistics.median(elapsed_s[plan.warmup_rounds : num_small])
+    if not is_one_sided:
+        latency_s /= 2
+    # The bulk write's answer is a small write, which is not the bulk's time.
+    answer_s = 0.0 if is_one_sided else latency_s
+    bulk_s = max(min(elapsed_s[num_small + 1 :]) - answer_s, 1e-9)
+    return LinkProbe(lane=session.lane, latency_s=latency_s, bandwidth_bytes_per_s=plan.bulk_bytes / bulk_s)
+
+
+async def serve_probe(
+    driver: SessionDriver,
+    session: Session,
+    scratch: LocalMemory,
+    *,
+    plan: ProbePlan | None = None,
+    is_one_sided: bool = False,
+    deadline_s: float = _DEADLINE_S,
+) -> None:
+    """Do the target's half of a probe; arguments and errors as for `probe_link`. One-sided: returns at once."""
+    if is_one_sided:
+        return
+    plan = ProbePlan.fitting(scratch.num_bytes) if plan is None else plan
+    prober = _Prober(driver, session, scratch, plan, deadline_s)
+    sizes = _sizes(plan)
+    for key, size in enumerate(sizes):
+        await prober.answer(key, size, sizes[key + 1] if key + 1 < len(sizes) else None)
