@@ -231,9 +231,7 @@ class EmbeddedEngine:
     def _recorded_event(self) -> Any:
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return torch.cuda.current_stream(self._device).record_event()
 
 
 class BadLogits(EngineError):

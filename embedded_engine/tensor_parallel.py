@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from embedded_engine.model_files import ModelFiles, one_line
@@ -131,12 +131,13 @@ def load_causal_lm(
         EngineError: The weights do not fit the configuration: unreadable, missing, or of another shape.
     """
     options: dict[str, Any] = {}
+    loader: Any = model_class
     if group is not None:
-        model_class = _meshed(model_class, device, group.size)
+        loader = _meshed(model_class, device, group.size)
         options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=group.size)
     try:
         with _quiet_transformers():
-            model, report = model_class.from_pretrained(
+            model, report = loader.from_pretrained(
                 files.directory,
                 config=files.config,
                 dtype=dtype,
@@ -144,6 +145,7 @@ def load_causal_lm(
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, in one line that names the tensor
                 **options,
             )
     except Exception as error:  # whatever the loaders below raise means: these weights cannot be loaded
@@ -158,8 +160,8 @@ def load_causal_lm(
             )
     if group is not None:
         _unwrap(model, group)
-    model.requires_grad_(False)
-    return model.to(device).eval()
+    loaded: PreTrainedModel = model.requires_grad_(False).to(device).eval()
+    return loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,24 +213,27 @@ def _unwrap(model: PreTrainedModel, group: TensorParallelGroup) -> None:
 
 def _reduce_rows(module: nn.Module, group: TensorParallelGroup) -> None:
     """The layer's input features are cut: its partial outputs are added up, then the bias once."""
+    weight: Tensor = module.get_parameter("weight")
+    bias = module._parameters.get("bias")
 
     def forward(hidden: Tensor) -> Tensor:
-        partial = functional.linear(hidden, module.weight)
+        partial = functional.linear(hidden, weight)
         group.sum(partial)
-        return partial if module.bias is None else partial + module.bias
+        return partial if bias is None else partial + bias
 
     module.forward = forward
 
 
 def _reduce_vocabulary(module: nn.Module, group: TensorParallelGroup) -> None:
     """The vocabulary is cut: each rank looks up the tokens that it holds, the others' rows are zero, and all are added up."""
-    num_rows = module.weight.shape[0]
+    weight: Tensor = module.get_parameter("weight")
+    num_rows = weight.shape[0]
     first = group.rank * num_rows
 
     def forward(token_ids: Tensor) -> Tensor:
         rows = token_ids - first
         is_foreign = (rows < 0) | (rows >= num_rows)
-        found = functional.embedding(rows.masked_fill(is_foreign, 0), module.weight)
+        found = functional.embedding(rows.masked_fill(is_foreign, 0), weight)
         found.masked_fill_(is_foreign.unsqueeze(-1), 0)
         group.sum(found)
         return found
@@ -239,13 +244,14 @@ def _reduce_vocabulary(module: nn.Module, group: TensorParallelGroup) -> None:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and no warnings on a rank's stderr while it loads; what matters is checked and raised instead."""
-    verbosity = transformers_logging.get_verbosity()
-    has_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
+    settings: Any = transformers_logging
+    verbosity = settings.get_verbosity()
+    has_bars = settings.is_progress_bar_enabled()
+    settings.set_verbosity(logging.ERROR)
+    settings.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        settings.set_verbosity(verbosity)
         if has_bars:
-            transformers_logging.enable_progress_bar()
+            settings.enable_progress_bar()

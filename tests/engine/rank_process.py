@@ -1,0 +1,104 @@
+"""Ranks in real processes, forked from one process that has imported everything, as a node forks its own.
+
+Run as ``python rank_process.py SOCKET_DIRECTORY GROUP:TP_SIZE:TIMEOUT_S:MODEL_DIRECTORY ...``. Rank r of a group serves one
+connection on ``SOCKET_DIRECTORY/GROUP-r``: it receives (method, arguments) and answers (True, result) or (False, error text).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from embedded_engine import engine as engines
+from embedded_engine.tensor_parallel import init_distributed
+from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.layout import Shard
+
+
+class Rank:
+    """One rank's engine behind the connection."""
+
+    def __init__(self, directory: Path, group: str, rank: int, tp_size: int, timeout_s: float, model: str) -> None:
+        store = f"file://{directory / group}.store"
+        process_group = init_distributed(rank, tp_size, store, timeout_s=timeout_s)
+        self.engine = engines.EmbeddedEngine(
+            model,
+            shard=Shard(tp_size=tp_size, tp_rank=rank),
+            num_pages=200,
+            group=process_group,
+            num_threads=1,
+            layers_per_group=2,
+        )
+        self.calls: list[int] = []
+
+    def prefill(self, items: list[PrefillItem]) -> dict[str, int]:
+        return self.engine.prefill(items, lambda layers_done, event: self.calls.append(layers_done))
+
+    def decode(self, items: list[DecodeItem]) -> dict[str, int]:
+        return self.engine.decode(items)
+
+    def prefill_broken_callback(self, items: list[PrefillItem]) -> None:
+        def fail(layers_done: int, event: object) -> None:
+            raise ValueError("the callback failed")
+
+        self.engine.prefill(items, fail)
+
+    def dump(self, slots: list[int]) -> list[tuple[Any, Any]]:
+        """K and V of every layer as numpy arrays [slots, heads, dim]."""
+        import torch
+
+        pool = self.engine.pool
+        return [tuple(part.numpy() for part in pool.read(layer, torch.tensor(slots))) for layer in range(pool.layout.num_layers)]  # type: ignore[misc]
+
+    def about(self) -> dict[str, Any]:
+        shape = tuple(self.engine.pool.buffer(0, is_v=False).shape)
+        return {"shape": shape, "fields": dict(self.engine.model_fields), "calls": self.calls}
+
+    def close(self) -> None:
+        self.engine.close()
+        self.engine.close()
+
+
+def serve(directory: Path, group: str, rank: int, tp_size: int, timeout_s: float, model: str) -> None:
+    with Listener(str(directory / f"{group}-{rank}"), family="AF_UNIX") as listener:
+        own = Rank(directory, group, rank, tp_size, timeout_s, model)
+        connection: Connection = listener.accept()
+        while True:
+            try:
+                method, arguments = connection.recv()
+            except EOFError:
+                return
+            try:
+                connection.send((True, getattr(own, method)(*arguments)))
+            except Exception as error:
+                connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    engines.preload()
+    for described in sys.argv[2:]:
+        group, tp_size, timeout_s, model = described.split(":")
+        for rank in range(int(tp_size)):
+            if os.fork():
+                continue
+            try:
+                serve(directory, group, rank, int(tp_size), float(timeout_s), model)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    statuses = [
+        os.waitstatus_to_exitcode(os.wait()[1]) for described in sys.argv[2:] for _ in range(int(described.split(":")[1]))
+    ]
+    print(sorted(statuses), flush=True)
+
+
+if __name__ == "__main__":
+    main()

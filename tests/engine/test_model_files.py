@@ -1,0 +1,306 @@
+"""Every way in which a model directory or a step can be wrong: one line, with the value and what would be right."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decode_node.engine import DecodeEngine
+from embedded_engine import model_files
+from embedded_engine.engine import BadLogits, EmbeddedEngine, load_tokenizer
+from embedded_engine.model_files import ModelFiles, read_model_files
+from prefill_node.engine import PrefillEngine
+from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.errors import ConfigError, EngineError, TransferError
+from transfer.layout import DType, Shard
+
+Edit = Callable[[Path], None]
+
+
+@pytest.fixture
+def copied(demo_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_dir, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def engine(demo_dir: Path) -> EmbeddedEngine:
+    return EmbeddedEngine(demo_dir, shard=Shard(), num_pages=10)
+
+
+def edit_config(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    raw = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({name: value for name, value in raw.items() if value != "absent"}))
+
+
+def message_of(error_type: type[TransferError], action: Callable[[], object]) -> str:
+    with pytest.raises(error_type) as caught:
+        action()
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 500, text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda d: shutil.rmtree(d), ["not a directory", "must be a local Hugging Face model directory"]),
+        (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
+        (lambda d: (d / "config.json").write_text("{"), ["config.json is not valid JSON"]),
+        (lambda d: (d / "config.json").write_text("[]"), ["JSON list", "must be an object"]),
+        (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json is not valid JSON"]),
+        (lambda d: edit_config(d, architectures=["MistralForCausalLM"]), ["MistralForCausalLM", "Qwen3ForCausalLM"]),
+        (lambda d: edit_config(d, architectures="absent"), ["architectures is None", "LlamaForCausalLM"]),
+        (lambda d: edit_config(d, model_type="mistral"), ["model_type is 'mistral'", "'llama'"]),
+        (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), ["quantization_config", "plain weights"]),
+        (lambda d: edit_config(d, hidden_size="absent"), ["hidden_size is None", "positive integer"]),
+        (lambda d: edit_config(d, num_hidden_layers=-3), ["num_hidden_layers is -3"]),
+        (lambda d: edit_config(d, vocab_size="many"), ["vocab_size is 'many'"]),
+        (lambda d: edit_config(d, num_key_value_heads=7), ["num_key_value_heads is 7", "divide num_attention_heads 24"]),
+        (lambda d: edit_config(d, hidden_size=100), ["does not describe a LlamaForCausalLM", "100"]),
+        (
+            lambda d: edit_config(d, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            ["rope_type is 'dynamic'", "llama3"],
+        ),
+        (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "x"}'), ["eos_token_id is 'x'"]),
+        (lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor model.safetensors.index.json"]),
+        (lambda d: (d / "model.safetensors").write_bytes(b""), ["not a safetensors file", "file of 0"]),
+        (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 4096), ["not a safetensors file"]),
+        (lambda d: (d / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"notjson!"), ["not valid JSON"]),
+        (lambda d: (d / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b'{"a":{}}'), ["header is damaged"]),
+        (lambda d: (d / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"{}"), ["holds no tensors"]),
+        (
+            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
+            ["model.safetensors is damaged", "must be copied again"],
+        ),
+    ],
+)
+def test_a_wrong_directory_is_refused(copied: Path, edit: Edit, named: list[str]) -> None:
+    edit(copied)
+    text = message_of(ConfigError, lambda: read_model_files(copied))
+    assert all(part in text for part in [str(copied), *named]), text
+
+
+def test_sliding_windows_are_refused(qwen_dir: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(qwen_dir, tmp_path / "copy"))
+    edit_config(copied, use_sliding_window=True, sliding_window=64, max_window_layers=0, layer_types="absent")
+    assert "sliding_attention" in message_of(ConfigError, lambda: read_model_files(copied))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "named"),
+    [
+        ([], "weight_map must map"),
+        ({"a": "../model.safetensors"}, "in the same directory"),
+        ({"a": "gone.safetensors"}, "gone.safetensors cannot be read"),
+        ({"nothing.weight": "weights.safetensors"}, "places nothing.weight in weights.safetensors"),
+    ],
+)
+def test_a_wrong_index_is_refused(copied: Path, weight_map: Any, named: str) -> None:
+    (copied / "model.safetensors").rename(copied / "weights.safetensors")
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert named in message_of(ConfigError, lambda: read_model_files(copied))
+
+
+def change_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    changed = change(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensor: None, "missing keys"),
+        (lambda tensor: tensor[:-1].clone(), "model.layers.3.mlp.up_proj.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_instead_of_made_up(
+    copied: Path, change: Callable[[torch.Tensor], torch.Tensor | None], named: str
+) -> None:
+    change_tensor(copied, "model.layers.3.mlp.up_proj.weight", change)
+    text = message_of(EngineError, lambda: EmbeddedEngine(copied, shard=Shard(), num_pages=1))
+    assert named in text and str(copied) in text
+
+
+def test_weights_of_a_type_that_is_no_float_are_refused(copied: Path) -> None:
+    save_file({"a": torch.zeros(4, dtype=torch.int32)}, copied / "model.safetensors")
+    assert "I32" in message_of(ConfigError, lambda: read_model_files(copied).layout())
+
+
+@pytest.mark.parametrize("tp_size", [5, 7, 8, 24])
+def test_a_tp_size_that_does_not_divide_is_refused(demo_dir: Path, tp_size: int) -> None:
+    text = message_of(ConfigError, lambda: read_model_files(demo_dir).check_shard(Shard(tp_size=tp_size)))
+    assert f"tp_size is {tp_size}" in text and "num_key_value_heads 12" in text and "must be one of 1, 2, 3, 4, 6, 12" in text
+
+
+def test_each_cut_size_is_checked(demo_dir: Path, copied: Path) -> None:
+    for tp_size in (1, 2, 3, 4, 6, 12):
+        read_model_files(demo_dir).check_shard(Shard(tp_size=tp_size))
+    for name, value in (("vocab_size", 769), ("intermediate_size", 575)):
+        shutil.copy(demo_dir / "config.json", copied)
+        edit_config(copied, **{name: value})
+        assert f"{name} {value}" in message_of(ConfigError, lambda: read_model_files(copied).check_shard(Shard(tp_size=2)))
+    assert "pp_size is 2" in message_of(ConfigError, lambda: read_model_files(demo_dir).check_shard(Shard(pp_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"shard": Shard(tp_size=2, tp_rank=1)}, "shard is rank 1 of 2, the process group rank 0 of 1"),
+        ({"num_pages": 0}, "num_pages is 0"),
+        ({"layers_per_group": 0}, "layers_per_group is 0"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"shard": Shard(dtype=DType.INT8)}, "int8"),
+    ],
+)
+def test_wrong_settings_are_refused_before_weights_are_loaded(demo_dir: Path, settings: dict[str, Any], named: str) -> None:
+    values: dict[str, Any] = {"shard": Shard(), "num_pages": 1} | settings
+    assert named in message_of(ConfigError, lambda: EmbeddedEngine(demo_dir, **values))
+
+
+def test_tokenizers(demo_dir: Path, copied: Path) -> None:
+    tokenizer = load_tokenizer(demo_dir)
+    text = "The ferry crosses the river at night, isn't it?"
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).strip() == text
+    (copied / "tokenizer.json").write_text("{}")
+    assert "tokenizer cannot be loaded" in message_of(ConfigError, lambda: load_tokenizer(copied))
+    (copied / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing" in message_of(ConfigError, lambda: load_tokenizer(copied))
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"token_ids": (5, 768)}, "token 768; the model's token ids are in [0, 768)"),
+        ({"token_ids": (-1,)}, "token -1"),
+        ({"first_token": 4090, "token_ids": (1,) * 7}, "ends at token 4097; the model's context is 4096"),
+        ({"page_table": []}, "has 0 pages of 16 tokens; 5 tokens need 1"),
+        ({"first_token": 16, "page_table": [1]}, "has 1 pages of 16 tokens; 21 tokens need 2"),
+        ({"page_table": [10]}, "pages 10 to 10; the pool's are in [0, 10)"),
+        ({"page_table": [-1]}, "pages -1 to -1"),
+    ],
+)
+def test_items_that_do_not_fit_are_refused(engine: EmbeddedEngine, values: dict[str, Any], named: str) -> None:
+    fitting: dict[str, Any] = {"request_id": "r1", "token_ids": (1,) * 5, "first_token": 0, "page_table": [3], "is_last": True}
+    text = message_of(EngineError, lambda: engine.prefill([PrefillItem(**(fitting | values))]))
+    assert named in text and "'r1'" in text
+    assert engine.prefill([PrefillItem(**fitting)]), "the engine goes on"
+
+
+def test_decode_items_that_do_not_fit_are_refused(engine: EmbeddedEngine) -> None:
+    for position, table, named in ((16, [3], "17 tokens need 2"), (4096, [3] * 300, "context is 4096"), (3, [77], "pages 77")):
+        item = DecodeItem(request_id="r1", token_id=1, position=position, page_table=table)
+        assert named in message_of(EngineError, lambda item=item: engine.decode([item]))
+    twice = [DecodeItem(request_id="r1", token_id=1, position=0, page_table=[page]) for page in (1, 2)]
+    assert "twice" in message_of(EngineError, lambda: engine.decode(twice))
+    assert "position" in message_of(EngineError, lambda: DecodeItem(request_id="a", token_id=1, position=-1, page_table=[]))
+    wrong = {"request_id": "a", "page_table": [], "is_last": True}
+    assert "is empty" in message_of(EngineError, lambda: PrefillItem(token_ids=(), first_token=0, **wrong))
+    assert "first_token" in message_of(EngineError, lambda: PrefillItem(token_ids=(1,), first_token=-1, **wrong))
+
+
+def test_damaged_kv_is_noticed_and_names_its_request(engine: EmbeddedEngine) -> None:
+    items = [
+        PrefillItem(request_id=name, token_ids=(5, 6), first_token=0, page_table=[page], is_last=True)
+        for name, page in (("good", 1), ("bad", 2))
+    ]
+    engine.prefill(items)
+    engine.pool.buffer(4, is_v=True)[2, 0] = float("nan")
+    step = [DecodeItem(request_id=name, token_id=7, position=2, page_table=[page]) for name, page in (("good", 1), ("bad", 2))]
+    text = message_of(BadLogits, lambda: engine.decode(step))
+    assert "request bad are not finite" in text and "good" not in text
+    assert set(engine.decode(step[:1])) == {"good"}
+
+
+def test_a_closed_engine_says_so(demo_dir: Path) -> None:
+    engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=1)
+    engine.close()
+    engine.close()
+    item = DecodeItem(request_id="a", token_id=1, position=0, page_table=[0])
+    assert "closed" in message_of(EngineError, lambda: engine.decode([item]))
+    assert engine.pool.num_pages == 1
+
+
+def test_fields_are_equal_for_equal_models_and_do_not_depend_on_the_path(demo_dir: Path, copied: Path, qwen_dir: Path) -> None:
+    fields = read_model_files(demo_dir).fields
+    assert read_model_files(copied).fields == fields
+    # Written the way older transformers wrote it, and split into two files: still the same model.
+    edit_config(copied, rope_parameters="absent", rope_theta=10000.0, rope_scaling=None)
+    tensors = load_file(copied / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[:30], "b.safetensors": names[30:]}
+    for file, own in halves.items():
+        save_file({name: tensors[name] for name in own}, copied / file)
+    (copied / "model.safetensors").unlink()
+    weight_map = {name: file for file, own in halves.items() for name in own}
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert read_model_files(copied).fields == fields
+    assert read_model_files(qwen_dir).fields["architecture"] == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"max_position_embeddings": 2048}, "max_position_embeddings"),
+        ({"num_attention_heads": 12}, "num_attention_heads"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"vocab_size": 780}, "vocab_size"),
+    ],
+)
+def test_fields_differ_with_the_architecture(demo_dir: Path, copied: Path, values: dict[str, Any], field: str) -> None:
+    edit_config(copied, **values)
+    ours, theirs = read_model_files(demo_dir).fields, read_model_files(copied).fields
+    assert {name for name in ours if ours[name] != theirs[name]} == {field}
+
+
+@pytest.mark.parametrize("limit_bytes", [model_files.WHOLE_DIGEST_LIMIT_BYTES, 0])
+def test_fields_differ_with_the_weights(demo_dir: Path, copied: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
+    monkeypatch.setattr(model_files, "WHOLE_DIGEST_LIMIT_BYTES", limit_bytes)
+    seen = {read_model_files(demo_dir).weights_digest}
+
+    def digest_after(change: Callable[[torch.Tensor], torch.Tensor | None], name: str) -> str:
+        shutil.copy(demo_dir / "model.safetensors", copied)
+        change_tensor(copied, name, change)
+        return read_model_files(copied).weights_digest
+
+    def last_bit(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1).view(torch.int32)[-1] ^= 1
+        return tensor
+
+    for name in ("lm_head.weight", "model.norm.weight", "model.layers.7.mlp.down_proj.weight"):
+        seen.add(digest_after(last_bit, name))
+    seen.add(digest_after(lambda tensor: tensor.reshape(tensor.shape[::-1]), "model.layers.0.self_attn.o_proj.weight"))
+    seen.add(digest_after(lambda tensor: tensor.to(torch.bfloat16), "model.norm.weight"))
+    assert len(seen) == 6
+
+
+def test_the_digest_of_a_large_model_reads_samples_that_reach_both_ends(demo_dir: Path) -> None:
+    files: ModelFiles = read_model_files(demo_dir)
+    largest = max(files.tensors, key=lambda tensor: tensor.num_bytes)
+    ranges = model_files._digested_ranges(largest, is_whole=False)
+    assert ranges[0][0] == largest.begin and ranges[-1][1] == largest.end
+    assert len(ranges) == 16 and all(end - begin == 4096 for begin, end in ranges)
+    assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+
+
+@pytest.mark.parametrize("protocol", [PrefillEngine, DecodeEngine])
+def test_the_engine_has_what_the_interface_asks_for(engine: EmbeddedEngine, protocol: type) -> None:
+    asked = {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
+    assert {"layout", "shard", "pool", "model_fields", "max_context_tokens", "vocab_size", "close"} < set(asked)
+    for name, member in asked.items():
+        if isinstance(member, property):
+            assert hasattr(engine, name)
+        else:
+            assert list(inspect.signature(member).parameters)[1:] == list(inspect.signature(getattr(engine, name)).parameters)

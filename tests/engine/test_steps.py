@@ -1,0 +1,211 @@
+"""One rank: the engine's greedy tokens are those of transformers' own `generate`, however a prompt is cut, paged or batched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from embedded_engine.engine import EmbeddedEngine
+from tests.engine.conftest import Generate
+from tests.engine.steps import bind_pages, decode_all, generate_all, prefill_all
+from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.layout import DType, Shard, TokenOrder
+
+NUM_TOKENS = 8
+Prompts = dict[int, tuple[int, ...]]
+
+
+def make_engine(directory: Path, **shard: Any) -> EmbeddedEngine:
+    cut = Shard(**shard)
+    return EmbeddedEngine(directory, shard=cut, num_pages=3200 // cut.page_size)
+
+
+@pytest.fixture(scope="module")
+def engine(demo_dir: Path) -> EmbeddedEngine:
+    return make_engine(demo_dir)
+
+
+def expected(generate: Generate, directory: Path, prompts: Prompts, num_tokens: int = NUM_TOKENS) -> dict[str, list[int]]:
+    return {str(length): generate(directory, tokens, num_tokens) for length, tokens in prompts.items()}
+
+
+def named(prompts: Prompts) -> dict[str, tuple[int, ...]]:
+    return {str(length): tokens for length, tokens in prompts.items()}
+
+
+def test_a_ragged_batch_generates_what_transformers_does(
+    engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
+) -> None:
+    assert generate_all(engine, named(prompts), NUM_TOKENS) == expected(generate, demo_dir, prompts)
+
+
+def test_a_request_alone_generates_what_it_does_in_a_batch(
+    engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
+) -> None:
+    for length in (1, 16, 129):
+        alone = {length: prompts[length]}
+        assert generate_all(engine, named(alone), NUM_TOKENS) == expected(generate, demo_dir, alone)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 100, 128, 129, 256])
+def test_chunked_prefill_is_exact(
+    engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts, chunk_tokens: int
+) -> None:
+    # One token a step is slow: the longest prompts are left to the larger chunks.
+    chosen = {length: tokens for length, tokens in prompts.items() if length <= 40 * chunk_tokens}
+    assert generate_all(engine, named(chosen), 4, chunk_tokens=chunk_tokens) == expected(generate, demo_dir, chosen, 4)
+
+
+@pytest.mark.parametrize("order", list(TokenOrder))
+@pytest.mark.parametrize("page_size", [1, 5, 16, 32, 64])
+def test_page_size_and_order_change_nothing(
+    demo_dir: Path, generate: Generate, prompts: Prompts, page_size: int, order: TokenOrder
+) -> None:
+    engine = make_engine(demo_dir, page_size=page_size, order=order)
+    chosen = {length: prompts[length] for length in (1, 17, 64, 129)}
+    assert generate_all(engine, named(chosen), 4, chunk_tokens=48) == expected(generate, demo_dir, chosen, 4)
+
+
+def test_qwen3_with_tied_embeddings_biases_and_split_files(qwen_dir: Path, generate: Generate, prompts: Prompts) -> None:
+    chosen = {length: prompts[length] for length in (1, 17, 129, 257)}
+    for shard in ({}, {"page_size": 32, "order": TokenOrder.HND}):
+        engine = make_engine(qwen_dir, **shard)
+        assert engine.eos_token_ids == (1, 2)
+        assert generate_all(engine, named(chosen), NUM_TOKENS, chunk_tokens=50) == expected(generate, qwen_dir, chosen)
+
+
+def test_requests_join_and_leave_between_steps(
+    engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
+) -> None:
+    chosen = {str(length): prompts[length] for length in (5, 33, 128)}
+    tables = bind_pages(engine.pool.num_pages, engine.pool.page_size, {name: len(ids) + 12 for name, ids in chosen.items()})
+    tokens: dict[str, list[int]] = {}
+    for name in chosen:  # each joins while the earlier ones generate
+        tokens[name] = [prefill_all(engine, {name: chosen[name]}, tables)[name]]
+        for _ in range(3):
+            items = [
+                DecodeItem(
+                    request_id=other,
+                    token_id=own[-1],
+                    position=len(chosen[other]) + len(own) - 1,
+                    page_table=tables[other],
+                )
+                for other, own in tokens.items()
+            ]
+            for other, token in engine.decode(items).items():
+                tokens[other].append(token)
+        if name == "33":
+            assert tokens.pop("5") == generate(demo_dir, chosen["5"], 7)
+    for name, own in tokens.items():
+        assert own == generate(demo_dir, chosen[name], len(own))
+
+
+def test_a_prefix_that_is_in_the_pool_is_not_computed_again(
+    engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
+) -> None:
+    tokens = prompts[129]
+    tables = bind_pages(engine.pool.num_pages, engine.pool.page_size, {"first": 140, "second": 140})
+    prefill_all(engine, {"first": tokens}, tables)
+    shared = engine.pool.page_size * 5
+    table = tables["first"][:5] + tables["second"][5:]
+    item = PrefillItem(request_id="second", token_ids=tokens[shared:], first_token=shared, page_table=table, is_last=True)
+    first = engine.prefill([item])
+    assert decode_all(engine, first, {"second": 129}, {"second": table}, 4) == {"second": generate(demo_dir, tokens, 4)}
+
+
+def test_nothing_is_read_that_was_not_written(demo_dir: Path, generate: Generate, prompts: Prompts) -> None:
+    """A pool full of NaN: one unwritten slot in any score or sum would poison the tokens."""
+    engine = make_engine(demo_dir)
+    for layer in range(engine.layout.num_layers):
+        for is_v in (False, True):
+            engine.pool.buffer(layer, is_v=is_v).fill_(float("nan"))
+    chosen = {length: prompts[length] for length in (1, 15, 17, 129)}
+    assert generate_all(engine, named(chosen), 4, chunk_tokens=20) == expected(generate, demo_dir, chosen, 4)
+
+
+def test_only_the_step_s_own_slots_are_written(engine: EmbeddedEngine, prompts: Prompts) -> None:
+    pool = engine.pool
+    tables = bind_pages(pool.num_pages, pool.page_size, {"a": 40})
+    prefill_all(engine, {"a": prompts[33]}, tables)
+    before = [pool.buffer(layer, is_v=is_v).clone() for layer in range(8) for is_v in (False, True)]
+    engine.decode([DecodeItem(request_id="a", token_id=9, position=33, page_table=tables["a"])])
+    page, offset = tables["a"][33 // 16], 33 % 16
+    after = [pool.buffer(layer, is_v=is_v) for layer in range(8) for is_v in (False, True)]
+    for old, new in zip(before, after, strict=True):
+        changed = (old != new).any(dim=(2, 3)).nonzero().tolist()
+        assert changed == [[page, offset]]
+
+
+@pytest.mark.parametrize(("layers_per_group", "calls"), [(None, [8]), (1, [1, 2, 3, 4, 5, 6, 7, 8]), (3, [3, 6, 8]), (20, [8])])
+def test_layer_groups_are_reported_when_their_kv_is_in_the_pool(
+    demo_dir: Path, prompts: Prompts, layers_per_group: int | None, calls: list[int]
+) -> None:
+    engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=20, layers_per_group=layers_per_group)
+    table = list(range(20))
+    slots = torch.arange(33)
+    seen: list[int] = []
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def on_layers_written(layers_done: int, event: object) -> None:
+        assert event is None
+        for layer in range(len(kept), layers_done):
+            kept.append(engine.pool.read(layer, slots))
+        for layer in range(layers_done, 8):
+            assert not engine.pool.read(layer, slots)[0].any()
+        seen.append(layers_done)
+
+    item = PrefillItem(request_id="a", token_ids=prompts[33], first_token=0, page_table=table, is_last=False)
+    assert engine.prefill([item], on_layers_written) == {}
+    assert seen == calls
+    for layer, (k, v) in enumerate(kept):
+        final_k, final_v = engine.pool.read(layer, slots)
+        assert k.any() and torch.equal(k, final_k) and torch.equal(v, final_v)
+
+
+def test_a_failing_callback_reaches_the_caller_as_it_is(engine: EmbeddedEngine, prompts: Prompts) -> None:
+    class Oops(Exception):
+        pass
+
+    def on_layers_written(layers_done: int, event: object) -> None:
+        raise Oops
+
+    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_table=[0], is_last=True)
+    with pytest.raises(Oops):
+        engine.prefill([item], on_layers_written)
+    assert engine.prefill([item])
+
+
+def test_an_empty_step_is_nothing(engine: EmbeddedEngine) -> None:
+    assert engine.prefill([]) == {} and engine.decode([]) == {}
+
+
+def test_half_precision_model_and_narrower_pool(demo_dir: Path, prompts: Prompts) -> None:
+    exact = make_engine(demo_dir)
+    tokens = {"a": prompts[64]}
+    wanted = generate_all(exact, tokens, 1)
+    for options in ({"dtype": DType.BFLOAT16}, {"dtype": DType.FLOAT16}):
+        engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=20, **options)
+        assert engine.layout.dtype is options["dtype"] and engine.pool.dtype is getattr(torch, options["dtype"].value)
+        generate_all(engine, tokens, 4)
+    narrow = EmbeddedEngine(demo_dir, shard=Shard(dtype=DType.FLOAT16), num_pages=20)
+    assert narrow.pool.dtype is torch.float16 and narrow.layout.dtype is DType.FLOAT32
+    assert generate_all(narrow, tokens, 1) == wanted
+
+
+def test_what_the_engine_says_about_itself(engine: EmbeddedEngine, demo_dir: Path) -> None:
+    config = LlamaConfig.from_pretrained(demo_dir)
+    assert engine.vocab_size == config.vocab_size and engine.max_context_tokens == 4096
+    assert engine.layout.num_layers == 8 and engine.layout.layers[0].num_kv_heads == 12
+    assert engine.layout.dtype is DType.FLOAT32 and engine.eos_token_ids == (config.eos_token_id,)
+
+
+def test_a_full_context_works_to_its_last_token(qwen_dir: Path) -> None:
+    engine = make_engine(qwen_dir)
+    tokens = tuple(3 + index % 200 for index in range(511))
+    table = list(range(32))
+    first = engine.prefill([PrefillItem(request_id="a", token_ids=tokens, first_token=0, page_table=table, is_last=True)])
+    assert engine.decode([DecodeItem(request_id="a", token_id=first["a"], position=511, page_table=table)])
