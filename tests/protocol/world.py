@@ -1,8 +1,9 @@
 """A simulated cluster around the real `Sender` and `Receiver`: everything that could go wrong, checked after every event.
 
-One seed is one history. The world plays engines, kernels, data plane, control network, watermark streams and the two leaders, which
-start requests on all ranks and spread the news of a failure. Faults are injected until `healed_at`; after that everything works and
-goes on ticking, and the world must become empty: that is what `run()` asserts, besides all that memory.py and links.py assert on the way.
+One seed is one history. The world plays engines, kernels, data plane, control network, watermark streams and the two
+leaders, which start requests on all ranks and spread the news of a failure. Faults are injected until `healed_at`; after
+that everything works and goes on ticking, and the world must become empty: that is what `run()` asserts, besides all that
+memory.py and links.py assert on the way.
 
 Time is an integer; think of milliseconds.
 """
@@ -189,10 +190,10 @@ class World:
             self._publish(receiver)
 
     def _is_quiet(self) -> bool:
-        machines = [rank.machine for rank in (*self.senders, *self.receivers)]
+        are_idle = all(s.machine.is_idle for s in self.senders) and all(r.machine.is_idle for r in self.receivers)
         spent = any(session.spent for sender in self.senders for session in sender.machine._sessions.values())
         work = any(link.posts or link.shipments for link in self.links.values() if link.is_live)
-        return not spent and not work and all(machine.is_idle for machine in machines) and self._are_all_attached()
+        return not spent and not work and are_idle and self._are_all_attached()
 
     def _are_all_attached(self) -> bool:
         return all(link.is_live for link in self.current.values())
