@@ -1,0 +1,488 @@
+"""The ring: golden examples that people can follow, and a stateful machine against an oracle that keeps every byte's owner."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, RemoteProtocolError
+from transfer.ring import (
+    ALIGNMENT_BYTES,
+    MAX_ATTEMPTS,
+    MAX_PUBLISHED_RANGES,
+    Grant,
+    RingView,
+    StagingAllocator,
+    Watermark,
+    grant_key,
+)
+
+CELL = ALIGNMENT_BYTES
+
+
+def cells(begin: int, end: int) -> Grant:
+    return Grant(begin * CELL, end * CELL)
+
+
+def ring_of(num_cells: int) -> StagingAllocator:
+    return StagingAllocator(num_cells * CELL, incarnation=7)
+
+
+def view_of(num_cells: int) -> RingView:
+    return RingView(num_cells * CELL, incarnation=7)
+
+
+# Golden examples: a ring of few cells
+
+
+def test_grants_follow_each_other_and_are_rounded_up() -> None:
+    ring = ring_of(4)
+    assert ring.assign(1) == cells(0, 1)
+    assert ring.assign(CELL + 1) == cells(1, 3)
+    assert (ring.head, ring.position, ring.live_bytes, ring.num_live_grants) == (3 * CELL, 0, 3 * CELL, 2)
+
+
+def test_a_grant_does_not_wrap_and_the_padding_is_free_at_once() -> None:
+    ring = ring_of(4)
+    first = ring.assign(3 * CELL)
+    second = ring.assign(2 * CELL)
+    assert second == cells(4, 6)  # cell 3 is padding
+    assert ring.live_bytes == 5 * CELL
+    ring.release(first)
+    assert ring.position == 4 * CELL
+
+
+def test_the_ring_overcommits_and_the_second_round_waits_for_the_first() -> None:
+    ring = ring_of(4)
+    first, second = ring.assign(2 * CELL), ring.assign(2 * CELL)
+    third = ring.assign(2 * CELL)
+    assert third == cells(4, 6)
+    assert [ring.is_writable(grant) for grant in (first, second, third)] == [True, True, False]
+    ring.release(second)
+    assert not ring.is_writable(third)
+    ring.release(first)
+    assert ring.is_writable(third)
+
+
+def test_one_stuck_grant_delays_only_those_that_reuse_its_bytes() -> None:
+    ring, view = ring_of(4), view_of(4)
+    stuck, other = ring.assign(CELL), ring.assign(3 * CELL)
+    on_stuck, on_other = ring.assign(CELL), ring.assign(CELL)
+    ring.release(other)
+    view.update(ring.watermark())
+    assert ring.position == 0
+    assert [view.is_writable(grant) for grant in (stuck, on_stuck, on_other)] == [True, False, True]
+    assert view.is_released(other)
+    assert not view.is_released(stuck)
+
+
+def test_a_grant_two_rounds_ahead_waits_although_the_one_between_was_released_unwritten() -> None:
+    """k = 1 released without being written while k = 2, one round older on the same bytes, is still live."""
+    ring, view = ring_of(2), view_of(2)
+    oldest = ring.assign(2 * CELL)
+    between = ring.assign(2 * CELL)
+    newest = ring.assign(2 * CELL)
+    ring.release(between)
+    view.update(ring.watermark())
+    for knows in (ring, view):
+        assert not knows.is_writable(newest)
+    ring.release(oldest)
+    view.update(ring.watermark())
+    for knows in (ring, view):
+        assert knows.is_writable(newest)
+
+
+def test_released_ranges_join_on_both_sides() -> None:
+    ring = ring_of(8)
+    grants = [ring.assign(CELL) for _ in range(5)]
+    for index in (3, 1):
+        ring.release(grants[index])
+    assert ring.watermark().released == (cells(1, 2), cells(3, 4))
+    ring.release(grants[2])
+    assert ring.watermark().released == (cells(1, 4),)
+    ring.release(grants[4])
+    assert ring.watermark().released == (cells(1, 5),)
+    ring.release(grants[0])
+    assert (ring.watermark().released, ring.position) == ((), 5 * CELL)
+
+
+def test_a_range_grows_downwards() -> None:
+    ring = ring_of(8)
+    grants = [ring.assign(CELL) for _ in range(4)]
+    ring.release(grants[3])
+    ring.release(grants[2])
+    assert ring.watermark().released == (cells(2, 4),)
+
+
+def test_a_whole_ring_is_one_grant() -> None:
+    ring = ring_of(4)
+    assert ring.assign(4 * CELL) == cells(0, 4)
+    assert ring.assign(4 * CELL) == cells(4, 8)
+
+
+def test_a_chunk_larger_than_the_ring_names_both_sizes() -> None:
+    ring = ring_of(4)
+    with pytest.raises(ChunkTooLarge, match=r"1025 bytes .* ring of 1024 bytes"):
+        ring.assign(1025)
+    assert ring.head == 0
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1, -CELL])
+def test_a_grant_of_nothing_is_refused(num_bytes: int) -> None:
+    with pytest.raises(LocalProtocolError, match=f"grant of {num_bytes} bytes"):
+        ring_of(4).assign(num_bytes)
+
+
+@pytest.mark.parametrize("capacity_bytes", [0, -CELL, CELL + 1])
+def test_a_capacity_that_is_no_multiple_is_refused(capacity_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"ring.capacity_bytes is {capacity_bytes}; it must be a positive multiple of 256"):
+        StagingAllocator(capacity_bytes)
+
+
+def test_a_peer_with_no_ring_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="ring of 0 bytes"):
+        RingView(0)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 0), (2, 1), (-1, 1)])
+def test_an_empty_grant_cannot_be_made(begin: int, end: int) -> None:
+    with pytest.raises(LocalProtocolError, match="empty or negative"):
+        Grant(begin, end)
+
+
+# Quarantine
+
+
+def test_new_grants_step_around_quarantined_bytes() -> None:
+    ring = ring_of(4)
+    suspect, other = ring.assign(CELL), ring.assign(CELL)
+    ring.quarantine(suspect)
+    ring.quarantine(suspect)  # said twice, counted once
+    ring.release(other)
+    assert ring.quarantined_bytes == CELL
+    assert [ring.assign(CELL) for _ in range(4)] == [cells(2, 3), cells(3, 4), cells(5, 6), cells(6, 7)]
+    ring.check_invariants()
+
+
+def test_stepping_around_two_quarantined_grants_and_the_end_of_the_ring() -> None:
+    ring = ring_of(6)
+    first, gap, second = ring.assign(CELL), ring.assign(CELL), ring.assign(CELL)
+    ring.release(gap)
+    ring.quarantine(first)
+    ring.quarantine(second)
+    assert ring.assign(3 * CELL) == cells(3, 6)
+    assert ring.assign(2 * CELL) == cells(9, 11)  # cells 0 and 2 are suspect, and cell 1 alone is too small
+    assert ring.assign(2 * CELL) == cells(15, 17)  # cell 5 is too small, and then the next round
+    ring.check_invariants()
+
+
+def test_with_no_way_around_the_grant_waits() -> None:
+    ring = ring_of(4)
+    suspect = ring.assign(3 * CELL)
+    ring.quarantine(suspect)
+    grant = ring.assign(4 * CELL)
+    assert grant == cells(4, 8)
+    assert not ring.is_writable(grant)
+    ring.release(suspect)
+    assert ring.is_writable(grant)
+    assert ring.quarantined_bytes == 0
+
+
+def test_only_a_live_grant_can_be_quarantined() -> None:
+    ring = ring_of(4)
+    grant = ring.assign(CELL)
+    ring.release(grant)
+    with pytest.raises(LocalProtocolError, match="quarantine of grant"):
+        ring.quarantine(grant)
+
+
+# Watermarks, and what a writer makes of them
+
+
+def test_a_watermark_publishes_only_the_lowest_ranges_and_the_view_remembers_the_others() -> None:
+    num_grants = 2 * MAX_PUBLISHED_RANGES + 10
+    ring, view = ring_of(num_grants), view_of(num_grants)
+    grants = [ring.assign(CELL) for _ in range(num_grants)]
+    high = grants[-1]
+    ring.release(high)
+    view.update(ring.watermark())
+    assert view.is_released(high)
+    for grant in grants[1::2][: MAX_PUBLISHED_RANGES + 1]:
+        ring.release(grant)
+    watermark = ring.watermark()
+    assert len(watermark.released) == MAX_PUBLISHED_RANGES
+    assert high.begin > watermark.released[-1].end
+    view.update(watermark)
+    assert view.watermark == watermark
+    assert view.is_released(high)  # heard before, though there is no room to repeat it
+    assert not view.is_released(grants[2 * MAX_PUBLISHED_RANGES + 1])  # not heard of yet
+    assert not view.is_released(grants[0])
+
+
+def test_truncated_ranges_only_delay() -> None:
+    num_grants = 2 * MAX_PUBLISHED_RANGES + 4
+    ring, view = ring_of(num_grants), view_of(num_grants)
+    grants = [ring.assign(CELL) for _ in range(num_grants)]
+    for grant in grants[1::2]:
+        ring.release(grant)
+    last = grants[-1]
+    second_round = [ring.assign(CELL) for _ in range(num_grants)][-1]
+    view.update(ring.watermark())
+    assert ring.is_writable(second_round)
+    assert not view.is_writable(second_round)
+    assert not view.is_released(last)
+    for grant in grants[0::2][:4]:
+        ring.release(grant)
+    view.update(ring.watermark())
+    assert view.is_writable(second_round)
+
+
+def test_older_and_repeated_watermarks_and_those_of_another_life_are_ignored() -> None:
+    ring, view = ring_of(4), view_of(4)
+    grant = ring.assign(CELL)
+    early = ring.watermark()
+    ring.release(grant)
+    late = ring.watermark()
+    assert view.update(late)
+    assert not view.update(early)
+    assert not view.update(late)
+    assert not view.update(Watermark(incarnation=8, sequence=99, position=0))
+    assert view.watermark == late
+
+
+def test_a_newer_watermark_that_moves_back_is_the_peers_fault() -> None:
+    view = view_of(4)
+    view.update(Watermark(incarnation=7, sequence=1, position=512))
+    with pytest.raises(RemoteProtocolError, match="moved back from 512 to 256"):
+        view.update(Watermark(incarnation=7, sequence=2, position=256))
+    assert view.watermark.position == 512
+
+
+@pytest.mark.parametrize(
+    ("position", "sequence", "released"),
+    [
+        (-1, 0, ()),
+        (0, -1, ()),
+        (256, 1, (Grant(256, 512),)),
+        (0, 1, (Grant(256, 512), Grant(512, 768))),
+        (0, 1, (Grant(512, 768), Grant(256, 300))),
+    ],
+)
+def test_a_watermark_that_contradicts_itself_cannot_be_made(position: int, sequence: int, released: tuple[Grant, ...]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        Watermark(incarnation=1, sequence=sequence, position=position, released=released)
+
+
+@pytest.mark.parametrize(
+    ("grant", "num_bytes", "can_hold"),
+    [
+        (cells(0, 1), CELL, True),
+        (cells(4, 8), 4 * CELL, True),
+        (cells(0, 1), CELL + 1, False),  # too small
+        (cells(3, 5), CELL, False),  # across the end
+        (cells(0, 5), CELL, False),  # larger than the ring
+        (Grant(1, 257), CELL, False),  # not aligned
+    ],
+)
+def test_which_grants_a_ring_can_give(grant: Grant, num_bytes: int, can_hold: bool) -> None:
+    assert view_of(4).can_hold(grant, num_bytes) is can_hold
+
+
+def test_no_two_writes_of_a_rings_life_share_a_key() -> None:
+    keys = [grant_key(begin * CELL, attempt) for begin in range(50) for attempt in range(MAX_ATTEMPTS)]
+    assert sorted(keys) == keys
+    assert len(set(keys)) == len(keys)
+
+
+# The executed invariants say no when they should
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda ring: ring._range_begins.__setitem__(0, 0), "ascending and apart"),
+        (lambda ring: ring._live.pop(0), "live bytes"),
+        (lambda ring: setattr(ring, "_live_bytes", 0), "R4"),
+        (lambda ring: ring._quarantined.update({99: Grant(99, 100)}), "a quarantined grant is live"),
+        (lambda ring: setattr(ring, "_quarantined_bytes", 3), "quarantined bytes"),
+        (lambda ring: setattr(ring, "_head", ring._head - 2 * CELL), "ascending and apart"),
+    ],
+)
+def test_a_spoilt_ring_is_noticed(spoil: object, message: str) -> None:
+    ring = ring_of(8)
+    grants = [ring.assign(CELL) for _ in range(3)]
+    ring.release(grants[1])
+    ring.check_invariants()
+    assert callable(spoil)
+    spoil(ring)
+    with pytest.raises(LocalProtocolError, match=message):
+        ring.check_invariants()
+
+
+def test_writable_grants_that_overlap_are_noticed() -> None:
+    ring = ring_of(4)
+    ring._live = {0: cells(0, 2), CELL: cells(1, 3)}
+    ring._live_bytes, ring._head = 4 * CELL, 4 * CELL
+    with pytest.raises(LocalProtocolError, match="R1"):
+        ring.check_invariants()
+
+
+def test_an_empty_ring_with_a_watermark_behind_is_noticed() -> None:
+    ring = ring_of(4)
+    ring._head = 2 * CELL
+    ring._range_begins, ring._range_ends = [CELL], [3 * CELL]
+    with pytest.raises(LocalProtocolError, match="ascending"):
+        ring.check_invariants()
+    ring._range_begins, ring._range_ends = [CELL // 2], [2 * CELL]
+    with pytest.raises(LocalProtocolError, match="R4"):
+        ring.check_invariants()
+    ring._live_bytes = CELL // 2
+    with pytest.raises(LocalProtocolError, match="live bytes are counted right"):
+        ring.check_invariants()
+
+
+# Against an oracle
+
+
+class Oracle:
+    """Who has been given each byte, in the order of grants; no positions, no ranges, no arithmetic of rounds."""
+
+    def __init__(self, num_cells: int) -> None:
+        self.num_cells = num_cells
+        self.owners: list[list[Grant]] = [[] for _ in range(num_cells)]  # per cell, unreleased, oldest first
+        self.released: set[Grant] = set()
+
+    def _cells_of(self, grant: Grant) -> list[int]:
+        return [position // CELL % self.num_cells for position in range(grant.begin, grant.end, CELL)]
+
+    def add(self, grant: Grant) -> None:
+        for cell in self._cells_of(grant):
+            self.owners[cell].append(grant)
+
+    def release(self, grant: Grant) -> None:
+        self.released.add(grant)
+        for cell in self._cells_of(grant):
+            self.owners[cell].remove(grant)
+
+    def is_writable(self, grant: Grant) -> bool:
+        return all(self.owners[cell][0] == grant for cell in self._cells_of(grant))
+
+
+class RingMachine(RuleBasedStateMachine):
+    """An allocator and a writer's view, between them watermarks that are delayed, lost, repeated and reordered."""
+
+    @initialize(num_cells=st.integers(1, 9))
+    def start(self, num_cells: int) -> None:
+        self.num_cells = num_cells
+        self.ring, self.view, self.oracle = ring_of(num_cells), view_of(num_cells), Oracle(num_cells)
+        self.live: list[Grant] = []
+        self.quarantined: list[Grant] = []
+        self.under_way: list[Watermark] = []
+        self.highest = 0
+
+    @rule(num_bytes=st.integers(1, 9 * CELL))
+    def assign(self, num_bytes: int) -> None:
+        assume(num_bytes <= self.num_cells * CELL)
+        head = self.ring.head
+        grant = self.ring.assign(num_bytes)
+        assert head <= grant.begin
+        assert 0 <= grant.end - grant.begin - num_bytes < CELL
+        assert self.view.can_hold(grant, num_bytes)
+        self.live.append(grant)
+        self.oracle.add(grant)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        grant = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        if grant in self.quarantined:
+            self.quarantined.remove(grant)
+        self.ring.release(grant)
+        self.oracle.release(grant)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(self.live))
+        self.ring.quarantine(grant)
+        if grant not in self.quarantined:
+            self.quarantined.append(grant)
+
+    @rule()
+    def publish(self) -> None:
+        self.under_way.append(self.ring.watermark())
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), is_kept=st.booleans())
+    def deliver(self, data: st.DataObject, is_kept: bool) -> None:
+        watermark = data.draw(st.sampled_from(self.under_way))
+        is_newer = watermark.sequence > self.view.watermark.sequence
+        assert self.view.update(watermark) is is_newer
+        if not is_kept:
+            self.under_way.remove(watermark)
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.under_way.remove(data.draw(st.sampled_from(self.under_way)))
+
+    @invariant()
+    def agrees_with_the_oracle(self) -> None:
+        if not hasattr(self, "ring"):
+            return
+        self.ring.check_invariants()
+        for grant in self.live:
+            assert self.ring.is_writable(grant) is self.oracle.is_writable(grant), grant
+            assert not self.view.is_released(grant), grant
+            assert not self.view.is_writable(grant) or self.oracle.is_writable(grant), grant
+        assert all(grant in self.oracle.released for grant in self.oracle.released if self.view.is_released(grant))
+        assert self.ring.position >= self.highest
+        self.highest = self.ring.position
+        assert self.ring.live_bytes == sum(grant.end - grant.begin for grant in self.live)
+        assert self.ring.quarantined_bytes == sum(grant.end - grant.begin for grant in self.quarantined)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ring"):
+            return
+        for grant in self.live:
+            self.ring.release(grant)
+        self.ring.check_invariants()
+        assert self.ring.position == self.ring.head
+        assert self.ring.live_bytes == 0
+        self.view.update(self.ring.watermark())
+        assert all(self.view.is_released(grant) for grant in self.oracle.released)
+
+
+TestRingMachine = RingMachine.TestCase
+TestRingMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32 - 1), num_cells=st.integers(130, 300))
+def test_long_range_lists_agree_with_the_oracle(seed: int, num_cells: int) -> None:
+    """More released ranges than a watermark can carry, over several rounds."""
+    chance = random.Random(seed)
+    ring, view, oracle = ring_of(num_cells), view_of(num_cells), Oracle(num_cells)
+    live: list[Grant] = []
+    for _ in range(5 * num_cells):
+        if len(live) < 2 * num_cells and chance.random() < 0.6:
+            grant = ring.assign(chance.randint(1, 3 * CELL))
+            oracle.add(grant)
+            live.append(grant)
+        elif live:
+            grant = live.pop(chance.randrange(len(live)))
+            ring.release(grant)
+            oracle.release(grant)
+        if chance.random() < 0.05:
+            heard = [grant for grant in oracle.released if view.is_released(grant)]
+            view.update(ring.watermark())
+            assert all(view.is_released(grant) for grant in heard)
+            for grant in live:
+                assert ring.is_writable(grant) is oracle.is_writable(grant)
+                assert not view.is_released(grant)
+                assert not view.is_writable(grant) or oracle.is_writable(grant)
+    ring.check_invariants()
