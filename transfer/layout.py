@@ -130,7 +130,9 @@ class KVLayout:
         """The layout of a plain MHA or GQA model (Llama, Qwen3)."""
         if num_layers < 1:
             raise LayoutError(f"num_layers is {num_layers}; it must be at least 1")
-        spec = LayerSpec(num_kv_heads=num_kv_heads, k_head_dim=head_dim, v_head_dim=head_dim if v_head_dim is None else v_head_dim)
+        spec = LayerSpec(
+            num_kv_heads=num_kv_heads, k_head_dim=head_dim, v_head_dim=head_dim if v_head_dim is None else v_head_dim
+        )
         return cls(layers=(spec,) * num_layers, dtype=dtype)
 
     @property
@@ -229,7 +231,9 @@ class Shard:
         """Global layers of this rank's stage. Without `stage_layers` the first stages take one more where it does not divide."""
         if self.stage_layers is not None:
             if sum(self.stage_layers) != layout.num_layers:
-                raise LayoutError(f"stage_layers {self.stage_layers} add up to {sum(self.stage_layers)}; the model has {layout.num_layers}")
+                raise LayoutError(
+                    f"stage_layers {self.stage_layers} add up to {sum(self.stage_layers)}; the model has {layout.num_layers}"
+                )
             begin = sum(self.stage_layers[: self.pp_rank])
             return Span(begin=begin, end=begin + self.stage_layers[self.pp_rank])
         base, extra = divmod(layout.num_layers, self.pp_size)

@@ -1,0 +1,397 @@
+"""Geometry: exact cover of every cut by every cut, wire layout, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transfer.errors import LayoutError
+from transfer.layout import (
+    DType,
+    HeadSlice,
+    KVLayout,
+    LayerKind,
+    LayerSpec,
+    Route,
+    Shard,
+    Span,
+    TokenOrder,
+    routes,
+    wire_buffers,
+    wire_bytes,
+    wire_dtype,
+)
+
+MHA = LayerSpec(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
+MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=576, v_head_dim=0)
+WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=8, k_head_dim=64, v_head_dim=32, window_tokens=10)
+STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=1000, v_head_dim=0)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KVLayout:
+    mha = st.builds(
+        LayerSpec, num_kv_heads=st.sampled_from((1, 2, 3, 4, 5, 8, 12, 16)), k_head_dim=st.just(4), v_head_dim=st.just(2)
+    )
+    return KVLayout(
+        layers=tuple(draw(st.lists(st.one_of(mha, st.sampled_from((MHA, MLA, WINDOW, STATE))), min_size=1, max_size=9))),
+        dtype=draw(st.sampled_from(DType)),
+    )
+
+
+@st.composite
+def shards(draw: st.DrawFn, layout: KVLayout, max_tp: int = 16) -> Shard:
+    pp_size = draw(st.integers(1, 4))
+    stages = None
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.lists(st.integers(0, layout.num_layers), min_size=pp_size - 1, max_size=pp_size - 1)))
+        edges = [0, *cuts, layout.num_layers]
+        stages = tuple(end - begin for begin, end in pairwise(edges))
+    return Shard(tp_size=draw(st.integers(1, max_tp)), pp_size=pp_size, stage_layers=stages)
+
+
+def global_heads(layout: KVLayout, shard: Shard, layer: int) -> Span:
+    return shard.heads(layout.layers[layer].num_kv_heads)
+
+
+def assert_exact_cover(layout: KVLayout, prefill: Shard, decode: Shard) -> None:
+    """Every (layer, local head) of every decode rank is written once, by a rank that holds that global head of that layer."""
+    written: Counter[tuple[int, int, int]] = Counter()
+    for index, route in enumerate(routes(layout, prefill, decode)):
+        assert route.index == index and len(route.layers)
+        source, target = prefill.at(route.prefill_rank), decode.at(route.decode_rank)
+        for layer in range(route.layers.begin, route.layers.end):
+            assert layer in source.layers(layout) and layer in target.layers(layout)
+            held, wanted = global_heads(layout, source, layer), global_heads(layout, target, layer)
+            for offset in range(route.heads.count):
+                source_head = held.begin + route.heads.source_start + offset
+                target_head = wanted.begin + route.heads.target_start + offset
+                assert source_head == target_head and source_head in held and target_head in wanted
+                written[route.decode_rank, layer, route.heads.target_start + offset] += 1
+    expected = {
+        (rank, layer, head): 1
+        for rank in range(decode.num_ranks)
+        for layer in range(decode.at(rank).layers(layout).begin, decode.at(rank).layers(layout).end)
+        for head in range(len(global_heads(layout, decode.at(rank), layer)))
+    }
+    assert written == expected
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 4, 5, 8, 12, 16])
+def test_exact_cover_of_all_tp_pairs(num_heads: int) -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=num_heads, head_dim=4, dtype=DType.BFLOAT16)
+    for prefill_tp in range(1, 17):
+        for decode_tp in range(1, 17):
+            assert_exact_cover(layout, Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp))
+
+
+@settings(max_examples=300)
+@given(data=st.data(), layout=layouts())
+def test_exact_cover_of_mixed_layers_and_stages(data: st.DataObject, layout: KVLayout) -> None:
+    prefill, decode = data.draw(shards(layout)), data.draw(shards(layout))
+    assert_exact_cover(layout, prefill, decode)
+    # Whose view of the cut is handed in does not matter.
+    any_prefill = prefill.at(data.draw(st.integers(0, prefill.num_ranks - 1)))
+    any_decode = decode.at(data.draw(st.integers(0, decode.num_ranks - 1)))
+    assert routes(layout, any_prefill, any_decode) == routes(layout, prefill, decode)
+
+
+@given(num_heads=st.integers(1, 16), tp_size=st.integers(1, 32))
+def test_ranks_hold_every_head_and_consecutive_ranks_share(num_heads: int, tp_size: int) -> None:
+    held = [Shard(tp_size=tp_size, tp_rank=rank).heads(num_heads) for rank in range(tp_size)]
+    assert {head for span in held for head in range(span.begin, span.end)} == set(range(num_heads))
+    assert all(left.begin <= right.begin for left, right in pairwise(held))
+    sizes = {len(span) for span in held}
+    assert max(sizes) - min(sizes) <= 1
+    if tp_size <= num_heads:
+        assert sum(len(span) for span in held) == num_heads
+    else:
+        shares = Counter(span.begin for span in held)
+        assert sizes == {1} and max(shares.values()) - min(shares.values()) <= 1
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 4, 5, 8])
+def test_replicas_share_the_load_within_one(num_heads: int) -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=num_heads, head_dim=4, dtype=DType.BFLOAT16)
+    for prefill_tp in range(num_heads, 17):
+        for decode_tp in range(1, 17):
+            prefill, decode = Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)
+            found = routes(layout, prefill, decode)
+            for head in range(num_heads):
+                replicas = [rank for rank in range(prefill_tp) if head in prefill.at(rank).heads(num_heads)]
+                load = Counter({rank: 0 for rank in replicas})
+                for route in found:
+                    if head in prefill.at(route.prefill_rank).heads(num_heads) and sends(route, prefill, num_heads, head):
+                        load[route.prefill_rank] += 1
+                assert max(load.values()) - min(load.values()) <= 1, (prefill_tp, decode_tp, head, load)
+
+
+def sends(route: Route, prefill: Shard, num_heads: int, head: int) -> bool:
+    begin = prefill.at(route.prefill_rank).heads(num_heads).begin + route.heads.source_start
+    return begin <= head < begin + route.heads.count
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 8])
+def test_equal_cuts_are_joined_rank_by_rank(num_heads: int) -> None:
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=num_heads, head_dim=4, dtype=DType.BFLOAT16)
+    for tp_size in range(1, 17):
+        shard = Shard(tp_size=tp_size, pp_size=2)
+        assert [(route.prefill_rank, route.decode_rank) for route in routes(layout, shard, shard)] == [
+            (rank, rank) for rank in range(2 * tp_size)
+        ]
+
+
+def test_the_main_case_by_hand() -> None:
+    """12 heads, 4 -> 2: two prefill ranks of 3 heads fill each decode rank of 6."""
+    layout = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
+    layers = Span(begin=0, end=8)
+    assert routes(layout, Shard(tp_size=4), Shard(tp_size=2)) == tuple(
+        Route(
+            index=index,
+            prefill_rank=index,
+            decode_rank=index // 2,
+            layers=layers,
+            heads=HeadSlice(source_start=0, target_start=3 * (index % 2), count=3),
+        )
+        for index in range(4)
+    )
+
+
+def test_a_ratio_that_does_not_divide_is_intersected() -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
+    found = [
+        (route.prefill_rank, route.decode_rank, route.heads.source_start, route.heads.target_start, route.heads.count)
+        for route in routes(layout, Shard(tp_size=3), Shard(tp_size=2))
+    ]
+    assert found == [(0, 0, 0, 0, 4), (1, 0, 0, 4, 2), (1, 1, 2, 0, 2), (2, 1, 0, 2, 4)]
+
+
+def test_a_latent_has_one_source_per_target() -> None:
+    layout = KVLayout(layers=(MLA,) * 3, dtype=DType.BFLOAT16)
+    found = routes(layout, Shard(tp_size=4), Shard(tp_size=8))
+    assert [(route.prefill_rank, route.decode_rank) for route in found] == [(rank // 2, rank) for rank in range(8)]
+
+
+ROUTE = Route(
+    index=0,
+    prefill_rank=0,
+    decode_rank=0,
+    layers=Span(begin=1, end=4),
+    heads=HeadSlice(source_start=0, target_start=0, count=4),
+)
+
+
+@settings(max_examples=200)
+@given(data=st.data(), layout=layouts(), num_tokens=st.integers(1, 60))
+def test_wire_buffers_are_contiguous_and_exact(data: st.DataObject, layout: KVLayout, num_tokens: int) -> None:
+    begin = data.draw(st.integers(0, num_tokens - 1))
+    tokens = Span(begin=begin, end=data.draw(st.integers(begin + 1, num_tokens)))
+    first = data.draw(st.integers(0, layout.num_layers))
+    layers = Span(begin=first, end=data.draw(st.integers(first, layout.num_layers)))
+    for route in routes(layout, Shard(tp_size=2, pp_size=2), Shard(tp_size=3)):
+        arguments = {"tokens": tokens, "layers": layers, "num_tokens": num_tokens, "dtype": DType.FLOAT16}
+        buffers = wire_buffers(layout, route, **arguments)
+        position = 0
+        for buffer in buffers:
+            spec = layout.layers[buffer.layer]
+            assert buffer.layer in route.layers and buffer.layer in layers and len(buffer.tokens)
+            assert buffer.offset_bytes == position
+            assert buffer.row_bytes == route.heads.count * (spec.v_head_dim if buffer.is_v else spec.k_head_dim) * 2
+            position += buffer.num_bytes
+        assert position == wire_bytes(layout, route, **arguments)
+        places = [(buffer.layer, buffer.is_v) for buffer in buffers]
+        assert places == sorted(set(places))
+
+
+def test_whole_buffers_travel_in_layer_order_k_before_v() -> None:
+    layout = KVLayout(layers=(MHA, MHA, MLA, MHA, MHA), dtype=DType.BFLOAT16)
+    buffers = wire_buffers(
+        layout, ROUTE, tokens=Span(begin=3, end=8), layers=Span(begin=0, end=5), num_tokens=9, dtype=DType.INT8
+    )
+    assert [(buffer.layer, buffer.is_v, buffer.row_bytes, buffer.offset_bytes) for buffer in buffers] == [
+        (1, False, 512, 0),
+        (1, True, 512, 2560),
+        (2, False, 2304, 5120),
+        (3, False, 512, 16640),
+        (3, True, 512, 19200),
+    ]
+    assert (
+        wire_buffers(layout, ROUTE, tokens=Span(begin=3, end=8), layers=Span(begin=0, end=1), num_tokens=9, dtype=DType.INT8)
+        == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "travels"),
+    [((0, 8), None), ((8, 16), (15, 16)), ((16, 25), (16, 25)), ((0, 25), (15, 25)), ((0, 15), None)],
+)
+def test_a_sliding_window_moves_only_what_can_still_be_read(tokens: tuple[int, int], travels: tuple[int, int] | None) -> None:
+    route = replace(ROUTE, layers=Span(begin=0, end=1))
+    buffers = wire_buffers(
+        KVLayout(layers=(WINDOW,), dtype=DType.INT8),
+        route,
+        tokens=Span(begin=tokens[0], end=tokens[1]),
+        layers=Span(begin=0, end=1),
+        num_tokens=25,
+        dtype=DType.INT8,
+    )
+    expected = [] if travels is None else [Span(begin=travels[0], end=travels[1])] * 2
+    assert [buffer.tokens for buffer in buffers] == expected
+
+
+def test_a_prompt_shorter_than_the_window_moves_whole() -> None:
+    buffers = wire_buffers(
+        KVLayout(layers=(WINDOW,), dtype=DType.INT8),
+        replace(ROUTE, layers=Span(begin=0, end=1)),
+        tokens=Span(begin=0, end=7),
+        layers=Span(begin=0, end=1),
+        num_tokens=7,
+        dtype=DType.INT8,
+    )
+    assert [(buffer.tokens, buffer.row_bytes) for buffer in buffers] == [(Span(begin=0, end=7), 256), (Span(begin=0, end=7), 128)]
+
+
+@given(cuts=st.lists(st.integers(1, 39), max_size=6, unique=True))
+def test_a_recurrent_state_travels_once(cuts: list[int]) -> None:
+    layout = KVLayout(layers=(STATE,), dtype=DType.FLOAT32)
+    edges = [0, *sorted(cuts), 40]
+    sent = [
+        buffer
+        for begin, end in pairwise(edges)
+        for buffer in wire_buffers(
+            layout,
+            replace(ROUTE, layers=Span(begin=0, end=1)),
+            tokens=Span(begin=begin, end=end),
+            layers=Span(begin=0, end=1),
+            num_tokens=40,
+            dtype=DType.FLOAT32,
+        )
+    ]
+    assert [(buffer.tokens, buffer.num_bytes) for buffer in sent] == [(Span(begin=0, end=1), 4 * 1000 * 4)]
+
+
+def test_fingerprints_never_change() -> None:
+    """Golden: a changed value would make two versions of kvferry refuse each other."""
+    llama = KVLayout.uniform(num_layers=80, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
+    mixed = KVLayout(layers=(MHA, WINDOW, WINDOW, MLA, STATE), dtype=DType.FLOAT8_E4M3)
+    assert llama.fingerprint() == "2c64c3e1c19c272b"
+    assert mixed.fingerprint() == "4e2d4dcc4f92abec"
+
+
+@given(left=layouts(), right=layouts())
+def test_fingerprints_differ_exactly_where_layouts_do(left: KVLayout, right: KVLayout) -> None:
+    assert (left.fingerprint() == right.fingerprint()) is (left == right) is (not left.differences(right))
+    assert KVLayout(layers=left.layers, dtype=left.dtype).fingerprint() == left.fingerprint()
+
+
+def test_differences_name_both_values() -> None:
+    ours = KVLayout.uniform(num_layers=4, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
+    theirs = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=128, dtype=DType.FLOAT16)
+    assert ours.differences(theirs) == [
+        "dtype: bfloat16 != float16",
+        "layers[0:4]: attention kv_heads=8 k_dim=128 v_dim=128 window=0 != attention kv_heads=4 k_dim=128 v_dim=128 window=0",
+    ]
+    longer = KVLayout.uniform(num_layers=5, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
+    text = "attention kv_heads=8 k_dim=128 v_dim=128 window=0"
+    assert ours.differences(longer) == [
+        f"layers[0:4]: {text} != absent",
+        f"layers[0:5]: absent != {text}",
+        "num_layers: 4 != 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        (None, None, DType.BFLOAT16),
+        (DType.FLOAT32, DType.FLOAT16, DType.FLOAT16),
+        (DType.FLOAT16, DType.FLOAT32, DType.FLOAT16),
+        (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT16),
+        (None, DType.FLOAT8_E4M3, DType.FLOAT8_E4M3),
+        (DType.INT8, DType.INT8, DType.INT8),
+    ],
+)
+def test_the_wire_has_the_narrower_dtype(prefill: DType | None, decode: DType | None, expected: DType) -> None:
+    layout = KVLayout(layers=(MHA,), dtype=DType.BFLOAT16)
+    assert wire_dtype(layout, Shard(dtype=prefill), Shard(dtype=decode)) is expected
+
+
+def test_int8_moves_only_to_int8() -> None:
+    layout = KVLayout(layers=(MHA,), dtype=DType.BFLOAT16)
+    with pytest.raises(LayoutError, match="dtype int8 -> bfloat16"):
+        wire_dtype(layout, Shard(dtype=DType.INT8), Shard())
+
+
+def test_sizes_of_elements() -> None:
+    assert [dtype.num_bytes for dtype in DType] == [4, 2, 2, 1, 1]
+    assert MHA.num_buffers == 2 and MLA.num_buffers == 1
+
+
+def test_spans() -> None:
+    span = Span(begin=2, end=5)
+    assert len(span) == 3 and 2 in span and 5 not in span
+    assert span.intersect(Span(begin=4, end=9)) == Span(begin=4, end=5)
+    assert span.intersect(Span(begin=7, end=9)) == Span(begin=7, end=7)
+    assert span.intersect(Span(begin=0, end=1)) == Span(begin=2, end=2)
+    for begin, end in ((-1, 2), (3, 2)):
+        with pytest.raises(LayoutError, match=rf"\[{begin}, {end}\)"):
+            Span(begin=begin, end=end)
+
+
+def test_stages_cover_the_layers_and_the_first_take_the_rest() -> None:
+    layout = KVLayout(layers=(MHA,) * 10, dtype=DType.BFLOAT16)
+    even = [Shard(pp_size=4, pp_rank=rank).layers(layout) for rank in range(4)]
+    assert [(span.begin, span.end) for span in even] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    given = [Shard(pp_size=3, pp_rank=rank, stage_layers=(1, 0, 9)).layers(layout) for rank in range(3)]
+    assert [(span.begin, span.end) for span in given] == [(0, 1), (1, 1), (1, 10)]
+
+
+def test_ranks_are_stage_major() -> None:
+    shard = Shard(tp_size=3, pp_size=2, page_size=7, order=TokenOrder.HND)
+    assert shard.num_ranks == 6
+    assert [shard.at(rank).rank for rank in range(6)] == list(range(6))
+    assert shard.at(4) == replace(shard, tp_rank=1, pp_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: LayerSpec(num_kv_heads=0, k_head_dim=1, v_head_dim=1), "num_kv_heads is 0"),
+        (lambda: LayerSpec(num_kv_heads=1, k_head_dim=0, v_head_dim=1), "head dims are K 0, V 1"),
+        (lambda: LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=-1), "head dims are K 1, V -1"),
+        (lambda: replace(MLA, num_kv_heads=2), "an MLA layer has one latent"),
+        (lambda: replace(MLA, v_head_dim=2), "an MLA layer has one latent"),
+        (lambda: replace(STATE, v_head_dim=2), "one state buffer; got V dim 2"),
+        (lambda: replace(WINDOW, window_tokens=0), "window_tokens is 0 for kind sliding_window"),
+        (lambda: replace(MHA, window_tokens=4), "window_tokens is 4 for kind attention"),
+        (lambda: KVLayout(layers=(), dtype=DType.INT8), "layers is empty"),
+        (lambda: KVLayout.uniform(num_layers=0, num_kv_heads=1, head_dim=1, dtype=DType.INT8), "num_layers is 0"),
+        (lambda: Shard(tp_size=0), "tp_size is 0"),
+        (lambda: Shard(pp_size=0), "pp_size is 0"),
+        (lambda: Shard(tp_size=2, tp_rank=2), "tp_rank is 2; with tp_size 2"),
+        (lambda: Shard(pp_size=2, pp_rank=-1), "pp_rank is -1"),
+        (lambda: Shard(page_size=0), "page_size is 0"),
+        (lambda: Shard(pp_size=2, stage_layers=(1,)), "stage_layers has 1 entries; pp_size is 2"),
+        (lambda: Shard(pp_size=2, stage_layers=(3, -1)), "fewer than 0 layers"),
+        (lambda: Shard(pp_size=2, stage_layers=(3, 2)).layers(KVLayout(layers=(MHA,) * 4, dtype=DType.INT8)), "add up to 5"),
+        (lambda: Shard(tp_size=2).at(2), "rank is 2; the instance has 2"),
+        (lambda: Shard().at(-1), "rank is -1"),
+        (lambda: HeadSlice(source_start=0, target_start=0, count=0), "is empty or negative"),
+        (lambda: HeadSlice(source_start=-1, target_start=0, count=1), "is empty or negative"),
+        (lambda: HeadSlice(source_start=0, target_start=-1, count=1), "is empty or negative"),
+    ],
+)
+def test_what_is_refused(make: object, match: str) -> None:
+    with pytest.raises(LayoutError, match=match):
+        make()  # type: ignore[operator]
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="float63"):
+        KVLayout(layers=(MHA,), dtype="float63")  # type: ignore[arg-type]
+    assert KVLayout(layers=(MHA,), dtype="float16").dtype is DType.FLOAT16  # type: ignore[arg-type]
