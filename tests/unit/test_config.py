@@ -1,0 +1,221 @@
+"""Settings: sources and their order, what is refused and how, and that the page of documentation is the code's."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, configuration_page, parse_size, settings
+from transfer.errors import ConfigError
+from transfer.layout import DType, TokenOrder
+from transfer.load_config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def prefill(*overrides: str, **flags: object) -> PrefillNodeConfig:
+    return load_config(PrefillNodeConfig, flags={"model": "m", **flags}, overrides=overrides)
+
+
+def decode(*overrides: str, **flags: object) -> DecodeNodeConfig:
+    return load_config(DecodeNodeConfig, flags={"model": "m", **flags}, overrides=overrides)
+
+
+def refused(config_type: type[NodeConfig] = DecodeNodeConfig, **sources: Any) -> list[str]:
+    sources.setdefault("flags", {"model": "m"})
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_type, **sources)
+    return str(caught.value).splitlines()
+
+
+def yaml_file(folder: Path, text: str) -> Path:
+    file = folder / "node.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_flags_beat_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+    file = yaml_file(
+        tmp_path, "model: from-file\npool:\n  page_size: 1\n  num_pages: 5000\n  order: HND\nchunk:\n  chunk_tokens: 64\n"
+    )
+    environment = {"KVFERRY_POOL__PAGE_SIZE": "2", "KVFERRY_POOL__NUM_PAGES": "6000", "PATH": "/bin"}
+    flags = {"pool.page_size": 3, "server.port": None}
+    config = load_config(PrefillNodeConfig, file=file, environment=environment, flags=flags)
+    assert config.model == Path("from-file")
+    assert (config.pool.page_size, config.pool.num_pages, config.pool.order) == (3, 6000, TokenOrder.HND)
+    assert config.chunk.chunk_tokens == 64
+    assert config.staging.num_slots == 4
+    config = load_config(PrefillNodeConfig, file=file, environment=environment, flags=flags, overrides=["pool.page_size=4"])
+    assert config.pool.page_size == 4
+
+
+def test_every_kind_of_value_can_come_from_text() -> None:
+    config = decode(
+        "ring.capacity_bytes=1MiB",
+        "peers.prefill_nodes=a:1, [::1]:2",
+        "limits.queue_timeout_s=0.5",
+        "pool.dtype=bfloat16",
+        "pool.order=HND",
+        "parallel.pp_size=1",
+        "transport.ucx.endpoint_error_handling=off",
+        "ready_file=/run/x.json",
+        "log.format=json",
+    )
+    assert config.ring.capacity_bytes == 1 << 20
+    assert config.peers.prefill_nodes == ("a:1", "[::1]:2")
+    assert config.limits.queue_timeout_s == 0.5
+    assert (config.pool.dtype, config.pool.order) == (DType.BFLOAT16, TokenOrder.HND)
+    assert config.transport.ucx.endpoint_error_handling == "off"
+    assert config.ready_file == Path("/run/x.json")
+    assert decode("ready_file=null").ready_file is None
+
+
+def test_a_file_may_hold_lists_empty_sections_and_yamls_own_words(tmp_path: Path) -> None:
+    text = "model: m\npool:\ntransport:\n  ucx:\n    endpoint_error_handling: on\npeers:\n  prefill_nodes: [h:1, h:2]\nready_file: null\n"
+    config = load_config(DecodeNodeConfig, file=yaml_file(tmp_path, text))
+    assert config.pool.page_size == 16
+    assert config.transport.ucx.endpoint_error_handling == "on"
+    assert config.peers.prefill_nodes == ("h:1", "h:2")
+    with pytest.raises(ConfigError, match="model is missing"):
+        load_config(DecodeNodeConfig, file=yaml_file(tmp_path, ""))
+
+
+def test_pool_tokens_are_rounded_up_to_pages() -> None:
+    assert prefill("pool.num_tokens=1000").pool.num_pages == 63
+    assert refused(overrides=["pool.num_tokens=1000", "pool.num_pages=5"]) == [
+        "pool.num_pages is 5 and num_tokens is 1000; set one of them"
+    ]
+
+
+def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
+    config = decode("pool.num_tokens=1000", "ring.capacity_bytes=512")
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config and copy.pool.num_pages == 63
+    assert (config.role, prefill().role) == ("decode", "prefill")
+    with pytest.raises(ValueError, match="frozen"):
+        config.pool.page_size = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("pool.page_size=0", "pool.page_size is 0 (from --set); it must be at least 1"),
+        ("pool.page_size=x", "pool.page_size is x (from --set); it must be a whole number"),
+        ("pool.page_size=1.5", "pool.page_size is 1.5 (from --set); it must be a whole number"),
+        ("parallel.pp_size=2", "parallel.pp_size is 2 (from --set); it must be one of 1"),
+        ("transport.name=rdma", "transport.name is rdma (from --set); it must be one of 'ucx', 'inproc', 'nixl' or 'cuda_ipc'"),
+        ("pool.order=DHN", "pool.order is DHN (from --set); it must be one of 'NHD' or 'HND'"),
+        ("server.port=70000", "server.port is 70000 (from --set); it must be at most 65535"),
+        ("limits.queue_timeout_s=0", "limits.queue_timeout_s is 0 (from --set); it must be above 0"),
+        ("limits.queue_timeout_s=nan", "limits.queue_timeout_s is nan (from --set); it must be above 0"),
+        (
+            "ring.capacity_bytes=64XB",
+            "ring.capacity_bytes is 64XB (from --set); it must be a size, for example 4096, 64MiB or 1GB "
+            "(KiB, MiB, GiB, TiB; KB, MB, GB, TB)",
+        ),
+        ("ring.capacity_bytes=1000", "ring.capacity_bytes is 1000; it must be a multiple of 256, for example 1024"),
+        ("pool.pagesize=5", "pool.pagesize is no setting (from --set); did you mean pool.page_size?"),
+        ("page_size=5", "page_size is no setting (from --set); did you mean pool.page_size?"),
+        ("log.zzz=5", "log.zzz is no setting (from --set); known here: level, format"),
+        ("staging.num_slots=4", "staging.num_slots is no setting (from --set); known here:"),
+        ("pool=5", "pool is 5 (from --set); it must be a section of settings"),
+        ("nonsense", "--set nonsense: it must be path=value, for example --set pool.page_size=32"),
+        (
+            "server.host=0.0.0.0",
+            "server.host is 0.0.0.0, which no peer can connect to; advertise_host must name this machine",
+        ),
+        ("server.host=a b", "server.host is a b (from --set); it must be a host name or an address, without port or brackets"),
+        (
+            "peers.prefill_nodes=host",
+            "peers.prefill_nodes.0 is host (from --set); it must be host:port with a port from 1 to 65535, an IPv6 host in brackets",
+        ),
+        ("peers.prefill_nodes=a:1,a:1", "peers.prefill_nodes names a:1 more than once; each must be there once"),
+        ("restart.max_backoff_s=0.5", "restart.max_backoff_s is 0.5; it must be at least backoff_s, 1.0"),
+        (
+            "chunk.chunk_tokens=100000",
+            "chunk.chunk_tokens is 100000; it must fit the pool's 16384 tokens (1024 pages of 16)",
+        ),
+    ],
+)
+def test_a_problem_is_one_line_with_path_value_source_and_what_is_right(override: str, line: str) -> None:
+    lines = refused(overrides=[override])
+    assert len(lines) == 1
+    assert lines[0].startswith(line)
+
+
+def test_equal_ports_are_refused() -> None:
+    assert refused(overrides=["server.port=5", "server.http_port=5"]) == [
+        "server.port and http_port are both 5; they must differ"
+    ]
+
+
+def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "pool:\n  page_size: true\n  colour: red\n")
+    lines = refused(file=file, environment={"KVFERRY_LOG__LEVEL": "loud", "KVFERRY_TYPO": "1"}, flags={"parallel.tp_size": 0})
+    assert lines == [
+        "model is missing; it must be given: Hugging Face model directory: config.json, safetensors, tokenizer.",
+        "parallel.tp_size is 0 (from flag); it must be at least 1",
+        f"pool.page_size is True (from {file}); it must be a number",
+        f"pool.colour is no setting (from {file}); known here: page_size, num_pages, num_tokens, order, dtype",
+        "log.level is loud (from KVFERRY_LOG__LEVEL); it must be one of 'debug', 'info', 'warning' or 'error'",
+        next(line for line in lines if line.startswith("typo is no setting (from KVFERRY_TYPO); ")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a: [", "is not YAML"),
+        ("- 1\n- 2\n", "holds a list; it must hold settings"),
+        ("model: m\nmodel: n\n", "model is there twice"),
+        ("pool: &a\n  page_size: *a\n", "pool"),
+        ("pool: &a\n  b: *a\n", "is no setting"),
+        ("1: 2\n", "1 is no setting"),
+        ("pool: 5\n", "pool is 5"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, text: str, named: str) -> None:
+    lines = refused(file=yaml_file(tmp_path, text))
+    assert len(lines) == 1 and named in lines[0]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert refused(file=tmp_path / "absent.yaml") == [
+        f"config file {tmp_path}/absent.yaml cannot be read: No such file or directory"
+    ]
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "is not YAML" in refused(file=tmp_path / "binary.yaml")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4096", 4096), ("64MiB", 64 << 20), ("1GB", 10**9), ("1.5 KiB", 1536), (" 2 kb ", 2000), ("0.5TiB", 1 << 39), (7, 7)],
+)
+def test_sizes(text: object, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5", "1e6", "1 Mi B", "1.0001KiB", True])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("config_type", [PrefillNodeConfig, DecodeNodeConfig])
+def test_every_setting_is_described_and_valid_by_default(config_type: type[NodeConfig]) -> None:
+    for path, field in settings(config_type):
+        assert field.description and field.description.endswith("."), path
+    load_config(config_type, flags={"model": "m"})
+
+
+def test_the_page_of_documentation_is_fresh() -> None:
+    fresh = subprocess.run([sys.executable, "-m", "transfer.config"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert fresh == configuration_page()
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == fresh, (
+        "run: python -m transfer.config > docs/configuration.md"
+    )

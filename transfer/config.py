@@ -1,0 +1,426 @@
+"""Every setting of the two daemons, declared once: a YAML file, the environment, flags.
+
+A setting is named by its path, for example ``pool.page_size``. Its value comes from the strongest source that has it:
+
+1. flags (``--set pool.page_size=32``, or a named flag of the daemon),
+2. the environment (``KVFERRY_POOL__PAGE_SIZE=32``: the path in capitals, ``__`` for each dot),
+3. the YAML file,
+4. the default.
+
+A name that is no setting is refused in every source. All that is wrong is told at once, one line each: path, value, where it came
+from, what would be right. ``python -m transfer.config`` prints docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+
+from transfer.layout import DType, TokenOrder
+from transfer.ring import ALIGNMENT_BYTES
+
+ENVIRONMENT_PREFIX: Final = "KVFERRY_"
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+def parse_size(value: object) -> object:
+    """Bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``; anything that is no such text is left to the next check.
+
+    Raises:
+        ValueError: Text that is no size, or no whole number of bytes.
+    """
+    if isinstance(value, bool):
+        raise ValueError("it must be a size in bytes, for example 4096 or 64MiB")
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError("it must be a size, for example 4096, 64MiB or 1GB (KiB, MiB, GiB, TiB; KB, MB, GB, TB)")
+    num_bytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
+    if num_bytes != int(num_bytes):
+        raise ValueError("it must be a whole number of bytes")
+    return int(num_bytes)
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
+
+
+def _whole(value: object) -> object:
+    """A choice among numbers, which come as text from the environment."""
+    value = _no_bool(value)
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
+def _on_or_off(value: object) -> object:
+    """YAML reads a bare on and off as true and false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+def _listed(value: object) -> object:
+    """A list, or its comma-separated text, which is all that the environment has."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _host_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535 or (":" in host and host[0] != "["):
+        raise ValueError("it must be host:port with a port from 1 to 65535, an IPv6 host in brackets")
+    return value
+
+
+def _host(value: str) -> str:
+    if not value or any(letter.isspace() or letter in "/[]" for letter in value):
+        raise ValueError("it must be a host name or an address, without port or brackets")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=86_400)]
+SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535)]
+Host = Annotated[str, AfterValidator(_host)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+
+
+class _Section(BaseModel):
+    """Immutable; an unknown setting is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class ParallelConfig(_Section):
+    """How the model is spread over this node's rank processes."""
+
+    tp_size: Count = Field(default=1, description="Tensor parallel degree: rank processes of this node, one per device.")
+    pp_size: Annotated[Literal[1], BeforeValidator(_whole)] = Field(
+        default=1, description="Pipeline parallel degree; the embedded engine has one stage."
+    )
+    threads_per_rank: Count = Field(default=1, description="CPU threads that a rank computes with.")
+
+
+class PoolConfig(_Section):
+    """The paged KV pool of each rank."""
+
+    page_size: Count = Field(default=16, description="Tokens per page. The other tier may use another size.")
+    num_pages: Count = Field(default=1024, description="Pages of each rank's pool.")
+    num_tokens: Count | None = Field(
+        default=None, description="Tokens of each rank's pool, rounded up to whole pages; instead of pool.num_pages."
+    )
+    order: TokenOrder = Field(default=TokenOrder.NHD, description="Order of the dimensions inside a page.")
+    dtype: DType | None = Field(default=None, description="Element type of the pool; null takes the model's.")
+
+    @model_validator(mode="after")
+    def _resolve_pages(self) -> Self:
+        if self.num_tokens is not None:
+            if "num_pages" in self.model_fields_set and self.num_pages != -(-self.num_tokens // self.page_size):
+                raise ValueError(f"num_pages is {self.num_pages} and num_tokens is {self.num_tokens}; set one of them")
+            object.__setattr__(self, "num_pages", -(-self.num_tokens // self.page_size))
+        return self
+
+
+class ChunkConfig(_Section):
+    """How a prompt is cut for computing and moving; the prefill side's choice holds for both."""
+
+    chunk_tokens: Count = Field(default=128, description="Tokens per chunk.")
+    layers_per_group: CountOrZero = Field(
+        default=0, description="Layers per chunk, so that the first layers travel while the last compute; 0 for all."
+    )
+
+
+class StagingConfig(_Section):
+    """Where a prefill rank gathers chunks before it writes them."""
+
+    num_slots: Annotated[int, BeforeValidator(_no_bool), Field(ge=2)] = Field(
+        default=4,
+        description="Chunks gathered, written or awaiting their release at once; 2 is the least that overlaps.",
+    )
+    slot_bytes: SizeBytes | None = Field(
+        default=None, description="Size of a slot; null makes it as large as the largest chunk of this rank."
+    )
+
+
+class RingConfig(_Section):
+    """The staging memory of a decode rank, into which prefill ranks write."""
+
+    capacity_bytes: SizeBytes = Field(
+        default=64 << 20, description=f"Size of each rank's ring, a multiple of {ALIGNMENT_BYTES}; larger than the largest chunk."
+    )
+
+    @model_validator(mode="after")
+    def _check_alignment(self) -> Self:
+        if self.capacity_bytes % ALIGNMENT_BYTES:
+            below = self.capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            raise ValueError(
+                f"capacity_bytes is {self.capacity_bytes}; it must be a multiple of {ALIGNMENT_BYTES}, "
+                f"for example {below + ALIGNMENT_BYTES}"
+            )
+        return self
+
+
+class UcxConfig(_Section):
+    """Settings of the ``ucx`` transport."""
+
+    endpoint_error_handling: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = Field(
+        default="auto",
+        description=(
+            "Whether UCX itself watches for a dead peer. It then leaves shared memory out, so one host is slower. "
+            "auto: off on one host, on between hosts."
+        ),
+    )
+
+
+class TransportConfig(_Section):
+    """The data plane; both tiers must name the same one."""
+
+    name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(default="ucx", description="What carries the bytes.")
+    ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")
+    min_bandwidth_bytes_per_s: Annotated[float, BeforeValidator(parse_size), Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="A link that measures less at attach is refused; 0 takes any."
+    )
+    probe_bytes: SizeBytes = Field(default=4 << 20, description="Size of the write that measures a link's bandwidth at attach.")
+
+
+class ServerConfig(_Section):
+    """Where this node listens."""
+
+    host: Host = Field(default="127.0.0.1", description="Address that every port of the node binds.")
+    port: Port = Field(default=0, description="Port of the public gRPC API; 0 takes a free one.")
+    http_port: Port = Field(default=0, description="Port of /healthz, /readyz and /metrics; 0 takes a free one.")
+    advertise_host: Host | None = Field(
+        default=None, description="Host that peers are told to connect to; null is server.host. Needed with a wildcard host."
+    )
+
+    @property
+    def advertised_host(self) -> str:
+        return self.advertise_host or self.host
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.host in ("0.0.0.0", "::", "*") and self.advertise_host is None:
+            raise ValueError(f"host is {self.host}, which no peer can connect to; advertise_host must name this machine")
+        if self.port and self.port == self.http_port:
+            raise ValueError(f"port and http_port are both {self.port}; they must differ")
+        return self
+
+
+class PeersConfig(_Section):
+    """The other tier."""
+
+    prefill_nodes: Annotated[tuple[HostPort, ...], BeforeValidator(_listed)] = Field(
+        default=(), description="host:port of each prefill node's gRPC API. In the environment: separated by commas."
+    )
+
+    @model_validator(mode="after")
+    def _check_repeats(self) -> Self:
+        repeated = sorted({node for node in self.prefill_nodes if self.prefill_nodes.count(node) > 1})
+        if repeated:
+            raise ValueError(f"prefill_nodes names {', '.join(repeated)} more than once; each must be there once")
+        return self
+
+
+class LimitsConfig(_Section):
+    """Bounds of what the node takes on."""
+
+    max_queued_requests: CountOrZero = Field(default=256, description="Requests that may wait; more are refused at once.")
+    max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
+    queue_timeout_s: Seconds = Field(default=60.0, description="Longest wait for room before a request is refused.")
+    max_step_tokens: Count = Field(default=512, description="Tokens that one step of the engine computes at most.")
+
+
+class HeartbeatConfig(_Section):
+    """How a dead peer is noticed: three missed beats, on every stream."""
+
+    interval_s: Annotated[float, BeforeValidator(_no_bool), Field(ge=0.05, le=10)] = Field(
+        default=0.5, description="Seconds between beats; a dead peer is noticed after 3 to 3.5 of them."
+    )
+
+
+class RestartConfig(_Section):
+    """What happens when a rank process dies."""
+
+    max_restarts: CountOrZero = Field(default=3, description="Times that the ranks are started again before the node gives up.")
+    backoff_s: Seconds = Field(default=1.0, description="Pause before the first restart; doubled at each further one.")
+    max_backoff_s: Seconds = Field(default=30.0, description="Longest pause before a restart.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_backoff_s < self.backoff_s:
+            raise ValueError(f"max_backoff_s is {self.max_backoff_s}; it must be at least backoff_s, {self.backoff_s}")
+        return self
+
+
+class LogConfig(_Section):
+    """The node's log, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe that is written; debug has a line per chunk."
+    )
+    format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one JSON object per line.")
+
+
+class NodeConfig(_Section):
+    """What both daemons are set up with."""
+
+    role: ClassVar[str]
+
+    model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the ranks compute on: with cuda, rank i has GPU i.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
+    pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
+    chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="How prompts are cut.")
+    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
+    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Beats.")
+    restart: RestartConfig = Field(default_factory=RestartConfig, description="Restarts of the rank group.")
+    log: LogConfig = Field(default_factory=LogConfig, description="The log.")
+    drain_timeout_s: Seconds = Field(
+        default=30.0, description="On SIGTERM or Drain: time that requests in flight get before they are cut off."
+    )
+    ready_file: Path | None = Field(
+        default=None, description="File that is written, as JSON with the node's addresses, once it is ready; null writes none."
+    )
+
+    @model_validator(mode="after")
+    def _check_chunk_fits_pool(self) -> Self:
+        pool_tokens = self.pool.num_pages * self.pool.page_size
+        if self.chunk.chunk_tokens > pool_tokens:
+            raise ValueError(
+                f"chunk.chunk_tokens is {self.chunk.chunk_tokens}; it must fit the pool's {pool_tokens} tokens "
+                f"({self.pool.num_pages} pages of {self.pool.page_size})"
+            )
+        return self
+
+
+class PrefillNodeConfig(NodeConfig):
+    """Settings of ``prefill-node``."""
+
+    role: ClassVar[str] = "prefill"
+
+    staging: StagingConfig = Field(default_factory=StagingConfig, description="Staging memory.")
+
+
+class DecodeNodeConfig(NodeConfig):
+    """Settings of ``decode-node``."""
+
+    role: ClassVar[str] = "decode"
+
+    ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
+    peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
+
+
+def section_type(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of a section; None where the field is a setting."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting of a section and of those inside it, as (path, field)."""
+    for name, field in section.model_fields.items():
+        inner = section_type(field)
+        if inner is None:
+            yield f"{prefix}{name}", field
+        else:
+            yield from settings(inner, f"{prefix}{name}.")
+
+
+def configuration_page() -> str:
+    """docs/configuration.md: every setting with its type, default and meaning."""
+    lines = [
+        "# Configuration",
+        "",
+        "Generated by `python -m transfer.config`; do not edit.",
+        "",
+        "A setting comes from the strongest source that has it: flags (`--set pool.page_size=32`), the environment",
+        f"(`{ENVIRONMENT_PREFIX}POOL__PAGE_SIZE=32`), the YAML file, the default. A name that is no setting is refused.",
+        "Sizes are bytes, or text such as `64MiB` or `1GB`. `null` stands for no value.",
+    ]
+    common = dict(settings(NodeConfig))
+    for title, config_type in (
+        ("Both nodes", NodeConfig),
+        ("prefill-node", PrefillNodeConfig),
+        ("decode-node", DecodeNodeConfig),
+    ):
+        lines += ["", f"## {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        for path, field in settings(config_type):
+            if config_type is NodeConfig or path not in common:
+                lines.append(f"| `{path}` | {_type_text(field)} | {_default_text(field)} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type_text(field: FieldInfo) -> str:
+    annotation = field.annotation
+    choices = [part for part in get_args(annotation) if part is not type(None)]
+    suffix = " or null" if type(None) in get_args(annotation) else ""
+    kind = choices[0] if suffix and len(choices) == 1 else annotation
+    if get_args(kind) and hasattr(kind, "__metadata__"):
+        field = FieldInfo.from_annotation(cast(Any, kind))
+        kind = field.annotation
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        text = ", ".join(f"`{member.value}`" for member in kind)
+    elif str(kind).startswith("typing.Literal"):
+        text = ", ".join(f"`{choice}`" for choice in get_args(kind))
+    elif any(isinstance(part, BeforeValidator) and part.func is parse_size for part in field.metadata):
+        text = "size"
+    elif kind is int:
+        text = "whole number" + _bounds(field)
+    elif kind is float:
+        text = "number" + _bounds(field)
+    elif kind is Path:
+        text = "path"
+    else:
+        text = "list of text" if str(kind).startswith("tuple") else "text"
+    return text + suffix
+
+
+def _bounds(field: FieldInfo) -> str:
+    words = {"ge": "at least {}", "gt": "above {}", "le": "at most {}"}
+    found = [
+        words[name].format(f"{bound:g}" if isinstance(bound := getattr(part, name), float) else bound)
+        for part in field.metadata
+        for name in words
+        if getattr(part, name, None) is not None
+    ]
+    return f", {', '.join(found)}" if found else ""
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.default
+    if default is None:
+        return "`null`"
+    if isinstance(default, tuple):
+        return "`[]`" if not default else f"`{list(default)}`"
+    if isinstance(default, int) and default >= 1 << 20 and default % (1 << 20) == 0:
+        return f"`{default >> 20}MiB`"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(configuration_page())

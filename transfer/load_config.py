@@ -1,0 +1,213 @@
+"""A node's settings from file, environment and flags, and one line for everything that is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from transfer.config import ENVIRONMENT_PREFIX, NodeConfig, section_type, settings
+from transfer.errors import ConfigError
+
+_MAX_DEPTH: Final = 8  # deeper than any setting; an alias inside itself has no end
+
+AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
+
+
+def load_config(
+    config_type: type[AnyNodeConfig],
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+) -> AnyNodeConfig:
+    """A node's settings from all sources.
+
+    Args:
+        file: YAML file.
+        environment: Variables of the process; those that do not begin with `ENVIRONMENT_PREFIX` are ignored.
+        flags: Values of the daemon's own flags by path; None means that the flag was not given.
+        overrides: ``path=value`` texts of ``--set``; stronger than `flags`.
+
+    Raises:
+        ConfigError: Something is wrong; one line for each problem.
+    """
+    problems: list[str] = []
+    tree: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if file is not None:
+        for path, value in _file_settings(file, problems):
+            _put(tree, path, value, sources, str(file), problems)
+    for path, value, source in _environment_settings(environment or {}):
+        _put(tree, path, value, sources, source, problems)
+    for path, value in (flags or {}).items():
+        if value is not None:
+            _put(tree, path, value, sources, "flag", problems)
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator or not path:
+            problems.append(f"--set {override}: it must be path=value, for example --set pool.page_size=32")
+            continue
+        _put(tree, path.strip(), _text_value(text), sources, "--set", problems)
+    _drop_empty_sections(config_type, tree)
+    if not problems:
+        try:
+            return config_type.model_validate(tree)
+        except ValidationError as error:
+            problems = [_problem(config_type, details, sources) for details in error.errors(include_url=False)]
+    raise ConfigError("\n".join(problems))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is there twice", key_node.start_mark)
+            seen.add(key if isinstance(key, str) else id(key_node))
+        return super().construct_mapping(node, deep=deep)
+
+
+def _file_settings(file: Path, problems: list[str]) -> list[tuple[str, object]]:
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        problems.append(f"config file {file} cannot be read: {error.strerror or error}")
+        return []
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problems.append(f"config file {file} is not YAML: {' '.join(str(error).split())}")
+        return []
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        problems.append(f"config file {file} holds a {type(content).__name__}; it must hold settings, for example 'model: DIR'")
+        return []
+    return list(_leaves(content, ""))
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value and depth < _MAX_DEPTH:
+            yield from _leaves(value, f"{path}.", depth + 1)
+        else:
+            yield path, value
+
+
+def _drop_empty_sections(section: type[BaseModel], tree: dict[str, Any]) -> None:
+    """A section whose settings are all commented out reads as null."""
+    for name, field in section.model_fields.items():
+        inner = section_type(field)
+        if inner is not None and name in tree:
+            if tree[name] is None:
+                del tree[name]
+            elif isinstance(tree[name], dict):
+                _drop_empty_sections(inner, tree[name])
+
+
+def _environment_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
+    for name, text in sorted(environment.items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            yield path, _text_value(text), name
+
+
+def _text_value(text: str) -> object:
+    """What a text of the environment or of --set means; its setting's type does the rest."""
+    stripped = text.strip()
+    return None if stripped.lower() in ("null", "none") else stripped
+
+
+def _put(tree: dict[str, Any], path: str, value: object, sources: dict[str, str], source: str, problems: list[str]) -> None:
+    *parents, name = path.split(".")
+    section = tree
+    for parent in parents:
+        inner = section.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            inner = section[parent] = {}
+        section = inner
+    if isinstance(section.get(name), dict) and section[name] and not isinstance(value, dict):
+        problems.append(f"{path} is {_shown(value)} (from {source}); it is a section, its settings are {path}.NAME")
+        return
+    section[name] = value
+    sources[path] = source
+
+
+def _problem(config_type: type[NodeConfig], details: ErrorDetails, sources: Mapping[str, str]) -> str:
+    """One line: path, value, source, what would be right."""
+    location = [str(part) for part in details["loc"]]
+    path = ".".join(location)
+    source = next((sources[path[:cut]] for cut in _cuts(path) if path[:cut] in sources), None)
+    where = f" (from {source})" if source else ""
+    if details["type"] == "extra_forbidden":
+        return _unknown(config_type, path, sources)
+    if details["type"] == "missing":
+        description = next((field.description for known_path, field in settings(config_type) if known_path == path), None)
+        return f"{path} is missing; it must be given: {description}"
+    if details["type"] == "value_error":
+        reason = str(details["ctx"]["error"])
+        if isinstance(details["input"], dict | BaseModel):
+            return f"{path}.{reason}" if path else reason
+        return f"{path} is {_shown(details['input'])}{where}; {reason}"
+    return f"{path} is {_shown(details['input'])}{where}; {_what_is_right(details)}"
+
+
+def _cuts(path: str) -> list[int]:
+    return [len(path), *(index for index in range(len(path) - 1, 0, -1) if path[index] == ".")]
+
+
+def _unknown(config_type: type[NodeConfig], path: str, sources: Mapping[str, str]) -> str:
+    """A whole section may be unknown: then the first setting that was given in it stands for it."""
+    given = path if path in sources else next((other for other in sources if other.startswith(f"{path}.")), path)
+    *parents, name = path.split(".")
+    section: type[BaseModel] = config_type
+    for parent in parents:
+        inner = section_type(section.model_fields[parent])
+        assert inner is not None  # pydantic went this way
+        section = inner
+    prefix = "".join(f"{parent}." for parent in parents)
+    near = [f"{prefix}{known}" for known in difflib.get_close_matches(name, section.model_fields, n=1)]
+    near += [known for known, _ in settings(config_type) if known.rpartition(".")[2] == given.rpartition(".")[2]]
+    advice = f"did you mean {near[0]}?" if near else f"known here: {', '.join(section.model_fields)}"
+    return f"{given} is no setting (from {sources.get(given, 'code')}); {advice}"
+
+
+def _what_is_right(details: ErrorDetails) -> str:
+    context = details.get("ctx", {})
+    match details["type"]:
+        case "greater_than_equal":
+            return f"it must be at least {context['ge']}"
+        case "greater_than":
+            return f"it must be above {context['gt']}"
+        case "less_than_equal":
+            return f"it must be at most {context['le']}"
+        case "literal_error" | "enum":
+            return f"it must be one of {context['expected']}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "it must be a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "it must be a number"
+        case "string_type" | "path_type":
+            return "it must be text"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "it must be a section of settings"
+        case "tuple_type":
+            return "it must be a list"
+        case _:
+            message = details["msg"]
+            return message[:1].lower() + message[1:]
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str) and (not value or value != value.strip() or "\n" in value) else str(value)
+    text = "null" if value is None else text
+    return text if len(text) <= 80 else text[:77] + "..."
