@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from transfer.config import ENVIRONMENT_PREFIX, NodeConfig, section_type, settings
 from transfer.errors import ConfigError
@@ -60,7 +59,7 @@ def load_config(
         try:
             return config_type.model_validate(tree)
         except ValidationError as error:
-            problems = [_problem(config_type, details, sources) for details in error.errors(include_url=False)]
+            problems = [_problem(config_type, dict(details), sources) for details in error.errors(include_url=False)]
     raise ConfigError("\n".join(problems))
 
 
@@ -142,7 +141,7 @@ def _put(tree: dict[str, Any], path: str, value: object, sources: dict[str, str]
     sources[path] = source
 
 
-def _problem(config_type: type[NodeConfig], details: ErrorDetails, sources: Mapping[str, str]) -> str:
+def _problem(config_type: type[NodeConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """One line: path, value, source, what would be right."""
     location = [str(part) for part in details["loc"]]
     path = ".".join(location)
@@ -181,7 +180,7 @@ def _unknown(config_type: type[NodeConfig], path: str, sources: Mapping[str, str
     return f"{given} is no setting (from {sources.get(given, 'code')}); {advice}"
 
 
-def _what_is_right(details: ErrorDetails) -> str:
+def _what_is_right(details: Mapping[str, Any]) -> str:
     context = details.get("ctx", {})
     match details["type"]:
         case "greater_than_equal":

@@ -40,9 +40,8 @@ def yaml_file(folder: Path, text: str) -> Path:
 
 
 def test_flags_beat_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
-    file = yaml_file(
-        tmp_path, "model: from-file\npool:\n  page_size: 1\n  num_pages: 5000\n  order: HND\nchunk:\n  chunk_tokens: 64\n"
-    )
+    pool = "pool:\n  page_size: 1\n  num_pages: 5000\n  order: HND\n"
+    file = yaml_file(tmp_path, f"model: from-file\n{pool}chunk:\n  chunk_tokens: 64\n")
     environment = {"KVFERRY_POOL__PAGE_SIZE": "2", "KVFERRY_POOL__NUM_PAGES": "6000", "PATH": "/bin"}
     flags = {"pool.page_size": 3, "server.port": None}
     config = load_config(PrefillNodeConfig, file=file, environment=environment, flags=flags)
@@ -76,7 +75,8 @@ def test_every_kind_of_value_can_come_from_text() -> None:
 
 
 def test_a_file_may_hold_lists_empty_sections_and_yamls_own_words(tmp_path: Path) -> None:
-    text = "model: m\npool:\ntransport:\n  ucx:\n    endpoint_error_handling: on\npeers:\n  prefill_nodes: [h:1, h:2]\nready_file: null\n"
+    text = "model: m\npool:\ntransport:\n  ucx:\n    endpoint_error_handling: on\nready_file: null\n"
+    text += "peers:\n  prefill_nodes: [h:1, h:2]\n"
     config = load_config(DecodeNodeConfig, file=yaml_file(tmp_path, text))
     assert config.pool.page_size == 16
     assert config.transport.ucx.endpoint_error_handling == "on"
@@ -98,7 +98,7 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
     assert copy == config and copy.pool.num_pages == 63
     assert (config.role, prefill().role) == ("decode", "prefill")
     with pytest.raises(ValueError, match="frozen"):
-        config.pool.page_size = 5  # type: ignore[misc]
+        config.pool.page_size = 5
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("server.host=a b", "server.host is a b (from --set); it must be a host name or an address, without port or brackets"),
         (
             "peers.prefill_nodes=host",
-            "peers.prefill_nodes.0 is host (from --set); it must be host:port with a port from 1 to 65535, an IPv6 host in brackets",
+            "peers.prefill_nodes.0 is host (from --set); it must be host:port with a port from 1 to 65535, an IPv6 host in",
         ),
         ("peers.prefill_nodes=a:1,a:1", "peers.prefill_nodes names a:1 more than once; each must be there once"),
         ("restart.max_backoff_s=0.5", "restart.max_backoff_s is 0.5; it must be at least backoff_s, 1.0"),
