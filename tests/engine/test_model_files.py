@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -292,7 +293,7 @@ def test_the_digest_of_a_large_model_reads_samples_that_reach_both_ends(demo_dir
     ranges = model_files._digested_ranges(largest, is_whole=False)
     assert ranges[0][0] == largest.begin and ranges[-1][1] == largest.end
     assert len(ranges) == 16 and all(end - begin == 4096 for begin, end in ranges)
-    assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
 
 
 @pytest.mark.parametrize("protocol", [PrefillEngine, DecodeEngine])

@@ -89,8 +89,9 @@ def _peer_pid(connection: Connection) -> int:
 def groups(demo_dir: Path, qwen_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
     directory = tmp_path_factory.mktemp("ranks")
     sizes = {"two": 2, "three": 3, "killed": 2, "frozen": 2, "qwen": 2, "callback": 2}
+    timeouts_s = {"frozen": FROZEN_TIMEOUT_S, "callback": FROZEN_TIMEOUT_S}
     described = [
-        f"{group}:{size}:{FROZEN_TIMEOUT_S if group in ('frozen', 'callback') else 30}:{qwen_dir if group == 'qwen' else demo_dir}"
+        f"{group}:{size}:{timeouts_s.get(group, 30.0)}:{qwen_dir if group == 'qwen' else demo_dir}"
         for group, size in sizes.items()
     ]
     script = Path(__file__).with_name("rank_process.py")
