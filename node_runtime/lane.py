@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 _T = TypeVar("_T")
 
@@ -33,6 +33,28 @@ class Lane:
     def submit(self, work: Callable[[], _T], on_done: Callable[[_T], None]) -> None:
         """Run `work()` on the lane, then `on_done(result)` on the loop."""
         self._work.put((work, on_done))
+
+    async def call(self, work: Callable[[], _T]) -> _T:
+        """Run `work()` on the lane and wait for it; what it raises is raised here."""
+        future: asyncio.Future[_T] = self._loop.create_future()
+
+        def guarded() -> tuple[_T | None, Exception | None]:
+            try:
+                return work(), None
+            except Exception as error:
+                return None, error
+
+        def done(outcome: tuple[_T | None, Exception | None]) -> None:
+            result, error = outcome
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(cast(_T, result))
+
+        self.submit(guarded, done)
+        return await future
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
         """From inside a piece of work: call back on the owner's loop."""

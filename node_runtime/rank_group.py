@@ -43,7 +43,7 @@ class RankGroup:
         return [process.pid or 0 for process in self._processes]
 
     def start(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[int, int], None]) -> None:
-        """Start all ranks; `on_exit(rank, exit code)` is called on `loop` for each that ends, until `stop()`. Blocks for a fork each."""
+        """Start all ranks; `on_exit(rank, exit code)` is called on `loop` for each that ends, until `stop()`."""
         self._loop = loop
         for rank, process in enumerate(self._processes):
             process.start()

@@ -29,7 +29,7 @@ class RankCodec:
     """
 
     def __init__(self, *types: type) -> None:
-        self._adapters = {message_type.__name__: TypeAdapter(message_type) for message_type in types}
+        self._adapters: dict[str, TypeAdapter[Any]] = {message_type.__name__: TypeAdapter(message_type) for message_type in types}
 
     def encode(self, message: object) -> bytes:
         name = type(message).__name__

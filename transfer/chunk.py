@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from transfer.errors import LayoutError
-from transfer.layout import Span
+from transfer.layout import DType, KVLayout, Route, Span, wire_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +59,23 @@ def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, star
             chunks.append(Chunk(index=len(chunks), tokens=Span(begin=begin, end=end), layers=layers))
         begin = end
     return tuple(chunks)
+
+
+def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route], dtype: DType) -> int:
+    """Payload of the largest piece that any request can have on one of `routes`, in bytes; 0 without routes.
+
+    Ring and staging slots must hold it.
+
+    Args:
+        dtype: Element type on the wire.
+    """
+    # A prompt of one full chunk: every later chunk of a longer prompt has the same pieces, or smaller ones behind a window.
+    chunks = split_into_chunks(plan, num_tokens=plan.chunk_tokens, num_layers=layout.num_layers)
+    return max(
+        (
+            wire_bytes(layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=plan.chunk_tokens, dtype=dtype)
+            for route in routes
+            for chunk in chunks
+        ),
+        default=0,
+    )

@@ -48,6 +48,11 @@ class DecodeEngine(Protocol):
         """Token ids are in [0, vocab_size)."""
         ...
 
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Tokens that end a generation unless the request says otherwise."""
+        ...
+
     def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
         """Run one step: one token of every item goes in, the next one comes out.
 

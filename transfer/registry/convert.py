@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final, TypeVar
 
 from transfer.chunk import ChunkPlan
+from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
@@ -270,3 +271,14 @@ def _refusing(what: str) -> Iterator[None]:
         yield
     except (LayoutError, ConfigError, LocalProtocolError) as error:
         raise RemoteProtocolError(f"{what}: {error}") from error
+
+
+def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=sampling.seed
+    )
+
+
+def sampling_from_proto(info: pb.SamplingParams) -> SamplingParams:
+    """Raises ConfigError where a value is out of its range."""
+    return SamplingParams(temperature=info.temperature, top_p=info.top_p or 1.0, top_k=info.top_k, seed=info.seed)

@@ -1,0 +1,329 @@
+"""The leader of a decode node: serves DecodeControl, and turns calls into work for prefill nodes and for the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+from tokenizers import Tokenizer
+
+from decode_node.admission import Admission
+from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.rank_messages import (
+    CODEC,
+    ForgetPrefill,
+    LinkProbed,
+    PagesReleased,
+    RequestExpected,
+    StepDone,
+    StepFailed,
+    TransferComplete,
+    TransferFailed,
+)
+from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
+from decode_node.worker import run_decode_rank
+from node_runtime.daemon import Daemon
+from node_runtime.health import Readiness
+from node_runtime.prompt import check_prompt
+from node_runtime.rank_report import RankHello
+from node_runtime.status import node_status
+from node_runtime.supervisor import RankSupervisor
+from transfer.config import DecodeNodeConfig
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.instance import Instance
+from transfer.metrics import NodeMetrics
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.convert import sampling_from_proto
+from transfer.registry.server import RegistryServer, host_port, serve
+from transfer.registry.status import end_with
+
+log = structlog.get_logger(__name__)
+
+
+class _Life:
+    """What exists only while the ranks live."""
+
+    def __init__(self, node: DecodeNode, hellos: tuple[RankHello, ...], address: str) -> None:
+        config, first = node.config, hellos[0]
+        self.instance: Instance = first.instance
+        self.max_context_tokens = first.max_context_tokens
+        self.vocab_size = first.vocab_size
+        self.eos_token_ids = frozenset(first.eos_token_ids)
+        self.peers = PrefillPeers(
+            list(config.peers.prefill_nodes),
+            own=first.instance,
+            decode_address=address,
+            rank_addresses=tuple(hello.address for hello in hellos),
+            heartbeat_s=config.heartbeat.interval_s,
+            on_lost=self._on_peer_lost,
+        )
+        self.requests = DecodeRequests(
+            admission=Admission(
+                pool_pages=first.pool_pages, page_size=config.pool.page_size, max_running=config.limits.max_running_requests
+            ),
+            peers=self.peers,
+            tokenizer=node.tokenizer,
+            num_ranks=len(hellos),
+            incarnation=first.instance.incarnation,
+            max_queued=config.limits.max_queued_requests,
+            queue_timeout_s=config.limits.queue_timeout_s,
+            broadcast=node.broadcast,
+            observer=Observer(
+                on_outcome=node.metrics.request_ended,
+                on_first_token=node.metrics.time_to_first_token,
+                on_token=node.metrics.time_per_output_token,
+            ),
+        )
+        self._broadcast = node.broadcast
+
+    def _on_peer_lost(self, peer: PrefillPeer, incarnation: int, reason: str) -> None:
+        self._broadcast(ForgetPrefill(incarnation=incarnation, reason=reason))
+        self.requests.on_peer_lost(peer, reason)
+
+
+class DecodeNode(pb_grpc.DecodeControlServicer):
+    """A `node_runtime.daemon.Role` and the servicer of its API."""
+
+    def __init__(self, daemon: Daemon, config: DecodeNodeConfig) -> None:
+        self.config = config
+        self.metrics = NodeMetrics(role="decode")
+        self.tokenizer = load_fast_tokenizer(config.model)
+        self._daemon = daemon
+        self._life: _Life | None = None
+        self._server: RegistryServer | None = None
+        self._address = ""
+        self._supervisor: RankSupervisor | None = None
+        self._draining = asyncio.Event()
+
+    # Role
+
+    async def open(self) -> str:
+        server = self._server = await serve(self.config.server.host, self.config.server.port, decode_control=self)
+        self._address = host_port(self.config.server.advertised_host, server.port)
+        return self._address
+
+    def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
+        self._supervisor = RankSupervisor(
+            self.config,
+            run_decode_rank,
+            CODEC,
+            preload="embedded_engine.preload",
+            on_message=self._on_rank_message,
+            on_lost=on_lost,
+        )
+        return self._supervisor
+
+    async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
+        self._life = _Life(self, hellos, self._address)
+        self._life.peers.start()
+        await self._set_serving(True)
+
+    async def end_life(self, error: TransferError) -> None:
+        life, self._life = self._life, None
+        await self._set_serving(False)
+        if life is not None:
+            await life.requests.close(error)
+            await life.peers.close()
+
+    async def drain(self) -> int:
+        self._draining.set()
+        await self._set_serving(False)
+        while self.num_in_flight:
+            await asyncio.sleep(0.02)
+        return 0
+
+    @property
+    def num_in_flight(self) -> int:
+        life = self._life
+        return 0 if life is None else life.requests.num_queued + life.requests.num_running
+
+    def readiness(self) -> Readiness:
+        if self._draining.is_set():
+            return Readiness(is_ready=False, reason="the node is draining")
+        life = self._life
+        if life is None or life.peers.pick() is None:
+            return Readiness(is_ready=False, reason="no ranks" if life is None else life.peers.why_none())
+        return Readiness(is_ready=True)
+
+    def render_metrics(self) -> bytes:
+        life = self._life
+        peers: dict[str, int] = {}
+        for peer in life.peers.peers if life is not None else ():
+            peers[peer.state] = peers.get(peer.state, 0) + 1
+        self.metrics.node_state(
+            state=str(self._daemon.state),
+            queued=life.requests.num_queued if life is not None else 0,
+            running=life.requests.num_running if life is not None else 0,
+            peers=peers,
+            restarts=self._daemon.num_restarts,
+        )
+        reports = self._supervisor.reports if self._supervisor is not None else {}
+        return self.metrics.render([report.metrics for report in reports.values()])
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close(grace_s=0.2)
+
+    async def _set_serving(self, is_serving: bool) -> None:
+        if self._server is not None:
+            await self._server.set_serving(is_serving and not self._draining.is_set())
+
+    # Ranks
+
+    def broadcast(self, message: object) -> None:
+        if self._supervisor is not None:
+            self._supervisor.broadcast(message)
+
+    def _on_rank_message(self, rank: int, message: Any) -> None:
+        life = self._life
+        if life is None:
+            return
+        match message:
+            case StepDone():
+                life.requests.on_step_done(message)
+            case StepFailed():
+                life.requests.on_step_failed(message)
+                if message.is_fatal and self._supervisor is not None:
+                    self._supervisor.lose(f"rank {rank}: {message.reason}")
+            case RequestExpected():
+                life.requests.on_expected(rank, message)
+            case TransferComplete():
+                life.requests.on_transfer_complete(rank, message.request_id)
+            case TransferFailed():
+                life.requests.on_transfer_failed(rank, message)
+            case PagesReleased():
+                life.requests.on_pages_released(rank, message.request_id)
+            case LinkProbed():
+                log.info("link_probed", **{name: getattr(message.link, name) for name in ("prefill_rank", "decode_rank", "lane")})
+            case _:
+                raise LocalProtocolError(f"a decode leader cannot serve {type(message).__name__}")
+
+    # DecodeControl
+
+    async def _life_or_end(self, context: grpc.aio.ServicerContext[Any, Any]) -> _Life:
+        if self._life is None:
+            await end_with(context, PeerUnreachable(f"the decode node is {self._daemon.state}"))
+        return self._life
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        life = await self._life_or_end(context)
+        if self._draining.is_set():
+            await end_with(context, PeerUnreachable("the decode node is draining"))
+        try:
+            accepted = self._submit(life, request)
+        except TransferError as error:
+            self.metrics.request_ended("refused")
+            await end_with(context, error)
+        prompt_tokens = len(accepted.token_ids)
+        generated = 0
+        try:
+            yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=accepted.request_id, prompt_tokens=prompt_tokens))
+            while True:
+                match await accepted.progress.get():
+                    case Tokens(token_ids=token_ids, text=text):
+                        generated += len(token_ids)
+                        yield pb.GenerateEvent(tokens=pb.GeneratedTokens(token_ids=token_ids, text=text))
+                    case Done() as done:
+                        yield pb.GenerateEvent(
+                            done=pb.GenerateDone(
+                                finish_reason=done.finish_reason,
+                                prompt_tokens=prompt_tokens,
+                                generated_tokens=generated,
+                                stats=done.stats,
+                                ttft_s=done.ttft_s,
+                                prefill_node=done.prefill_node,
+                            )
+                        )
+                        return
+                    case TransferError() as failure:
+                        await end_with(context, failure)
+        finally:
+            life.requests.abort(accepted.request_id, TransferAborted("the client went away"))
+
+    def _submit(self, life: _Life, request: pb.GenerateRequest) -> Request:
+        request_id = request.request_id or secrets.token_hex(8)
+        if len(request_id) > 128:
+            raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most 128")
+        match request.WhichOneof("input"):
+            case "prompt":
+                token_ids = tuple(self.tokenizer.encode(request.prompt).ids)
+            case "token_ids":
+                token_ids = tuple(request.token_ids.ids)
+            case _:
+                raise ConfigError("prompt is missing; give either prompt or token_ids")
+        check_prompt(token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
+        room = life.max_context_tokens - len(token_ids)
+        if not 1 <= request.max_new_tokens <= room:
+            raise ConfigError(
+                f"max_new_tokens is {request.max_new_tokens}; after a prompt of {len(token_ids)} tokens it must be in [1, {room}]"
+            )
+        end_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else life.eos_token_ids)
+        return life.requests.submit(request_id, token_ids, request.max_new_tokens, sampling_from_proto(request.sampling), end_ids)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
+        life = await self._life_or_end(context)
+        try:
+            reserved = await life.requests.reserve(request.request_id, request.prefill_incarnation, request.decode_incarnation)
+        except TransferError as error:
+            await end_with(context, error)
+        return pb.ReserveResponse(reserved=reserved)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
+        life = self._life
+        reason = request.reason or "aborted by an operator"
+        found = life is not None and life.requests.abort(request.request_id, TransferAborted(reason))
+        return pb.AbortResponse(found=found)
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
+        life = self._life
+        peers = life.peers.peers if life is not None else []
+        return node_status(
+            self._daemon,
+            role="decode",
+            instance=life.instance if life is not None else None,
+            reports=self._supervisor.reports if self._supervisor is not None else {},
+            queued=life.requests.num_queued if life is not None else 0,
+            running=life.requests.num_running if life is not None else 0,
+            peers=[
+                pb.PeerStatus(
+                    address=peer.address,
+                    incarnation=peer.instance.incarnation if peer.instance is not None else 0,
+                    state=peer.state,
+                    reason=peer.reason,
+                )
+                for peer in peers
+            ],
+            links=[link for peer in peers for link in peer.links],
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
+        log.info("drain_requested")
+        budget_s = context.time_remaining()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
+                await self.drain()
+        return pb.DrainResponse(remaining=self.num_in_flight)
+
+
+def load_fast_tokenizer(directory: Path) -> Tokenizer:
+    """The model's tokenizer, without the libraries that its weights need.
+
+    Raises:
+        ConfigError: There is none, or it is damaged.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model is {directory}; {path} is missing: it must be a Hugging Face directory with its tokenizer")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every kind of damage
+        raise ConfigError(f"model is {directory}; {path} cannot be read: {' '.join(str(error).split())[:200]}") from error

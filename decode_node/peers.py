@@ -1,0 +1,156 @@
+"""The prefill nodes that a decode node uses: joins each, keeps the join alive, and picks one for a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import grpc
+import structlog
+
+from transfer.errors import LayoutError, PeerUnreachable, TransferError
+from transfer.instance import Instance, Link
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.beats import MISSED_BEATS
+from transfer.registry.client import open_channel
+from transfer.registry.convert import instance_from_proto, instance_to_proto, link_from_proto
+from transfer.registry.status import error_of
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import PrefillControlAsyncStub
+
+JOIN_TIMEOUT_S = 60.0  # every rank attaches and probes its links before the first event
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefillPeer:
+    """One configured prefill node. `state` is "joining", "joined", "draining" or "lost"."""
+
+    address: str
+    channel: grpc.aio.Channel
+    state: str = "joining"
+    reason: str = "not tried yet"
+    instance: Instance | None = None
+    links: list[Link] = field(default_factory=list)
+    outstanding_tokens: int = 0
+
+    @property
+    def stub(self) -> PrefillControlAsyncStub:
+        return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(self.channel))
+
+
+class PrefillPeers:
+    """Joins all configured prefill nodes for one life of the decode ranks, and joins again whenever one was lost.
+
+    Args:
+        addresses: host:port of each.
+        own: This decode instance.
+        decode_address: Where prefill leaders ask for reservations.
+        rank_addresses: The decode ranks' TransferControl, in rank order.
+        heartbeat_s: Seconds between beats of a join.
+        on_lost: (peer, incarnation, reason) when a joined peer is lost.
+    """
+
+    def __init__(
+        self,
+        addresses: list[str],
+        *,
+        own: Instance,
+        decode_address: str,
+        rank_addresses: tuple[str, ...],
+        heartbeat_s: float,
+        on_lost: Callable[[PrefillPeer, int, str], None],
+    ) -> None:
+        self._own = own
+        self._question = pb.JoinRequest(
+            decode=instance_to_proto(own),
+            decode_address=decode_address,
+            rank_addresses=rank_addresses,
+            heartbeat_s=heartbeat_s,
+        )
+        self._heartbeat_s = heartbeat_s
+        self._on_lost = on_lost
+        self.peers = [PrefillPeer(address=address, channel=open_channel(address)) for address in addresses]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.get_running_loop().create_task(self._keep_joined(peer)) for peer in self.peers]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(peer.channel.close() for peer in self.peers))
+
+    def pick(self) -> PrefillPeer | None:
+        """The joined peer with the least work outstanding; None when there is none."""
+        joined = [peer for peer in self.peers if peer.state == "joined"]
+        return min(joined, key=lambda peer: peer.outstanding_tokens, default=None)
+
+    def why_none(self) -> str:
+        """One line on why `pick()` finds nothing."""
+        if not self.peers:
+            return "no prefill node is configured (peers.prefill_nodes)"
+        return "no prefill node is joined: " + "; ".join(f"{peer.address} is {peer.state}: {peer.reason}" for peer in self.peers)
+
+    async def _keep_joined(self, peer: PrefillPeer) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            peer.state = "joining"
+            try:
+                await self._join_once(peer)
+            except TransferError as error:
+                was_joined = peer.instance is not None
+                self._lose(peer, str(error))
+                # A peer that does not fit will not fit in a moment either; somebody has to deploy something.
+                if isinstance(error, LayoutError):
+                    backoff_s = MAX_BACKOFF_S
+                else:
+                    backoff_s = FIRST_BACKOFF_S if was_joined else min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+
+    async def _join_once(self, peer: PrefillPeer) -> NoReturn:
+        """Stay joined for as long as it lasts; always raises in the end."""
+        call = peer.stub.Join(self._question)
+        try:
+            event = await self._next_event(call, JOIN_TIMEOUT_S, peer)
+            if not event.HasField("joined"):
+                raise PeerUnreachable(f"{peer.address}: the first event of a join was {event.WhichOneof('event')}")
+            peer.instance = instance_from_proto(event.joined.prefill)
+            peer.links = [link_from_proto(link) for link in event.joined.links]
+            peer.state, peer.reason = "joined", ""
+            log.info("joined_prefill_node", address=peer.address, links=len(peer.links))
+            while True:
+                event = await self._next_event(call, MISSED_BEATS * self._heartbeat_s, peer)
+                if event.HasField("draining"):
+                    peer.state, peer.reason = "draining", "it drains"
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, peer=peer.address) from error
+        finally:
+            call.cancel()
+
+    async def _next_event(
+        self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], timeout_s: float, peer: PrefillPeer
+    ) -> pb.JoinEvent:
+        try:
+            async with asyncio.timeout(timeout_s):
+                event = await call.read()
+        except TimeoutError:
+            raise PeerUnreachable(f"{peer.address} is silent: nothing for {timeout_s:g} s") from None
+        if not isinstance(event, pb.JoinEvent):  # grpc.aio.EOF
+            raise PeerUnreachable(f"{peer.address} ended the join")
+        return event
+
+    def _lose(self, peer: PrefillPeer, reason: str) -> None:
+        instance, peer.instance = peer.instance, None
+        peer.state, peer.reason, peer.links = "lost", reason, []
+        log.warning("prefill_node_lost", address=peer.address, reason=reason, was_joined=instance is not None)
+        if instance is not None:
+            self._on_lost(peer, instance.incarnation, reason)

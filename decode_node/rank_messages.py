@@ -1,0 +1,140 @@
+"""What a decode leader and its ranks say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from node_runtime.rank_link import RankCodec
+from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from transfer.engine_types import SamplingParams
+from transfer.instance import Link
+
+# Leader -> rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectRequest:
+    """Reserve pages for the request's whole life and let its writers ask for grants; answer `RequestExpected`.
+
+    Args:
+        reserved_tokens: Prompt and new tokens; what the pages are counted for.
+    """
+
+    request_id: str
+    prefill_incarnation: int
+    num_tokens: int
+    start_token: int
+    reserved_tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequest:
+    """Give the request up, wherever it stands; answer `PagesReleased` when its pages are back."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """One request's newest token, at its position."""
+
+    request_id: str
+    token_id: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Generate one token for each; every rank gets the same steps in the same order. Rank 0 answers `StepDone`."""
+
+    step: int
+    parts: tuple[StepPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishRequest:
+    """Generation is over; answer `PagesReleased`."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetPrefill:
+    """The prefill instance is gone: end its sessions."""
+
+    incarnation: int
+    reason: str
+
+
+# Rank -> leader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestExpected:
+    """Grants may be asked for. `reason` is empty, or says why the request cannot be received here."""
+
+    request_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferComplete:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFailed:
+    request_id: str
+    reason: str
+    is_data_loss: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesReleased:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    step: int
+    tokens: dict[str, int]
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """The engine failed; `is_fatal`: it is of no more use."""
+
+    step: int
+    request_ids: tuple[str, ...]
+    reason: str
+    is_fatal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbed:
+    """A writer told what its probe measured."""
+
+    link: Link
+
+
+CODEC = RankCodec(
+    ExpectRequest,
+    CancelRequest,
+    RunStep,
+    FinishRequest,
+    ForgetPrefill,
+    RequestExpected,
+    TransferComplete,
+    TransferFailed,
+    PagesReleased,
+    StepDone,
+    StepFailed,
+    LinkProbed,
+    RankHello,
+    RankStartFailed,
+    RankReport,
+    RankShutdown,
+)

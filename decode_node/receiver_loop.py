@@ -1,0 +1,261 @@
+"""Drives a `Receiver`: carries out its actions with a ring, a pool and open sessions, and tells it what came of them.
+
+This is what an engine's author needs on the reading side besides a pool: expect a request, hear when it is whole or why it
+never will be. It runs on one asyncio loop, its one owner; scatters run on a lane beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from decode_node import receiver as protocol
+from decode_node.receiver import Receiver, ReceiverSettings
+from node_runtime.event_pump import EventPump
+from node_runtime.lane import Lane
+from node_runtime.piece_copier import PieceCopier
+from transfer.control.base import ControlServer, Received
+from transfer.errors import RemoteProtocolError, TransferError
+from transfer.kernels.digest import digest
+from transfer.kv_pool import PagedKVPool
+from transfer.layout import Span
+from transfer.messages import decode, encode
+from transfer.metrics import RankMetrics
+from transfer.ring import StagingAllocator, Watermark
+from transfer.staging import StagingBuffer
+from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
+from transfer.transport.driver import SessionDriver
+
+
+class ReceiverOwner(Protocol):
+    """What a `ReceiverLoop` tells, and asks, whoever runs the engine."""
+
+    def pages_up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
+        """Bind what is missing and return the request's pages, which hold its tokens [0, num_tokens) at least."""
+        ...
+
+    def on_complete(self, request_id: str) -> None:
+        """The KV of the whole prompt is in the pool."""
+        ...
+
+    def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None: ...
+
+    def on_drained(self, request_id: str) -> None:
+        """After a failure or a cancel: nothing writes into the request's pages any more."""
+        ...
+
+    def on_session_closed(self, session: int, reason: str) -> None:
+        """The session's transport is closed, and its writer is not listened to any more."""
+        ...
+
+    def publish(self, watermark: Watermark) -> None:
+        """Tell every writer."""
+        ...
+
+
+class ReceiverLoop:
+    """See the module's docstring.
+
+    Args:
+        loop: The owner's loop; every method is called on it.
+        owner: Hears what becomes of the requests.
+        pool: Where KV goes.
+        transport: The data plane.
+        ring_memory: The ring's bytes; its size is the ring's capacity.
+        control: Channel of all writers; it must not be watched yet.
+        incarnation: This instance's life.
+        metrics: Where durations and counts go.
+        on_crash: Called with an error that must end the rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        owner: ReceiverOwner,
+        pool: PagedKVPool,
+        transport: Transport,
+        ring_memory: StagingBuffer,
+        control: ControlServer,
+        incarnation: int,
+        metrics: RankMetrics,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._loop = loop
+        self._owner = owner
+        self._transport = transport
+        self._ring_memory = ring_memory
+        self._memory = transport.register(ring_memory.tensor)
+        self._control = control
+        self._metrics = metrics
+        self._receiver = Receiver(
+            ReceiverSettings(is_one_sided=transport.is_one_sided),
+            StagingAllocator(ring_memory.num_bytes, incarnation=incarnation),
+        )
+        self._driver = SessionDriver(loop)
+        self._lane = Lane("scatter", loop, on_crash)
+        self._sessions: dict[int, Session] = {}
+        self._copier = PieceCopier(pool)
+        self._requests: dict[str, protocol.IncomingRequest] = {}
+        self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
+            loop,
+            handle=self._receiver.handle,
+            carry_out=self._carry_out,
+            is_idle=lambda: self._receiver.is_idle,
+            tick=protocol.Tick(),
+        )
+        self.num_dropped = 0
+        control.watch(loop, self._on_received)
+
+    @property
+    def driver(self) -> SessionDriver:
+        return self._driver
+
+    @property
+    def ring(self) -> StagingAllocator:
+        return self._receiver.ring
+
+    @property
+    def ring_peak_bytes(self) -> int:
+        return self._receiver.ring_peak_bytes
+
+    @property
+    def num_requests(self) -> int:
+        return self._receiver.num_requests
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def check_idle(self) -> None:
+        self._receiver.check_invariants()
+
+    # What the owner calls
+
+    @property
+    def memory(self) -> LocalMemory:
+        """The ring's memory, to be offered to writers."""
+        return self._memory
+
+    def open_session(self, number: int, session: Session, *, incarnation: int) -> None:
+        """Take over an attached session."""
+        self._sessions[number] = session
+        self._control.allow(number)
+        self._pump.feed(protocol.SessionOpened(session=number, incarnation=incarnation))
+
+    def close_session(self, number: int, reason: str) -> None:
+        """End a session: its transport first, which proves that none of its bytes can land any more."""
+        session = self._sessions.pop(number, None)
+        if session is None:
+            return
+        self._driver.remove(session)
+        session.close()
+        self._control.forget(number)
+        self._pump.feed(protocol.SessionLost(session=number, reason=reason))
+        self._owner.on_session_closed(number, reason)
+
+    def expect_request(self, request: protocol.IncomingRequest) -> None:
+        self._requests[request.request_id] = request
+        self._pump.feed(protocol.RequestExpected(request=request))
+
+    def cancel_request(self, request_id: str, reason: str) -> bool:
+        """Give up a request that is not whole yet; `on_drained` follows. False: nothing of it is here."""
+        if request_id not in self._requests:
+            return False
+        self._pump.feed(protocol.RequestCancelled(request_id=request_id, reason=reason))
+        return True
+
+    def close(self) -> None:
+        """End every session and the lane."""
+        for number in list(self._sessions):
+            self.close_session(number, "this decode rank shuts down")
+        self._pump.close()
+        self._control.close()
+        self._lane.close(timeout_s=5.0)
+        self._transport.close()
+
+    # Carrying out
+
+    def _carry_out(self, action: protocol.Action) -> None:
+        match action:
+            case protocol.Send():
+                # A message that cannot be queued is as one that was lost on the way: what needs an answer is repeated.
+                if not self._control.send(action.session, encode(action.message)):
+                    self._drop("queue_full")
+            case protocol.PostReceive():
+                self._post(action)
+            case protocol.StartScatter():
+                self._scatter(action)
+            case protocol.PublishWatermark():
+                self._owner.publish(self.ring.watermark())
+            case protocol.RequestComplete():
+                del self._requests[action.request_id]
+                self._owner.on_complete(action.request_id)
+            case protocol.RequestFailed():
+                self._owner.on_failed(action.request_id, action.reason, is_data_loss=action.is_data_loss)
+            case protocol.RequestDrained():
+                del self._requests[action.request_id]
+                self._owner.on_drained(action.request_id)
+            case protocol.CloseSession():
+                self.close_session(action.session, action.reason)
+            case protocol.MessageDropped():
+                self._drop(action.reason)
+            case protocol.ChunkBroken():
+                self._metrics.chunk_broken()
+
+    def _drop(self, reason: str) -> None:
+        self.num_dropped += 1
+        self._metrics.message_dropped(reason)
+
+    def _on_received(self, received: Received) -> None:
+        try:
+            message = decode(received.payload)
+        except RemoteProtocolError:
+            self._drop("malformed")
+            return
+        self._pump.feed(protocol.MessageArrived(session=received.peer, message=message))
+
+    def _post(self, action: protocol.PostReceive) -> None:
+        session = self._sessions.get(action.session)
+        if session is None:
+            return  # its loss is on its way to the protocol
+        offset = action.grant.begin % self._ring_memory.num_bytes
+        handle = session.expect(self._memory, ByteRange(begin=offset, end=offset + action.num_bytes), action.key)
+
+        def done(_: object, error: TransferError | None) -> None:
+            if error is not None:
+                self._pump.feed(protocol.ReceiveFailed(grant=action.grant, reason=str(error)))
+            else:
+                self._pump.feed(protocol.ReceiveSettled(grant=action.grant, num_bytes=handle.num_bytes))
+
+        self._driver.watch(session, handle, done)
+
+    def _scatter(self, action: protocol.StartScatter) -> None:
+        request = self._requests[action.request_id]
+        heads = action.route.heads
+        piece = self._copier.prepare(
+            request.layout,
+            action.route,
+            action.chunk,
+            heads=Span(begin=heads.target_start, end=heads.target_start + heads.count),
+            num_tokens=action.num_tokens,
+            dtype=request.wire_dtype,
+            pages=self._owner.pages_up_to(action.request_id, action.chunk.tokens.end),
+        )
+        offset = action.grant.begin % self._ring_memory.num_bytes
+        source = self._ring_memory.tensor[offset : offset + action.num_bytes]
+
+        def work() -> tuple[bool, float]:
+            started = time.monotonic()
+            is_intact = digest(source) == action.digest
+            if is_intact:
+                piece.scatter(source)
+            return is_intact, time.monotonic() - started
+
+        def done(result: tuple[bool, float]) -> None:
+            self._metrics.scatter_finished(result[1], action.num_bytes)
+            self._pump.feed(protocol.ScatterFinished(grant=action.grant, is_intact=result[0]))
+
+        self._lane.submit(work, done)

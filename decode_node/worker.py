@@ -1,0 +1,384 @@
+"""One decode rank: its engine, its pool, its ring, and the sessions of its writers.
+
+The rank's loop owns everything but the running step: it reserves and binds pages, runs the receiver, and serves attach and
+watermarks. The leader decides what is admitted, and which requests a step advances; all ranks run the same steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from decode_node.engine import DecodeEngine
+from decode_node.rank_messages import (
+    CODEC,
+    CancelRequest,
+    ExpectRequest,
+    FinishRequest,
+    ForgetPrefill,
+    LinkProbed,
+    PagesReleased,
+    RequestExpected,
+    RunStep,
+    StepDone,
+    StepFailed,
+    TransferComplete,
+    TransferFailed,
+)
+from decode_node.receiver import IncomingRequest, IncomingRoute
+from decode_node.receiver_loop import ReceiverLoop
+from embedded_engine.loading import load_engine
+from node_runtime.lane import Lane
+from node_runtime.rank_link import RankLink
+from node_runtime.rank_process import RankSpec, run_rank
+from node_runtime.rank_report import RankHello
+from node_runtime.rank_setup import open_transport, own_instance
+from transfer.chunk import ChunkPlan, largest_wire_bytes
+from transfer.control.zmq_channel import ZmqControlServer
+from transfer.engine_types import DecodeItem, SamplingParams
+from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.layout import Route, routes, wire_dtype
+from transfer.metrics import RankMetrics
+from transfer.page_allocator import PageAllocator
+from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
+from transfer.ring import Watermark
+from transfer.staging import StagingBuffer
+from transfer.transport.base import LocalMemory, Session, Transport
+from transfer.transport.probe import serve_probe
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Writer:
+    """An attached prefill rank."""
+
+    instance: Instance
+    rank: int
+    plan: ChunkPlan
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """A request from `ExpectRequest` until its pages are back."""
+
+    sampling: SamplingParams
+    is_receiving: bool = True
+    is_leaving: bool = False  # its pages go back as soon as nothing uses them
+    steps_under_way: int = 0
+
+
+class DecodeWorker:
+    """See the module's docstring; a `node_runtime.rank_process.Worker`."""
+
+    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
+        self._spec = spec
+        self._config = spec.config
+        self._link = link
+        self._loop = loop
+        self._metrics = RankMetrics(role="decode", rank=spec.rank)
+        self._engine_lane = Lane("engine", loop, self._crash)
+        self._requests: dict[str, _Request] = {}
+        self._writers: dict[int, _Writer] = {}  # by session
+        self._probes: set[asyncio.Task[None]] = set()
+        self._engine: DecodeEngine
+        self._instance: Instance
+        self._allocator: PageAllocator
+        self._transport: Transport
+        self._scratch: LocalMemory
+        self._receiver: ReceiverLoop
+        self._control: ZmqControlServer
+        self._servicer: TransferControlServicer
+        self._server: RegistryServer
+
+    async def start(self) -> RankHello:
+        """Load the engine, make the ring, serve; see `Worker.start`."""
+        config = self._config
+        engine = self._engine = await self._engine_lane.call(
+            lambda: load_engine(config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
+        )
+        self._transport = open_transport(config.transport)
+        self._instance = own_instance(engine, self._transport, incarnation=self._spec.incarnation)
+        self._allocator = PageAllocator(engine.pool.num_pages)
+        host, advertised = config.server.host, config.server.advertised_host
+        self._control = ZmqControlServer(f"tcp://{host_port(host, 0)}", advertise_host=advertised)
+        self._receiver = ReceiverLoop(
+            loop=self._loop,
+            owner=self,
+            pool=engine.pool,
+            transport=self._transport,
+            ring_memory=StagingBuffer(num_bytes=config.ring.capacity_bytes, device=engine.pool.device),
+            control=self._control,
+            incarnation=self._spec.incarnation,
+            metrics=self._metrics,
+            on_crash=self._crash,
+        )
+        self._scratch = self._transport.register(StagingBuffer(num_bytes=config.transport.probe_bytes, device="cpu").tensor)
+        ring = self._receiver.ring
+        self._servicer = TransferControlServicer(
+            watermark=ring.watermark(),
+            ring_capacity_bytes=ring.capacity_bytes,
+            heartbeat_s=config.heartbeat.interval_s,
+            on_attach=self._on_attach,
+            on_session_lost=self._receiver.close_session,
+            on_link=self._on_link,
+        )
+        self._server = await serve(host, 0, transfer_control=self._servicer)
+        await self._server.set_serving(True)
+        return RankHello(
+            rank=self._spec.rank,
+            pid=os.getpid(),
+            instance=self._instance,
+            pool_pages=engine.pool.num_pages,
+            max_context_tokens=engine.max_context_tokens,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=tuple(engine.eos_token_ids),
+            address=host_port(advertised, self._server.port),
+        )
+
+    def _crash(self, error: BaseException) -> None:
+        self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
+
+    # Sessions
+
+    async def _on_attach(self, request: AttachRequest) -> AttachResponse:
+        agreement = check_compatible(self._instance, request.prefill)
+        ring = self._receiver.ring
+        most = largest_wire_bytes(
+            request.chunk_plan,
+            self._instance.layout,
+            self._routes_from(request.prefill, request.prefill_rank),
+            self._wire(request.prefill),
+        )
+        if most > ring.capacity_bytes:
+            raise ChunkTooLarge(
+                f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._spec.rank}; a chunk of "
+                f"{request.chunk_plan.chunk_tokens} tokens has {most} bytes: raise it, or lower chunk.chunk_tokens"
+            )
+        session, answer = self._transport.accept(request.offer, self._receiver.memory)
+        number = secrets.randbits(62) + 1
+        self._writers[number] = _Writer(instance=request.prefill, rank=request.prefill_rank, plan=request.chunk_plan)
+        self._receiver.driver.add(session)
+        self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
+        probe = self._loop.create_task(self._serve_probe(number, session))
+        self._probes.add(probe)
+        probe.add_done_callback(self._probes.discard)
+        log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
+        return AttachResponse(
+            session_id=number,
+            decode=self._instance,
+            decode_rank=self._spec.rank,
+            answer=answer,
+            ring_capacity_bytes=ring.capacity_bytes,
+            control_address=self._control.address,
+            heartbeat_s=self._config.heartbeat.interval_s,
+            protocol_version=agreement.protocol_version,
+        )
+
+    def _routes_from(self, prefill: Instance, prefill_rank: int) -> list[Route]:
+        every = routes(self._instance.layout, prefill.shard, self._instance.shard)
+        return [route for route in every if route.decode_rank == self._spec.rank and route.prefill_rank == prefill_rank]
+
+    def _wire(self, prefill: Instance):  # type: ignore[no-untyped-def]
+        return wire_dtype(self._instance.layout, prefill.shard, self._instance.shard)
+
+    async def _serve_probe(self, number: int, session: Session) -> None:
+        try:
+            await serve_probe(self._receiver.driver, session, self._scratch)
+        except TransferError as error:
+            self._servicer.close_session(number, f"the link's probe failed: {error}")
+
+    def _on_link(self, number: int, link: Link) -> None:
+        self._metrics.link(link)
+        self._link.send(LinkProbed(link=link))
+
+    def on_session_closed(self, session: int, reason: str) -> None:
+        writer = self._writers.pop(session, None)
+        self._servicer.close_session(session, reason)
+        if writer is not None:
+            log.info("session_closed", prefill_rank=writer.rank, reason=reason)
+
+    def publish(self, watermark: Watermark) -> None:
+        self._servicer.publish(watermark)
+
+    # The leader's messages
+
+    def on_message(self, message: Any) -> None:
+        match message:
+            case ExpectRequest():
+                self._expect(message)
+            case CancelRequest():
+                self._cancel(message)
+            case RunStep():
+                self._run_step(message)
+            case FinishRequest():
+                self._leave(message.request_id)
+            case ForgetPrefill():
+                for number, writer in list(self._writers.items()):
+                    if writer.instance.incarnation == message.incarnation:
+                        self._receiver.close_session(number, message.reason)
+            case _:
+                raise LocalProtocolError(f"a decode rank cannot serve {type(message).__name__}")
+
+    def _expect(self, message: ExpectRequest) -> None:
+        writers = {
+            writer.rank: (number, writer)
+            for number, writer in self._writers.items()
+            if writer.instance.incarnation == message.prefill_incarnation
+        }
+        page_size = self._engine.pool.page_size
+        if not self._allocator.reserve(message.request_id, -(-message.reserved_tokens // page_size)):
+            raise LocalProtocolError(f"no room for request {message.request_id}, which the leader had counted")
+        self._requests[message.request_id] = _Request(sampling=message.sampling)
+        if not writers:
+            self._requests[message.request_id].is_receiving = False
+            self._link.send(RequestExpected(request_id=message.request_id, reason="no rank of the prefill instance is attached"))
+            return
+        _, some = next(iter(writers.values()))
+        prefill = some.instance
+        every = routes(self._instance.layout, prefill.shard, self._instance.shard)
+        mine = [route for route in every if route.decode_rank == self._spec.rank]
+        absent = sorted({route.prefill_rank for route in mine} - writers.keys())
+        if absent:
+            self._requests[message.request_id].is_receiving = False
+            self._link.send(RequestExpected(request_id=message.request_id, reason=f"prefill rank {absent[0]} is not attached"))
+            return
+        self._link.send(RequestExpected(request_id=message.request_id))
+        self._receiver.expect_request(
+            IncomingRequest(
+                request_id=message.request_id,
+                layout=self._instance.layout,
+                plan=some.plan,
+                wire_dtype=self._wire(prefill),
+                num_tokens=message.num_tokens,
+                start_token=message.start_token,
+                routes=tuple(IncomingRoute(route=route, session=writers[route.prefill_rank][0]) for route in mine),
+            )
+        )
+
+    def _cancel(self, message: CancelRequest) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            return
+        if request.is_receiving and self._receiver.cancel_request(message.request_id, message.reason):
+            request.is_leaving = True  # on_drained releases it
+            return
+        self._leave(message.request_id)
+
+    def _leave(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.is_leaving = True
+        if not request.is_receiving and not request.steps_under_way:
+            del self._requests[request_id]
+            self._allocator.release(request_id)
+            self._link.send(PagesReleased(request_id=request_id))
+
+    def _run_step(self, message: RunStep) -> None:
+        items: list[DecodeItem] = []
+        for part in message.parts:
+            request = self._requests[part.request_id]
+            request.steps_under_way += 1
+            items.append(
+                DecodeItem(
+                    request_id=part.request_id,
+                    token_id=part.token_id,
+                    position=part.position,
+                    page_table=tuple(self.pages_up_to(part.request_id, part.position + 1)),
+                    sampling=request.sampling,
+                )
+            )
+
+        def work() -> StepDone | StepFailed:
+            started = time.monotonic()
+            try:
+                tokens = self._engine.decode(items)
+            except EngineError as error:
+                names = tuple(part.request_id for part in message.parts)
+                return StepFailed(
+                    step=message.step, request_ids=names, reason=str(error), is_fatal=self._engine.shard.num_ranks > 1
+                )
+            return StepDone(step=message.step, tokens=tokens, compute_s=time.monotonic() - started)
+
+        self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
+
+    def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
+        for part in step.parts:
+            request = self._requests[part.request_id]
+            request.steps_under_way -= 1
+            if request.is_leaving:
+                self._leave(part.request_id)
+        if self._spec.rank == 0 or isinstance(outcome, StepFailed):
+            self._link.send(outcome)
+
+    # What the receiver says
+
+    def pages_up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
+        """Pages of the request up to `num_tokens`; bound only now, when data is there to fill them."""
+        pages = self._allocator.pages(request_id)
+        missing = -(-num_tokens // self._engine.pool.page_size) - len(pages)
+        if missing > 0:
+            self._allocator.bind(request_id, missing)
+            pages = self._allocator.pages(request_id)
+        return pages
+
+    def on_complete(self, request_id: str) -> None:
+        self._requests[request_id].is_receiving = False
+        self._link.send(TransferComplete(request_id=request_id))
+
+    def on_failed(self, request_id: str, reason: str, *, is_data_loss: bool) -> None:
+        self._link.send(TransferFailed(request_id=request_id, reason=reason, is_data_loss=is_data_loss))
+
+    def on_drained(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        request.is_receiving = False
+        if request.is_leaving:
+            self._leave(request_id)
+
+    # Reports and end
+
+    def status(self) -> dict[str, int]:
+        ring = self._receiver.ring
+        return {
+            "rank": self._spec.rank,
+            "pid": os.getpid(),
+            "pool_pages": self._engine.pool.num_pages,
+            "pool_pages_reserved": self._allocator.num_reserved,
+            "pool_pages_bound": self._allocator.num_bound,
+            "ring_capacity": ring.capacity_bytes,
+            "ring_live_bytes": ring.live_bytes,
+            "ring_peak_bytes": self._receiver.ring_peak_bytes,
+            "ring_quarantined_bytes": ring.quarantined_bytes,
+            "ring_live_grants": ring.num_live_grants,
+            "watermark_position": ring.position,
+            "requests": len(self._requests) + self._receiver.num_requests,
+            "sessions": self._receiver.num_sessions,
+            "watermark_acks": self._servicer.num_acks,
+            "dropped_messages": self._receiver.num_dropped,
+        }
+
+    def metrics(self) -> Any:
+        return self._metrics.snapshot(self.status())
+
+    async def close(self) -> None:
+        self._servicer.close("the decode node shuts down")
+        await self._server.close()
+        for probe in list(self._probes):
+            probe.cancel()
+        self._receiver.close()
+        await self._engine_lane.call(self._engine.close)
+        self._engine_lane.close(timeout_s=5.0)
+
+
+def run_decode_rank(spec: RankSpec) -> None:
+    """Entry point of a decode rank's process."""
+    run_rank(spec, CODEC, DecodeWorker)

@@ -1,0 +1,148 @@
+"""The life of one rank process: start, hello, serve its leader, report, end.
+
+A rank never outlives its leader, and an exception that nobody expected ends it at once and loudly: the leader sees the exit, ends
+the group, and starts a new one with a new incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from node_runtime import exit_codes
+from node_runtime.rank_group import watch_leader
+from node_runtime.rank_link import RankAddress, RankCodec, RankLink
+from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from transfer.config import NodeConfig
+from transfer.errors import TransferError
+from transfer.logs import configure_logging
+
+REPORT_S = 0.25
+SWITCH_INTERVAL_S = 0.0005  # the engine's thread holds the interpreter lock for long stretches; the owner's loop must get in
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """What a rank process is started with.
+
+    Args:
+        config: The node's settings.
+        rank: Index in the instance.
+        incarnation: This life of the rank group.
+        address: Where the leader listens.
+        rendezvous: Fresh file at which the ranks of a TP group meet.
+    """
+
+    config: NodeConfig
+    rank: int
+    incarnation: int
+    address: RankAddress
+    rendezvous: Path
+
+
+class Worker(Protocol):
+    """What makes a rank a prefill or a decode rank. Owned by the process's one loop."""
+
+    async def start(self) -> RankHello:
+        """Load the engine, take the memory, open the ports.
+
+        Raises:
+            TransferError: It cannot be done; the node ends with that error.
+        """
+        ...
+
+    def on_message(self, message: Any) -> None: ...
+
+    def status(self) -> dict[str, int]:
+        """Fields of the wire contract's RankStatus."""
+        ...
+
+    def metrics(self) -> Any:
+        """Snapshot of the rank's metrics."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+WorkerFactory = Callable[[RankSpec, RankLink, asyncio.AbstractEventLoop], Worker]
+
+
+def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> None:
+    """Be a rank until the leader says otherwise. Ends the process."""
+    # A terminal's Ctrl-C reaches every process of the node; only the leader decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    configure_logging(spec.config.log, role=spec.config.role, rank=spec.rank, incarnation=spec.incarnation)
+    code = exit_codes.FAILED
+    try:
+        code = asyncio.run(_serve(spec, codec, make_worker))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: a thread that is stuck in a collective must not keep the process.
+        os._exit(code)
+
+
+async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    watch_leader(loop, lambda: os._exit(exit_codes.LEADER_GONE))
+    loop.set_exception_handler(_crash)
+    link = RankLink(spec.address, codec)
+    worker = make_worker(spec, link, loop)
+
+    def on_message(message: Any) -> None:
+        if isinstance(message, RankShutdown):
+            stop.set()
+        elif not stop.is_set():
+            worker.on_message(message)
+
+    link.watch(loop, on_message)
+    try:
+        hello = await worker.start()
+    except TransferError as error:
+        code = exit_codes.exit_code_of(error)
+        log.error("rank_start_failed", error=str(error))
+        link.send(RankStartFailed(rank=spec.rank, reason=str(error), exit_code=code))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), timeout=5.0)
+        return code
+    link.send(hello)
+    log.info("rank_ready", pid=hello.pid, pool_pages=hello.pool_pages)
+    await _report(spec.rank, worker, link, stop)
+    await worker.close()
+    link.close()
+    return exit_codes.OK
+
+
+async def _report(rank: int, worker: Worker, link: RankLink, stop: asyncio.Event) -> None:
+    """Send state and metrics whenever they have changed, until `stop`."""
+    last: dict[str, int] = {}
+    while not stop.is_set():
+        status = worker.status()
+        if status != last:
+            last = status
+            link.send(RankReport(rank=rank, status=status, metrics=worker.metrics()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), timeout=REPORT_S)
+
+
+def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if error is None:
+        loop.default_exception_handler(context)
+        return
+    log.critical("rank_crashed", error=str(error), exc_info=error)
+    sys.stderr.flush()
+    os._exit(exit_codes.FAILED)

@@ -1,0 +1,59 @@
+"""Messages between leader and rank that both roles share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transfer.instance import Instance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHello:
+    """The rank's engine is loaded and its pool, staging or ring exist.
+
+    Args:
+        instance: The instance as this rank sees it; equal on all ranks.
+        pool_pages: Pages of its pool.
+        max_context_tokens: Longest prompt plus generation.
+        vocab_size: Token ids are below it.
+        eos_token_ids: The model's own end tokens.
+        address: host:port of the rank's own gRPC server; empty where it has none.
+    """
+
+    rank: int
+    pid: int
+    instance: Instance
+    pool_pages: int
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStartFailed:
+    """The rank cannot start; the leader ends the node with `exit_code`."""
+
+    rank: int
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """A rank's state and metrics, a few times a second while they change; a sign of life otherwise.
+
+    Args:
+        status: Fields of the wire contract's RankStatus by name.
+        metrics: Snapshot of the rank's registry, see transfer.metrics.
+    """
+
+    rank: int
+    status: dict[str, int] = field(default_factory=dict)
+    metrics: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShutdown:
+    """End: close the engine, the sessions and the process."""

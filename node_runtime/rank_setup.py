@@ -1,0 +1,63 @@
+"""What a rank of either role opens and says of itself when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal, Protocol
+
+import transfer
+from transfer.config import TransportConfig
+from transfer.errors import ConfigError
+from transfer.instance import Instance
+from transfer.kernels.digest import DIGEST_ALGORITHM
+from transfer.layout import KVLayout, Shard
+from transfer.messages import PROTOCOL_VERSIONS
+from transfer.transport.base import Transport
+
+_LANES: Final[Mapping[str, Literal["auto", "shm", "net"]]] = {"auto": "auto", "on": "net", "off": "shm"}
+
+
+class Engine(Protocol):
+    """What an instance is known by, of either role's engine."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def shard(self) -> Shard: ...
+
+    @property
+    def model_fields(self) -> Mapping[str, str]: ...
+
+
+def open_transport(config: TransportConfig) -> Transport:
+    """The configured data plane.
+
+    Raises:
+        ConfigError: It cannot be had on this machine, or not between processes.
+    """
+    match config.name:
+        case "ucx":
+            from transfer.transport.ucx import UcxTransport  # loads a foreign library only where it is used
+
+            return UcxTransport(lane=_LANES[config.ucx.endpoint_error_handling])
+        case "inproc":
+            from transfer.transport.inproc import InprocHub, InprocTransport
+
+            return InprocTransport(InprocHub())
+        case _:
+            raise ConfigError(f"transport.name is {config.name}; this version serves ucx, and inproc inside one process")
+
+
+def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> Instance:
+    """This rank's instance, as it tells its peers."""
+    return Instance(
+        incarnation=incarnation,
+        layout=engine.layout,
+        shard=engine.shard,
+        model_fields=engine.model_fields,
+        transport=transport.name,
+        digest=DIGEST_ALGORITHM,
+        protocol_versions=PROTOCOL_VERSIONS,
+        version=transfer.__version__,
+    )

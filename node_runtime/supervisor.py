@@ -1,0 +1,186 @@
+"""The leader's hold on its ranks: starts a life of the group, speaks to it, ends it, and says when it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from node_runtime.rank_group import RankGroup
+from node_runtime.rank_link import LeaderLink, RankCodec
+from node_runtime.rank_process import RankSpec
+from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from transfer.config import NodeConfig
+from transfer.errors import EngineError, TransferError
+
+START_TIMEOUT_S = 300.0
+STOP_GRACE_S = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+class RankStartError(TransferError):
+    """The ranks could not start.
+
+    Args:
+        exit_code: What the node ends with, see `node_runtime.exit_codes`.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RankSupervisor:
+    """One node's ranks, life after life.
+
+    Args:
+        config: The node's settings; every rank gets them.
+        entry: Entry point of a rank process, importable by name.
+        codec: Messages of the role.
+        preload: Module that the fork server imports once; a rank then starts in a fraction of a second.
+        on_message: (rank, message) of the running life, but for hellos and reports.
+        on_lost: The life is of no more use, and why; `stop()` and perhaps `start()` are the owner's next steps.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        entry: Callable[[RankSpec], None],
+        codec: RankCodec,
+        *,
+        preload: str,
+        on_message: Callable[[int, Any], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._entry = entry
+        self._codec = codec
+        self._preload = preload
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._folder = tempfile.TemporaryDirectory(prefix="kvferry-")
+        self._num_ranks = config.parallel.tp_size
+        self._link: LeaderLink | None = None
+        self._group: RankGroup | None = None
+        self._hellos: dict[int, RankHello] = {}
+        self._started: asyncio.Future[None] | None = None
+        self._is_running = False
+        self.incarnation = 0
+        self.reports: dict[int, RankReport] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
+
+    @property
+    def pids(self) -> list[int]:
+        return self._group.pids if self._group is not None else []
+
+    async def start(self) -> tuple[RankHello, ...]:
+        """Start a new life, under a new incarnation; returns the ranks' hellos in rank order.
+
+        Raises:
+            RankStartError: A rank refused, died, or did not answer in time. `stop()` is still to be called.
+        """
+        loop = asyncio.get_running_loop()
+        self.incarnation = secrets.randbits(63) + 1
+        self._hellos, self.reports = {}, {}
+        self._started = loop.create_future()
+        self._link = LeaderLink(Path(self._folder.name), self._num_ranks, self._codec)
+        self._link.watch(loop, self._receive)
+        rendezvous = Path(self._folder.name) / f"rendezvous-{self.incarnation:x}"
+        specs = [
+            RankSpec(
+                config=self._config,
+                rank=rank,
+                incarnation=self.incarnation,
+                address=self._link.address_of(rank),
+                rendezvous=rendezvous,
+            )
+            for rank in range(self._num_ranks)
+        ]
+        self._group = RankGroup(self._config.role, self._entry, [(spec,) for spec in specs], preload=[self._preload])
+        self._group.start(loop, self._on_exit)
+        try:
+            await asyncio.wait_for(self._started, START_TIMEOUT_S)
+        except TimeoutError:
+            missing = sorted(set(range(self._num_ranks)) - self._hellos.keys())
+            raise RankStartError(f"ranks {missing} did not start within {START_TIMEOUT_S:g} s", exit_code=4) from None
+        self._is_running = True
+        return tuple(self._hellos[rank] for rank in range(self._num_ranks))
+
+    def broadcast(self, message: object) -> None:
+        """To every rank, in the same order as all broadcasts. A rank that does not take it ends the life."""
+        if self._link is not None and not self._link.broadcast(message):
+            self.lose("a rank does not take messages")
+
+    def send(self, rank: int, message: object) -> None:
+        if self._link is not None and not self._link.send(rank, message):
+            self.lose(f"rank {rank} does not take messages")
+
+    async def stop(self, *, is_graceful: bool) -> None:
+        """End the life; afterwards no process of it is left. Graceful: the ranks close what they have open."""
+        self._is_running = False
+        if self._link is not None and is_graceful:
+            self._link.broadcast(RankShutdown())
+        if self._group is not None:
+            await self._group.stop(STOP_GRACE_S if is_graceful else 0.0)
+            self._group = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def cleanup(self) -> None:
+        """Remove the private folder; the supervisor is of no more use."""
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+    def _receive(self, rank: int, message: Any) -> None:
+        match message:
+            case RankHello():
+                self._hellos[rank] = message
+                if len(self._hellos) == self._num_ranks and self._started is not None and not self._started.done():
+                    self._started.set_result(None)
+            case RankStartFailed():
+                self._fail_start(message.reason, message.exit_code)
+            case RankReport():
+                self.reports[rank] = message
+            case _ if self._is_running:
+                self._on_message(rank, message)
+
+    def _on_exit(self, rank: int, code: int) -> None:
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        self._fail_start(f"rank {rank} ended while it started: {how}", exit_code=4)
+        self.lose(f"rank {rank} died: {how}")
+
+    def _fail_start(self, reason: str, exit_code: int) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(RankStartError(reason, exit_code))
+
+    def lose(self, reason: str) -> None:
+        """Give the life up: it cannot go on."""
+        if self._is_running:
+            self._is_running = False
+            log.error("rank_group_lost", reason=reason)
+            self._on_lost(reason)
+
+
+def check_alike(hellos: tuple[RankHello, ...]) -> None:
+    """Ranks of one group must see one model and have pools of one size.
+
+    Raises:
+        EngineError: They do not; the ranks and values are named.
+    """
+    first = hellos[0]
+    for hello in hellos[1:]:
+        if hello.instance.layout != first.instance.layout or hello.instance.model_fields != first.instance.model_fields:
+            raise EngineError(f"ranks {first.rank} and {hello.rank} have loaded different models")
+        if hello.pool_pages != first.pool_pages:
+            raise EngineError(f"ranks {first.rank} and {hello.rank} have {first.pool_pages} and {hello.pool_pages} pages")

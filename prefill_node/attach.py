@@ -1,0 +1,198 @@
+"""A prefill rank's sessions: attach to every decode rank it has a route to, probe the links, notice when they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from prefill_node.sender_loop import SenderLoop
+from transfer.chunk import ChunkPlan
+from transfer.config import NodeConfig
+from transfer.control.zmq_channel import ZmqControlClient
+from transfer.errors import PeerUnreachable, TransportError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.layout import routes
+from transfer.registry.client import SessionWatch, TransferControlClient
+from transfer.ring import Watermark
+from transfer.staging import StagingBuffer
+from transfer.transport.base import Transport
+from transfer.transport.probe import probe_link
+
+ATTACH_TIMEOUT_S = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """One open session."""
+
+    client: TransferControlClient
+    watch: SessionWatch
+    incarnation: int
+    decode_rank: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Peer:
+    """One decode instance."""
+
+    instance: Instance
+    sessions: dict[int, int] = field(default_factory=dict)  # decode rank -> session
+
+
+class DecodeSessions:
+    """All decode instances that this rank is attached to.
+
+    Args:
+        sender: Takes the sessions over.
+        own: This rank's instance.
+        plan: How requests are cut; both sides must compute the same chunks.
+        on_lost: (decode incarnation, reason), once, when an open instance loses a session.
+    """
+
+    PASSING = (TransportError,)
+    """Errors of `open()` after which it is worth trying again."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        sender: SenderLoop,
+        transport: Transport,
+        own: Instance,
+        rank: int,
+        plan: ChunkPlan,
+        config: NodeConfig,
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        self._loop = loop
+        self._sender = sender
+        self._transport = transport
+        self._own = own
+        self._rank = rank
+        self._plan = plan
+        self._config = config
+        self._on_lost = on_lost
+        self._peers: dict[int, _Peer] = {}
+        self._open: dict[int, _Open] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._past_acks = 0
+        scratch = StagingBuffer(num_bytes=config.transport.probe_bytes, device="cpu")
+        self._scratch = transport.register(scratch.tensor)
+        self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
+
+    @property
+    def num_acks(self) -> int:
+        """Watermarks heard, beats included."""
+        return self._past_acks + sum(session.watch.num_acks for session in self._open.values())
+
+    def of(self, incarnation: int) -> tuple[Instance | None, dict[int, int]]:
+        """The instance and its sessions by decode rank; (None, {}) when it is not attached."""
+        peer = self._peers.get(incarnation)
+        return (peer.instance, peer.sessions) if peer is not None else (None, {})
+
+    async def open(self, instance: Instance, rank_addresses: tuple[str, ...]) -> tuple[Link, ...]:
+        """Attach to the instance's ranks; all or none. Returns the measured links.
+
+        Raises:
+            LayoutError: The two do not fit; what differs is named.
+            TransportError: A rank cannot be reached, or its link is slower than the configured floor.
+        """
+        check_compatible(self._own, instance)
+        mine = {r.decode_rank for r in routes(self._own.layout, self._own.shard, instance.shard) if r.prefill_rank == self._rank}
+        self._peers[instance.incarnation] = _Peer(instance=instance)
+        try:
+            links = [await self._open_session(instance, rank, rank_addresses[rank]) for rank in sorted(mine)]
+        except BaseException as error:
+            self.close(instance.incarnation, f"attach failed: {error}")
+            raise
+        return tuple(links)
+
+    async def _open_session(self, instance: Instance, decode_rank: int, address: str) -> Link:
+        client = TransferControlClient(address)
+        try:
+            answer, session = await self._attach(client, address)
+        except BaseException:
+            await client.close()
+            raise
+        number = answer.session_id
+        control = ZmqControlClient(answer.control_address, session_id=number)
+        watch = client.watch(
+            number,
+            ring_capacity_bytes=answer.ring_capacity_bytes,
+            heartbeat_s=answer.heartbeat_s,
+            on_watermark=lambda watermark: self._on_watermark(number, watermark),
+            on_lost=lambda reason: self._sender.close_session(number, f"decode rank {decode_rank} is lost: {reason}"),
+        )
+        self._open[number] = _Open(client=client, watch=watch, incarnation=instance.incarnation, decode_rank=decode_rank)
+        self._sender.driver.add(session)
+        self._sender.open_session(
+            number, session, control, incarnation=instance.incarnation, ring_capacity_bytes=answer.ring_capacity_bytes
+        )
+        async with self._probe_turn:
+            probe = await probe_link(self._sender.driver, session, self._scratch)
+        link = Link(
+            prefill_rank=self._rank,
+            decode_rank=decode_rank,
+            lane=probe.lane,
+            latency_s=probe.latency_s,
+            bandwidth_bytes_per_s=probe.bandwidth_bytes_per_s,
+        )
+        floor = self._config.transport.min_bandwidth_bytes_per_s
+        if link.bandwidth_bytes_per_s < floor:
+            raise TransportError(
+                f"link to decode rank {decode_rank} over {link.lane} makes {link.bandwidth_bytes_per_s:.3g} bytes/s; "
+                f"transport.min_bandwidth_bytes_per_s is {floor:.3g}"
+            )
+        if number not in self._open:
+            raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
+        self._peers[instance.incarnation].sessions[decode_rank] = number
+        watch.report_link(link)
+        return link
+
+    async def _attach(self, client: TransferControlClient, address: str):  # type: ignore[no-untyped-def]
+        offer = self._transport.offer()
+        try:
+            request = AttachRequest(prefill=self._own, prefill_rank=self._rank, offer=offer.blob, chunk_plan=self._plan)
+            answer: AttachResponse = await client.attach(request, timeout_s=ATTACH_TIMEOUT_S)
+            check_compatible(self._own, answer.decode)
+            return answer, offer.complete(answer.answer)
+        except BaseException:
+            offer.close()
+            raise
+
+    def _on_watermark(self, number: int, watermark: Watermark) -> None:
+        self._sender.on_watermark(number, watermark)
+
+    def close(self, incarnation: int, reason: str) -> None:
+        """End every session with the instance; unknown ones are ignored."""
+        self._peers.pop(incarnation, None)
+        for number, session in list(self._open.items()):
+            if session.incarnation == incarnation:
+                self._sender.close_session(number, reason)
+
+    def on_session_closed(self, number: int, reason: str) -> None:
+        """The sender has closed a session: the instance is of no use without it."""
+        session = self._open.pop(number, None)
+        if session is None:
+            return
+        self._past_acks += session.watch.num_acks
+        session.watch.close()
+        closing = self._loop.create_task(session.client.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        log.info("session_closed", decode_rank=session.decode_rank, reason=reason)
+        if session.incarnation in self._peers:
+            self.close(session.incarnation, reason)
+            self._on_lost(session.incarnation, reason)
+
+    async def close_all(self, reason: str) -> None:
+        """End everything and wait until it has."""
+        for incarnation in list(self._peers):
+            self.close(incarnation, reason)
+        if self._closing:
+            await asyncio.wait(set(self._closing), timeout=2.0)

@@ -1,0 +1,122 @@
+"""The decode instances that have joined a prefill node, as its leader sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from transfer.errors import LayoutError, PeerUnreachable, TransferError
+from transfer.instance import Instance, Link
+
+ATTACH_ALL_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Join:
+    """One decode instance, from the moment it introduced itself until it is lost.
+
+    `lost` is done with the reason once the instance can be sent nothing any more.
+    """
+
+    instance: Instance
+    address: str
+    links: list[Link] = field(default_factory=list)
+    attached: asyncio.Future[None]
+    lost: asyncio.Future[TransferError]
+    waiting_for: set[int]
+
+    @property
+    def incarnation(self) -> int:
+        return self.instance.incarnation
+
+    @property
+    def is_joined(self) -> bool:
+        return self.attached.done() and not self.lost.done()
+
+
+class Joins:
+    """Keeps the joins, and has the ranks attach and detach.
+
+    Args:
+        num_ranks: Ranks of this instance; a decode instance has joined when all of them are attached.
+        broadcast: Sends a message to every rank.
+        on_lost: Called with a join that was lost and why; its requests cannot go on.
+    """
+
+    def __init__(
+        self, num_ranks: int, broadcast: Callable[[object], None], on_lost: Callable[[Join, TransferError], None]
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._broadcast = broadcast
+        self._on_lost = on_lost
+        self._joins: dict[int, Join] = {}
+
+    def __iter__(self) -> Iterator[Join]:
+        return iter(list(self._joins.values()))
+
+    def find(self, incarnation: int) -> Join | None:
+        """The join of that life, if it can be sent requests."""
+        join = self._joins.get(incarnation)
+        return join if join is not None and join.is_joined else None
+
+    async def open(self, instance: Instance, address: str, rank_addresses: tuple[str, ...]) -> Join:
+        """Have every rank attach; returns when all have.
+
+        Raises:
+            LayoutError: A rank found that the two do not fit.
+            PeerUnreachable: A rank could not attach.
+        """
+        if instance.incarnation in self._joins:
+            # The same life joins again: its old stream died on the way, and so have its sessions.
+            self.close(instance.incarnation, PeerUnreachable("the decode instance has joined again"))
+        loop = asyncio.get_running_loop()
+        join = Join(
+            instance=instance,
+            address=address,
+            attached=loop.create_future(),
+            lost=loop.create_future(),
+            waiting_for=set(range(self._num_ranks)),
+        )
+        self._joins[instance.incarnation] = join
+        self._broadcast(AttachDecode(instance=instance, rank_addresses=rank_addresses))
+        outcomes: list[asyncio.Future[Any]] = [join.attached, join.lost]
+        await asyncio.wait(outcomes, timeout=ATTACH_ALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if join.lost.done():
+            raise join.lost.result()
+        if not join.attached.done():
+            error = PeerUnreachable(f"prefill ranks {sorted(join.waiting_for)} did not attach within {ATTACH_ALL_TIMEOUT_S:g} s")
+            self.close(instance.incarnation, error)
+            raise error
+        return join
+
+    def on_attached(self, rank: int, message: DecodeAttached) -> None:
+        join = self._joins.get(message.incarnation)
+        if join is None or rank not in join.waiting_for:
+            return
+        join.waiting_for.discard(rank)
+        join.links.extend(message.links)
+        if not join.waiting_for and not join.attached.done():
+            join.attached.set_result(None)
+
+    def on_rank_lost(self, rank: int, message: DecodeLost) -> None:
+        kind = LayoutError if message.is_refused else PeerUnreachable
+        self.close(message.incarnation, kind(f"prefill rank {rank}: {message.reason}"))
+
+    def close(self, incarnation: int, error: TransferError) -> None:
+        """The instance is of no more use; the ranks detach from it. Unknown ones are over already."""
+        join = self._joins.pop(incarnation, None)
+        if join is None:
+            return
+        join.lost.set_result(error)
+        self._broadcast(DetachDecode(incarnation=incarnation, reason=str(error)))
+        self._on_lost(join, error)
+
+    def forget_all(self, error: TransferError) -> None:
+        """The rank group is gone, and every session with it."""
+        for join in list(self._joins.values()):
+            del self._joins[join.incarnation]
+            join.lost.set_result(error)
+            self._on_lost(join, error)

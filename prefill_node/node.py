@@ -1,0 +1,350 @@
+"""The leader of a prefill node: serves PrefillControl, and turns calls into work for the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import structlog
+
+from node_runtime.daemon import Daemon, NodeState
+from node_runtime.health import Readiness
+from node_runtime.prompt import check_prompt
+from node_runtime.rank_report import RankHello
+from node_runtime.status import node_status
+from node_runtime.supervisor import RankSupervisor
+from prefill_node.joins import Join, Joins
+from prefill_node.rank_messages import (
+    CODEC,
+    DecodeAttached,
+    DecodeLost,
+    PagesReleased,
+    RequestFailed,
+    RequestSent,
+    StepDone,
+    StepFailed,
+)
+from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
+from prefill_node.scheduler import PrefillScheduler
+from prefill_node.sender import SentStats
+from prefill_node.worker import run_prefill_rank
+from transfer.chunk import ChunkPlan
+from transfer.config import PrefillNodeConfig
+from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.instance import Instance, check_compatible
+from transfer.metrics import NodeMetrics
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.client import open_channel
+from transfer.registry.convert import (
+    chunk_plan_to_proto,
+    instance_from_proto,
+    instance_to_proto,
+    link_to_proto,
+    sampling_from_proto,
+)
+from transfer.registry.server import RegistryServer, host_port, serve
+from transfer.registry.status import end_with, error_of
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
+
+RESERVE_TIMEOUT_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+class _Life:
+    """What exists only while the ranks live."""
+
+    def __init__(self, node: PrefillNode, hellos: tuple[RankHello, ...]) -> None:
+        config, first = node.config, hellos[0]
+        self.instance: Instance = first.instance
+        self.max_context_tokens = first.max_context_tokens
+        self.vocab_size = first.vocab_size
+        self.requests = PrefillRequests(
+            PrefillScheduler(
+                pool_pages=first.pool_pages,
+                page_size=config.pool.page_size,
+                chunk_tokens=config.chunk.chunk_tokens,
+                max_step_tokens=config.limits.max_step_tokens,
+                max_running=config.limits.max_running_requests,
+            ),
+            num_ranks=len(hellos),
+            max_queued=config.limits.max_queued_requests,
+            queue_timeout_s=config.limits.queue_timeout_s,
+            broadcast=node.broadcast,
+            reserve=node.reserve,
+            on_outcome=node.metrics.request_ended,
+        )
+        self.joins = Joins(len(hellos), node.broadcast, self._on_join_lost)
+
+    def _on_join_lost(self, join: Join, error: TransferError) -> None:
+        log.warning("decode_instance_lost", address=join.address, reason=str(error))
+        self.requests.abort_join(join, error)
+
+
+class PrefillNode(pb_grpc.PrefillControlServicer):
+    """A `node_runtime.daemon.Role` and the servicer of its API."""
+
+    def __init__(self, daemon: Daemon, config: PrefillNodeConfig) -> None:
+        self.config = config
+        self.metrics = NodeMetrics(role="prefill")
+        self._daemon = daemon
+        self._life: _Life | None = None
+        self._server: RegistryServer | None = None
+        self._supervisor: RankSupervisor | None = None
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._draining = asyncio.Event()
+
+    # Role
+
+    async def open(self) -> str:
+        server = self._server = await serve(self.config.server.host, self.config.server.port, prefill_control=self)
+        return host_port(self.config.server.advertised_host, server.port)
+
+    def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
+        self._supervisor = RankSupervisor(
+            self.config,
+            run_prefill_rank,
+            CODEC,
+            preload="embedded_engine.preload",
+            on_message=self._on_rank_message,
+            on_lost=on_lost,
+        )
+        return self._supervisor
+
+    async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
+        self._life = _Life(self, hellos)
+        self._life.requests.start()
+        await self._set_serving(True)
+
+    async def end_life(self, error: TransferError) -> None:
+        life, self._life = self._life, None
+        await self._set_serving(False)
+        if life is not None:
+            await life.requests.close(error)
+            life.joins.forget_all(error)
+        await self._close_channels()
+
+    async def drain(self) -> int:
+        self._draining.set()
+        await self._set_serving(False)
+        while self.num_in_flight:
+            await asyncio.sleep(0.02)
+        return 0
+
+    @property
+    def num_in_flight(self) -> int:
+        life = self._life
+        return 0 if life is None else life.requests.num_queued + life.requests.num_running
+
+    def readiness(self) -> Readiness:
+        return Readiness(is_ready=not self._draining.is_set(), reason="the node is draining")
+
+    def render_metrics(self) -> bytes:
+        life = self._life
+        joined = sum(join.is_joined for join in life.joins) if life is not None else 0
+        self.metrics.node_state(
+            state=str(self._daemon.state),
+            queued=life.requests.num_queued if life is not None else 0,
+            running=life.requests.num_running if life is not None else 0,
+            peers={"joined": joined},
+            restarts=self._daemon.num_restarts,
+        )
+        reports = self._supervisor.reports if self._supervisor is not None else {}
+        return self.metrics.render([report.metrics for report in reports.values()])
+
+    async def close(self) -> None:
+        await self._close_channels()
+        if self._server is not None:
+            await self._server.close(grace_s=0.2)
+
+    async def _set_serving(self, is_serving: bool) -> None:
+        if self._server is not None:
+            await self._server.set_serving(is_serving and not self._draining.is_set())
+
+    async def _close_channels(self) -> None:
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+    # Ranks
+
+    def broadcast(self, message: object) -> None:
+        if self._supervisor is not None:
+            self._supervisor.broadcast(message)
+
+    def _on_rank_message(self, rank: int, message: Any) -> None:
+        life = self._life
+        if life is None:
+            return
+        match message:
+            case StepDone():
+                life.requests.on_step_done(message)
+            case StepFailed():
+                life.requests.on_step_failed(message)
+                if message.is_fatal and self._supervisor is not None:
+                    self._supervisor.lose(f"rank {rank}: {message.reason}")
+            case PagesReleased():
+                life.requests.on_pages_released(rank, message.request_id)
+            case RequestSent():
+                life.requests.on_sent(rank, message)
+            case RequestFailed():
+                life.requests.on_failed(rank, message)
+            case DecodeAttached():
+                life.joins.on_attached(rank, message)
+            case DecodeLost():
+                life.joins.on_rank_lost(rank, message)
+            case _:
+                raise LocalProtocolError(f"a prefill leader cannot serve {type(message).__name__}")
+
+    async def reserve(self, join: Join, request_id: str) -> bool:
+        """Ask the decode leader for room; False is "not yet"."""
+        life = self._life
+        if life is None:
+            return False
+        if join.address not in self._channels:
+            self._channels[join.address] = open_channel(join.address)
+        stub = cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(self._channels[join.address]))
+        question = pb.ReserveRequest(
+            request_id=request_id,
+            prefill_incarnation=life.instance.incarnation,
+            decode_incarnation=join.incarnation,
+        )
+        try:
+            answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, peer=join.address) from error
+        return bool(answer.reserved)
+
+    # PrefillControl
+
+    async def _life_or_end(self, context: grpc.aio.ServicerContext[Any, Any]) -> _Life:
+        if self._life is None:
+            await end_with(context, PeerUnreachable(f"the prefill node is {self._daemon.state}"))
+        if self._draining.is_set():
+            await end_with(context, PeerUnreachable("the prefill node is draining"))
+        return self._life
+
+    async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
+        life = await self._life_or_end(context)
+        try:
+            if not 0 < request.heartbeat_s <= 60:
+                raise ConfigError(f"heartbeat_s is {request.heartbeat_s}; it must be above 0 and at most 60")
+            decode = instance_from_proto(request.decode)
+            check_compatible(life.instance, decode)
+            if len(request.rank_addresses) != decode.shard.num_ranks:
+                raise LayoutError(f"rank_addresses has {len(request.rank_addresses)} entries for {decode.shard.num_ranks} ranks")
+            join = await life.joins.open(decode, request.decode_address, tuple(request.rank_addresses))
+        except TransferError as error:
+            log.error("join_refused", address=request.decode_address, reason=str(error))
+            await end_with(context, error)
+        log.info("decode_instance_joined", address=join.address, links=len(join.links))
+        try:
+            plan = ChunkPlan(chunk_tokens=self.config.chunk.chunk_tokens, layers_per_group=self.config.chunk.layers_per_group)
+            joined = pb.Joined(
+                prefill=instance_to_proto(life.instance),
+                chunk_plan=chunk_plan_to_proto(plan),
+                links=[link_to_proto(link) for link in join.links],
+            )
+            yield pb.JoinEvent(joined=joined)
+            has_said_draining = False
+            while not join.lost.done():
+                if self._draining.is_set() and not has_said_draining:
+                    has_said_draining = True
+                    yield pb.JoinEvent(draining=pb.Draining())
+                else:
+                    yield pb.JoinEvent(beat=pb.Beat())
+                waiting: list[asyncio.Future[Any]] = [asyncio.shield(join.lost)]
+                if not has_said_draining:
+                    waiting.append(asyncio.ensure_future(self._draining.wait()))
+                await asyncio.wait(waiting, timeout=request.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in waiting[1:]:
+                    task.cancel()
+            await end_with(context, join.lost.result())
+        finally:
+            # The decode leader went away, or the join was lost: either way its ranks are written to no more.
+            life.joins.close(join.incarnation, PeerUnreachable("the decode leader has left"))
+
+    async def Prefill(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        life = await self._life_or_end(context)
+        try:
+            accepted = self._submit(life, request)
+        except TransferError as error:
+            await end_with(context, error)
+        try:
+            while True:
+                match await accepted.progress.get():
+                    case Started(queue_s=queue_s):
+                        yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))
+                    case FirstToken(token_id=token_id, compute_s=compute_s):
+                        yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=token_id, compute_s=compute_s))
+                    case Sent(stats=stats):
+                        yield pb.PrefillEvent(sent=pb.PrefillSent(stats=_stats_to_proto(stats)))
+                        return
+                    case TransferError() as failure:
+                        await end_with(context, failure)
+        finally:
+            life.requests.abort(request.request_id, TransferAborted("the decode node gave the request up"))
+
+    def _submit(self, life: _Life, request: pb.PrefillRequest) -> Request:
+        token_ids = tuple(request.token_ids)
+        if not 1 <= len(request.request_id) <= 128:
+            raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to 128")
+        check_prompt(token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
+        if request.start_token >= len(token_ids):
+            raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
+        join = life.joins.find(request.decode_incarnation)
+        if join is None:
+            raise LayoutError(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill node")
+        return life.requests.submit(
+            request.request_id, token_ids, request.start_token, sampling_from_proto(request.sampling), join
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
+        life = self._life
+        reason = request.reason or "aborted by an operator"
+        found = life is not None and life.requests.abort(request.request_id, TransferAborted(reason))
+        return pb.AbortResponse(found=found)
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
+        life = self._life
+        joins = list(life.joins) if life is not None else []
+        return node_status(
+            self._daemon,
+            role="prefill",
+            instance=life.instance if life is not None else None,
+            reports=self._supervisor.reports if self._supervisor is not None else {},
+            queued=life.requests.num_queued if life is not None else 0,
+            running=life.requests.num_running if life is not None else 0,
+            peers=[
+                pb.PeerStatus(address=join.address, incarnation=join.incarnation, state="joined" if join.is_joined else "joining")
+                for join in joins
+            ],
+            links=[link for join in joins for link in join.links],
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
+        if self._daemon.state is NodeState.READY:
+            log.info("drain_requested")
+        budget_s = context.time_remaining()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
+                await self.drain()
+        return pb.DrainResponse(remaining=self.num_in_flight)
+
+
+def _stats_to_proto(stats: SentStats) -> pb.TransferStats:
+    return pb.TransferStats(
+        bytes=stats.num_bytes,
+        writes=stats.writes,
+        writes_without_staging=stats.writes_without_staging,
+        transfer_s=stats.transfer_s,
+        exposed_s=stats.exposed_s,
+        resends=stats.resends,
+    )

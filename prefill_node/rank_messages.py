@@ -1,0 +1,143 @@
+"""What a prefill leader and its ranks say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from node_runtime.rank_link import RankCodec
+from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from prefill_node.sender import SentStats
+from transfer.engine_types import SamplingParams
+from transfer.instance import Instance, Link
+
+# Leader -> rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachDecode:
+    """Open a session with every decode rank that this rank has a route to; answer `DecodeAttached` or `DecodeLost`.
+
+    Args:
+        instance: The decode instance.
+        rank_addresses: host:port of each decode rank's TransferControl, in rank order.
+    """
+
+    instance: Instance
+    rank_addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetachDecode:
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRequest:
+    """Take pages for the whole prompt and begin to ask for grants."""
+
+    request_id: str
+    decode_incarnation: int
+    num_tokens: int
+    start_token: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """Tokens of one request in a step; `first_token` is the position of `token_ids[0]`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    first_token: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Compute one step; every rank gets the same steps in the same order. Rank 0 answers `StepDone`."""
+
+    step: int
+    parts: tuple[StepPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    request_id: str
+    reason: str
+
+
+# Rank -> leader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAttached:
+    incarnation: int
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLost:
+    """A session with the decode instance could not be opened, or has ended. `is_refused`: it can never fit."""
+
+    incarnation: int
+    reason: str
+    is_refused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    step: int
+    first_tokens: dict[str, int]
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """The engine failed; `is_fatal`: it is of no more use."""
+
+    step: int
+    request_ids: tuple[str, ...]
+    reason: str
+    is_fatal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesReleased:
+    """The request's pages are back in this rank's pool."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSent:
+    request_id: str
+    stats: SentStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """The request is over on this rank, and nothing of it is under way."""
+
+    request_id: str
+    reason: str
+
+
+CODEC = RankCodec(
+    AttachDecode,
+    DetachDecode,
+    StartRequest,
+    RunStep,
+    AbortRequest,
+    DecodeAttached,
+    DecodeLost,
+    StepDone,
+    StepFailed,
+    PagesReleased,
+    RequestSent,
+    RequestFailed,
+    RankHello,
+    RankStartFailed,
+    RankReport,
+    RankShutdown,
+)

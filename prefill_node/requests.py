@@ -1,0 +1,324 @@
+"""A prefill node's requests, as its leader sees them: queue, reservation, steps, and what each caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from prefill_node.joins import Join
+from prefill_node.rank_messages import (
+    AbortRequest,
+    RequestFailed,
+    RequestSent,
+    RunStep,
+    StartRequest,
+    StepDone,
+    StepFailed,
+    StepPart,
+)
+from prefill_node.scheduler import PrefillScheduler
+from prefill_node.sender import SentStats
+from transfer.engine_types import SamplingParams
+from transfer.errors import (
+    EngineError,
+    PeerUnreachable,
+    StagingError,
+    TransferAborted,
+    TransferError,
+)
+
+STEPS_AHEAD = 2  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
+RETRY_RESERVE_S = 0.05
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    token_id: int
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    stats: SentStats
+
+
+Progress = Started | FirstToken | Sent | TransferError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One prompt. `progress` is what its caller reads; the last item is `Sent` or an error."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start_token: int
+    sampling: SamplingParams
+    join: Join
+    queued_s: float
+    deadline_s: float
+    started_s: float | None = None
+    progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    is_over: bool = False
+    is_aborted: bool = False  # the ranks have been told to give it up
+    unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
+    holding: set[int] = field(default_factory=set)  # ranks that have not given its pages back
+    stats: list[SentStats] = field(default_factory=list)
+
+
+class PrefillRequests:
+    """Owned by the leader's loop.
+
+    Args:
+        scheduler: Counts pages and cuts steps.
+        num_ranks: Ranks of this instance.
+        max_queued: Requests that may wait.
+        queue_timeout_s: How long one may.
+        broadcast: Sends a message to every rank.
+        reserve: Asks the decode leader for room; False is "not yet".
+        on_outcome: Called with "sent", "failed" or "aborted" for each request that ends.
+    """
+
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        *,
+        num_ranks: int,
+        max_queued: int,
+        queue_timeout_s: float,
+        broadcast: Callable[[object], None],
+        reserve: Callable[[Join, str], Awaitable[bool]],
+        on_outcome: Callable[[str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._num_ranks = num_ranks
+        self._max_queued = max_queued
+        self._queue_timeout_s = queue_timeout_s
+        self._broadcast = broadcast
+        self._reserve = reserve
+        self._on_outcome = on_outcome
+        self._requests: dict[str, Request] = {}
+        self._steps: dict[int, RunStep] = {}
+        self._step = 0
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_queued(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self, error: TransferError) -> None:
+        """End every request with `error`, without the ranks: they are gone, or about to be."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for request in list(self._requests.values()):
+            self._end(request, error)
+        self._requests.clear()
+
+    def submit(
+        self, request_id: str, token_ids: tuple[int, ...], start_token: int, sampling: SamplingParams, join: Join
+    ) -> Request:
+        """Queue a prompt.
+
+        Raises:
+            StagingError: The queue is full, or the pool can never hold the prompt.
+            TransferAborted: A request of that id is in flight.
+        """
+        if request_id in self._requests:
+            raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
+        if not self._scheduler.can_ever_hold(len(token_ids)):
+            pages = self._scheduler.pages_for(len(token_ids))
+            raise StagingError(f"prompt of {len(token_ids)} tokens needs {pages} pages; this prefill node's pool has fewer")
+        if self._scheduler.num_waiting >= self._max_queued:
+            raise StagingError(f"prefill queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
+        now_s = time.monotonic()
+        request = Request(
+            request_id=request_id,
+            token_ids=token_ids,
+            start_token=start_token,
+            sampling=sampling,
+            join=join,
+            queued_s=now_s,
+            deadline_s=now_s + self._queue_timeout_s,
+        )
+        self._requests[request_id] = request
+        self._scheduler.submit(request_id, len(token_ids))
+        self._wake.set()
+        return request
+
+    def abort(self, request_id: str, error: TransferError) -> bool:
+        """Give a request up; False when nothing of it is in flight for its caller any more."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_over:
+            return False
+        self._fail(request, error)
+        return True
+
+    def abort_join(self, join: Join, error: TransferError) -> None:
+        """The decode instance is gone, and so is every request for it."""
+        for request in list(self._requests.values()):
+            if request.join is join:
+                self._fail(request, error)
+
+    # What the ranks say
+
+    def on_step_done(self, message: StepDone) -> None:
+        step = self._steps.pop(message.step, None)
+        for part in step.parts if step is not None else ():
+            request = self._requests.get(part.request_id)
+            if request is not None and part.is_last and part.request_id in message.first_tokens:
+                started_s = request.started_s if request.started_s is not None else request.queued_s
+                token = FirstToken(token_id=message.first_tokens[part.request_id], compute_s=time.monotonic() - started_s)
+                request.progress.put_nowait(token)
+        self._wake.set()
+
+    def on_step_failed(self, message: StepFailed) -> None:
+        self._steps.pop(message.step, None)
+        for request_id in message.request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._fail(request, EngineError(message.reason))
+        self._wake.set()
+
+    def on_sent(self, rank: int, message: RequestSent) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            return
+        request.unsent.discard(rank)
+        request.stats.append(message.stats)
+        if not request.unsent and not request.is_over:
+            request.is_over = True
+            request.progress.put_nowait(Sent(stats=_summed(request.stats)))
+            self._on_outcome("sent")
+        self._forget_if_done(request)
+
+    def on_failed(self, rank: int, message: RequestFailed) -> None:
+        request = self._requests.get(message.request_id)
+        if request is not None:
+            request.unsent.discard(rank)
+            self._fail(request, PeerUnreachable(message.reason))
+
+    def on_pages_released(self, rank: int, request_id: str) -> None:
+        request = self._requests[request_id]
+        request.holding.discard(rank)
+        if not request.holding:
+            self._scheduler.release(request_id)
+            self._wake.set()
+        self._forget_if_done(request)
+
+    # Inside
+
+    def _fail(self, request: Request, error: TransferError) -> None:
+        """Tell the caller, and have the ranks give the request up where they have not yet."""
+        self._end(request, error)
+        if self._scheduler.withdraw(request.request_id):
+            del self._requests[request.request_id]  # it was still waiting: no rank knows of it
+        elif not request.is_aborted:
+            request.is_aborted = True
+            self._broadcast(AbortRequest(request_id=request.request_id, reason=str(error)))
+
+    def _end(self, request: Request, error: TransferError) -> None:
+        if not request.is_over:
+            request.is_over = True
+            request.progress.put_nowait(error)
+            self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+
+    def _forget_if_done(self, request: Request) -> None:
+        if request.is_over and not request.holding:
+            self._requests.pop(request.request_id, None)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            self._expire()
+            await self._start_some()
+            self._send_steps()
+            timeout_s = RETRY_RESERVE_S if self._scheduler.num_waiting else None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass  # time to ask again for room
+
+    def _expire(self) -> None:
+        now_s = time.monotonic()
+        for request in [r for r in self._requests.values() if r.started_s is None and r.deadline_s < now_s]:
+            self._fail(request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
+
+    async def _start_some(self) -> None:
+        """Ask for room for the requests that this node has room for, all at once, and start those that got it."""
+        asked = [self._requests[request_id] for request_id in self._scheduler.startable()]
+        answers = await asyncio.gather(*(self._ask(request) for request in asked))
+        for request, is_reserved in zip(asked, answers, strict=True):
+            if not is_reserved or request.is_over:
+                continue  # not yet; or given up meanwhile, of which the decode node has heard from its own call
+            request.started_s = time.monotonic()
+            request.unsent = set(range(self._num_ranks))
+            request.holding = set(range(self._num_ranks))
+            self._scheduler.start(request.request_id)
+            self._broadcast(
+                StartRequest(
+                    request_id=request.request_id,
+                    decode_incarnation=request.join.incarnation,
+                    num_tokens=len(request.token_ids),
+                    start_token=request.start_token,
+                    sampling=request.sampling,
+                )
+            )
+            request.progress.put_nowait(Started(queue_s=request.started_s - request.queued_s))
+
+    async def _ask(self, request: Request) -> bool:
+        try:
+            return await self._reserve(request.join, request.request_id)
+        except TransferError as error:
+            self._fail(request, error)
+            return False
+
+    def _send_steps(self) -> None:
+        while len(self._steps) < STEPS_AHEAD and (items := self._scheduler.next_step()):
+            self._step += 1
+            parts = tuple(
+                StepPart(
+                    request_id=item.request_id,
+                    token_ids=self._requests[item.request_id].token_ids[item.begin : item.end],
+                    first_token=item.begin,
+                    is_last=item.is_last,
+                )
+                for item in items
+            )
+            step = self._steps[self._step] = RunStep(step=self._step, parts=parts)
+            self._broadcast(step)
+
+
+def _summed(parts: list[SentStats]) -> SentStats:
+    """Over the ranks: bytes and writes add up, times are those of the slowest."""
+    return SentStats(
+        num_bytes=sum(part.num_bytes for part in parts),
+        writes=sum(part.writes for part in parts),
+        writes_without_staging=sum(part.writes_without_staging for part in parts),
+        transfer_s=max((part.transfer_s for part in parts), default=0.0),
+        exposed_s=max((part.exposed_s for part in parts), default=0.0),
+        resends=sum(part.resends for part in parts),
+    )

@@ -1,0 +1,265 @@
+"""Drives a `Sender`: carries out its actions with a pool, staging memory and open sessions, and tells it what came of them.
+
+This is what an engine's author needs on the writing side besides a pool: start a request, say which chunks are computed, hear
+when its pages are free and when it has arrived. It runs on one asyncio loop, its one owner; gathers run on a lane beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from node_runtime.event_pump import EventPump
+from node_runtime.lane import Lane
+from node_runtime.piece_copier import PieceCopier
+from prefill_node import sender as protocol
+from prefill_node.sender import Sender, SenderSettings, SentStats
+from transfer.control.base import ControlClient
+from transfer.errors import RemoteProtocolError, TransferError
+from transfer.kernels.digest import digest
+from transfer.kv_pool import PagedKVPool
+from transfer.layout import Span
+from transfer.messages import decode, encode
+from transfer.metrics import RankMetrics
+from transfer.ring import Watermark
+from transfer.staging import StagingBuffer
+from transfer.transport.base import ByteRange, Session, Transport
+from transfer.transport.driver import SessionDriver
+
+
+class SenderOwner(Protocol):
+    """What a `SenderLoop` tells whoever runs the engine."""
+
+    def pages_of(self, request_id: str) -> Sequence[int]:
+        """Pages bound to the request so far, in the order of its tokens from token 0."""
+        ...
+
+    def on_source_released(self, request_id: str) -> None:
+        """No gather will read the request's pages any more."""
+        ...
+
+    def on_sent(self, request_id: str, stats: SentStats) -> None: ...
+
+    def on_failed(self, request_id: str, reason: str) -> None: ...
+
+    def on_session_closed(self, session: int, reason: str) -> None:
+        """The session's transport and control channel are closed."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Peer:
+    session: Session
+    control: ControlClient
+    ring_capacity_bytes: int
+
+
+class SenderLoop:
+    """See the module's docstring.
+
+    Args:
+        loop: The owner's loop; every method is called on it.
+        owner: Hears what becomes of the requests.
+        pool: Where the engine writes KV.
+        transport: The data plane.
+        staging: Memory of `settings.num_slots` slots, as large as the largest grant.
+        settings: See `SenderSettings`.
+        incarnation: This process's life.
+        metrics: Where durations and counts go.
+        on_crash: Called with an error that must end the rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        owner: SenderOwner,
+        pool: PagedKVPool,
+        transport: Transport,
+        staging: StagingBuffer,
+        settings: SenderSettings,
+        incarnation: int,
+        metrics: RankMetrics,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._loop = loop
+        self._owner = owner
+        self._transport = transport
+        self._staging = staging
+        self._slot_bytes = staging.num_bytes // settings.num_slots
+        self._memory = transport.register(staging.tensor)
+        self._sender = Sender(settings, incarnation=incarnation)
+        self._metrics = metrics
+        self._driver = SessionDriver(loop)
+        self._lane = Lane("gather", loop, on_crash)
+        self._peers: dict[int, _Peer] = {}
+        self._copier = PieceCopier(pool)
+        self._layouts: dict[str, protocol.OutgoingRequest] = {}
+        self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
+            loop,
+            handle=self._sender.handle,
+            carry_out=self._carry_out,
+            is_idle=lambda: self._sender.is_idle,
+            tick=protocol.Tick(),
+        )
+        self.num_dropped = 0
+
+    @property
+    def driver(self) -> SessionDriver:
+        return self._driver
+
+    @property
+    def num_requests(self) -> int:
+        return self._sender.num_requests
+
+    @property
+    def num_slots_used(self) -> int:
+        return self._sender.num_slots_used
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._peers)
+
+    def check_idle(self) -> None:
+        self._sender.check_invariants()
+
+    # What the owner calls
+
+    def open_session(
+        self, number: int, session: Session, control: ControlClient, *, incarnation: int, ring_capacity_bytes: int
+    ) -> None:
+        """Take over an attached session."""
+        self._peers[number] = _Peer(session=session, control=control, ring_capacity_bytes=ring_capacity_bytes)
+        control.watch(self._loop, lambda payload: self._on_payload(number, payload))
+        self._pump.feed(protocol.SessionOpened(session=number, incarnation=incarnation, ring_capacity_bytes=ring_capacity_bytes))
+
+    def close_session(self, number: int, reason: str) -> None:
+        """End a session: its transport first, so that nothing of it is under way when the protocol hears of it."""
+        peer = self._peers.pop(number, None)
+        if peer is None:
+            return
+        self._driver.remove(peer.session)
+        peer.session.close()
+        peer.control.close()
+        self._pump.feed(protocol.SessionLost(session=number, reason=reason))
+        self._owner.on_session_closed(number, reason)
+
+    def on_watermark(self, number: int, watermark: Watermark) -> None:
+        self._pump.feed(protocol.WatermarkArrived(session=number, watermark=watermark))
+
+    def start_request(self, request: protocol.OutgoingRequest) -> None:
+        self._layouts[request.request_id] = request
+        self._pump.feed(protocol.RequestStarted(request=request))
+
+    def chunk_computed(self, request_id: str, chunk: int, event: object) -> None:
+        self._pump.feed(protocol.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
+
+    def abort_request(self, request_id: str, reason: str) -> None:
+        self._pump.feed(protocol.RequestAborted(request_id=request_id, reason=reason))
+
+    def close(self) -> None:
+        """End every session and the lane."""
+        for number in list(self._peers):
+            self.close_session(number, "this prefill rank shuts down")
+        self._pump.close()
+        self._lane.close(timeout_s=5.0)
+        self._transport.close()
+
+    # Carrying out
+
+    def _carry_out(self, action: protocol.Action) -> None:
+        match action:
+            case protocol.Send():
+                self._send(action)
+            case protocol.StartGather():
+                self._gather(action)
+            case protocol.StartWrite():
+                self._write(action)
+            case protocol.Decline():
+                if (peer := self._peers.get(action.session)) is not None:
+                    handle = peer.session.decline(action.key)
+                    self._driver.watch(peer.session, handle, lambda _, error: None)
+            case protocol.SourceReleased():
+                self._owner.on_source_released(action.request_id)
+            case protocol.RequestSent():
+                self._layouts.pop(action.request_id, None)
+                self._metrics.request_sent(action.stats)
+                self._owner.on_sent(action.request_id, action.stats)
+            case protocol.RequestFailed():
+                self._layouts.pop(action.request_id, None)
+                self._owner.on_failed(action.request_id, action.reason)
+            case protocol.CloseSession():
+                self.close_session(action.session, action.reason)
+            case protocol.MessageDropped():
+                self._drop(action.reason)
+
+    def _send(self, action: protocol.Send) -> None:
+        peer = self._peers.get(action.session)
+        # A message that cannot be queued is as one that was lost on the way: what needs an answer is repeated.
+        if peer is not None and not peer.control.send(encode(action.message)):
+            self._drop("queue_full")
+
+    def _drop(self, reason: str) -> None:
+        self.num_dropped += 1
+        self._metrics.message_dropped(reason)
+
+    def _on_payload(self, number: int, payload: bytes) -> None:
+        try:
+            message = decode(payload)
+        except RemoteProtocolError:
+            self._drop("malformed")
+            return
+        self._pump.feed(protocol.MessageArrived(session=number, message=message))
+
+    def _gather(self, action: protocol.StartGather) -> None:
+        request = self._layouts[action.request_id]
+        heads = action.route.heads
+        piece = self._copier.prepare(
+            request.layout,
+            action.route,
+            action.chunk,
+            heads=Span(begin=heads.source_start, end=heads.source_start + heads.count),
+            num_tokens=action.num_tokens,
+            dtype=request.wire_dtype,
+            pages=self._owner.pages_of(action.request_id),
+        )
+        begin = action.slot * self._slot_bytes
+        out = self._staging.tensor[begin : begin + action.num_bytes]
+        self._metrics.credit_wait_seconds(action.credit_wait_s)
+
+        def work() -> tuple[int, float]:
+            started = time.monotonic()
+            piece.gather(out)
+            return digest(out), time.monotonic() - started
+
+        def done(result: tuple[int, float]) -> None:
+            self._metrics.gather_seconds(result[1])
+            self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=result[0]))
+
+        self._lane.submit(work, done)
+
+    def _write(self, action: protocol.StartWrite) -> None:
+        peer = self._peers.get(action.session)
+        if peer is None:
+            return  # its loss is on its way to the protocol
+        begin = action.slot * self._slot_bytes
+        offset = action.grant.begin % peer.ring_capacity_bytes
+        started = time.monotonic()
+        handle = peer.session.write(
+            self._memory,
+            ByteRange(begin=begin, end=begin + action.num_bytes),
+            ByteRange(begin=offset, end=offset + action.num_bytes),
+            action.key,
+        )
+
+        def done(_: object, error: TransferError | None) -> None:
+            if error is not None:
+                self._pump.feed(protocol.WriteFailed(slot=action.slot, reason=str(error)))
+                return
+            self._metrics.write_finished(time.monotonic() - started, action.num_bytes)
+            self._pump.feed(protocol.WriteFinished(slot=action.slot))
+
+        self._driver.watch(peer.session, handle, done)

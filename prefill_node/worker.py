@@ -1,0 +1,326 @@
+"""One prefill rank: its engine, its pool, its sessions with decode ranks.
+
+The rank's loop owns everything but the running step: it binds pages, runs the sender, and hears from the engine's lane when a
+layer group of a step is in the pool. The leader decides which tokens a step computes; all ranks run the same steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from embedded_engine.loading import load_engine
+from node_runtime.lane import Lane
+from node_runtime.rank_link import RankLink
+from node_runtime.rank_process import RankSpec, run_rank
+from node_runtime.rank_report import RankHello
+from node_runtime.rank_setup import open_transport, own_instance
+from prefill_node.attach import DecodeSessions
+from prefill_node.engine import PrefillEngine
+from prefill_node.rank_messages import (
+    CODEC,
+    AbortRequest,
+    AttachDecode,
+    DecodeAttached,
+    DecodeLost,
+    DetachDecode,
+    PagesReleased,
+    RequestFailed,
+    RequestSent,
+    RunStep,
+    StartRequest,
+    StepDone,
+    StepFailed,
+)
+from prefill_node.sender import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from prefill_node.sender_loop import SenderLoop
+from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
+from transfer.engine_types import PrefillItem, SamplingParams
+from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError, TransferError
+from transfer.instance import Instance
+from transfer.layout import routes, wire_dtype
+from transfer.metrics import RankMetrics
+from transfer.page_allocator import PageAllocator
+from transfer.staging import ALIGNMENT_BYTES, StagingBuffer
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """A request from `StartRequest` until its pages are back."""
+
+    num_tokens: int
+    sampling: SamplingParams
+    chunks: dict[int, list[Chunk]]  # cell of the chunk grid -> its chunks, first layers first
+    steps_under_way: int = 0
+    is_computed: bool = False  # its last step is done, or the leader will send no more of them
+    is_source_released: bool = False
+    reported: set[int] = field(default_factory=set)  # chunks that the sender has been told of
+
+
+class PrefillWorker:
+    """See the module's docstring; a `node_runtime.rank_process.Worker`."""
+
+    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
+        self._spec = spec
+        self._config = spec.config
+        self._link = link
+        self._loop = loop
+        self._metrics = RankMetrics(role="prefill", rank=spec.rank)
+        self._engine_lane = Lane("engine", loop, self._crash)
+        self._requests: dict[str, _Request] = {}
+        self._plan = ChunkPlan(chunk_tokens=spec.config.chunk.chunk_tokens, layers_per_group=spec.config.chunk.layers_per_group)
+        self._engine: PrefillEngine
+        self._instance: Instance
+        self._allocator: PageAllocator
+        self._sender: SenderLoop
+        self._sessions: DecodeSessions
+
+    async def start(self) -> RankHello:
+        """Load the engine; see `Worker.start`."""
+        engine = await self._engine_lane.call(
+            lambda: load_engine(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
+        )
+        self._engine = engine
+        transport = open_transport(self._config.transport)
+        self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation)
+        self._allocator = PageAllocator(engine.pool.num_pages)
+        num_slots = self._config.staging.num_slots
+        self._sender = SenderLoop(
+            loop=self._loop,
+            owner=self,
+            pool=engine.pool,
+            transport=transport,
+            staging=StagingBuffer(num_bytes=num_slots * self._slot_bytes(), device=engine.pool.device),
+            settings=SenderSettings(num_slots=num_slots),
+            incarnation=self._spec.incarnation,
+            metrics=self._metrics,
+            on_crash=self._crash,
+        )
+        self._sessions = DecodeSessions(
+            loop=self._loop,
+            sender=self._sender,
+            transport=transport,
+            own=self._instance,
+            rank=self._spec.rank,
+            plan=self._plan,
+            config=self._config,
+            on_lost=lambda incarnation, reason: self._link.send(DecodeLost(incarnation=incarnation, reason=reason)),
+        )
+        return RankHello(
+            rank=self._spec.rank,
+            pid=os.getpid(),
+            instance=self._instance,
+            pool_pages=engine.pool.num_pages,
+            max_context_tokens=engine.max_context_tokens,
+            vocab_size=engine.vocab_size,
+        )
+
+    def _slot_bytes(self) -> int:
+        """Room for the largest grant: this rank's whole share of a chunk."""
+        layout, shard = self._engine.layout, self._engine.shard
+        mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == shard.rank]
+        most = largest_wire_bytes(self._plan, layout, mine, shard.pool_dtype(layout))
+        asked = self._config.staging.slot_bytes
+        if asked is not None and asked < most:
+            raise MemoryPlanError(
+                f"staging.slot_bytes is {asked}; a chunk of {self._plan.chunk_tokens} tokens has up to {most} bytes on this rank: "
+                "raise it, or lower chunk.chunk_tokens"
+            )
+        return -(-(most if asked is None else asked) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def _crash(self, error: BaseException) -> None:
+        self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
+
+    # The leader's messages
+
+    def on_message(self, message: Any) -> None:
+        match message:
+            case AttachDecode():
+                self._loop.create_task(self._attach(message))
+            case DetachDecode():
+                self._sessions.close(message.incarnation, message.reason)
+            case StartRequest():
+                self._start_request(message)
+            case RunStep():
+                self._run_step(message)
+            case AbortRequest():
+                self._abort(message)
+            case _:
+                raise LocalProtocolError(f"a prefill rank cannot serve {type(message).__name__}")
+
+    async def _attach(self, message: AttachDecode) -> None:
+        incarnation = message.instance.incarnation
+        try:
+            links = await self._sessions.open(message.instance, message.rank_addresses)
+        except TransferError as error:
+            refused = not isinstance(error, self._sessions.PASSING)
+            self._link.send(DecodeLost(incarnation=incarnation, reason=str(error), is_refused=refused))
+        else:
+            self._link.send(DecodeAttached(incarnation=incarnation, links=links))
+
+    def _start_request(self, message: StartRequest) -> None:
+        layout = self._engine.layout
+        chunks = split_into_chunks(
+            self._plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
+        )
+        cells: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            cells.setdefault(chunk.tokens.begin // self._plan.chunk_tokens, []).append(chunk)
+        num_pages = -(-message.num_tokens // self._engine.pool.page_size)
+        if not self._allocator.reserve(message.request_id, num_pages):
+            raise LocalProtocolError(
+                f"no room for {num_pages} pages of request {message.request_id}, which the leader had counted"
+            )
+        self._requests[message.request_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling, chunks=cells)
+        decode, sessions = self._sessions.of(message.decode_incarnation)
+        if decode is None:
+            self.on_source_released(message.request_id)
+            self._link.send(RequestFailed(request_id=message.request_id, reason="the decode instance is gone"))
+            return
+        mine = tuple(
+            OutgoingRoute(route=route, session=sessions[route.decode_rank])
+            for route in routes(layout, self._engine.shard, decode.shard)
+            if route.prefill_rank == self._spec.rank
+        )
+        self._sender.start_request(
+            OutgoingRequest(
+                request_id=message.request_id,
+                layout=layout,
+                plan=self._plan,
+                wire_dtype=wire_dtype(layout, self._engine.shard, decode.shard),
+                num_tokens=message.num_tokens,
+                start_token=message.start_token,
+                routes=mine,
+            )
+        )
+
+    def _run_step(self, message: RunStep) -> None:
+        items: list[PrefillItem] = []
+        for part in message.parts:
+            request = self._requests[part.request_id]
+            end = part.first_token + len(part.token_ids)
+            pages = self._allocator.pages(part.request_id)
+            missing = -(-end // self._engine.pool.page_size) - len(pages)
+            if missing > 0:
+                self._allocator.bind(part.request_id, missing)
+                pages = self._allocator.pages(part.request_id)
+            request.steps_under_way += 1
+            items.append(
+                PrefillItem(
+                    request_id=part.request_id,
+                    token_ids=part.token_ids,
+                    first_token=part.first_token,
+                    page_table=tuple(pages),
+                    sampling=request.sampling,
+                    is_last=part.is_last,
+                )
+            )
+
+        def work() -> StepDone | StepFailed:
+            started = time.monotonic()
+            try:
+                tokens = self._engine.prefill(
+                    items, lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event)
+                )
+            except EngineError as error:
+                names = tuple(part.request_id for part in message.parts)
+                return StepFailed(
+                    step=message.step, request_ids=names, reason=str(error), is_fatal=self._engine.shard.num_ranks > 1
+                )
+            return StepDone(step=message.step, first_tokens=tokens, compute_s=time.monotonic() - started)
+
+        self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
+
+    def _on_layers_written(self, step: RunStep, layers_done: int, event: object) -> None:
+        """The first `layers_done` layers of this rank have the step's KV: tell the sender which chunks that completes."""
+        end_layer = self._engine.shard.layers(self._engine.layout).begin + layers_done
+        for part in step.parts:
+            request = self._requests.get(part.request_id)
+            for chunk in request.chunks.get(part.first_token // self._plan.chunk_tokens, []) if request is not None else []:
+                if chunk.layers.end <= end_layer and chunk.index not in request.reported:
+                    request.reported.add(chunk.index)
+                    self._sender.chunk_computed(part.request_id, chunk.index, event)
+
+    def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
+        for part in step.parts:
+            request = self._requests[part.request_id]
+            request.steps_under_way -= 1
+            request.is_computed = request.is_computed or part.is_last
+            if isinstance(outcome, StepFailed):
+                self._sender.abort_request(part.request_id, outcome.reason)
+            self._release_if_over(part.request_id, request)
+        if self._spec.rank == 0 or isinstance(outcome, StepFailed):
+            self._link.send(outcome)
+
+    def _abort(self, message: AbortRequest) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            return
+        request.is_computed = True  # the leader sends no more steps of it
+        self._sender.abort_request(message.request_id, message.reason)
+        self._release_if_over(message.request_id, request)
+
+    # What the sender says
+
+    def pages_of(self, request_id: str) -> Sequence[int]:
+        return self._allocator.pages(request_id)
+
+    def on_source_released(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        request.is_source_released = True
+        self._release_if_over(request_id, request)
+
+    def _release_if_over(self, request_id: str, request: _Request) -> None:
+        """Pages go back when no gather and no step can read them any more."""
+        if request.is_source_released and request.is_computed and not request.steps_under_way:
+            del self._requests[request_id]
+            self._allocator.release(request_id)
+            self._link.send(PagesReleased(request_id=request_id))
+
+    def on_sent(self, request_id: str, stats: SentStats) -> None:
+        self._link.send(RequestSent(request_id=request_id, stats=stats))
+
+    def on_failed(self, request_id: str, reason: str) -> None:
+        self._link.send(RequestFailed(request_id=request_id, reason=reason))
+
+    def on_session_closed(self, session: int, reason: str) -> None:
+        self._sessions.on_session_closed(session, reason)
+
+    # Reports and end
+
+    def status(self) -> dict[str, int]:
+        return {
+            "rank": self._spec.rank,
+            "pid": os.getpid(),
+            "pool_pages": self._engine.pool.num_pages,
+            "pool_pages_reserved": self._allocator.num_reserved,
+            "pool_pages_bound": self._allocator.num_bound,
+            "staging_slots": self._config.staging.num_slots,
+            "staging_slots_used": self._sender.num_slots_used,
+            "requests": len(self._requests) + self._sender.num_requests,
+            "sessions": self._sender.num_sessions,
+            "watermark_acks": self._sessions.num_acks,
+            "dropped_messages": self._sender.num_dropped,
+        }
+
+    def metrics(self) -> Any:
+        return self._metrics.snapshot(self.status())
+
+    async def close(self) -> None:
+        await self._sessions.close_all("the prefill node shuts down")
+        self._sender.close()
+        await self._engine_lane.call(self._engine.close)
+        self._engine_lane.close(timeout_s=5.0)
+
+
+def run_prefill_rank(spec: RankSpec) -> None:
+    """Entry point of a prefill rank's process."""
+    run_rank(spec, CODEC, PrefillWorker)
