@@ -22,7 +22,8 @@ NUM_QUERY_HEADS = 24
 NUM_KV_HEADS = 12
 HEAD_DIM = 32
 INTERMEDIATE_SIZE = 576
-VOCAB_SIZE = 768  # like every size above a multiple of 12: TP 1, 2, 3, 4, 6 and 12 divide
+VOCAB_SIZE = 768
+# Both head counts, the intermediate size and the vocabulary are multiples of 12: TP 1, 2, 3, 4, 6 and 12 divide.
 MAX_CONTEXT_TOKENS = 4096
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 
