@@ -58,12 +58,14 @@ class HeadSliceCopier(ABC):
         self.pool = pool
         self.heads = heads
         self.wire_dtype = wire_dtype
+        self._wire_element_bytes = wire_dtype.num_bytes
         self._views: dict[tuple[int, bool], Tensor] = {
             (layer, is_v): self._head_view(layer, is_v=is_v)
             for layer in range(pool.layers.begin, pool.layers.end)
             if heads.end <= pool.num_heads(layer)
             for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]
         }
+        self._row_bytes = {key: view.shape[2] * view.shape[3] * wire_dtype.num_bytes for key, view in self._views.items()}
         if not self._views:
             most = max(pool.num_heads(layer) for layer in range(pool.layers.begin, pool.layers.end))
             raise LayoutError(f"heads [{heads.begin}, {heads.end}) leave the pool; its layers have at most {most} on this rank")
@@ -115,9 +117,9 @@ class HeadSliceCopier(ABC):
         if wire.data_ptr() % self.wire_dtype.num_bytes:
             raise LocalProtocolError(f"wire tensor at {wire.data_ptr():#x} is not aligned to {self.wire_dtype} elements")
         job = CopyJob(pages=self._checked_pages(pages), buffers=buffers, wire=wire, first_token=first_token)
-        end = 0
+        end, num_wire_bytes = 0, wire.numel()
         for buffer in buffers:
-            self._check_buffer(job, buffer)
+            self._check_buffer(buffer, first_token=first_token, num_wire_bytes=num_wire_bytes)
             end = max(end, buffer.tokens.end)
         if end - first_token > len(pages) * pool.page_size:
             raise LocalProtocolError(
@@ -136,26 +138,26 @@ class HeadSliceCopier(ABC):
             raise LocalProtocolError(f"page table is on {pages.device}; must be on {self.pool.device} or cpu")
         return pages.to(self.pool.device, torch.int64, non_blocking=True).contiguous()
 
-    def _check_buffer(self, job: CopyJob, buffer: WireBuffer) -> None:
-        view = self._views.get((buffer.layer, buffer.is_v))
-        if view is None:
+    def _check_buffer(self, buffer: WireBuffer, *, first_token: int, num_wire_bytes: int) -> None:
+        row_bytes = self._row_bytes.get((buffer.layer, buffer.is_v))
+        if row_bytes is None:
             raise LayoutError(
                 f"layer {buffer.layer} {'V' if buffer.is_v else 'K'}: no such buffer with heads "
                 f"[{self.heads.begin}, {self.heads.end}) in the pool of layers [{self.pool.layers.begin}, {self.pool.layers.end})"
             )
-        row_bytes = view.shape[2] * view.shape[3] * self.wire_dtype.num_bytes
         if buffer.row_bytes != row_bytes:
             raise LayoutError(
                 f"layer {buffer.layer} has row_bytes {buffer.row_bytes}; {row_bytes} with these heads in {self.wire_dtype}"
             )
-        if buffer.tokens.begin < job.first_token:
+        if buffer.tokens.begin < first_token:
             raise LocalProtocolError(
-                f"layer {buffer.layer} begins at token {buffer.tokens.begin}, before first_token {job.first_token}"
+                f"layer {buffer.layer} begins at token {buffer.tokens.begin}, before first_token {first_token}"
             )
-        end = buffer.offset_bytes + buffer.num_bytes
-        if buffer.offset_bytes < 0 or end > job.wire.numel() or buffer.offset_bytes % self.wire_dtype.num_bytes:
+        begin = buffer.offset_bytes
+        end = begin + buffer.num_bytes
+        if begin < 0 or end > num_wire_bytes or begin % self._wire_element_bytes:
             raise LocalProtocolError(
-                f"layer {buffer.layer} lies at wire bytes [{buffer.offset_bytes}, {end}); must be inside [0, {job.wire.numel()}) "
+                f"layer {buffer.layer} lies at wire bytes [{begin}, {end}); must be inside [0, {num_wire_bytes}) "
                 f"and on {self.wire_dtype} elements"
             )
 

@@ -183,7 +183,9 @@ class TritonCopier(HeadSliceCopier):
     def __init__(self, pool: PagedKVPool, *, heads: Span, wire_dtype: DType) -> None:
         super().__init__(pool, heads=heads, wire_dtype=wire_dtype)
         self._index = {key: index for index, key in enumerate(self._views)}
-        self._geometry = {key: _row_geometry(view) for key, view in self._views.items()}
+        geometry = {key: _row_geometry(view) for key, view in self._views.items()}
+        self._geometries = list(dict.fromkeys(geometry.values()))
+        self._geometry_of = {key: self._geometries.index(found) for key, found in geometry.items()}
         addresses = [view.data_ptr() for view in self._views.values()]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=pool.device)
         self._address_alignment = math.gcd(*addresses)
@@ -200,11 +202,13 @@ class TritonCopier(HeadSliceCopier):
                 self._launch(job, launch, is_gather=is_gather)
 
     def _launches(self, job: CopyJob) -> Iterator[Launch]:
-        groups: dict[tuple[Span, RowGeometry], list[WireBuffer]] = {}
+        groups: dict[tuple[int, int, int], list[WireBuffer]] = {}  # begin and end token, geometry
         for buffer in job.buffers:
-            if len(buffer.tokens):
-                groups.setdefault((buffer.tokens, self._geometry[buffer.layer, buffer.is_v]), []).append(buffer)
-        for (_, geometry), buffers in groups.items():
+            tokens = buffer.tokens
+            if tokens.end > tokens.begin:
+                key = (tokens.begin, tokens.end, self._geometry_of[buffer.layer, buffer.is_v])
+                groups.setdefault(key, []).append(buffer)
+        for (_, _, geometry), buffers in groups.items():
             indices = [self._index[buffer.layer, buffer.is_v] for buffer in buffers]
             offsets = [buffer.offset_bytes for buffer in buffers]
             begin = 0
@@ -212,7 +216,7 @@ class TritonCopier(HeadSliceCopier):
                 end = _end_of_progression(indices, offsets, begin)
                 is_single = end - begin == 1
                 yield Launch(
-                    geometry=geometry,
+                    geometry=self._geometries[geometry],
                     slots=job.slots(buffers[begin]),
                     first_buffer=indices[begin],
                     buffer_step=0 if is_single else indices[begin + 1] - indices[begin],

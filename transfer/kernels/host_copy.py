@@ -32,6 +32,9 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # A run costs one call of about a microsecond, an indexed page about 50 ns plus the loss of hardware prefetch at its end.
 MIN_PAGES_PER_RUN = 4
 
+# Below, NumPy's smaller cost per call outweighs the temporary that its indexing makes.
+MIN_BYTES_FOR_TORCH = 1 << 17
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRun:
@@ -86,6 +89,23 @@ def plan_tokens(pages: Tensor, slots: Span, page_size: int) -> TokenPlan:
     return TokenPlan(runs=tuple(runs), scattered=None, wire_token=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PoolPieces:
+    """The travelling heads of one pool buffer, shared, as pieces; made once, because making a view costs as much as a small copy.
+
+    Args:
+        tokens: [num_pages, page_size, pieces], opaque elements of one piece; heads that lie together are one piece.
+        pages: [num_pages, ...], the same, but with a whole page as one piece where its tokens lie together.
+        words: `pages` with the words of a piece as last dimension, for torch; the widest words that every size and stride allows.
+        row_bytes: Bytes of a token.
+    """
+
+    tokens: Array
+    pages: Array
+    words: Tensor
+    row_bytes: int
+
+
 class HostCopier(HeadSliceCopier):
     """Gather and scatter of a pool in host memory; uses as many threads as torch is set to, for gathers of scattered pages."""
 
@@ -94,38 +114,34 @@ class HostCopier(HeadSliceCopier):
         self._pieces = {key: _pieces(view) for key, view in self._views.items()}
 
     def _gather(self, job: CopyJob) -> None:
+        wire = job.wire.numpy()
         for buffer, plan in self._planned(job):
             pieces = self._pieces[buffer.layer, buffer.is_v]
             if self.wire_dtype is self.pool.element:
-                _gather_bytes(pieces, plan, _part(job, buffer))
+                _gather_bytes(pieces, plan, wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes])
                 continue
-            view = self._view(buffer)
-            found = torch.empty((len(buffer.tokens), *view.shape[2:]), dtype=self.pool.dtype)
-            _gather_bytes(pieces, plan, found.view(torch.uint8).view(-1))
+            found = torch.empty((len(buffer.tokens), *self._view(buffer).shape[2:]), dtype=self.pool.dtype)
+            _gather_bytes(pieces, plan, found.view(torch.uint8).view(-1).numpy())
             self._wire(job, buffer).copy_(convert(found, self.wire_dtype))
 
     def _scatter(self, job: CopyJob) -> None:
+        wire = job.wire.numpy()
         for buffer, plan in self._planned(job):
             pieces = self._pieces[buffer.layer, buffer.is_v]
             if self.wire_dtype is self.pool.element:
-                _scatter_bytes(pieces, plan, _part(job, buffer))
+                _scatter_bytes(pieces, plan, wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes])
                 continue
             values = convert(self._wire(job, buffer), self.pool.element)
-            _scatter_bytes(pieces, plan, values.view(torch.uint8).view(-1))
+            _scatter_bytes(pieces, plan, values.view(torch.uint8).view(-1).numpy())
 
     def _planned(self, job: CopyJob) -> Iterator[tuple[WireBuffer, TokenPlan]]:
-        plans: dict[Span, TokenPlan] = {}
+        tokens, plan = Span(begin=0, end=0), None
         for buffer in job.buffers:
             if not len(buffer.tokens):
                 continue
-            plan = plans.get(buffer.tokens)
-            if plan is None:
-                plan = plans[buffer.tokens] = plan_tokens(job.pages, job.slots(buffer), self.pool.page_size)
+            if plan is None or buffer.tokens != tokens:  # nearly always the same for all buffers of a chunk
+                tokens, plan = buffer.tokens, plan_tokens(job.pages, job.slots(buffer), self.pool.page_size)
             yield buffer, plan
-
-
-def _part(job: CopyJob, buffer: WireBuffer) -> Tensor:
-    return job.wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes]
 
 
 def _run_starts(pages: Tensor) -> list[int]:
@@ -134,54 +150,19 @@ def _run_starts(pages: Tensor) -> list[int]:
     return [0, *breaks.tolist()]
 
 
-def _pieces(view: Tensor) -> Tensor:
-    """Pool bytes as [num_pages, page_size, pieces, piece_bytes], shared: heads that lie together become one piece."""
+def _pieces(view: Tensor) -> PoolPieces:
     num_pages, page_size, heads, dim = view.shape
     element = view.element_size()
     page_stride, token_stride, head_stride, _ = (stride * element for stride in view.stride())
     as_bytes = view[0, 0, 0].view(torch.uint8)
     is_joined = heads == 1 or head_stride == dim * element
     pieces, piece_bytes = (1, heads * dim * element) if is_joined else (heads, dim * element)
-    return as_bytes.as_strided((num_pages, page_size, pieces, piece_bytes), (page_stride, token_stride, head_stride, 1))
-
-
-def _gather_bytes(pieces: Tensor, plan: TokenPlan, out: Tensor) -> None:
-    _, page_size, num_pieces, piece_bytes = pieces.shape
-    row_bytes = num_pieces * piece_bytes
-    for run in plan.runs:
-        begin = run.wire_token * row_bytes
-        target = _opaque(out[begin : begin + run.num_tokens * row_bytes].view(run.num_pages, -1, num_pieces, piece_bytes))
-        np.copyto(target, _opaque(_run_part(pieces, run)))
-    if plan.scattered is not None:
-        target_bytes = out[plan.wire_token * row_bytes :][: len(plan.scattered) * page_size * row_bytes]
-        source, target_words = _same_words(_joined(pieces), target_bytes)
-        torch.index_select(source, 0, plan.scattered, out=target_words.view(len(plan.scattered), *source.shape[1:]))
-
-
-def _scatter_bytes(pieces: Tensor, plan: TokenPlan, wire: Tensor) -> None:
-    _, page_size, num_pieces, piece_bytes = pieces.shape
-    row_bytes = num_pieces * piece_bytes
-    for run in plan.runs:
-        begin = run.wire_token * row_bytes
-        source = _opaque(wire[begin : begin + run.num_tokens * row_bytes].view(run.num_pages, -1, num_pieces, piece_bytes))
-        np.copyto(_opaque(_run_part(pieces, run)), source)
-    if plan.scattered is not None:
-        part = wire[plan.wire_token * row_bytes :][: len(plan.scattered) * page_size * row_bytes]
-        target = _joined(pieces)
-        _opaque(target)[plan.scattered.numpy()] = _opaque(part.view(len(plan.scattered), *target.shape[1:]))
-
-
-def _run_part(pieces: Tensor, run: PageRun) -> Tensor:
-    return pieces[run.page : run.page + run.num_pages, run.begin : run.end]
-
-
-def _joined(pieces: Tensor) -> Tensor:
-    """The same bytes with a page as one piece, where its tokens lie together."""
-    num_pages, page_size, num_pieces, piece_bytes = pieces.shape
-    page_bytes = page_size * piece_bytes
-    if num_pieces == 1 and (page_size == 1 or pieces.stride(1) == piece_bytes):
-        return pieces.as_strided((num_pages, 1, 1, page_bytes), (pieces.stride(0), page_bytes, page_bytes, 1))
-    return pieces
+    tokens = as_bytes.as_strided((num_pages, page_size, pieces, piece_bytes), (page_stride, token_stride, head_stride, 1))
+    pages, page_bytes = tokens, page_size * piece_bytes
+    if pieces == 1 and (page_size == 1 or token_stride == piece_bytes):
+        pages = as_bytes.as_strided((num_pages, 1, 1, page_bytes), (page_stride, page_bytes, page_bytes, 1))
+    word = WORDS[math.gcd(8, pages.shape[-1], pages.storage_offset(), *pages.stride()[:-1])]
+    return PoolPieces(tokens=_opaque(tokens), pages=_opaque(pages), words=pages.view(word), row_bytes=pieces * piece_bytes)
 
 
 def _opaque(pieces: Tensor) -> Array:
@@ -190,8 +171,40 @@ def _opaque(pieces: Tensor) -> Array:
     return joined
 
 
-def _same_words(pieces: Tensor, wire: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sides as the widest words that divide every size, stride and offset."""
-    sizes = (pieces.shape[-1], pieces.storage_offset(), wire.storage_offset(), *pieces.stride()[:-1])
-    word = WORDS[math.gcd(8, *sizes)]
-    return pieces.view(word), wire.view(word)
+def _gather_bytes(pieces: PoolPieces, plan: TokenPlan, wire: Array) -> None:
+    for run in plan.runs:
+        source = _run_part(pieces, run)
+        np.copyto(_wire_part(pieces, wire, source, run.wire_token, run.num_tokens), source)
+    if plan.scattered is not None:
+        begin, count = plan.wire_token * pieces.row_bytes, len(plan.scattered)
+        target = wire[begin : begin + count * pieces.tokens.shape[1] * pieces.row_bytes]
+        if len(target) < MIN_BYTES_FOR_TORCH:
+            shape = pieces.pages.shape[1:]
+            target.view(pieces.pages.dtype).reshape(count, *shape)[...] = pieces.pages[plan.scattered.numpy()]
+            return
+        words = torch.from_numpy(target).view(pieces.words.dtype).view(count, *pieces.words.shape[1:])
+        torch.index_select(pieces.words, 0, plan.scattered, out=words)
+
+
+def _scatter_bytes(pieces: PoolPieces, plan: TokenPlan, wire: Array) -> None:
+    for run in plan.runs:
+        target = _run_part(pieces, run)
+        np.copyto(target, _wire_part(pieces, wire, target, run.wire_token, run.num_tokens))
+    if plan.scattered is not None:
+        begin, count = plan.wire_token * pieces.row_bytes, len(plan.scattered)
+        source = wire[begin : begin + count * pieces.tokens.shape[1] * pieces.row_bytes].view(pieces.pages.dtype)
+        pieces.pages[plan.scattered.numpy()] = source.reshape(count, *pieces.pages.shape[1:])
+
+
+def _run_part(pieces: PoolPieces, run: PageRun) -> Array:
+    """Pool side of a run, with pieces as large as they can be."""
+    if run.end - run.begin == pieces.tokens.shape[1]:
+        return pieces.pages[run.page : run.page + run.num_pages]
+    return pieces.tokens[run.page : run.page + run.num_pages, run.begin : run.end]
+
+
+def _wire_part(pieces: PoolPieces, wire: Array, pool_side: Array, wire_token: int, num_tokens: int) -> Array:
+    """Wire side of a run, in the shape and the opaque elements of its pool side."""
+    begin = wire_token * pieces.row_bytes
+    part = wire[begin : begin + num_tokens * pieces.row_bytes].view(pool_side.dtype)
+    return part.reshape(pool_side.shape)
