@@ -1,0 +1,235 @@
+"""Hands for tests of one state machine alone: build a request, feed events, look at the actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from decode_node import receiver as rx
+from prefill_node import sender as tx
+from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.layout import DType, KVLayout, Shard, routes
+from transfer.messages import (
+    AbortTransfer,
+    ChunkReady,
+    ChunkRejected,
+    ChunkSize,
+    GrantRefused,
+    GrantRequest,
+    GrantsIssued,
+    IssuedGrant,
+    WriterDrained,
+)
+from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator, Watermark
+
+CELL = ALIGNMENT_BYTES
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, dtype=DType.FLOAT16)
+PLAN = ChunkPlan(chunk_tokens=4)
+WHOLE_CHUNK = 4 * 128  # bytes of a chunk of four tokens that travels on one route from one rank to one rank
+PREFILL_LIFE = 11
+DECODE_LIFE = 22
+
+T = TypeVar("T")
+
+
+def cells(begin: int, end: int) -> Grant:
+    return Grant(begin * CELL, end * CELL)
+
+
+def of_type(actions: Sequence[object], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def messages(actions: Sequence[object], kind: type[T]) -> list[T]:
+    sent = [action.message for action in actions if isinstance(action, tx.Send | rx.Send)]
+    return [message for message in sent if isinstance(message, kind)]
+
+
+class SenderHand:
+    """Prefill rank 0 of `prefill_tp`, and its sessions: number 1 + decode rank."""
+
+    def __init__(
+        self,
+        *,
+        ring_cells: int = 8,
+        num_slots: int = 2,
+        grants_ahead: int = 4,
+        prefill_tp: int = 1,
+        decode_tp: int = 1,
+        write_timeout_s: float = 30.0,
+    ) -> None:
+        settings = tx.SenderSettings(num_slots=num_slots, grants_ahead=grants_ahead, write_timeout_s=write_timeout_s)
+        self.machine = tx.Sender(settings, incarnation=PREFILL_LIFE)
+        self.now_s = 0.0
+        self.sequence = 0
+        self.routes = [
+            route for route in routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)) if route.prefill_rank == 0
+        ]
+        for route in self.routes:
+            self.open(1 + route.decode_rank, ring_cells=ring_cells)
+
+    def tell(self, event: tx.Event, *, now_s: float | None = None) -> list[tx.Action]:
+        self.now_s = self.now_s if now_s is None else now_s
+        actions = self.machine.handle(event, self.now_s)
+        self.machine.check_invariants()
+        return actions
+
+    def open(self, session: int, *, ring_cells: int = 8) -> None:
+        self.tell(tx.SessionOpened(session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_cells * CELL))
+
+    def start(self, request_id: str = "r", *, num_tokens: int = 8) -> list[tx.Action]:
+        mine = tuple(tx.OutgoingRoute(route=route, session=1 + route.decode_rank) for route in self.routes)
+        request = tx.OutgoingRequest(
+            request_id=request_id,
+            layout=LAYOUT,
+            plan=PLAN,
+            wire_dtype=LAYOUT.dtype,
+            num_tokens=num_tokens,
+            start_token=0,
+            routes=mine,
+        )
+        return self.tell(tx.RequestStarted(request=request))
+
+    def compute(self, chunk: int, request_id: str = "r", *, event: object = None) -> list[tx.Action]:
+        return self.tell(tx.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
+
+    def grant(self, grants: dict[int, Grant], request_id: str = "r", *, route: int = 0) -> list[tx.Action]:
+        issued = tuple(IssuedGrant(chunk=chunk, begin=grant.begin, end=grant.end) for chunk, grant in grants.items())
+        message = GrantsIssued(incarnation=DECODE_LIFE, request_id=request_id, route=route, grants=issued)
+        return self.hear(message, session=1 + self._decode_rank(route))
+
+    def _decode_rank(self, route: int) -> int:
+        return next((each.decode_rank for each in self.routes if each.index == route), 0)
+
+    def hear(
+        self, message: GrantsIssued | GrantRefused | ChunkRejected | AbortTransfer | WriterDrained, *, session: int = 1
+    ) -> list[tx.Action]:
+        return self.tell(tx.MessageArrived(session=session, message=message))
+
+    def refuse(self, request_id: str = "r", *, route: int = 0) -> list[tx.Action]:
+        return self.hear(GrantRefused(incarnation=DECODE_LIFE, request_id=request_id, route=route, reason="no"))
+
+    def abort(self, request_id: str = "r", *, route: int = 0, session: int = 1) -> list[tx.Action]:
+        message = AbortTransfer(incarnation=DECODE_LIFE, request_id=request_id, route=route, reason="cancelled")
+        return self.hear(message, session=session)
+
+    def reject(self, begin: int, *, chunk: int = 0, attempt: int = 0, request_id: str = "r") -> list[tx.Action]:
+        message = ChunkRejected(
+            incarnation=DECODE_LIFE, request_id=request_id, route=0, chunk=chunk, begin=begin, attempt=attempt, reason="digest"
+        )
+        return self.hear(message)
+
+    def watermark(self, position: int, *released: Grant, session: int = 1) -> list[tx.Action]:
+        self.sequence += 1
+        mark = Watermark(incarnation=DECODE_LIFE, sequence=self.sequence, position=position, released=released)
+        return self.tell(tx.WatermarkArrived(session=session, watermark=mark))
+
+    def gathered(self, slot: int) -> list[tx.Action]:
+        return self.tell(tx.GatherFinished(slot=slot, digest=slot + 100))
+
+    def written(self, slot: int) -> list[tx.Action]:
+        return self.tell(tx.WriteFinished(slot=slot))
+
+    def to_writing(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
+        """One request, its first chunk being written from slot 0."""
+        self.start(num_tokens=num_tokens)
+        self.grant({0: grant or cells(0, 2)})
+        assert of_type(self.compute(0), tx.StartGather)
+        assert of_type(self.gathered(0), tx.StartWrite)
+
+
+class ReceiverHand:
+    """Decode rank 0 of `decode_tp`, and its sessions: number 1 + prefill rank."""
+
+    def __init__(self, *, ring_cells: int = 8, is_one_sided: bool = False, prefill_tp: int = 1, decode_tp: int = 1) -> None:
+        self.ring = StagingAllocator(ring_cells * CELL, incarnation=DECODE_LIFE)
+        self.machine = rx.Receiver(rx.ReceiverSettings(is_one_sided=is_one_sided), self.ring)
+        self.now_s = 0.0
+        self.routes = [
+            route for route in routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)) if route.decode_rank == 0
+        ]
+        for route in self.routes:
+            self.open(1 + route.prefill_rank)
+
+    def tell(self, event: rx.Event, *, now_s: float | None = None) -> list[rx.Action]:
+        self.now_s = self.now_s if now_s is None else now_s
+        actions = self.machine.handle(event, self.now_s)
+        self.machine.check_invariants()
+        return actions
+
+    def open(self, session: int) -> None:
+        self.tell(rx.SessionOpened(session=session, incarnation=PREFILL_LIFE))
+
+    def expect(self, request_id: str = "r", *, num_tokens: int = 8) -> list[rx.Action]:
+        mine = tuple(rx.IncomingRoute(route=route, session=1 + route.prefill_rank) for route in self.routes)
+        request = rx.IncomingRequest(
+            request_id=request_id,
+            layout=LAYOUT,
+            plan=PLAN,
+            wire_dtype=LAYOUT.dtype,
+            num_tokens=num_tokens,
+            start_token=0,
+            routes=mine,
+        )
+        return self.tell(rx.RequestExpected(request=request))
+
+    def hear(self, message: GrantRequest | ChunkReady | WriterDrained | GrantRefused, *, session: int = 1) -> list[rx.Action]:
+        return self.tell(rx.MessageArrived(session=session, message=message))
+
+    def ask(
+        self, *chunks: int, request_id: str = "r", route: int = 0, num_bytes: int = WHOLE_CHUNK, session: int = 1
+    ) -> list[rx.Action]:
+        sizes = tuple(ChunkSize(chunk=chunk, num_bytes=num_bytes) for chunk in chunks)
+        message = GrantRequest(incarnation=PREFILL_LIFE, request_id=request_id, route=route, chunks=sizes)
+        return self.hear(message, session=session)
+
+    def ready(
+        self,
+        chunk: int,
+        grant: Grant,
+        *,
+        request_id: str = "r",
+        route: int = 0,
+        attempt: int = 0,
+        num_bytes: int = WHOLE_CHUNK,
+        session: int = 1,
+    ) -> list[rx.Action]:
+        message = ChunkReady(
+            incarnation=PREFILL_LIFE,
+            request_id=request_id,
+            route=route,
+            chunk=chunk,
+            begin=grant.begin,
+            num_bytes=num_bytes,
+            digest=7,
+            attempt=attempt,
+        )
+        return self.hear(message, session=session)
+
+    def drained(self, request_id: str = "r", *, route: int = 0, session: int = 1) -> list[rx.Action]:
+        return self.hear(WriterDrained(incarnation=PREFILL_LIFE, request_id=request_id, route=route), session=session)
+
+    def settled(self, grant: Grant, num_bytes: int = WHOLE_CHUNK) -> list[rx.Action]:
+        return self.tell(rx.ReceiveSettled(grant=grant, num_bytes=num_bytes))
+
+    def scattered(self, grant: Grant, *, is_intact: bool = True) -> list[rx.Action]:
+        return self.tell(rx.ScatterFinished(grant=grant, is_intact=is_intact))
+
+    def cancel(self, request_id: str = "r") -> list[rx.Action]:
+        return self.tell(rx.RequestCancelled(request_id=request_id, reason="client went away"))
+
+    def grants_of(self, actions: Sequence[object]) -> dict[int, Grant]:
+        (message,) = messages(actions, GrantsIssued)
+        return {issued.chunk: Grant(issued.begin, issued.end) for issued in message.grants}
+
+    def to_scattering(self, *, num_tokens: int = 4) -> Grant:
+        """One request, its first chunk being scattered."""
+        self.expect(num_tokens=num_tokens)
+        grant = self.grants_of(self.ask(0))[0]
+        self.settled(grant)
+        assert of_type(self.ready(0, grant), rx.StartScatter)
+        return grant
+
+
+def num_chunks(num_tokens: int) -> int:
+    return len(split_into_chunks(PLAN, num_tokens=num_tokens, num_layers=LAYOUT.num_layers))

@@ -1,0 +1,320 @@
+"""The receiver alone: what late, lost and repeated news may not do to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_node import receiver as rx
+from tests.protocol.machines import CELL, PREFILL_LIFE, WHOLE_CHUNK, ReceiverHand, cells, messages, of_type
+from transfer.errors import ConfigError, LocalProtocolError
+from transfer.messages import AbortTransfer, ChunkRejected, GrantRefused, GrantsIssued
+from transfer.ring import grant_key
+
+
+def drops(actions: list[rx.Action]) -> list[str]:
+    return [drop.reason for drop in of_type(actions, rx.MessageDropped)]
+
+
+def test_a_request_goes_from_expected_to_complete() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    actions = receiver.ask(0)
+    (post,) = of_type(actions, rx.PostReceive)
+    assert (post.session, post.grant, post.num_bytes, post.key) == (1, cells(0, 2), WHOLE_CHUNK, grant_key(0, 0))
+    assert of_type(actions, rx.PublishWatermark)
+    assert receiver.machine.ring_peak_bytes == 2 * CELL
+    receiver.settled(post.grant)
+    (scatter,) = of_type(receiver.ready(0, post.grant), rx.StartScatter)
+    assert (scatter.request_id, scatter.chunk.index, scatter.route.index, scatter.num_tokens) == ("r", 0, 0, 4)
+    (complete,) = of_type(receiver.scattered(post.grant), rx.RequestComplete)
+    assert complete.request_id == "r"
+    assert receiver.machine.is_idle
+
+
+def test_a_refusal_names_what_is_not_expected() -> None:
+    receiver = ReceiverHand()
+    (refused,) = messages(receiver.ask(0, request_id="nobody"), GrantRefused)
+    assert refused.reason == "request nobody is not expected here on route 0"
+    receiver.expect(num_tokens=4)
+    assert messages(receiver.ask(0, route=5), GrantRefused)
+    assert receiver.ring.num_live_grants == 0
+
+
+def test_a_broken_chunk_is_asked_for_once_more() -> None:
+    receiver = ReceiverHand()
+    grant = receiver.to_scattering()
+    actions = receiver.scattered(grant, is_intact=False)
+    assert of_type(actions, rx.ChunkBroken)
+    (rejected,) = messages(actions, ChunkRejected)
+    assert (rejected.chunk, rejected.begin, rejected.attempt) == (0, grant.begin, 0)
+    (post,) = of_type(actions, rx.PostReceive)
+    assert post.key == grant_key(grant.begin, 1)
+    assert receiver.ring.num_live_grants == 1
+    (again,) = messages(receiver.ready(0, grant, attempt=0), ChunkRejected)  # the rejection was not heard
+    assert again.attempt == 0
+    receiver.settled(grant)
+    assert of_type(receiver.ready(0, grant, attempt=1), rx.StartScatter)
+    assert of_type(receiver.scattered(grant), rx.RequestComplete)
+
+
+@pytest.mark.parametrize("is_one_sided", [False, True])
+def test_a_chunk_broken_twice_fails_its_request_as_data_loss(is_one_sided: bool) -> None:
+    receiver = ReceiverHand(is_one_sided=is_one_sided)
+    receiver.expect(num_tokens=4)
+    grant = receiver.grants_of(receiver.ask(0))[0]
+    for attempt in range(2):
+        if not is_one_sided:
+            receiver.settled(grant)
+        receiver.ready(0, grant, attempt=attempt)
+        actions = receiver.scattered(grant, is_intact=False)
+    (failed,) = of_type(actions, rx.RequestFailed)
+    assert failed.is_data_loss
+    assert failed.reason == "chunk 0 of request r from prefill rank 0 arrived broken 2 times: digest mismatch"
+    assert not messages(actions, ChunkRejected)
+    assert of_type(actions, rx.RequestDrained)
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+    receiver.drained()
+    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
+
+
+def test_a_chunk_of_another_length_is_broken() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    grant = receiver.grants_of(receiver.ask(0))[0]
+    receiver.settled(grant, 100)
+    actions = receiver.ready(0, grant)
+    (rejected,) = messages(actions, ChunkRejected)
+    assert rejected.reason == "received 100 bytes of 512"
+    assert not of_type(actions, rx.StartScatter)
+
+
+def test_a_scatter_that_ends_broken_after_a_cancel_only_drains() -> None:
+    receiver = ReceiverHand()
+    grant = receiver.to_scattering()
+    receiver.cancel()
+    assert receiver.ring.quarantined_bytes == 0
+    actions = receiver.scattered(grant, is_intact=False)
+    assert of_type(actions, rx.RequestDrained)
+    assert not messages(actions, ChunkRejected)
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+    receiver.drained()
+    assert receiver.machine.is_idle
+
+
+def test_a_receive_is_awaited_though_the_writer_said_that_it_drained() -> None:
+    """The write, or its decline, still has to end in the posted receive; released before, the bytes could be hit later."""
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    grant = receiver.grants_of(receiver.ask(0))[0]
+    receiver.cancel()
+    receiver.drained()
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+    receiver.settled(grant, 0)
+    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
+
+
+def test_a_grant_of_a_failed_request_is_posted_and_declined_before_it_is_released() -> None:
+    """Were it released without a receive, the writer's decline would stay in the transport for ever."""
+    receiver = ReceiverHand(ring_cells=2)
+    receiver.expect("first", num_tokens=4)
+    receiver.expect("second", num_tokens=4)
+    first = receiver.grants_of(receiver.ask(0, request_id="first"))[0]
+    second = receiver.grants_of(receiver.ask(0, request_id="second"))[0]
+    receiver.cancel("second")
+    receiver.drained("second")
+    assert receiver.ring.num_live_grants == 2
+    receiver.settled(first)
+    receiver.ready(0, first, request_id="first")
+    (post,) = of_type(receiver.scattered(first), rx.PostReceive)
+    assert post.grant == second
+    receiver.settled(second, 0)
+    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
+
+
+@pytest.mark.parametrize("is_posted", [False, True])
+def test_a_lost_session_releases_its_grants_at_once(is_posted: bool) -> None:
+    receiver = ReceiverHand(ring_cells=2)
+    receiver.expect("first", num_tokens=4)
+    receiver.expect("second", num_tokens=4)
+    if not is_posted:
+        receiver.ask(0, request_id="first")
+    receiver.ask(0, request_id="second")
+    actions = receiver.tell(rx.SessionLost(session=1, reason="peer died"))
+    assert {failed.request_id for failed in of_type(actions, rx.RequestFailed)} == {"first", "second"}
+    assert not messages(actions, AbortTransfer)
+    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
+    assert receiver.tell(rx.SessionLost(session=1, reason="again")) == []
+
+
+def test_a_lost_session_ends_the_wait_of_a_cancelled_request() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    receiver.ask(0)
+    receiver.cancel()
+    actions = receiver.tell(rx.SessionLost(session=1, reason="peer died"))
+    assert not of_type(actions, rx.RequestFailed)
+    assert receiver.machine.is_idle
+
+
+def test_a_lost_session_of_one_writer_drains_the_others() -> None:
+    receiver = ReceiverHand(prefill_tp=2)
+    receiver.expect(num_tokens=4)
+    actions = receiver.tell(rx.SessionLost(session=1, reason="peer died"))
+    assert [(send.session, type(send.message)) for send in of_type(actions, rx.Send)] == [(2, AbortTransfer)]
+    assert receiver.machine.num_requests == 1
+    receiver.drained(route=1, session=2)
+    assert receiver.machine.is_idle
+
+
+def test_a_request_over_a_session_that_is_gone_fails_at_once() -> None:
+    receiver = ReceiverHand(prefill_tp=2)
+    receiver.tell(rx.SessionLost(session=2, reason="peer died"))
+    actions = receiver.expect(num_tokens=4)
+    (failed,) = of_type(actions, rx.RequestFailed)
+    assert failed.reason == "session 0x2 with a prefill rank is lost"
+    assert [send.session for send in of_type(actions, rx.Send)] == [1]
+    assert of_type(actions, rx.RequestDrained)
+
+
+def test_an_abort_is_repeated_until_it_is_answered() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    assert not receiver.tell(rx.Tick(), now_s=5.0)
+    assert messages(receiver.cancel(), AbortTransfer)
+    assert not receiver.tell(rx.Tick(), now_s=5.9)
+    assert messages(receiver.tell(rx.Tick(), now_s=6.0), AbortTransfer)
+    assert not receiver.tell(rx.Tick(), now_s=6.9)
+    receiver.drained()
+    assert receiver.machine.is_idle
+
+
+def test_grants_that_a_drained_writer_never_heard_of_are_said_again() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=8)
+    grants = receiver.grants_of(receiver.ask(0, 1))  # lost on the way
+    receiver.cancel()
+    receiver.drained()
+    receiver.settled(grants[1], 0)
+    actions = receiver.tell(rx.Tick(), now_s=1.0)
+    assert receiver.grants_of(actions) == {0: grants[0]}
+    assert not messages(actions, AbortTransfer)
+    assert not receiver.tell(rx.Tick(), now_s=1.5)
+    receiver.settled(grants[0], 0)
+    assert receiver.machine.is_idle
+    assert not receiver.tell(rx.Tick(), now_s=9.0)
+
+
+def test_a_rejection_that_a_drained_writer_never_heard_of_is_said_again() -> None:
+    receiver = ReceiverHand()
+    grant = receiver.to_scattering()
+    receiver.scattered(grant, is_intact=False)  # the rejection is lost
+    receiver.drained()
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+    actions = receiver.tell(rx.Tick(), now_s=1.0)
+    (again,) = messages(actions, ChunkRejected)
+    assert (again.begin, again.attempt) == (grant.begin, 0)
+    assert not messages(actions, GrantsIssued)
+    receiver.settled(grant, 0)
+    assert receiver.machine.is_idle
+
+
+def test_one_sided_grants_are_released_when_the_writer_has_drained() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    receiver.expect(num_tokens=4)
+    assert not of_type(receiver.ask(0), rx.PostReceive)
+    receiver.cancel()
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+    receiver.drained()
+    assert receiver.machine.is_idle
+
+
+def test_a_writer_that_gives_up_fails_the_request() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    (failed,) = of_type(receiver.drained(), rx.RequestFailed)
+    assert failed.reason == "the prefill rank gave the request up"
+    assert not failed.is_data_loss
+
+
+def test_a_writer_that_is_done_may_say_drained_while_others_still_send() -> None:
+    receiver = ReceiverHand(prefill_tp=2)
+    receiver.expect(num_tokens=4)
+    half = WHOLE_CHUNK // 2
+    grants = [receiver.grants_of(receiver.ask(0, route=r, num_bytes=half, session=1 + r))[0] for r in range(2)]
+    receiver.settled(grants[0], half)
+    receiver.ready(0, grants[0], num_bytes=half)
+    receiver.scattered(grants[0])
+    assert receiver.drained(route=0, session=1) == []
+    receiver.settled(grants[1], half)
+    receiver.ready(0, grants[1], route=1, num_bytes=half, session=2)
+    assert of_type(receiver.scattered(grants[1]), rx.RequestComplete)
+    assert receiver.drained(route=1, session=2) == []
+
+
+def test_a_stranger_cannot_drain_a_route() -> None:
+    receiver = ReceiverHand(prefill_tp=2)
+    receiver.expect(num_tokens=4)
+    assert receiver.drained(route=1, session=1) == []
+    assert receiver.machine.num_requests == 1
+
+
+def test_a_writer_that_asks_for_a_failed_request_is_told_to_stop() -> None:
+    receiver = ReceiverHand(prefill_tp=2)
+    receiver.expect(num_tokens=4)
+    receiver.cancel()
+    assert messages(receiver.ask(0, num_bytes=WHOLE_CHUNK // 2), AbortTransfer)
+    receiver.drained(route=0, session=1)
+    (refused,) = messages(receiver.ask(0, num_bytes=WHOLE_CHUNK // 2), GrantRefused)  # it started late; route 1 drains still
+    assert refused.reason == "client went away"
+    assert receiver.ring.num_live_grants == 0
+
+
+def test_a_failed_receive_ends_its_session() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    grant = receiver.grants_of(receiver.ask(0))[0]
+    (close,) = of_type(receiver.tell(rx.ReceiveFailed(grant=grant, reason="reset")), rx.CloseSession)
+    assert (close.session, close.reason) == (1, "reset")
+    receiver.tell(rx.SessionLost(session=1, reason="reset"))
+    assert receiver.tell(rx.ReceiveFailed(grant=grant, reason="reset")) == []
+    assert receiver.settled(grant) == []
+
+
+def test_nothing_to_receive_is_complete_at_once() -> None:
+    receiver = ReceiverHand()
+    receiver.routes = []
+    assert of_type(receiver.expect(), rx.RequestComplete)
+
+
+def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    grant = receiver.grants_of(receiver.ask(0))[0]
+    with pytest.raises(LocalProtocolError, match="opened twice"):
+        receiver.open(1)
+    with pytest.raises(LocalProtocolError, match="expected twice"):
+        receiver.expect()
+    with pytest.raises(LocalProtocolError, match="none was under way"):
+        receiver.scattered(grant)
+    with pytest.raises(LocalProtocolError, match="not live"):
+        receiver.scattered(cells(6, 7))
+    assert receiver.cancel("nobody") == []
+    assert PREFILL_LIFE != 0
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match="repeat_after_s is 0 s; it must be above 0"):
+        rx.ReceiverSettings(is_one_sided=False, repeat_after_s=0.0)
+
+
+def test_a_spoilt_receiver_is_noticed() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    receiver.ask(0)
+    request = receiver.machine._requests.pop("r")
+    with pytest.raises(LocalProtocolError, match="live pieces and the pieces of the requests differ"):
+        receiver.machine.check_invariants()
+    receiver.machine._requests["r"] = request
+    receiver.ring.assign(CELL)
+    with pytest.raises(LocalProtocolError, match="2 live grants, 1 pieces hold one"):
+        receiver.machine.check_invariants()

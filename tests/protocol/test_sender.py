@@ -1,0 +1,370 @@
+"""The sender alone: what late, lost and repeated news may not do to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefill_node import sender as tx
+from tests.protocol.machines import CELL, DECODE_LIFE, LAYOUT, PREFILL_LIFE, SenderHand, cells, messages, of_type
+from transfer.errors import ConfigError, LocalProtocolError
+from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDrained
+from transfer.ring import grant_key
+
+
+def declined(actions: list[tx.Action]) -> list[int]:
+    return [decline.key for decline in of_type(actions, tx.Decline)]
+
+
+def drops(actions: list[tx.Action]) -> list[str]:
+    return [drop.reason for drop in of_type(actions, tx.MessageDropped)]
+
+
+def test_a_request_goes_from_start_to_sent() -> None:
+    sender = SenderHand()
+    (asked,) = messages(sender.start(num_tokens=4), GrantRequest)
+    assert (asked.incarnation, asked.request_id, asked.route) == (PREFILL_LIFE, "r", 0)
+    sender.grant({0: cells(0, 2)})
+    (gather,) = of_type(sender.compute(0), tx.StartGather)
+    actions = sender.gathered(gather.slot)
+    (write,) = of_type(actions, tx.StartWrite)
+    assert of_type(actions, tx.SourceReleased)
+    assert (write.slot, write.grant, write.num_bytes, write.key) == (gather.slot, cells(0, 2), 512, grant_key(0, 0))
+    (ready,) = messages(sender.written(write.slot), ChunkReady)
+    assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (0, 512, 100, 0)
+    (sent,) = of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.writes_without_staging, sent.stats.resends) == (512, 1, 16, 0)
+    assert sender.machine.is_idle
+
+
+def test_the_times_of_a_transfer() -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=4)
+    sender.now_s = 1.0
+    sender.compute(0)
+    sender.now_s = 3.0
+    (gather,) = of_type(sender.grant({0: cells(0, 2)}), tx.StartGather)
+    assert gather.credit_wait_s == 0.0
+    sender.gathered(0)
+    sender.written(0)
+    sender.now_s = 8.0
+    (sent,) = of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert (sent.stats.transfer_s, sent.stats.exposed_s) == (5.0, 5.0)
+
+
+def test_credit_wait_is_the_time_between_ready_and_writable() -> None:
+    sender = SenderHand(ring_cells=2)
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(2, 4)})
+    sender.now_s = 2.0
+    sender.compute(0)
+    sender.now_s = 7.0
+    (gather,) = of_type(sender.watermark(2 * CELL), tx.StartGather)
+    assert gather.credit_wait_s == 5.0
+
+
+def test_grants_are_asked_for_within_the_window() -> None:
+    sender = SenderHand(grants_ahead=2, num_slots=4)
+    (first,) = messages(sender.start(num_tokens=16), GrantRequest)
+    assert [chunk.chunk for chunk in first.chunks] == [0, 1]
+    assert not messages(sender.grant({0: cells(0, 2), 1: cells(2, 4)}), GrantRequest)
+    for chunk in (0, 1):
+        sender.compute(chunk)
+        sender.gathered(chunk)
+        assert not messages(sender.written(chunk), GrantRequest)
+    (next_one,) = messages(sender.watermark(2 * CELL), GrantRequest)
+    assert [chunk.chunk for chunk in next_one.chunks] == [2]
+
+
+def test_unanswered_messages_are_repeated() -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=8)
+    assert not messages(sender.tell(tx.Tick(), now_s=0.9), GrantRequest)
+    (again,) = messages(sender.tell(tx.Tick(), now_s=1.0), GrantRequest)
+    assert [chunk.chunk for chunk in again.chunks] == [0, 1]
+    assert not messages(sender.tell(tx.Tick(), now_s=1.9), GrantRequest)
+    sender.grant({0: cells(0, 2)})
+    sender.compute(0)
+    sender.gathered(0)
+    sender.written(0)
+    assert not messages(sender.tell(tx.Tick(), now_s=2.8), ChunkReady)
+    actions = sender.tell(tx.Tick(), now_s=2.9)
+    assert [ready.chunk for ready in messages(actions, ChunkReady)] == [0]
+    assert not messages(sender.tell(tx.Tick(), now_s=3.0), ChunkReady)
+
+
+def test_a_release_heard_before_the_write_is_done_still_counts() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.watermark(2 * CELL)
+    assert of_type(sender.written(0), tx.RequestSent)
+
+
+def test_a_rejected_chunk_is_written_again_from_its_slot() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.written(0)
+    (write,) = of_type(sender.reject(0), tx.StartWrite)
+    assert (write.slot, write.key) == (0, grant_key(0, 1))
+    assert not of_type(sender.reject(0), tx.StartWrite)  # said twice
+    (ready,) = messages(sender.written(0), ChunkReady)
+    assert ready.attempt == 1
+    (sent,) = of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert (sent.stats.resends, sent.stats.writes) == (1, 2)
+
+
+def test_a_third_attempt_is_refused_for_its_key_would_be_the_next_grants() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.written(0)
+    sender.reject(0)
+    sender.written(0)
+    actions = sender.reject(0, attempt=1)
+    assert drops(actions) == ["too_many_attempts"]
+    assert not of_type(actions, tx.StartWrite)
+    assert declined(sender.reject(0, attempt=1, request_id="other")) == []
+
+
+def test_a_failed_request_that_waits_only_for_a_write_ends_with_its_session() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    assert not of_type(sender.abort(), tx.RequestFailed)
+    actions = sender.tell(tx.SessionLost(session=1, reason="peer died"))
+    assert [failed.reason for failed in of_type(actions, tx.RequestFailed)] == ["cancelled"]
+    assert sender.machine.is_idle
+    assert sender.written(0) == []  # news of a write that ended with its session
+
+
+def test_a_lost_session_fails_what_uses_it_and_nothing_else() -> None:
+    sender = SenderHand(decode_tp=2)
+    sender.start("both", num_tokens=4)
+    actions = sender.tell(tx.SessionLost(session=2, reason="peer died"))
+    assert [failed.reason for failed in of_type(actions, tx.RequestFailed)] == ["peer died"]
+    assert [send.session for send in of_type(actions, tx.Send)] == [1]  # its other target is told
+    assert sender.tell(tx.SessionLost(session=2, reason="again")) == []
+    (failed,) = of_type(sender.start("later", num_tokens=4), tx.RequestFailed)
+    assert failed.reason == "session 0x2 with the decode rank is lost"
+
+
+def test_a_gather_in_flight_survives_its_session_and_then_frees_its_slot() -> None:
+    sender = SenderHand(num_slots=1)
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 2)})
+    sender.compute(0)
+    actions = sender.tell(tx.SessionLost(session=1, reason="peer died"))
+    assert not of_type(actions, tx.RequestFailed)
+    assert not of_type(actions, tx.SourceReleased)
+    assert sender.machine.num_slots_used == 1
+    actions = sender.gathered(0)
+    assert of_type(actions, tx.SourceReleased)
+    assert of_type(actions, tx.RequestFailed)
+    assert not of_type(actions, tx.Send)
+    assert not of_type(actions, tx.Decline)
+    assert sender.machine.is_idle
+
+
+def test_unused_grants_of_a_failed_request_are_declined_once() -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=8)
+    sender.grant({0: cells(0, 2)})
+    actions = sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    assert declined(actions) == [grant_key(0, 0)]
+    actions = sender.grant({0: cells(0, 2), 1: cells(2, 4)})  # the repeated answer, and one that was not heard before
+    assert declined(actions) == [grant_key(2 * CELL, 0)]
+    assert messages(actions, WriterDrained)
+    assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == []
+
+
+def test_grants_that_come_while_a_failed_request_drains_are_declined_once() -> None:
+    sender = SenderHand()
+    sender.to_writing(num_tokens=8)
+    sender.abort()
+    assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == [grant_key(2 * CELL, 0)]
+    assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == []
+    assert of_type(sender.written(0), tx.RequestFailed)
+    assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == []
+
+
+def test_a_written_grant_is_never_declined_and_its_rejection_is_once() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.written(0)
+    sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    assert declined(sender.grant({0: cells(0, 2)})) == []
+    assert declined(sender.reject(0)) == [grant_key(0, 1)]
+    assert declined(sender.reject(0)) == []
+
+
+def test_a_second_attempt_that_was_written_is_not_declined_either() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.written(0)
+    sender.reject(0)
+    sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    sender.written(0)
+    assert declined(sender.reject(0)) == []
+
+
+def test_late_news_of_a_request_that_was_sent_declines_nothing() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.written(0)
+    assert of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert declined(sender.grant({0: cells(0, 2)})) == []
+    assert declined(sender.reject(0)) == []
+
+
+def test_what_was_declined_is_forgotten_when_the_ring_has_it_back() -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 2)})
+    sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    session = sender.machine._sessions[1]
+    assert session.spent
+    sender.watermark(0, cells(4, 6))
+    assert session.spent
+    sender.watermark(2 * CELL)
+    assert not session.spent
+
+
+def test_a_late_refusal_does_not_fail_a_request_whose_grants_came() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    actions = sender.refuse()
+    assert drops(actions) == ["nothing_asked"]
+    sender.written(0)
+    assert of_type(sender.watermark(2 * CELL), tx.RequestSent)
+    assert sender.refuse() == []
+
+
+def test_a_grant_that_was_released_already_is_not_taken() -> None:
+    sender = SenderHand()
+    sender.watermark(4 * CELL)
+    sender.start(num_tokens=4)
+    assert drops(sender.grant({0: cells(0, 2)})) == ["released_grant"]
+    assert not of_type(sender.compute(0), tx.StartGather)
+    assert of_type(sender.grant({0: cells(4, 6)}), tx.StartGather)
+
+
+def test_an_abort_is_answered_also_for_a_request_that_is_unknown() -> None:
+    sender = SenderHand()
+    (answer,) = messages(sender.abort("nobody"), WriterDrained)
+    assert (answer.request_id, answer.route) == ("nobody", 0)
+    sender.to_writing()
+    assert not messages(sender.abort(), WriterDrained)  # a write is under way
+    assert not messages(sender.abort(), WriterDrained)
+    assert messages(sender.written(0), WriterDrained)
+
+
+def test_an_abort_of_one_route_is_answered_when_that_route_is_drained() -> None:
+    sender = SenderHand(decode_tp=2)
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 1)})
+    sender.compute(0)
+    sender.gathered(0)
+    actions = sender.abort(route=1, session=2)  # route 0 is still being written
+    assert [(send.session, send.message.route) for send in of_type(actions, tx.Send)] == [(2, 1)]
+    assert not of_type(actions, tx.RequestFailed)
+    assert len(messages(sender.written(0), WriterDrained)) == 2
+    stranger = AbortTransfer(incarnation=DECODE_LIFE, request_id="r", route=0, reason="not its route")
+    sender.start(num_tokens=4)
+    assert sender.hear(stranger, session=2) == []
+    assert sender.machine.num_requests == 1
+
+
+def test_slots_are_taken_in_turn_by_the_sessions() -> None:
+    sender = SenderHand(decode_tp=2, num_slots=1, ring_cells=8)
+    sender.start(num_tokens=16)
+    for route in (0, 1):
+        sender.grant({chunk: cells(chunk, chunk + 1) for chunk in range(4)}, route=route)
+    begun: list[int] = []
+    for chunk in range(4):
+        begun.extend(gather.route.index for gather in of_type(sender.compute(chunk), tx.StartGather))
+    for done in range(1, 8):
+        route = begun[-1]
+        sender.gathered(0)
+        sender.written(0)
+        begun.extend(
+            gather.route.index
+            for gather in of_type(sender.watermark(begun.count(route) * CELL, session=1 + route), tx.StartGather)
+        )
+        assert len(begun) == done + 1
+    assert abs(begun[:4].count(0) - 2) <= 1
+
+
+def test_a_failed_or_stuck_write_ends_its_session() -> None:
+    sender = SenderHand(write_timeout_s=5.0)
+    sender.to_writing()
+    (close,) = of_type(sender.tell(tx.WriteFailed(slot=0, reason="reset")), tx.CloseSession)
+    assert (close.session, close.reason) == (1, "reset")
+    assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
+    (close,) = of_type(sender.tell(tx.Tick(), now_s=5.1), tx.CloseSession)
+    assert close.reason == "a write of 512 bytes has been pending for more than 5 s"
+
+
+def test_a_rank_with_nothing_to_send_is_done_at_once() -> None:
+    sender = SenderHand()
+    sender.routes = []
+    actions = sender.start()
+    assert of_type(actions, tx.SourceReleased)
+    assert of_type(actions, tx.RequestSent)
+    assert sender.machine.is_idle
+
+
+def test_chunks_of_a_failed_request_may_still_be_reported() -> None:
+    sender = SenderHand()
+    sender.to_writing(num_tokens=8)
+    sender.abort()
+    assert sender.compute(1) == []
+    sender.written(0)
+    assert sender.compute(1) == []
+
+
+def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
+    sender = SenderHand()
+    sender.to_writing(num_tokens=8)
+    with pytest.raises(LocalProtocolError, match="opened twice"):
+        sender.open(1)
+    with pytest.raises(LocalProtocolError, match="started twice"):
+        sender.start()
+    with pytest.raises(LocalProtocolError, match="computed twice"):
+        sender.compute(0)
+    with pytest.raises(LocalProtocolError, match="chunk 2 of request r is unknown"):
+        sender.compute(2)
+    with pytest.raises(LocalProtocolError, match="gather into slot 0 finished, but none was under way"):
+        sender.gathered(0)
+    assert sender.tell(tx.WatermarkArrived(session=99, watermark=sender.machine._sessions[1].view.watermark)) == []
+    assert sender.tell(tx.RequestAborted(request_id="nobody", reason="")) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_slots": 0}, "num_slots is 0; it must be at least 1"),
+        ({"grants_ahead": 0}, r"grants_ahead is 0; it must be in \[1, 1024\]"),
+        ({"grants_ahead": 1025}, "grants_ahead is 1025"),
+        ({"repeat_after_s": 0.0}, "repeat_after_s is 0 s; it must be above 0"),
+        ({"write_timeout_s": float("nan")}, "write_timeout_s is nan s"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tx.SenderSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_spoilt_sender_is_noticed() -> None:
+    sender = SenderHand()
+    sender.to_writing(num_tokens=8)
+    machine = sender.machine
+    machine._free_slots.append(0)
+    with pytest.raises(LocalProtocolError, match="do not add up"):
+        machine.check_invariants()
+    machine._free_slots.pop()
+    machine._requests["r"].to_release += 1
+    with pytest.raises(LocalProtocolError, match="counts of request r"):
+        machine.check_invariants()
+    held = machine._slots[0]
+    assert held is not None
+    held.slot = 1
+    with pytest.raises(LocalProtocolError, match="slot 0 is held by a piece that is WRITING"):
+        machine.check_invariants()
+    assert LAYOUT.num_layers == 2
