@@ -202,7 +202,7 @@ def _what_is_right(details: Mapping[str, Any]) -> str:
         case "tuple_type":
             return "it must be a list"
         case _:
-            message = details["msg"]
+            message = str(details["msg"])
             return message[:1].lower() + message[1:]
 
 

@@ -1,0 +1,236 @@
+"""Metrics: what ranks count reaches the leader's page exactly, and the page is what Prometheus can read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import transfer
+from transfer.errors import ConfigError
+from transfer.instance import Link
+from transfer.metrics import MAX_REASONS, NODE_METRICS, RANK_METRICS, NodeMetrics, RankMetrics
+
+STATUS = {
+    "rank": 1,
+    "pid": 99,
+    "pool_pages": 100,
+    "pool_pages_reserved": 10,
+    "pool_pages_bound": 30,
+    "ring_capacity": 4096,
+    "ring_live_bytes": 512,
+    "ring_peak_bytes": 1024,
+    "ring_quarantined_bytes": 256,
+    "ring_live_grants": 2,
+    "watermark_position": 7777,
+    "requests": 3,
+    "sessions": 4,
+    "watermark_acks": 5,
+    "dropped_messages": 0,
+}
+
+
+@dataclass
+class Stats:
+    writes: int = 4
+    writes_without_staging: int = 1000
+    resends: int = 1
+    transfer_s: float = 0.02
+
+
+def samples(page: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample of an exposition text; a sample that is there twice is an error."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def value(page: bytes, name: str, **labels: str) -> float:
+    return samples(page)[f"kvferry_{name}", frozenset(labels.items())]
+
+
+def page_of(*ranks: RankMetrics, role: str = "decode", **status: int) -> bytes:
+    """The leader's page, after the snapshots have travelled as they do between processes."""
+    snapshots = [msgpack.unpackb(msgpack.packb(rank.snapshot({**STATUS, **status}))) for rank in ranks]
+    return NodeMetrics(role=role).render(snapshots)
+
+
+def test_what_a_prefill_rank_counts_is_on_the_page() -> None:
+    rank = RankMetrics(role="prefill", rank=2)
+    rank.credit_wait_seconds(0.001)
+    rank.gather_seconds(0.0001)
+    rank.gather_seconds(0.0003)
+    rank.write_finished(0.004, 1 << 20)
+    rank.write_finished(0.004, 1 << 10)
+    rank.ack_seconds(0.002)
+    rank.request_sent(Stats())
+    rank.message_dropped("unknown_chunk")
+    page = page_of(rank, role="prefill")
+    mine = {"role": "prefill", "rank": "2"}
+    assert value(page, "chunks_total", **mine) == 2
+    assert value(page, "writes_total", **mine) == 2
+    assert value(page, "transferred_bytes_total", **mine) == (1 << 20) + (1 << 10)
+    assert value(page, "writes_avoided_total", **mine) == 996
+    assert value(page, "resends_total", **mine) == 1
+    assert value(page, "dropped_messages_total", reason="unknown_chunk", **mine) == 1
+    for stage, count, total in (("credit_wait", 1, 0.001), ("gather", 2, 0.0004), ("write", 2, 0.008), ("ack", 1, 0.002)):
+        assert value(page, "stage_seconds_count", stage=stage, **mine) == count
+        assert math.isclose(value(page, "stage_seconds_sum", stage=stage, **mine), total)
+    assert value(page, "stage_seconds_count", stage="total", **mine) == 1
+
+
+def test_what_a_decode_rank_counts_is_on_the_page() -> None:
+    rank = RankMetrics(role="decode", rank=0)
+    rank.scatter_finished(0.01, 4096)
+    rank.chunk_broken()
+    page = page_of(rank)
+    mine = {"role": "decode", "rank": "0"}
+    assert value(page, "chunks_total", **mine) == 1
+    assert value(page, "transferred_bytes_total", **mine) == 4096
+    assert value(page, "broken_chunks_total", **mine) == 1
+    assert value(page, "stage_seconds_count", stage="scatter", **mine) == 1
+
+
+def test_the_status_becomes_gauges() -> None:
+    page = page_of(RankMetrics(role="decode", rank=1))
+    mine = {"role": "decode", "rank": "1"}
+    for name, expected in (
+        ("ring_capacity_bytes", 4096),
+        ("ring_live_bytes", 512),
+        ("ring_peak_bytes", 1024),
+        ("ring_quarantined_bytes", 256),
+        ("ring_live_grants", 2),
+        ("ring_watermark_position_bytes", 7777),
+        ("rank_requests", 3),
+        ("sessions", 4),
+        ("watermark_acks_total", 5),
+    ):
+        assert value(page, name, **mine) == expected
+    for state, pages in (("free", 60), ("reserved", 10), ("bound", 30)):
+        assert value(page, "pool_pages", state=state, **mine) == pages
+    assert ("kvferry_staging_slots", frozenset({*mine.items(), ("state", "used")})) not in samples(page)
+    page = page_of(RankMetrics(role="prefill", rank=1), role="prefill", staging_slots=4, staging_slots_used=1)
+    assert value(page, "staging_slots", role="prefill", rank="1", state="used") == 1
+    assert value(page, "staging_slots", role="prefill", rank="1", state="free") == 3
+
+
+def test_acks_are_counted_once_and_never_back() -> None:
+    rank = RankMetrics(role="decode", rank=0)
+    for num_acks, expected in ((5, 5), (5, 5), (9, 9), (3, 9), (10, 10)):
+        assert value(page_of(rank, watermark_acks=num_acks), "watermark_acks_total", role="decode", rank="0") == expected
+
+
+def test_ranks_stand_side_by_side_and_histograms_are_valid() -> None:
+    ranks = [RankMetrics(role="decode", rank=rank) for rank in range(3)]
+    for count, rank in enumerate(ranks):
+        for _ in range(count):
+            rank.scatter_finished(0.003, 100)
+        rank.scatter_finished(1000.0, 100)
+    page = page_of(*reversed(ranks))
+    found = samples(page)
+    for count in range(3):
+        mine = {"role": "decode", "rank": str(count), "stage": "scatter"}
+        buckets = sorted(
+            (float(dict(labels)["le"]), number)
+            for (name, labels), number in found.items()
+            if name == "kvferry_stage_seconds_bucket" and mine.items() <= dict(labels).items()
+        )
+        numbers = [number for _, number in buckets]
+        assert numbers == sorted(numbers)
+        assert buckets[-1] == (math.inf, count + 1)
+        assert value(page, "stage_seconds_count", **mine) == count + 1
+        assert dict(buckets)[0.005] == count
+    text = page.decode()
+    assert text.count("# TYPE kvferry_stage_seconds histogram") == 1
+
+
+def test_a_link_has_one_series_and_the_newest_values() -> None:
+    rank = RankMetrics(role="decode", rank=0)
+    for lane, latency_s in (("ucx/net", 5e-5), ("ucx/shm", 1e-5), ("ucx/shm", 2e-5)):
+        rank.link(Link(prefill_rank=3, decode_rank=0, lane=lane, latency_s=latency_s, bandwidth_bytes_per_s=4e9))
+    found = {key: number for key, number in samples(page_of(rank)).items() if key[0] == "kvferry_link_latency_seconds"}
+    labels = {"role": "decode", "rank": "0", "prefill_rank": "3", "decode_rank": "0", "lane": "ucx/shm"}
+    assert found == {("kvferry_link_latency_seconds", frozenset(labels.items())): 2e-5}
+
+
+def test_labels_are_bounded_whatever_a_peer_sends() -> None:
+    rank = RankMetrics(role="decode", rank=0)
+    for number in range(100):
+        rank.message_dropped(f"reason_{number}")
+    rank.message_dropped("request 7f3a was not expected")
+    rank.message_dropped("x" * 100)
+    found = {dict(labels)["reason"]: number for (name, labels), number in samples(page_of(rank)).items() if "dropped" in name}
+    assert len(found) == MAX_REASONS + 1
+    assert found["other"] == 100 - MAX_REASONS + 2
+    assert sum(found.values()) == 102
+
+
+def test_the_leaders_own_series() -> None:
+    node = NodeMetrics(role="decode")
+    node.request_ended("done")
+    node.request_ended("failed")
+    node.queue_seconds(0.1)
+    node.time_to_first_token(0.2)
+    node.time_per_output_token(0.01)
+    node.node_state(state="ready", queued=2, running=3, peers={"joined": 1, "lost": 2}, restarts=1)
+    page = node.render([None])
+    assert value(page, "requests_total", role="decode", outcome="done") == 1
+    assert value(page, "requests_total", role="decode", outcome="failed") == 1
+    assert value(page, "requests_total", role="decode", outcome="aborted") == 0
+    assert value(page, "peers", role="decode", state="joined") == 1
+    assert value(page, "peers", role="decode", state="lost") == 2
+    assert value(page, "peers", role="decode", state="joining") == 0
+    assert value(page, "node_state", role="decode", state="ready") == 1
+    assert value(page, "node_state", role="decode", state="starting") == 0
+    assert (value(page, "queued_requests", role="decode"), value(page, "running_requests", role="decode")) == (2, 3)
+    assert value(page, "rank_restarts", role="decode") == 1
+    for name in ("queue_seconds", "time_to_first_token_seconds", "time_per_output_token_seconds"):
+        assert value(page, f"{name}_count", role="decode") == 1
+    build = next(labels for name, labels in samples(page) if name == "kvferry_build_info")
+    assert dict(build)["version"] == transfer.__version__
+
+
+def test_an_unknown_outcome_or_role_is_refused() -> None:
+    with pytest.raises(ConfigError, match="outcome is sent; it must be one of done"):
+        NodeMetrics(role="decode").request_ended("sent")
+    with pytest.raises(ConfigError, match="role is router"):
+        RankMetrics(role="router", rank=0)
+
+
+def test_counters_of_nothing_are_zero_and_not_absent() -> None:
+    page = NodeMetrics(role="prefill").render([RankMetrics(role="prefill", rank=0).snapshot({})])
+    for name in ("transferred_bytes_total", "chunks_total", "writes_total", "writes_avoided_total", "resends_total"):
+        assert value(page, name, role="prefill", rank="0") == 0
+
+
+def test_a_snapshot_of_another_build_is_taken_as_far_as_it_is_known() -> None:
+    snapshot: dict[str, Any] = RankMetrics(role="decode", rank=0).snapshot(STATUS)
+    snapshot["families"]["kvferry_unheard_of"] = [["kvferry_unheard_of", {}, 1.0]]
+    snapshot["families"]["kvferry_sessions"] = [["kvferry_sessions", {"role": "decode"}, math.nan]]
+    page = NodeMetrics(role="decode").render([snapshot])
+    assert b"unheard" not in page and b"kvferry_sessions" not in page
+
+
+@pytest.mark.parametrize("spec", [*RANK_METRICS, *NODE_METRICS], ids=lambda spec: spec.name)
+def test_a_metric_keeps_the_conventions(spec: Any) -> None:
+    assert spec.name.startswith("kvferry_") and not spec.name.endswith("_total")
+    assert spec.help.endswith(".") and len(spec.help) > 10
+    assert (spec.kind == "histogram") == bool(spec.buckets)
+    if spec.kind == "histogram":
+        assert spec.name.endswith("_seconds")
+        assert list(spec.buckets) == sorted(set(spec.buckets))
+    assert not any(label in ("request_id", "session_id", "le", "rank") for label in spec.labels)
+    assert not spec.name.endswith(("_s", "_ms", "_us", "_mb"))
+
+
+def test_names_are_declared_once() -> None:
+    names = [spec.name for spec in (*RANK_METRICS, *NODE_METRICS)]
+    assert len(names) == len(set(names))

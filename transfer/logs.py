@@ -1,0 +1,80 @@
+"""Logs: constant events with fields, for people or as JSON.
+
+The library only writes; it installs no handler. A daemon calls `configure_logging()` once, before anything else, and every line
+of its process, those of other libraries too, then says which role, rank and incarnation it is of.
+
+Levels: DEBUG per chunk, INFO per peer and process event, WARNING when something healed itself, ERROR when a request failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Final, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from transfer.config import LogConfig
+
+_QUIET: Final = ("asyncio", "grpc", "urllib3", "aiohttp.access")
+"""Loggers of others whose INFO lines are of no use to an operator."""
+
+
+def configure_logging(
+    config: LogConfig, *, role: str, rank: int | None = None, incarnation: int | None = None, stream: TextIO | None = None
+) -> None:
+    """Send the process's logs to `stream`. Called again, it replaces what it did before.
+
+    Args:
+        config: Level and format.
+        role: "prefill" or "decode"; bound to every line.
+        rank: Of a rank process; a leader has none.
+        incarnation: This life of the rank group, shown as 16 hex digits.
+        stream: Standard error by default.
+    """
+    target = stream if stream is not None else sys.stderr
+    bound: dict[str, object] = {"role": role}
+    if rank is not None:
+        bound["rank"] = rank
+    if incarnation is not None:
+        bound["incarnation"] = f"{incarnation:016x}"
+
+    def bind(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        for name, value in bound.items():
+            event.setdefault(name, value)
+        return event
+
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        bind,
+    ]
+    finish: list[Processor]
+    if config.format == "json":
+        finish = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    else:
+        finish = [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*shared[:-1], structlog.stdlib.ExtraAdder(), bind],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *finish],
+    )
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    for previous in list(root.handlers):
+        root.removeHandler(previous)
+    root.addHandler(handler)
+    root.setLevel(config.level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,  # modules take their loggers on import, before this runs
+    )

@@ -1,0 +1,365 @@
+"""Every metric, declared once: name, kind, labels, unit and meaning.
+
+Ranks are processes of their own. Each keeps a `RankMetrics` and reports `snapshot()`s, which are plain values, to its leader; the
+leader's `NodeMetrics.render()` shows its own series and the ranks' newest ones together, each with the label ``rank``.
+
+Labels have bounded sets of values; no request, session or peer ever is one.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+
+import transfer
+from transfer.errors import ConfigError
+from transfer.instance import Link
+
+_US: Final = 1e-6
+STAGE_BUCKETS_S: Final = (
+    *(value * _US for value in (20, 50, 100, 200, 500)),
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0),
+)
+"""From a gather of one small chunk to a request that waited a minute."""
+
+TOKEN_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+RANK_STAGES: Final = {
+    "prefill": ("credit_wait", "gather", "write", "ack", "total"),
+    "decode": ("scatter",),
+}
+OUTCOMES: Final = {
+    "prefill": ("sent", "failed", "aborted", "refused"),
+    "decode": ("done", "failed", "aborted", "refused"),
+}
+NODE_STATES: Final = ("starting", "ready", "draining", "failed")
+PEER_STATES: Final = ("joining", "joined", "draining", "lost")
+
+MAX_REASONS: Final = 32
+"""Reasons of dropped messages that have series of their own; more are counted as "other"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """A metric.
+
+    Args:
+        name: As Prometheus shows it, but for a counter's ``_total``.
+        kind: "counter", "gauge" or "histogram".
+        help: Unit and meaning.
+        labels: Besides ``role``, and ``rank`` where it is a rank's.
+        buckets: Upper bounds of a histogram's buckets.
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _spec(kind: str, name: str, help_text: str, *labels: str, buckets: tuple[float, ...] = ()) -> MetricSpec:
+    return MetricSpec(name=f"kvferry_{name}", kind=kind, help=help_text, labels=labels, buckets=buckets)
+
+
+RANK_METRICS: Final = (
+    _spec("counter", "transferred_bytes", "Payload bytes written (prefill) or scattered (decode), resent ones included."),
+    _spec("counter", "chunks", "Parts of chunks gathered (prefill) or scattered (decode); one per chunk and route."),
+    _spec("counter", "writes", "Bulk writes that ended well."),
+    _spec("counter", "writes_avoided", "Writes that sending each token, layer, K and V by itself would have taken on top."),
+    _spec("counter", "resends", "Chunk sends that were repeated because the bytes arrived broken."),
+    _spec("counter", "broken_chunks", "Chunks that arrived with another digest than they were sent with."),
+    _spec("counter", "dropped_messages", "Control messages that broke a rule and were dropped.", "reason"),
+    _spec("counter", "watermark_acks", "Watermark acks sent (decode) or received (prefill)."),
+    _spec("histogram", "stage_seconds", "Seconds that a stage of a transfer took.", "stage", buckets=STAGE_BUCKETS_S),
+    _spec("gauge", "ring_capacity_bytes", "Size of the ring."),
+    _spec("gauge", "ring_live_bytes", "Bytes of unreleased grants; above the capacity while overcommitted."),
+    _spec("gauge", "ring_peak_bytes", "Most bytes of unreleased grants since the rank started."),
+    _spec("gauge", "ring_quarantined_bytes", "Bytes that the writer of an ended transfer may still write; alarm if it stays."),
+    _spec("gauge", "ring_live_grants", "Unreleased grants."),
+    _spec("gauge", "ring_watermark_position_bytes", "Position in the ring below which everything is released; only grows."),
+    _spec("gauge", "staging_slots", "Staging slots by state: used or free.", "state"),
+    _spec("gauge", "pool_pages", "Pages of the KV pool by state: free, reserved or bound.", "state"),
+    _spec("gauge", "rank_requests", "Requests that the rank keeps any state of."),
+    _spec("gauge", "sessions", "Open sessions with ranks of the other tier."),
+    _spec(
+        "gauge", "link_latency_seconds", "Latency of a small write, measured at attach.", "prefill_rank", "decode_rank", "lane"
+    ),
+    _spec(
+        "gauge",
+        "link_bandwidth_bytes_per_second",
+        "Bandwidth of a large write in bytes per second, measured at attach.",
+        "prefill_rank",
+        "decode_rank",
+        "lane",
+    ),
+)
+
+NODE_METRICS: Final = (
+    _spec("counter", "requests", "Requests that ended, by outcome.", "outcome"),
+    _spec("histogram", "queue_seconds", "Seconds that a request waited for room.", buckets=STAGE_BUCKETS_S),
+    _spec("histogram", "time_to_first_token_seconds", "Seconds from acceptance to the first token.", buckets=TOKEN_BUCKETS_S),
+    _spec("histogram", "time_per_output_token_seconds", "Seconds between two tokens of a request.", buckets=TOKEN_BUCKETS_S),
+    _spec("gauge", "queued_requests", "Requests that wait for room."),
+    _spec("gauge", "running_requests", "Requests computed, transferred or generated."),
+    _spec("gauge", "peers", "Nodes of the other tier by state.", "state"),
+    _spec("gauge", "node_state", "1 for the node's state, 0 for the others.", "state"),
+    _spec("gauge", "rank_restarts", "Times that the rank group was started again."),
+    _spec("gauge", "build_info", "Always 1; the labels say what runs.", "version", "python"),
+)
+
+_KINDS: Final = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+_REASON: Final = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+class TransferStats(Protocol):
+    """What a finished request tells of its transfer on this rank."""
+
+    @property
+    def writes(self) -> int: ...
+    @property
+    def writes_without_staging(self) -> int: ...
+    @property
+    def resends(self) -> int: ...
+    @property
+    def transfer_s(self) -> float: ...
+
+
+class _Series:
+    """The declared metrics of one process, in a registry of their own."""
+
+    def __init__(self, specs: Sequence[MetricSpec], *, role: str) -> None:
+        if role not in OUTCOMES:
+            raise ConfigError(f"role is {role}; it must be one of {', '.join(OUTCOMES)}")
+        self._role = role
+        self.registry = CollectorRegistry()
+        self._by_name: dict[str, Any] = {}
+        for spec in specs:
+            options: dict[str, Any] = {"buckets": spec.buckets} if spec.buckets else {}
+            self._by_name[spec.name.removeprefix("kvferry_")] = _KINDS[spec.kind](
+                spec.name, spec.help, ("role", *spec.labels), registry=self.registry, **options
+            )
+
+    def __call__(self, name: str, **labels: str) -> Any:
+        return self._by_name[name].labels(role=self._role, **labels)
+
+    def remove(self, name: str, **labels: str) -> None:
+        """Show one series no more."""
+        self._by_name[name].remove_by_labels({"role": self._role, **labels})
+
+
+class RankMetrics:
+    """What one rank counts. Owned by the rank's loop.
+
+    Args:
+        role: "prefill" or "decode".
+        rank: Index in the instance.
+    """
+
+    def __init__(self, *, role: str, rank: int) -> None:
+        self._series = _Series(RANK_METRICS, role=role)
+        self._rank = rank
+        self._reasons: set[str] = set()
+        self._lanes: dict[tuple[int, int], str] = {}
+        self._num_acks = 0
+        for stage in RANK_STAGES[role]:
+            self._series("stage_seconds", stage=stage)
+        counters = ("transferred_bytes", "chunks", "watermark_acks", "broken_chunks")
+        for name in (*counters, *(("writes", "writes_avoided", "resends") if role == "prefill" else ())):
+            self._series(name)
+
+    def credit_wait_seconds(self, seconds: float) -> None:
+        """A chunk was ready to be gathered, and waited this long for its grant."""
+        self._series("stage_seconds", stage="credit_wait").observe(seconds)
+
+    def gather_seconds(self, seconds: float) -> None:
+        """Part of a chunk was gathered."""
+        self._series("chunks").inc()
+        self._series("stage_seconds", stage="gather").observe(seconds)
+
+    def write_finished(self, seconds: float, num_bytes: int) -> None:
+        """A bulk write ended well."""
+        self._series("writes").inc()
+        self._series("transferred_bytes").inc(num_bytes)
+        self._series("stage_seconds", stage="write").observe(seconds)
+
+    def ack_seconds(self, seconds: float) -> None:
+        """A grant came back released, this long after its write had ended."""
+        self._series("stage_seconds", stage="ack").observe(seconds)
+
+    def request_sent(self, stats: TransferStats) -> None:
+        """A request's transfer is complete on this rank."""
+        self._series("writes_avoided").inc(max(0, stats.writes_without_staging - stats.writes))
+        self._series("resends").inc(stats.resends)
+        self._series("stage_seconds", stage="total").observe(stats.transfer_s)
+
+    def scatter_finished(self, seconds: float, num_bytes: int) -> None:
+        """Part of a chunk was scattered, or found broken."""
+        self._series("chunks").inc()
+        self._series("transferred_bytes").inc(num_bytes)
+        self._series("stage_seconds", stage="scatter").observe(seconds)
+
+    def chunk_broken(self) -> None:
+        """Bytes arrived that are not those that were sent."""
+        self._series("broken_chunks").inc()
+
+    def message_dropped(self, reason: str) -> None:
+        """A control message broke a rule; `reason` is one of a few constant words."""
+        if _REASON.fullmatch(reason) is None or (reason not in self._reasons and len(self._reasons) >= MAX_REASONS):
+            reason = "other"
+        self._reasons.add(reason)
+        self._series("dropped_messages", reason=reason).inc()
+
+    def link(self, link: Link) -> None:
+        """A link was measured; it takes the place of an older measurement of the same one."""
+        ranks = {"prefill_rank": str(link.prefill_rank), "decode_rank": str(link.decode_rank)}
+        lane = link.lane if len(link.lane) <= 40 else "other"
+        older = self._lanes.get((link.prefill_rank, link.decode_rank), lane)
+        self._lanes[link.prefill_rank, link.decode_rank] = lane
+        if older != lane:
+            for name in ("link_latency_seconds", "link_bandwidth_bytes_per_second"):
+                self._series.remove(name, **ranks, lane=older)
+        self._series("link_latency_seconds", **ranks, lane=lane).set(link.latency_s)
+        self._series("link_bandwidth_bytes_per_second", **ranks, lane=lane).set(link.bandwidth_bytes_per_s)
+
+    def snapshot(self, status: Mapping[str, int]) -> dict[str, Any]:
+        """Everything now, as plain values that any codec carries.
+
+        Args:
+            status: Fields of the wire contract's RankStatus by name; those that are there become gauges.
+        """
+        self._take_status(status)
+        families: dict[str, list[list[Any]]] = {}
+        for family in self._series.registry.collect():
+            samples = [
+                [sample.name, dict(sample.labels), sample.value]
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            ]
+            if samples:
+                families[family.name] = samples
+        return {"rank": self._rank, "families": families}
+
+    def _take_status(self, status: Mapping[str, int]) -> None:
+        for field, name in _GAUGES_OF_STATUS.items():
+            if field in status:
+                self._series(name).set(status[field])
+        if "pool_pages" in status:
+            reserved, bound = status.get("pool_pages_reserved", 0), status.get("pool_pages_bound", 0)
+            for state, pages in (("free", status["pool_pages"] - reserved - bound), ("reserved", reserved), ("bound", bound)):
+                self._series("pool_pages", state=state).set(pages)
+        if "staging_slots" in status:
+            used = status.get("staging_slots_used", 0)
+            for state, slots in (("used", used), ("free", status["staging_slots"] - used)):
+                self._series("staging_slots", state=state).set(slots)
+        num_acks = status.get("watermark_acks", self._num_acks)
+        self._series("watermark_acks").inc(max(0, num_acks - self._num_acks))
+        self._num_acks = max(num_acks, self._num_acks)
+
+
+_GAUGES_OF_STATUS: Final = {
+    "ring_capacity": "ring_capacity_bytes",
+    "ring_live_bytes": "ring_live_bytes",
+    "ring_peak_bytes": "ring_peak_bytes",
+    "ring_quarantined_bytes": "ring_quarantined_bytes",
+    "ring_live_grants": "ring_live_grants",
+    "watermark_position": "ring_watermark_position_bytes",
+    "requests": "rank_requests",
+    "sessions": "sessions",
+}
+
+
+class NodeMetrics:
+    """What a node's leader counts, and the page that it serves. Owned by the leader's loop.
+
+    Args:
+        role: "prefill" or "decode".
+    """
+
+    def __init__(self, *, role: str) -> None:
+        self._series = _Series(NODE_METRICS, role=role)
+        self._outcomes = OUTCOMES[role]
+        for outcome in self._outcomes:
+            self._series("requests", outcome=outcome)
+        self._series("queue_seconds")
+        if role == "decode":
+            self._series("time_to_first_token_seconds")
+            self._series("time_per_output_token_seconds")
+        self._series("build_info", version=transfer.__version__, python=platform.python_version()).set(1)
+        self.node_state(state="starting", queued=0, running=0, peers={}, restarts=0)
+
+    def request_ended(self, outcome: str) -> None:
+        """A request is over.
+
+        Raises:
+            ConfigError: `outcome` is none of this role's.
+        """
+        if outcome not in self._outcomes:
+            raise ConfigError(f"outcome is {outcome}; it must be one of {', '.join(self._outcomes)}")
+        self._series("requests", outcome=outcome).inc()
+
+    def queue_seconds(self, seconds: float) -> None:
+        """A request got room after it had waited this long."""
+        self._series("queue_seconds").observe(seconds)
+
+    def time_to_first_token(self, seconds: float) -> None:
+        """A request's first token came this long after its acceptance."""
+        self._series("time_to_first_token_seconds").observe(seconds)
+
+    def time_per_output_token(self, seconds: float) -> None:
+        """A token came this long after the one before."""
+        self._series("time_per_output_token_seconds").observe(seconds)
+
+    def node_state(self, *, state: str, queued: int, running: int, peers: Mapping[str, int], restarts: int) -> None:
+        """The node's state now; peers by their state."""
+        for name in NODE_STATES:
+            self._series("node_state", state=name).set(name == state)
+        for name in PEER_STATES:
+            self._series("peers", state=name).set(peers.get(name, 0))
+        self._series("queued_requests").set(queued)
+        self._series("running_requests").set(running)
+        self._series("rank_restarts").set(restarts)
+
+    def render(self, snapshots: Iterable[Mapping[str, Any] | None]) -> bytes:
+        """The exposition text: this node's series and those of the ranks.
+
+        Args:
+            snapshots: The newest `RankMetrics.snapshot()` of each rank; None where a rank has not reported.
+        """
+        own: bytes = generate_latest(self._series.registry)
+        ranks: bytes = generate_latest(_Snapshots(merge(snapshots)))
+        return own + ranks
+
+
+def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:
+    """The ranks' metrics as declared, each sample with its ``rank``; what is not declared, or not finite, is left out."""
+    known = [snapshot for snapshot in snapshots if snapshot is not None]
+    merged: list[Metric] = []
+    for spec in RANK_METRICS:
+        metric = Metric(spec.name, spec.help, spec.kind)
+        for snapshot in sorted(known, key=lambda one: int(one["rank"])):
+            for name, labels, value in snapshot["families"].get(spec.name, ()):
+                if not math.isnan(value):
+                    metric.add_sample(name, {**labels, "rank": str(snapshot["rank"])}, value)
+        if metric.samples:
+            merged.append(metric)
+    return merged
+
+
+class _Snapshots(CollectorRegistry):
+    """Metrics that lie ready, as something that can be rendered."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
