@@ -142,6 +142,7 @@ class _Series:
         self._role = role
         self.registry = CollectorRegistry()
         self._by_name: dict[str, Any] = {}
+        self._labels = {spec.name.removeprefix("kvferry_"): spec.labels for spec in specs}
         for spec in specs:
             options: dict[str, Any] = {"buckets": spec.buckets} if spec.buckets else {}
             self._by_name[spec.name.removeprefix("kvferry_")] = _KINDS[spec.kind](
@@ -153,7 +154,7 @@ class _Series:
 
     def remove(self, name: str, **labels: str) -> None:
         """Show one series no more."""
-        self._by_name[name].remove_by_labels({"role": self._role, **labels})
+        self._by_name[name].remove(self._role, *(labels[label] for label in self._labels[name]))
 
 
 class RankMetrics:

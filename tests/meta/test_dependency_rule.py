@@ -35,6 +35,7 @@ L0 = (
     "transfer/layout.py",
     "transfer/chunk.py",
     "transfer/ring.py",
+    "transfer/instance.py",
     "transfer/transport/base.py",
     "transfer/control/base.py",
     "transfer/memory/plan.py",
@@ -42,6 +43,7 @@ L0 = (
 # Layer 1: also the small libraries of L1_LIBRARIES.
 L1 = (
     "transfer/config.py",
+    "transfer/load_config.py",
     "transfer/messages.py",
     "transfer/metrics.py",
     "transfer/logs.py",
