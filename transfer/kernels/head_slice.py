@@ -7,7 +7,7 @@ are one case. A program moves a tile of rows x words. Words are as wide as every
 64 bits wide.
 
 Source: row tiles after the prototype in design.md section 7. On an H200 gather and scatter of 320 MiB reach 0.99 and 0.97 of a
-plain device copy (NHD, pages of 16 in random order; HND 0.95), conversions to float8 about half of it.
+plain device copy (NHD, pages of 16 in random order; HND 0.95); between bfloat16 and float8 it is 0.54 and 0.38.
 """
 
 from __future__ import annotations
