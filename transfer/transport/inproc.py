@@ -103,10 +103,13 @@ class _Link:
 class InprocSession:
     """One end of an in-process pair."""
 
-    def __init__(self, transport: InprocTransport, link: _Link, offered: HostMemory | None) -> None:
+    def __init__(
+        self, transport: InprocTransport, link: _Link, *, offered: HostMemory | None, peer_num_bytes: int | None
+    ) -> None:
         self._transport = transport
         self._link = link
         self._offered = offered
+        self._peer_num_bytes = peer_num_bytes
         self._sends: dict[int, _Handle] = {}
         self._receives: dict[int, _Handle] = {}
         self._closed = False
@@ -124,9 +127,8 @@ class InprocSession:
                 f"source range of key {key} has {source_range.num_bytes} bytes, target range {target_range.num_bytes}; "
                 "both must be equally long"
             )
-        offered = self._peer_offered()
-        if offered is not None:
-            check_range(offered.num_bytes, target_range, f"target range of key {key}")
+        if self._peer_num_bytes is not None:
+            check_range(self._peer_num_bytes, target_range, f"target range of key {key}")
         elif self._transport.is_one_sided:
             raise LocalProtocolError(f"write of key {key}: the peer offered no memory; only the writer of a session can write")
         return self._start(_Handle(key, memory=memory, view=memory.part(source_range), target_range=target_range))
@@ -163,7 +165,7 @@ class InprocSession:
         peer = self._link.peer_of(self)
         if peer is None or peer._closed:
             return self._fail_all("the peer closed the session")
-        return self._land() if self._transport.is_one_sided else self._take(peer)
+        return self._land(peer) if self._transport.is_one_sided else self._take(peer)
 
     def arm(self) -> bool:
         return True
@@ -184,10 +186,6 @@ class InprocSession:
         pending = (*self._sends.values(), *self._receives.values())
         return memory is self._offered or any(handle.memory is memory for handle in pending)
 
-    def _peer_offered(self) -> HostMemory | None:
-        peer = self._link.peer_of(self)
-        return None if peer is None else peer._offered
-
     def _start(self, handle: _Handle) -> _Handle:
         if self._closed:
             handle.fail(TransportClosed(f"session {self.lane} is closed; key {handle.key} cannot be sent"))
@@ -197,13 +195,12 @@ class InprocSession:
         self._sends[handle.key] = handle
         return handle
 
-    def _land(self) -> bool:
+    def _land(self, peer: InprocSession) -> bool:
         """One-sided: the writer's progress copies, without the target."""
-        offered = self._peer_offered()
         landed = list(self._sends.values())
         for handle in landed:
-            if offered is not None and handle.target_range is not None:
-                offered.part(handle.target_range)[:] = handle.view
+            if peer._offered is not None and handle.target_range is not None:
+                peer._offered.part(handle.target_range)[:] = handle.view
                 handle.settle(handle.target_range.num_bytes)
         self._sends.clear()
         return bool(landed)
@@ -253,8 +250,8 @@ class InprocOffer:
 
     def join(self, target: InprocTransport, memory: HostMemory) -> InprocSession:
         """Give the target its end; it exists before the writer's."""
-        self._link.target = InprocSession(target, self._link, memory)
-        self._link.writer = InprocSession(self._transport, self._link, None)
+        self._link.target = InprocSession(target, self._link, offered=memory, peer_num_bytes=None)
+        self._link.writer = InprocSession(self._transport, self._link, offered=None, peer_num_bytes=memory.num_bytes)
         return self._link.target
 
     def complete(self, answer: bytes) -> InprocSession:

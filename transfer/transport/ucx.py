@@ -52,12 +52,9 @@ _MAX_UNEXPECTED = 4096  # messages nobody expects; a right writer sends what was
 
 # UCX's TCP segments of 8 KiB give 1.0 GB/s on loopback, these 2.7 (64 MB, two cores).
 _OPTIONS = {"TCP_TX_SEG_SIZE": "64K", "TCP_RX_SEG_SIZE": "256K"}
-# UCX leaves cross-memory attach out where errors are handled, because it cannot revoke a peer's access to memory. With get
-# nobody needs to: only the receiver copies, in its own progress(). So a put, which could land after close(), is ruled out for the
-# receiving side, and the missing revocation is declared present.
+# On the shared-memory lane only the receiver copies, in its own progress(): a put of the peer could land after close().
 _SHM_OPTIONS = {"RNDV_SCHEME": "get_zcopy"}
-_OFFER_OPTIONS = {"CMA_MEMORY_INVALIDATE": "y"}
-_NET_OPTIONS = {"TLS": "^cma"}
+_CMA_NAMES = {"cma", "sm", "shm"}  # in UCX_TLS; the last two are aliases that hold cma
 
 _log = logging.getLogger(__name__)
 
@@ -495,7 +492,7 @@ class UcxTransport:
             return _NET
         writer, here = ProcessIdentity.from_wire(offer.get("identity")), ProcessIdentity.own()
         if not (self.allows_shared_memory and field_of(offer, "shared_memory", bool)):
-            obstacle = "UCX_TLS leaves out cma and its queue"
+            obstacle = "UCX_TLS of one end leaves out cma"
         elif not writer.shares_kernel_with(here):
             obstacle = f"writer runs on host {writer.host}, target on {here.host}, or in another pid namespace"
         elif not can_read_memory_of(writer.pid, offer.get("proof")):
@@ -508,19 +505,21 @@ class UcxTransport:
 
     def _context(self, purpose: str) -> Any:
         if purpose not in self._contexts:
-            options = dict(_OPTIONS)
-            if self.wanted_lane == _NET or purpose == _NET:
-                options |= _NET_OPTIONS
-            else:
-                options |= _OFFER_OPTIONS
-            options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
+            options = {name: value for name, value in _OPTIONS.items() if f"UCX_{name}" not in os.environ}
             if purpose == _SHM:
                 options |= _SHM_OPTIONS
+            options |= self._options
+            if self.wanted_lane == _NET or purpose == _NET:
+                options["TLS"] = _without_shared_memory(options.get("TLS") or os.environ.get("UCX_TLS") or "all")
+            else:
+                # Where errors are handled UCX leaves cross-memory attach out, as it cannot revoke a peer's access to memory. Here
+                # nobody writes into a peer's memory, so nothing needs revoking: say that it could.
+                options["CMA_MEMORY_INVALIDATE"] = "y"
             features = (self.ucx.Feature.TAG, self.ucx.Feature.WAKEUP)
             try:
-                self._contexts[purpose] = self.ucx.Context(options | self._options, features)
+                self._contexts[purpose] = self.ucx.Context(options, features)
             except Exception as error:
-                raise ConfigError(f"UCX refused the options {options | self._options}: {_in_words(error)}") from error
+                raise ConfigError(f"UCX refused the options {options}: {_in_words(error)}") from error
         return self._contexts[purpose]
 
     def _check_open(self) -> None:
@@ -585,11 +584,26 @@ def _load_ucxx() -> ModuleType:
 
 
 def _allows_shared_memory(tls: str) -> bool:
-    """Whether UCX's transport selection (``UCX_TLS``) leaves cross-memory attach and the message queue beside it in."""
+    """Whether UCX's transport selection (``UCX_TLS``) leaves cross-memory attach in."""
     names = set(tls.lstrip("^").split(","))
+    return not names & _CMA_NAMES if tls.startswith("^") else bool(names & {"all", *_CMA_NAMES})
+
+
+def _without_shared_memory(tls: str) -> str:
+    """The same selection without cross-memory attach.
+
+    Raises:
+        ConfigError: Nothing would be left.
+    """
     if tls.startswith("^"):
-        return not names & {"cma", "shm", "sm", "mm"}
-    return bool(names & {"all", "shm", "sm"}) or ("cma" in names and bool(names & {"mm", "posix", "sysv"}))
+        return f"{tls},cma"
+    names = tls.split(",")
+    if "all" in names:
+        return "^cma"
+    left = [name for name in names if name not in _CMA_NAMES]
+    if not set(left) - {"self"}:
+        raise ConfigError(f"UCX_TLS={tls} leaves nothing for lane net of transport ucx; add tcp or an RDMA transport")
+    return ",".join(left)
 
 
 def _tag_value(found: Any) -> int:

@@ -1,0 +1,109 @@
+"""What every transport must do, whatever carries the bytes: tests/transport/test_contract.py runs it over each one.
+
+A new transport is one entry in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
+from transfer.transport.inproc import InprocHub, InprocTransport
+from transfer.transport.ucx import UcxTransport
+
+Bytes = npt.NDArray[np.uint8]
+PATTERN = 0xA5
+
+
+def _inproc(one_sided: bool) -> tuple[Transport, Transport]:
+    hub = InprocHub()
+    return InprocTransport(hub, one_sided=one_sided), InprocTransport(hub, one_sided=one_sided)
+
+
+KINDS: dict[str, Callable[[], tuple[Transport, Transport]]] = {
+    "inproc-one-sided": lambda: _inproc(True),
+    "inproc-two-sided": lambda: _inproc(False),
+    "ucx-shm": lambda: (UcxTransport(lane="shm"), UcxTransport(lane="shm")),
+    "ucx-net": lambda: (UcxTransport(lane="net"), UcxTransport(lane="net")),
+}
+
+
+def rng(begin: int, end: int) -> ByteRange:
+    return ByteRange(begin=begin, end=end)
+
+
+def noise(num_bytes: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """A writer and a target in this process, with one memory each."""
+
+    writer_transport: Any
+    target_transport: Any
+    writer: Session
+    target: Session
+    source: Bytes
+    ring: Bytes
+    source_memory: LocalMemory
+    ring_memory: LocalMemory
+
+    @property
+    def is_one_sided(self) -> bool:
+        return bool(self.writer_transport.is_one_sided)
+
+    def turn(self, times: int = 20) -> None:
+        for _ in range(times):
+            self.writer.progress()
+            self.target.progress()
+
+    def drive(self, *handles: Any, deadline_s: float = 20.0) -> None:
+        """Until all are settled; raises what their polls raise."""
+        ends_at = time.monotonic() + deadline_s
+        while not all([handle.poll() for handle in handles]):
+            self.turn(1)
+            assert time.monotonic() < ends_at, f"{sum(not h.poll() for h in handles)} of {len(handles)} handles still pending"
+
+    def move(self, source_range: ByteRange, target_range: ByteRange, key: int) -> None:
+        """One whole transfer."""
+        handles: list[Any] = []
+        if not self.is_one_sided:
+            handles.append(self.target.expect(self.ring_memory, target_range, key))
+        handles.append(self.writer.write(self.source_memory, source_range, target_range, key))
+        self.drive(*handles)
+
+    def close(self) -> None:
+        self.writer_transport.close()
+        self.target_transport.close()
+
+
+def open_sessions(
+    writer: Transport, target: Transport, ring_memory: LocalMemory, turn: Callable[[], None] | None = None
+) -> tuple[Session, Session]:
+    offer = writer.offer()
+    target_session, answer = target.accept(offer.blob, ring_memory)
+    return offer.complete(answer), target_session
+
+
+def open_pair(kind: str, *, source_bytes: int = 1 << 20, ring_bytes: int = 1 << 20) -> Pair:
+    writer_transport, target_transport = KINDS[kind]()
+    source, ring = noise(source_bytes), np.full(ring_bytes, PATTERN, dtype=np.uint8)
+    source_memory, ring_memory = writer_transport.register(source), target_transport.register(ring)
+    writer, target = open_sessions(writer_transport, target_transport, ring_memory)
+    return Pair(
+        writer_transport=writer_transport,
+        target_transport=target_transport,
+        writer=writer,
+        target=target,
+        source=source,
+        ring=ring,
+        source_memory=source_memory,
+        ring_memory=ring_memory,
+    )

@@ -1,0 +1,109 @@
+"""The other end of a UCX session in a process of its own, told what to do by lines of JSON on stdin.
+
+Run as ``python -m tests.transport.peer_process LANE ROLE NUM_BYTES``; one JSON line answers each command. Between commands it
+makes progress all the time, so that it can be killed or stopped in the middle of a transfer.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.transport.contract import noise, rng
+from transfer.errors import TransferError
+from transfer.transport.base import Session
+from transfer.transport.ucx import UcxTransport
+
+
+class Peer:
+    """Carries out commands; its memory is one array."""
+
+    def __init__(self, lane: str, role: str, num_bytes: int) -> None:
+        self.transport = UcxTransport(lane=lane)  # type: ignore[arg-type]
+        self.array = np.zeros(num_bytes, dtype=np.uint8)
+        self.memory = self.transport.register(self.array)
+        self.offer = self.transport.offer() if role == "writer" else None
+        self.session: Session | None = None
+        self.handles: dict[int, Any] = {}
+
+    def run(self, command: dict[str, Any]) -> Any:
+        name, arguments = command.pop("do"), command
+        return getattr(self, f"do_{name}")(**arguments)
+
+    def do_offer(self) -> str:
+        assert self.offer is not None
+        return self.offer.blob.hex()
+
+    def do_complete(self, answer: str) -> str:
+        assert self.offer is not None
+        self.session = self.offer.complete(bytes.fromhex(answer))
+        return self.session.lane
+
+    def do_accept(self, offer: str) -> str:
+        self.session, answer = self.transport.accept(bytes.fromhex(offer), self.memory)
+        return answer.hex()
+
+    def do_fill(self, seed: int) -> None:
+        self.array[:] = noise(self.array.nbytes, seed)
+
+    def do_is_noise(self, begin: int, end: int, seed: int, seed_begin: int) -> bool:
+        wanted = noise(self.array.nbytes, seed)[seed_begin : seed_begin + end - begin]
+        return bool((self.array[begin:end] == wanted).all())
+
+    def do_write(self, begin: int, end: int, target_begin: int, key: int) -> None:
+        assert self.session is not None
+        target_range = rng(target_begin, target_begin + end - begin)
+        self.handles[key] = self.session.write(self.memory, rng(begin, end), target_range, key)
+
+    def do_decline(self, key: int) -> None:
+        assert self.session is not None
+        self.handles[key] = self.session.decline(key)
+
+    def do_expect(self, begin: int, end: int, key: int) -> None:
+        assert self.session is not None
+        self.handles[key] = self.session.expect(self.memory, rng(begin, end), key)
+
+    def do_wait(self, keys: list[int], deadline_s: float) -> list[Any]:
+        """What becomes of each key: bytes, an error's class name, or "pending"."""
+        assert self.session is not None
+        ends_at = time.monotonic() + deadline_s
+        while True:
+            outcomes = [self._outcome(key) for key in keys]
+            if "pending" not in outcomes or time.monotonic() >= ends_at:
+                return outcomes
+            self.session.progress()
+
+    def do_close(self) -> None:
+        assert self.session is not None
+        self.session.close()
+
+    def _outcome(self, key: int) -> Any:
+        handle = self.handles[key]
+        try:
+            return handle.num_bytes if handle.poll() else "pending"
+        except TransferError as error:
+            return type(error).__name__
+
+
+def main() -> None:
+    lane, role, num_bytes = sys.argv[1:]
+    peer = Peer(lane, role, int(num_bytes))
+    print(json.dumps("ready"), flush=True)
+    while True:
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            if peer.session is None or not peer.session.progress():
+                time.sleep(0.0002)
+        line = sys.stdin.readline()
+        if not line:
+            break
+        print(json.dumps(peer.run(json.loads(line))), flush=True)
+    peer.transport.close()
+
+
+if __name__ == "__main__":
+    main()
