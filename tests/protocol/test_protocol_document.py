@@ -1,0 +1,83 @@
+"""docs/protocol.md says what the code does: its tables are compared with messages, proto file and tests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from transfer.messages import MESSAGE_TYPES, ChunkSize, IssuedGrant, Message
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+RULES = [*map(str, range(1, 15)), *(f"R{number}" for number in range(1, 7))]
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading, without its header."""
+    section = TEXT.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+def named_tests(pattern: str) -> set[str]:
+    files = (ROOT / "tests").glob(pattern)
+    return {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(encoding="utf-8"), re.M)}
+
+
+def test_every_rule_has_its_tests_and_every_numbered_test_its_rule() -> None:
+    documented = {row[0]: set(names(row[2])) for row in rows("Rules")}
+    assert list(documented) == RULES
+    found: dict[str, set[str]] = {rule: set() for rule in RULES}
+    for test in named_tests("protocol/test_*rules.py"):
+        match = re.match(r"test_(?:rule_0*(\d+)|(R\d))_", test)
+        assert match, f"{test} carries no number of a rule"
+        found[match[1] or match[2]].add(test)
+    assert found == documented
+
+
+def test_the_failure_table_names_tests_that_exist() -> None:
+    table = rows("When things go wrong")
+    assert len(table) >= 9
+    for row in table:
+        shown = names(row[3])
+        assert shown, f"{row[0]}: shown by nothing"
+        assert set(shown) <= named_tests("**/test_*.py"), row[0]
+        assert row[4] in ("to come", "not needed", *named_tests("**/test_*.py")), row[0]
+
+
+@pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
+def test_the_message_table_has_every_field_in_its_order(message_type: type[Message]) -> None:
+    (row,) = [row for row in rows("Control messages") if names(row[0]) == [message_type.__name__]]
+    assert int(row[1]) == message_type.tag
+    assert row[2] == ("prefill" if message_type.tag <= 3 else "decode")
+    expected: list[str] = []
+    for field in message_type.model_fields:
+        expected.append(field)
+        expected.extend({"chunks": ChunkSize, "grants": IssuedGrant}[field].model_fields if field in ("chunks", "grants") else ())
+    assert names(row[3]) == expected
+
+
+def test_the_method_table_agrees_with_the_contract() -> None:
+    contract = (ROOT / "proto" / "transfer" / "pb" / "kvferry.proto").read_text(encoding="utf-8")
+    documented = {names(row[0].replace(".", "_"))[0]: row for row in rows("Registry plane")}
+    found: dict[str, tuple[str, set[str]]] = {}
+    for service, body in re.findall(r"^service (\w+) \{\n(.*?)^\}", contract, re.M | re.S):
+        comment = ""
+        for line in body.splitlines():
+            if line.strip().startswith("//"):
+                comment += line
+            elif match := re.match(r"\s*rpc (\w+)\((stream )?\w+\) returns \((stream )?\w+\)", line):
+                kinds = {(True, True): "two streams", (False, True): "server stream", (False, False): "unary"}
+                codes = set(re.findall(r"\b([A-Z]+_[A-Z_]+|ABORTED|UNAVAILABLE|INTERNAL|CANCELLED)\b", comment))
+                found[f"{service}_{match[1]}"] = (kinds[bool(match[2]), bool(match[3])], codes)
+                comment = ""
+    assert documented.keys() == found.keys()
+    for method, (expected_kind, codes) in found.items():
+        assert documented[method][1] == expected_kind, method
+        assert set(re.findall(r"\b[A-Z_]{6,}\b", documented[method][2])) == codes, method
