@@ -179,23 +179,14 @@ def test_writer_killed_in_mid_transfer(target: Ends, delay_s: float) -> None:
     target.peer.process.kill()
     target.peer.process.wait()
     ends_at = time.monotonic() + 5
-    outcomes: list[str] = []
     for i, handle in enumerate(handles):
-        with pytest.raises(WriteFailed) if not _settles(target, handle, ends_at) else _Nothing():
-            handle.poll()
-            place = slice(i * quarter, (i + 1) * quarter)
+        place = slice(i * quarter, (i + 1) * quarter)
+        if _settles(target, handle, ends_at):
             # No lane here completes without an error what did not arrive; the contract alone would allow it.
             assert (target.array[place] == noise(SIZE, SEED)[place]).all()
-            outcomes.append("whole")
     with pytest.raises(WriteFailed):
         target.drive(target.session.expect(target.memory, rng(0, 1), 99), deadline_s=5)
     _assert_nothing_lands_after_close(target)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _settles(ends: Ends, handle: Any, ends_at: float) -> bool:
@@ -242,16 +233,12 @@ def test_target_killed_in_mid_transfer(writer: Ends, delay_s: float) -> None:
 
 def test_a_frozen_writer_cannot_write_after_close(target: Ends) -> None:
     target.receive(0, 4096, key=0)
-    handle = target.session.expect(target.memory, rng(0, SIZE), 1)
+    target.session.expect(target.memory, rng(0, SIZE), 1)
     target.peer.start("write", begin=0, end=SIZE, target_begin=0, key=1)
     time.sleep(0.003)
     target.peer.process.send_signal(signal.SIGSTOP)
     target.progress_for(0.05)
     target.session.close()
-    try:
-        handle.poll()
-    except TransportClosed:
-        pass
     target.array[:] = 0x44
     target.peer.process.send_signal(signal.SIGCONT)
     time.sleep(0.3)
@@ -306,7 +293,7 @@ def test_the_lane_is_what_ucx_uses(lane: str, word: str) -> None:
     bulk = next(line for line in lines[begin:] if "..inf" in line)
     assert word in bulk
     assert ("zero-copy read from remote" in bulk) == (lane == "shm")
-    assert "cma" not in printed if lane == "net" else True
+    assert lane == "shm" or "cma" not in printed
 
 
 def test_auto_takes_shared_memory_where_it_works() -> None:
@@ -340,7 +327,7 @@ def test_shm_is_refused_where_it_cannot_be() -> None:
 
 
 def test_inproc_across_processes_is_refused_in_one_line() -> None:
-    script = "from transfer.transport.inproc import *; h = InprocHub(); t = InprocTransport(h); print(t.offer().blob.hex(), flush=True)"
+    script = "from transfer.transport.inproc import *; print(InprocTransport(InprocHub()).offer().blob.hex())"
     child = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     out, _ = child.communicate(timeout=30)
     transport = InprocTransport(InprocHub())

@@ -1,0 +1,281 @@
+"""The asyncio driver: nobody waits for ever, nobody is called twice, nothing is polled while nothing happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.transport.contract import KINDS, Pair, open_pair, open_sessions, rng
+from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout, WriteFailed
+from transfer.transport.driver import SessionDriver
+
+TWO_SIDED = [kind for kind in KINDS if kind != "inproc-one-sided"]
+
+
+@pytest.fixture(params=TWO_SIDED)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = open_pair(request.param)
+    yield pair
+    pair.close()
+
+
+def driver_of(pair: Pair) -> SessionDriver:
+    driver = SessionDriver(asyncio.get_running_loop())
+    driver.add(pair.writer)
+    driver.add(pair.target)
+    return driver
+
+
+def remove_all(driver: SessionDriver, pair: Pair) -> None:
+    driver.remove(pair.writer)
+    driver.remove(pair.target)
+
+
+async def test_wait_for_many(pair: Pair) -> None:
+    driver = driver_of(pair)
+    for key in range(200):
+        receive = pair.target.expect(pair.ring_memory, rng(0, 20_000), key)
+        write = pair.writer.write(pair.source_memory, rng(0, 20_000), rng(0, 20_000), key)
+        await asyncio.gather(driver.wait(pair.target, receive, deadline_s=5), driver.wait(pair.writer, write, deadline_s=5))
+    remove_all(driver, pair)
+
+
+async def test_a_wake_up_after_idling(pair: Pair) -> None:
+    """The peer writes while this end sleeps on its descriptor."""
+    driver = driver_of(pair)
+    for key in range(5):
+        receive = pair.target.expect(pair.ring_memory, rng(0, 1 << 20), key)
+        waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
+        await asyncio.sleep(0.03)
+        write = pair.writer.write(pair.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), key)
+        await driver.wait(pair.writer, write, deadline_s=5)
+        await waiting
+    remove_all(driver, pair)
+
+
+async def test_a_callback_may_start_the_next_operation(pair: Pair) -> None:
+    """Chains of operations that start in callbacks must not lose the wake-up between them."""
+    driver = driver_of(pair)
+    finished = asyncio.Event()
+    left = [300]
+
+    def received(_: Any, error: TransferError | None) -> None:
+        assert error is None
+        left[0] -= 1
+        if left[0] == 0:
+            finished.set()
+            return
+        start(left[0])
+
+    def start(key: int) -> None:
+        driver.watch(pair.target, pair.target.expect(pair.ring_memory, rng(0, 3000), key), received)
+        driver.watch(pair.writer, pair.writer.write(pair.source_memory, rng(0, 3000), rng(0, 3000), key), lambda *_: None)
+
+    start(300)
+    await asyncio.wait_for(finished.wait(), 20)
+    remove_all(driver, pair)
+
+
+async def test_deadline(pair: Pair) -> None:
+    driver = driver_of(pair)
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    begun = time.monotonic()
+    with pytest.raises(TransportTimeout, match=r"0\.05 s"):
+        await driver.wait(pair.target, receive, deadline_s=0.05)
+    assert time.monotonic() - begun < 1.0
+    # The handle stays usable.
+    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
+    pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
+    driver.poke(pair.writer)
+    await waiting
+    remove_all(driver, pair)
+
+
+async def test_cancelled_wait_is_forgotten(pair: Pair) -> None:
+    driver = driver_of(pair)
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
+    await driver.wait(pair.writer, write, deadline_s=5)
+    await driver.wait(pair.target, receive, deadline_s=5)
+    remove_all(driver, pair)
+
+
+async def test_remove_settles_the_waiting_exactly_once(pair: Pair) -> None:
+    driver = driver_of(pair)
+    heard: list[TransferError | None] = []
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    driver.watch(pair.target, receive, lambda _, error: heard.append(error))
+    cancelled = driver.watch(pair.target, receive, lambda _, error: heard.append(error))
+    cancelled.cancel()
+    await asyncio.sleep(0.01)
+    driver.remove(pair.target)
+    driver.remove(pair.target)
+    pair.target.close()
+    await asyncio.sleep(0.01)
+    assert [type(error) for error in heard] == [TransportClosed]
+    driver.remove(pair.writer)
+
+
+async def test_close_without_remove_is_heard(pair: Pair) -> None:
+    driver = driver_of(pair)
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
+    await asyncio.sleep(0.01)
+    pair.target.close()
+    driver.poke(pair.target)
+    with pytest.raises(TransportClosed):
+        await waiting
+    remove_all(driver, pair)
+
+
+async def test_a_dead_peer_is_heard_while_sleeping(pair: Pair) -> None:
+    driver = driver_of(pair)
+    first = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
+    await driver.wait(pair.writer, write, deadline_s=5)
+    await driver.wait(pair.target, first, deadline_s=5)
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 2)
+    waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
+    await asyncio.sleep(0.05)
+    driver.remove(pair.writer)
+    pair.writer.close()
+    with pytest.raises(WriteFailed):
+        await waiting
+    driver.remove(pair.target)
+
+
+async def test_a_failing_callback_reaches_the_loop_and_not_the_others(pair: Pair) -> None:
+    driver = driver_of(pair)
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    failure = RuntimeError("of the callback")
+
+    def fail(*_: Any) -> None:
+        raise failure
+
+    heard = asyncio.Event()
+    driver.watch(pair.target, receive, fail)
+    driver.watch(pair.target, receive, lambda *_: heard.set())
+    await driver.wait(pair.writer, pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1), deadline_s=5)
+    await asyncio.wait_for(heard.wait(), 5)
+    assert [context["exception"] for context in reported] == [failure]
+    remove_all(driver, pair)
+
+
+async def test_mistakes_are_refused(pair: Pair) -> None:
+    driver = driver_of(pair)
+    with pytest.raises(LocalProtocolError, match="driven already"):
+        driver.add(pair.writer)
+    driver.remove(pair.writer)
+    write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
+    for act in (lambda: driver.watch(pair.writer, write, lambda *_: None), lambda: driver.poke(pair.writer)):
+        with pytest.raises(LocalProtocolError, match="not driven"):
+            act()
+    driver.remove(pair.target)
+
+
+async def test_a_reused_descriptor_number_wakes_its_new_session(pair: Pair) -> None:
+    """A session that is closed first and removed later must not take its number's successor with it."""
+    driver = driver_of(pair)
+    await asyncio.sleep(0.01)
+    old_writer, old_target = pair.writer, pair.target
+    old_writer.close()
+    old_target.close()
+    pair.writer, pair.target = open_sessions(pair.writer_transport, pair.target_transport, pair.ring_memory)
+    driver.add(pair.writer)
+    driver.add(pair.target)
+    driver.remove(old_writer)
+    driver.remove(old_target)
+    for key in range(3):
+        receive = pair.target.expect(pair.ring_memory, rng(0, 1 << 20), key)
+        waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=3))
+        await asyncio.sleep(0.02)
+        write = pair.writer.write(pair.source_memory, rng(0, 1 << 20), rng(0, 1 << 20), key)
+        await driver.wait(pair.writer, write, deadline_s=3)
+        await waiting
+    remove_all(driver, pair)
+
+
+async def test_idle_costs_nothing(pair: Pair) -> None:
+    """Armed sessions with a receive pending: under 1 % of a core (inproc has no descriptor: under 20 %)."""
+    driver = driver_of(pair)
+    receive = pair.target.expect(pair.ring_memory, rng(0, 8), 1)
+    driver.watch(pair.target, receive, lambda *_: None)
+    await asyncio.sleep(0.05)
+    before = time.thread_time()
+    await asyncio.sleep(0.5)
+    used = time.thread_time() - before
+    assert used < (0.1 if pair.target.fileno() is None else 0.005)
+    remove_all(driver, pair)
+
+
+async def test_a_busy_session_does_not_starve_the_loop() -> None:
+    pair = open_pair("inproc-two-sided")
+    driver = driver_of(pair)
+    keys = iter(range(10**9))
+    running = [True]
+
+    def again(*_: Any) -> None:
+        if running[0]:
+            key = next(keys)
+            driver.watch(pair.target, pair.target.expect(pair.ring_memory, rng(0, 8), key), again)
+            pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), key)
+
+    again()
+    ticks = 0
+    ends_at = time.monotonic() + 0.2
+    while time.monotonic() < ends_at:
+        await asyncio.sleep(0)
+        ticks += 1
+    running[0] = False
+    assert ticks > 50
+    assert next(keys) > 50
+    remove_all(driver, pair)
+    pair.close()
+
+
+@pytest.mark.parametrize("kind", ["ucx-shm", "ucx-net"])
+def test_two_loops_in_two_threads(kind: str) -> None:
+    """Both ends sleep on their own descriptors: a wake-up that is lost would hang one of them."""
+    pair = open_pair(kind)
+    failures: list[BaseException] = []
+
+    async def end(is_writer: bool) -> None:
+        session = pair.writer if is_writer else pair.target
+        driver = SessionDriver(asyncio.get_running_loop())
+        driver.add(session)
+        for key in range(400):
+            size = 3000 if key % 2 else 200_000
+            if is_writer:
+                handle: Any = session.write(pair.source_memory, rng(0, size), rng(0, size), key)
+            else:
+                handle = session.expect(pair.ring_memory, rng(0, size), key)
+            await driver.wait(session, handle, deadline_s=10)
+            if key % 97 == 0:
+                await asyncio.sleep(0.01)
+        driver.remove(session)
+
+    def run(is_writer: bool) -> None:
+        try:
+            asyncio.run(end(is_writer))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(is_writer,)) for is_writer in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    pair.close()

@@ -1,0 +1,159 @@
+"""What can be registered, who the peer is, and what importing and making the UCX transport does to a process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from transfer.errors import ConfigError
+from transfer.transport.base import ByteRange
+from transfer.transport.memory import DeviceMemory, HostMemory, memory_of
+from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of
+from transfer.transport.ucx import UcxTransport
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "num_bytes"),
+    [
+        (bytearray(10), 10),
+        (memoryview(bytearray(10)), 10),
+        (mmap.mmap(-1, 4096), 4096),
+        (np.zeros((3, 4), dtype=np.float32), 48),
+        (torch.zeros(3, 5, dtype=torch.bfloat16), 30),
+        (torch.zeros(7, dtype=torch.float8_e4m3fn), 7),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_host_buffers(buffer: Any, num_bytes: int) -> None:
+    memory = memory_of(buffer)
+    assert isinstance(memory, HostMemory)
+    assert memory.num_bytes == num_bytes
+    memory.part(ByteRange(begin=1, end=3))[:] = 255
+    raw = buffer.view(torch.uint8).numpy().tobytes() if isinstance(buffer, torch.Tensor) else bytes(buffer)
+    assert raw[:4] == b"\x00\xff\xff\x00"  # shared, not copied
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (b"abc", "read-only"),
+        (bytearray(0), "0 bytes"),
+        (np.zeros((4, 4))[:, 1], "not contiguous"),
+        (torch.zeros(4, 4).t(), "not contiguous"),
+        (torch.zeros(4, device="meta"), "device meta"),
+        ([1, 2], "buffer protocol"),
+        (None, "buffer protocol"),
+    ],
+)
+def test_bad_buffers(buffer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        memory_of(buffer)
+
+
+class _Device:
+    def __init__(self, **interface: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (4, 8),
+            "typestr": "<f2",
+            "data": (0x1000, False),
+            "strides": None,
+            "version": 3,
+        } | interface
+
+
+def test_device_buffers_pass_through_by_address() -> None:
+    memory = memory_of(_Device())
+    assert isinstance(memory, DeviceMemory)
+    assert (memory.num_bytes, memory.is_device) == (64, True)
+    part = memory.part(ByteRange(begin=10, end=30)).__cuda_array_interface__
+    assert (part["data"], part["shape"], part["typestr"]) == ((0x100A, False), (20,), "|u1")
+    assert memory_of(_Device(strides=(16, 2))).num_bytes == 64
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [({"strides": (2, 8)}, "not contiguous"), ({"data": (0x1000, True)}, "read-only"), ({"shape": (0,)}, "0 bytes")],
+)
+def test_bad_device_buffers(interface: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        memory_of(_Device(**interface))
+
+
+def test_identity() -> None:
+    own = ProcessIdentity.own()
+    assert own.pid == os.getpid()
+    assert ProcessIdentity.from_wire(own.to_wire()) == own
+    assert own.shares_kernel_with(replace(own, pid=1))
+    assert not own.shares_kernel_with(replace(own, boot_id="another"))
+    assert not own.shares_kernel_with(replace(own, pid_namespace=1))
+    for bad in (None, [], ["a", "b", 1], ["a", 2, 3, 4], ["a", "b", True, 4], ["a", "b", 1, "4"]):
+        with pytest.raises(ConfigError):
+            ProcessIdentity.from_wire(bad)
+
+
+def test_proof_of_readable_memory() -> None:
+    proof = ReadableProof()
+    address, secret = proof.to_wire()
+    assert can_read_memory_of(os.getpid(), [address, secret])
+    assert not can_read_memory_of(os.getpid(), [address, bytes(16)])
+    assert not can_read_memory_of(os.getpid(), [4096, secret])
+    assert not can_read_memory_of(2**22 + 1, [address, secret])
+    for bad in (None, [], [address], [address, secret[:3]], ["x", secret], [-1, secret], [2**70, secret], [address, "x" * 16]):
+        assert not can_read_memory_of(os.getpid(), bad)
+    assert not can_read_memory_of(-1, [address, secret])
+
+
+@pytest.mark.parametrize("lane", ["", "tcp", None])
+def test_unknown_lane(lane: Any) -> None:
+    with pytest.raises(ConfigError, match="use auto, shm or net"):
+        UcxTransport(lane=lane)
+
+
+def test_unknown_ucx_option() -> None:
+    with pytest.raises(ConfigError, match="UCX refused the options"):
+        UcxTransport(options={"RNDV_SCHEME": "nonsense"})
+
+
+def test_nothing_left_for_the_network() -> None:
+    with pytest.raises(ConfigError, match="leaves nothing for lane net"):
+        UcxTransport(lane="net", options={"TLS": "cma,self"})
+
+
+def _run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout.strip()
+
+
+def test_the_environment_stays_as_it_is_and_nothing_is_printed() -> None:
+    code = (
+        "import os, logging; before = dict(os.environ); handlers = list(logging.getLogger().handlers)\n"
+        "from transfer.transport.ucx import UcxTransport\n"
+        "t = UcxTransport(); t.offer(); t.close()\n"
+        "assert dict(os.environ) == before and logging.getLogger().handlers == handlers"
+    )
+    assert _run(code) == ""
+
+
+def test_import_needs_no_ucxx_and_use_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['ucxx'] = None\n"
+        "from transfer.transport.ucx import UcxTransport\n"
+        "try: UcxTransport()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    printed = _run(code)
+    assert printed.startswith("ConfigError transport ucx needs ucxx")
+    assert "pip install 'kvferry[ucx-cu13]' (or kvferry[ucx-cu12]" in printed
+    assert "\n" not in printed

@@ -1,0 +1,100 @@
+"""The link probe: sane numbers on every transport, a clear end when the other side does not play along."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.transport.contract import KINDS, Pair, open_pair, rng
+from transfer.errors import ConfigError, TransportError, TransportTimeout
+from transfer.transport.base import FIRST_PROBE_KEY
+from transfer.transport.driver import SessionDriver
+from transfer.transport.probe import LinkProbe, ProbePlan, probe_link, serve_probe
+
+PLAN = ProbePlan(bulk_bytes=1 << 20, small_rounds=9, bulk_rounds=2)
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = open_pair(request.param)
+    yield pair
+    pair.close()
+
+
+async def probe(pair: Pair, mine: ProbePlan | None, theirs: ProbePlan | None, deadline_s: float = 10.0) -> LinkProbe:
+    driver = SessionDriver(asyncio.get_running_loop())
+    driver.add(pair.writer)
+    driver.add(pair.target)
+    scratch = pair.target_transport.register(np.zeros(1 << 20, dtype=np.uint8))
+    one_sided = pair.is_one_sided
+    serving = asyncio.ensure_future(
+        serve_probe(driver, pair.target, scratch, plan=theirs, is_one_sided=one_sided, deadline_s=deadline_s)
+    )
+    try:
+        return await probe_link(driver, pair.writer, pair.source_memory, plan=mine, is_one_sided=one_sided, deadline_s=deadline_s)
+    finally:
+        (outcome,) = await asyncio.gather(serving, return_exceptions=True)
+        driver.remove(pair.writer)
+        driver.remove(pair.target)
+        if isinstance(outcome, BaseException) and not isinstance(outcome, TransportError):
+            raise outcome
+
+
+@pytest.mark.parametrize("plan", [PLAN, None])
+async def test_probe(pair: Pair, plan: ProbePlan | None) -> None:
+    found = await probe(pair, plan, plan)
+    assert found.lane == pair.writer.lane
+    assert 1e-7 < found.latency_s < 0.5
+    assert 1e6 < found.bandwidth_bytes_per_s < 1e12
+
+
+async def test_grants_work_after_a_probe(pair: Pair) -> None:
+    await probe(pair, PLAN, PLAN)
+    pair.ring[:] = 0
+    pair.move(rng(0, 5000), rng(0, 5000), key=FIRST_PROBE_KEY - 1)
+    assert (pair.ring[:5000] == pair.source[:5000]).all()
+
+
+async def test_a_two_sided_probe_stays_out_of_the_offered_memory() -> None:
+    pair = open_pair("ucx-shm")
+    before = pair.ring.copy()
+    await probe(pair, PLAN, PLAN)
+    assert (pair.ring == before).all()
+    pair.close()
+
+
+async def test_a_silent_target_is_a_timeout() -> None:
+    pair = open_pair("ucx-net")
+    driver = SessionDriver(asyncio.get_running_loop())
+    driver.add(pair.writer)
+    with pytest.raises(TransportTimeout, match=r"probe of link ucx/net did not end within 0\.1 s"):
+        await probe_link(driver, pair.writer, pair.source_memory, plan=PLAN, deadline_s=0.1)
+    driver.remove(pair.writer)
+    pair.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "inproc-one-sided"])
+async def test_different_plans_fail(kind: str) -> None:
+    pair = open_pair(kind)
+    with pytest.raises(TransportError):
+        await probe(pair, PLAN, ProbePlan(bulk_bytes=1 << 19, small_rounds=9, bulk_rounds=2), deadline_s=0.5)
+    pair.close()
+
+
+async def test_small_scratch_is_refused_and_fitting_fits() -> None:
+    pair = open_pair("inproc-two-sided", source_bytes=1000)
+    driver = SessionDriver(asyncio.get_running_loop())
+    with pytest.raises(ConfigError, match="has 1000 bytes; its plan needs 1048576"):
+        await probe_link(driver, pair.writer, pair.source_memory, plan=PLAN)
+    assert ProbePlan.fitting(1000).num_bytes == 1000
+    assert ProbePlan.fitting(1 << 40).bulk_bytes == 8 << 20
+    pair.close()
+
+
+@pytest.mark.parametrize("field", ["small_bytes", "bulk_bytes", "warmup_rounds", "small_rounds", "bulk_rounds", "target_begin"])
+def test_plans_are_checked(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} of a probe is -1"):
+        ProbePlan(**{field: -1})
