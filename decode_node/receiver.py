@@ -302,7 +302,8 @@ class Receiver:
         self._unposted: dict[int, _Piece] = {}  # of those, without a receive; in the order of positions
         self._actions: list[Action] = []
         self._now_s = 0.0
-        self._ring_changed = False
+        self._may_post = False  # a grant came, or bytes were released
+        self._may_publish = False  # bytes were released, padding included
         self.ring_peak_bytes = 0
 
     @property
@@ -346,9 +347,11 @@ class Receiver:
                 self._on_scatter_finished(event)
             case Tick():
                 self._on_tick()
-        if self._ring_changed:
-            self._ring_changed = False
+        if self._may_post:
+            self._may_post = False
             self._post_writable()
+        if self._may_publish:
+            self._may_publish = False
             self._actions.append(PublishWatermark())
         actions, self._actions = self._actions, []
         return actions
@@ -464,7 +467,7 @@ class Receiver:
         piece.stage = _Stage.RELEASED
         del self._live[piece.grant.begin]
         self._unposted.pop(piece.grant.begin, None)
-        self._ring_changed = True
+        self._may_post = self._may_publish = True
 
     # Sessions
 
@@ -559,12 +562,13 @@ class Receiver:
         self._actions.append(Send(session=session, message=answer))
 
     def _grant(self, request: _Request, route: _RouteState, chunk: Chunk, num_bytes: int) -> _Piece:
-        piece = _Piece(
-            request=request, route=route.incoming, chunk=chunk, grant=self._ring.assign(num_bytes), num_bytes=num_bytes
-        )
+        head, grant = self._ring.head, self._ring.assign(num_bytes)
+        piece = _Piece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
         request.pieces[route.incoming.route.index, chunk.index] = piece
         self._live[piece.grant.begin] = piece
-        self._ring_changed = True
+        self._may_post = True
+        # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
+        self._may_publish = self._may_publish or grant.begin != head
         self.ring_peak_bytes = max(self.ring_peak_bytes, min(self._ring.live_bytes, self._ring.capacity_bytes))
         if not self._settings.is_one_sided:
             self._unposted[piece.grant.begin] = piece

@@ -251,7 +251,7 @@ class DecodeRequests:
                     case "sent":
                         request.stats = event.sent.stats
                 self._run_if_whole(request)
-            if request.stats is None:
+            if request.stats is None or request.first_token is None:
                 self._fail_transfer(request, PeerUnreachable(f"{request.peer.address} ended the call early"))
         except grpc.aio.AioRpcError as error:
             self._fail_transfer(request, error_of(error, peer=request.peer.address))

@@ -41,11 +41,12 @@ from node_runtime.rank_process import RankSpec, run_rank
 from node_runtime.rank_report import RankHello
 from node_runtime.rank_setup import open_transport, own_instance
 from transfer.chunk import ChunkPlan, largest_wire_bytes
+from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
-from transfer.layout import Route, routes, wire_dtype
+from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import PageAllocator
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
@@ -81,6 +82,7 @@ class DecodeWorker:
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
         self._spec = spec
+        assert isinstance(spec.config, DecodeNodeConfig)
         self._config = spec.config
         self._link = link
         self._loop = loop
@@ -187,7 +189,7 @@ class DecodeWorker:
         every = routes(self._instance.layout, prefill.shard, self._instance.shard)
         return [route for route in every if route.decode_rank == self._spec.rank and route.prefill_rank == prefill_rank]
 
-    def _wire(self, prefill: Instance):  # type: ignore[no-untyped-def]
+    def _wire(self, prefill: Instance) -> DType:
         return wire_dtype(self._instance.layout, prefill.shard, self._instance.shard)
 
     async def _serve_probe(self, number: int, session: Session) -> None:

@@ -18,7 +18,7 @@ from transfer.layout import routes
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
-from transfer.transport.base import Transport
+from transfer.transport.base import Session, Transport
 from transfer.transport.probe import probe_link
 
 ATTACH_TIMEOUT_S = 10.0
@@ -115,7 +115,7 @@ class DecodeSessions:
     async def _open_session(self, instance: Instance, decode_rank: int, address: str) -> Link:
         client = TransferControlClient(address)
         try:
-            answer, session = await self._attach(client, address)
+            answer, session = await self._attach(client)
         except BaseException:
             await client.close()
             raise
@@ -154,11 +154,11 @@ class DecodeSessions:
         watch.report_link(link)
         return link
 
-    async def _attach(self, client: TransferControlClient, address: str):  # type: ignore[no-untyped-def]
+    async def _attach(self, client: TransferControlClient) -> tuple[AttachResponse, Session]:
         offer = self._transport.offer()
         try:
             request = AttachRequest(prefill=self._own, prefill_rank=self._rank, offer=offer.blob, chunk_plan=self._plan)
-            answer: AttachResponse = await client.attach(request, timeout_s=ATTACH_TIMEOUT_S)
+            answer = await client.attach(request, timeout_s=ATTACH_TIMEOUT_S)
             check_compatible(self._own, answer.decode)
             return answer, offer.complete(answer.answer)
         except BaseException:

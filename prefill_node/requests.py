@@ -69,6 +69,7 @@ class Request:
     deadline_s: float
     started_s: float | None = None
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    has_first_token: bool = False
     is_over: bool = False
     is_aborted: bool = False  # the ranks have been told to give it up
     unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
@@ -192,6 +193,8 @@ class PrefillRequests:
                 started_s = request.started_s if request.started_s is not None else request.queued_s
                 token = FirstToken(token_id=message.first_tokens[part.request_id], compute_s=time.monotonic() - started_s)
                 request.progress.put_nowait(token)
+                request.has_first_token = True
+                self._end_if_sent(request)
         self._wake.set()
 
     def on_step_failed(self, message: StepFailed) -> None:
@@ -208,11 +211,7 @@ class PrefillRequests:
             return
         request.unsent.discard(rank)
         request.stats.append(message.stats)
-        if not request.unsent and not request.is_over:
-            request.is_over = True
-            request.progress.put_nowait(Sent(stats=_summed(request.stats)))
-            self._on_outcome("sent")
-        self._forget_if_done(request)
+        self._end_if_sent(request)
 
     def on_failed(self, rank: int, message: RequestFailed) -> None:
         request = self._requests.get(message.request_id)
@@ -229,6 +228,14 @@ class PrefillRequests:
         self._forget_if_done(request)
 
     # Inside
+
+    def _end_if_sent(self, request: Request) -> None:
+        """Over once every rank has sent its part and the first token is known; either can be the last to come."""
+        if not request.unsent and request.has_first_token and not request.is_over:
+            request.is_over = True
+            request.progress.put_nowait(Sent(stats=_summed(request.stats)))
+            self._on_outcome("sent")
+        self._forget_if_done(request)
 
     def _fail(self, request: Request, error: TransferError) -> None:
         """Tell the caller, and have the ranks give the request up where they have not yet."""

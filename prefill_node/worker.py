@@ -41,6 +41,7 @@ from prefill_node.rank_messages import (
 from prefill_node.sender import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
+from transfer.config import PrefillNodeConfig
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError, TransferError
 from transfer.instance import Instance
@@ -70,6 +71,7 @@ class PrefillWorker:
 
     def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
         self._spec = spec
+        assert isinstance(spec.config, PrefillNodeConfig)
         self._config = spec.config
         self._link = link
         self._loop = loop
@@ -131,7 +133,7 @@ class PrefillWorker:
         asked = self._config.staging.slot_bytes
         if asked is not None and asked < most:
             raise MemoryPlanError(
-                f"staging.slot_bytes is {asked}; a chunk of {self._plan.chunk_tokens} tokens has up to {most} bytes on this rank: "
+                f"staging.slot_bytes is {asked}; a chunk of {self._plan.chunk_tokens} tokens has up to {most} bytes here: "
                 "raise it, or lower chunk.chunk_tokens"
             )
         return -(-(most if asked is None else asked) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -244,7 +246,9 @@ class PrefillWorker:
         end_layer = self._engine.shard.layers(self._engine.layout).begin + layers_done
         for part in step.parts:
             request = self._requests.get(part.request_id)
-            for chunk in request.chunks.get(part.first_token // self._plan.chunk_tokens, []) if request is not None else []:
+            if request is None:
+                continue
+            for chunk in request.chunks.get(part.first_token // self._plan.chunk_tokens, []):
                 if chunk.layers.end <= end_layer and chunk.index not in request.reported:
                     request.reported.add(chunk.index)
                     self._sender.chunk_computed(part.request_id, chunk.index, event)
