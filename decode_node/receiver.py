@@ -277,7 +277,8 @@ class _Request:
     incoming: IncomingRequest
     chunks: tuple[Chunk, ...]
     routes: dict[int, _RouteState]
-    missing: set[tuple[int, int]]  # (route index, chunk index) not yet scattered
+    sizes: dict[tuple[int, int], int]  # (route index, chunk index) -> payload in bytes, of all that has to come
+    missing: set[tuple[int, int]]  # of those, not yet scattered
     pieces: dict[tuple[int, int], _Piece] = field(default_factory=dict)
     failure: str | None = None
     has_drained: bool = False  # RequestDrained was said
@@ -380,16 +381,18 @@ class Receiver:
         chunks = split_into_chunks(
             incoming.plan, num_tokens=incoming.num_tokens, num_layers=incoming.layout.num_layers, start_token=incoming.start_token
         )
+        sizes = {
+            (route.route.index, chunk.index): size
+            for route in incoming.routes
+            for chunk in chunks
+            if (size := _piece_bytes(incoming, route, chunk))
+        }
         request = _Request(
             incoming=incoming,
             chunks=chunks,
             routes={route.route.index: _RouteState(incoming=route) for route in incoming.routes},
-            missing={
-                (route.route.index, chunk.index)
-                for route in incoming.routes
-                for chunk in chunks
-                if self._size(incoming, route, chunk)
-            },
+            sizes=sizes,
+            missing=set(sizes),
         )
         self._requests[incoming.request_id] = request
         lost = [route.session for route in incoming.routes if route.session not in self._sessions]
@@ -399,16 +402,6 @@ class Receiver:
             self._fail(request, f"session {lost[0]:#x} with a prefill rank is lost")
         elif not request.missing:
             self._complete(request)
-
-    def _size(self, request: IncomingRequest, route: IncomingRoute, chunk: Chunk) -> int:
-        return wire_bytes(
-            request.layout,
-            route.route,
-            tokens=chunk.tokens,
-            layers=chunk.layers,
-            num_tokens=request.num_tokens,
-            dtype=request.wire_dtype,
-        )
 
     def _complete(self, request: _Request) -> None:
         """Rule 7 and 8: the set is whole, and no piece of it is outstanding."""
@@ -519,7 +512,7 @@ class Receiver:
         if request.failure is not None and not route.is_drained:
             self._ask_to_drain(request, route)
             return
-        problem = request.failure or self._problem_of(request, route, message)
+        problem = request.failure or self._problem_of(request, message)
         if problem is not None:
             self._refuse(session, message, problem)
             return
@@ -531,24 +524,20 @@ class Receiver:
             return
         self._issue(route.incoming, request.request_id, pieces)
 
-    def _problem_of(self, request: _Request, route: _RouteState, message: GrantRequest) -> str | None:
+    def _problem_of(self, request: _Request, message: GrantRequest) -> str | None:
         """Why the request for grants cannot be served, whole; None when it can."""
         for wanted in message.chunks:
-            key = (message.route, wanted.chunk)
-            if key not in request.pieces and key not in request.missing:
+            size = request.sizes.get((message.route, wanted.chunk))
+            if size is None:
                 return f"chunk {wanted.chunk} is not part of request {message.request_id} on route {message.route}"
-            size = self._size(request.incoming, route.incoming, request.chunks[wanted.chunk])
             if size != wanted.num_bytes:
                 return f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
         return None
 
     def _piece_for(self, request: _Request, route: _RouteState, chunk: int) -> _Piece:
         """The piece that was granted before, or a new one: the answer to a repeated request is the same grant (R3)."""
-        piece = request.pieces.get((route.incoming.route.index, chunk))
-        if piece is None:
-            size = self._size(request.incoming, route.incoming, request.chunks[chunk])
-            piece = self._grant(request, route, request.chunks[chunk], size)
-        return piece
+        key = (route.incoming.route.index, chunk)
+        return request.pieces.get(key) or self._grant(request, route, request.chunks[chunk], request.sizes[key])
 
     def _issue(self, route: IncomingRoute, request_id: str, pieces: list[_Piece]) -> None:
         grants = tuple(IssuedGrant(chunk=p.chunk.index, begin=p.grant.begin, end=p.grant.end) for p in pieces)
@@ -741,3 +730,14 @@ class Receiver:
         fresh = [piece for piece in waiting if not piece.attempt][:MAX_CHUNKS_PER_MESSAGE]
         if fresh:
             self._issue(route.incoming, request.request_id, fresh)
+
+
+def _piece_bytes(request: IncomingRequest, route: IncomingRoute, chunk: Chunk) -> int:
+    return wire_bytes(
+        request.layout,
+        route.route,
+        tokens=chunk.tokens,
+        layers=chunk.layers,
+        num_tokens=request.num_tokens,
+        dtype=request.wire_dtype,
+    )

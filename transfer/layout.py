@@ -402,8 +402,11 @@ def wire_buffers(
 
 def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
     """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
-    buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype)
-    return buffers[-1].offset_bytes + buffers[-1].num_bytes if buffers else 0
+    num_elements = 0  # per head; summed without the buffers, for both machines ask this for every chunk
+    common = route.layers.intersect(layers)
+    for spec in layout.layers[common.begin : common.end]:
+        num_elements += len(_travelling_tokens(spec, tokens, num_tokens)) * (spec.k_head_dim + spec.v_head_dim)
+    return num_elements * route.heads.count * dtype.num_bytes
 
 
 def _travelling_tokens(spec: LayerSpec, tokens: Span, num_tokens: int) -> Span:

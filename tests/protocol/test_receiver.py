@@ -21,7 +21,7 @@ def test_a_request_goes_from_expected_to_complete() -> None:
     actions = receiver.ask(0)
     (post,) = of_type(actions, rx.PostReceive)
     assert (post.session, post.grant, post.num_bytes, post.key) == (1, cells(0, 2), WHOLE_CHUNK, grant_key(0, 0))
-    assert of_type(actions, rx.PublishWatermark)
+    assert not of_type(actions, rx.PublishWatermark)
     assert receiver.machine.ring_peak_bytes == 2 * CELL
     receiver.settled(post.grant)
     (scatter,) = of_type(receiver.ready(0, post.grant), rx.StartScatter)
@@ -29,6 +29,16 @@ def test_a_request_goes_from_expected_to_complete() -> None:
     (complete,) = of_type(receiver.scattered(post.grant), rx.RequestComplete)
     assert complete.request_id == "r"
     assert receiver.machine.is_idle
+
+
+def test_padding_is_published_for_a_grant_may_wait_for_nothing_else() -> None:
+    receiver = ReceiverHand(ring_cells=3)
+    receiver.expect(num_tokens=8)
+    assert not of_type(receiver.ask(0), rx.PublishWatermark)
+    actions = receiver.ask(1)  # cell 2 is padding
+    assert receiver.grants_of(actions) == {1: cells(3, 5)}
+    assert of_type(actions, rx.PublishWatermark)
+    assert receiver.ring.watermark().released == (cells(2, 3),)
 
 
 def test_a_refusal_names_what_is_not_expected() -> None:
