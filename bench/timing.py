@@ -1,0 +1,251 @@
+"""What every benchmark needs: where it ran, its samples, a table for people and JSON for machines.
+
+A result is worth nothing without the machine and the commit, and a throughput little without what the machine could do at most in
+the same run: rows carry a ratio to another row of the same report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+_LIBRARIES = ("kvferry", "torch", "triton", "numpy", "ucxx-cu13", "ucxx-cu12", "pyzmq", "grpcio", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where and when a benchmark ran."""
+
+    commit: str
+    is_modified: bool
+    cpu: str
+    num_cores: int
+    kernel: str
+    python: str
+    versions: dict[str, str]
+    date: str
+    command: str
+
+    @classmethod
+    def here(cls) -> Environment:
+        """This machine, this checkout, this command line, now."""
+        versions = {}
+        for name in _LIBRARIES:
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return cls(
+            commit=_git("rev-parse", "--short=12", "HEAD") or "unknown",
+            is_modified=bool(_git("status", "--porcelain", "--untracked-files=no")),
+            cpu=_cpu_model(),
+            num_cores=len(os.sched_getaffinity(0)),
+            kernel=platform.release(),
+            python=platform.python_version(),
+            versions=versions,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=" ".join(["python", "-m", _main_module(), *sys.argv[1:]]),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The samples of one measurement.
+
+    Attributes:
+        case: The setting (lane and size, geometry, number of grants).
+        what: What was timed in it.
+        samples_s: Seconds of each repetition.
+        num_bytes: Payload bytes of one repetition, each counted once; 0 where throughput means nothing.
+        ratio: This row's throughput (or, without bytes, its speed) over that of the row that `ratio_to` names.
+    """
+
+    case: str
+    what: str
+    samples_s: tuple[float, ...]
+    num_bytes: int = 0
+    ratio: float | None = None
+    ratio_to: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.samples_s or min(self.samples_s) < 0:
+            raise ValueError(f"samples of {self.case}, {self.what} are {self.samples_s!r}; at least one, none negative")
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    @property
+    def p99_s(self) -> float:
+        """Nearest-rank 99th percentile; the maximum below 100 samples."""
+        ordered = sorted(self.samples_s)
+        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the quartiles over the median; 0 below four samples."""
+        if len(self.samples_s) < 4 or self.median_s == 0:
+            return 0.0
+        quartiles = statistics.quantiles(self.samples_s, n=4)
+        return (quartiles[2] - quartiles[0]) / 2 / self.median_s
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """10**9 bytes a second at the median."""
+        return self.num_bytes / self.median_s / 1e9 if self.num_bytes and self.median_s > 0 else None
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "case": self.case,
+            "what": self.what,
+            "median_s": self.median_s,
+            "p99_s": self.p99_s,
+            "spread": self.spread,
+            "bytes": self.num_bytes,
+            "gb_per_s": self.gb_per_s,
+            "ratio": self.ratio,
+            "ratio_to": self.ratio_to,
+            "samples_s": list(self.samples_s),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """The rows of one benchmark."""
+
+    title: str
+    environment: Environment = field(default_factory=Environment.here)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, case: str, what: str, samples_s: Sequence[float], *, num_bytes: int = 0, against: Row | None = None) -> Row:
+        """Add a measurement; `against` is the row of the same report that it is held against."""
+        row = Row(case=case, what=what, samples_s=tuple(samples_s), num_bytes=num_bytes)
+        if against is not None:
+            mine, theirs = row.gb_per_s or 1 / row.median_s, against.gb_per_s or 1 / against.median_s
+            row = Row(
+                case=case,
+                what=what,
+                samples_s=row.samples_s,
+                num_bytes=num_bytes,
+                ratio=mine / theirs,
+                ratio_to=f"{against.what} ({against.case})",
+            )
+        self.rows.append(row)
+        return row
+
+    def print(self, console: Console | None = None) -> None:
+        """The table, and under it where it was measured."""
+        console = Console() if console is None else console
+        if not console.is_terminal:
+            console.width = max(console.width, 140)  # into a file: nothing to fit into
+        table = Table(title=self.title, title_justify="left")
+        for name in ("case", "what"):
+            table.add_column(name, no_wrap=True)
+        for name in ("median", "p99", "spread", "GB/s", "ratio"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("to")
+        for row in self.rows:
+            throughput = "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+            times = (readable_seconds(row.median_s), readable_seconds(row.p99_s), f"±{row.spread:.0%}")
+            table.add_row(row.case, row.what, *times, throughput, ratio, row.ratio_to)
+        console.print(table)
+        here = self.environment
+        state = f"{here.commit}{' (modified)' if here.is_modified else ''}"
+        console.print(
+            f"{here.cpu}, {here.num_cores} cores, Linux {here.kernel}, Python {here.python}, commit {state}, {here.date}"
+        )
+
+    def write_json(self, path: Path) -> None:
+        """The whole report, samples included."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "title": self.title,
+            "environment": self.environment.to_json(),
+            "rows": [row.to_json() for row in self.rows],
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+    def finish(self, json_path: Path | None) -> None:
+        """Print, and write the JSON where it was asked for."""
+        self.print()
+        if json_path is not None:
+            self.write_json(json_path)
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: ``--json FILE`` and ``--quick``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and environment there")
+    parser.add_argument("--quick", action="store_true", help="few repetitions: to see that it runs, not to be quoted")
+    return parser
+
+
+def sample(call: Callable[[], object], *, repetitions: int, warmup: int = 1) -> list[float]:
+    """Seconds of each call, after `warmup` calls that are not counted."""
+    for _ in range(warmup):
+        call()
+    samples_s = []
+    for _ in range(repetitions):
+        begun = time.perf_counter()
+        call()
+        samples_s.append(time.perf_counter() - begun)
+    return samples_s
+
+
+def readable_seconds(seconds: float) -> str:
+    """With three digits and a unit."""
+    for limit, scale, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """In the largest binary unit that divides it, or with one digit behind the point."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if value == int(value) else f"{value:.1f} {units[0]}"
+
+
+def _main_module() -> str:
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec.name if spec is not None else Path(sys.argv[0]).name
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
