@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import structlog
-from tokenizers import Tokenizer
 
 from decode_node.admission import Admission
 from decode_node.peers import PrefillPeer, PrefillPeers
@@ -27,6 +25,7 @@ from decode_node.rank_messages import (
     TransferFailed,
 )
 from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
+from decode_node.text import TextCodec
 from decode_node.worker import run_decode_rank
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
@@ -69,7 +68,7 @@ class _Life:
                 pool_pages=first.pool_pages, page_size=config.pool.page_size, max_running=config.limits.max_running_requests
             ),
             peers=self.peers,
-            tokenizer=node.tokenizer,
+            text=node.text,
             num_ranks=len(hellos),
             incarnation=first.instance.incarnation,
             max_queued=config.limits.max_queued_requests,
@@ -94,7 +93,7 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
     def __init__(self, daemon: Daemon, config: DecodeNodeConfig) -> None:
         self.config = config
         self.metrics = NodeMetrics(role="decode")
-        self.tokenizer = load_fast_tokenizer(config.model)
+        self.text = TextCodec(config.model)
         self._daemon = daemon
         self._life: _Life | None = None
         self._server: RegistryServer | None = None
@@ -255,7 +254,7 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most 128")
         match request.WhichOneof("input"):
             case "prompt":
-                token_ids = tuple(self.tokenizer.encode(request.prompt).ids)
+                token_ids = self.text.encode(request.prompt)
             case "token_ids":
                 token_ids = tuple(request.token_ids.ids)
             case _:
@@ -312,18 +311,3 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
                 await self.drain()
         return pb.DrainResponse(remaining=self.num_in_flight)
-
-
-def load_fast_tokenizer(directory: Path) -> Tokenizer:
-    """The model's tokenizer, without the libraries that its weights need.
-
-    Raises:
-        ConfigError: There is none, or it is damaged.
-    """
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"model is {directory}; {path} is missing: it must be a Hugging Face directory with its tokenizer")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every kind of damage
-        raise ConfigError(f"model is {directory}; {path} cannot be read: {' '.join(str(error).split())[:200]}") from error

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 import structlog
 
+from transfer.engine_types import SamplingParams
 from transfer.errors import LayoutError, PeerUnreachable, TransferError
 from transfer.instance import Instance, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.beats import MISSED_BEATS
 from transfer.registry.client import open_channel
-from transfer.registry.convert import instance_from_proto, instance_to_proto, link_from_proto
+from transfer.registry.convert import instance_from_proto, instance_to_proto, link_from_proto, sampling_to_proto
 from transfer.registry.status import error_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,29 @@ class PrefillPeer:
     @property
     def stub(self) -> PrefillControlAsyncStub:
         return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(self.channel))
+
+    async def prefill(
+        self, request_id: str, token_ids: tuple[int, ...], *, decode_incarnation: int, sampling: SamplingParams
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
+
+        Raises:
+            TransferError: The call failed; see `transfer.registry.status`.
+        """
+        question = pb.PrefillRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            decode_incarnation=decode_incarnation,
+            sampling=sampling_to_proto(sampling),
+        )
+        call = self.stub.Prefill(question)
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, peer=self.address) from error
+        finally:
+            call.cancel()
 
 
 class PrefillPeers:

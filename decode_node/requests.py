@@ -8,10 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-import grpc
 import structlog
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from decode_node.admission import Admission
 from decode_node.peers import PrefillPeer, PrefillPeers
@@ -26,6 +23,7 @@ from decode_node.rank_messages import (
     StepPart,
     TransferFailed,
 )
+from decode_node.text import TextCodec, TextStream
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -38,8 +36,6 @@ from transfer.errors import (
     TransportClosed,
 )
 from transfer.pb import kvferry_pb2 as pb
-from transfer.registry.convert import sampling_to_proto
-from transfer.registry.status import error_of
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +78,7 @@ class Request:
     end_ids: frozenset[int]
     accepted_s: float
     peer: PrefillPeer
-    decoder: DecodeStream
+    text: TextStream
     stage: _Stage = _Stage.WAITING
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
     generated: list[int] = field(default_factory=list)
@@ -122,7 +118,7 @@ class DecodeRequests:
     Args:
         admission: Counts pages.
         peers: Prefill nodes.
-        tokenizer: For the text of tokens.
+        text: Between text and tokens.
         num_ranks: Ranks of this instance.
         incarnation: This life of theirs.
         max_queued: Requests that may wait.
@@ -135,7 +131,7 @@ class DecodeRequests:
         *,
         admission: Admission,
         peers: PrefillPeers,
-        tokenizer: Tokenizer,
+        text: TextCodec,
         num_ranks: int,
         incarnation: int,
         max_queued: int,
@@ -145,7 +141,7 @@ class DecodeRequests:
     ) -> None:
         self._admission = admission
         self._peers = peers
-        self._tokenizer = tokenizer
+        self._text = text
         self._num_ranks = num_ranks
         self._incarnation = incarnation
         self._max_queued = max_queued
@@ -205,7 +201,7 @@ class DecodeRequests:
             end_ids=end_ids,
             accepted_s=time.monotonic(),
             peer=peer,
-            decoder=DecodeStream(skip_special_tokens=True),
+            text=self._text.stream(),
         )
         self._requests[request_id] = request
         peer.outstanding_tokens += len(token_ids)
@@ -235,15 +231,11 @@ class DecodeRequests:
 
     async def _prefill(self, request: Request) -> None:
         """Follow the prefill node's call to its end."""
-        question = pb.PrefillRequest(
-            request_id=request.request_id,
-            token_ids=request.token_ids,
-            decode_incarnation=self._incarnation,
-            sampling=sampling_to_proto(request.sampling),
-        )
-        call = request.peer.stub.Prefill(question)
         deadline = asyncio.get_running_loop().call_later(self._queue_timeout_s, self._expire, request)
         try:
+            call = request.peer.prefill(
+                request.request_id, request.token_ids, decode_incarnation=self._incarnation, sampling=request.sampling
+            )
             async for event in call:
                 match event.WhichOneof("event"):
                     case "first_token":
@@ -253,11 +245,10 @@ class DecodeRequests:
                 self._run_if_whole(request)
             if request.stats is None or request.first_token is None:
                 self._fail_transfer(request, PeerUnreachable(f"{request.peer.address} ended the call early"))
-        except grpc.aio.AioRpcError as error:
-            self._fail_transfer(request, error_of(error, peer=request.peer.address))
+        except TransferError as error:
+            self._fail_transfer(request, error)
         finally:
             deadline.cancel()
-            call.cancel()
             request.peer.outstanding_tokens -= len(request.token_ids)
 
     def _expire(self, request: Request) -> None:
@@ -369,8 +360,7 @@ class DecodeRequests:
             now_s = time.monotonic()
             self._observer.on_token(now_s - request.last_token_s)
             request.last_token_s = now_s
-        text = request.decoder.step(self._tokenizer, token) or ""
-        request.progress.put_nowait(Tokens(token_ids=(token,), text=text))
+        request.progress.put_nowait(Tokens(token_ids=(token,), text=request.text.add(token)))
         if token in request.end_ids:
             self._finish(request, "stop")
         elif len(request.generated) >= request.max_new_tokens:

@@ -24,7 +24,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
     """
     files = read_model_files(config.model)
     tp_size = config.parallel.tp_size
-    shard = Shard(tp_size=tp_size, tp_rank=rank, page_size=config.pool.page_size, order=config.pool.order)
+    shard = Shard(tp_size=tp_size, tp_rank=rank, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype)
     files.check_shard(shard)
     device = config.device if config.device == "cpu" else f"{config.device}:{rank}"
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import transfer
 from node_runtime import exit_codes
+from node_runtime.rank_setup import check_before_start
 from transfer.config import NodeConfig
 from transfer.errors import TransferError
 from transfer.load_config import AnyNodeConfig, load_config
@@ -35,6 +36,7 @@ def run_daemon(
     """
     try:
         config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides)
+        check_before_start(config)
         if is_check_only:
             print(f"{config.role}: the settings are right")
             sys.exit(exit_codes.OK)

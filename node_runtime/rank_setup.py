@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
 import transfer
-from transfer.config import TransportConfig
+from transfer.config import NodeConfig, TransportConfig
 from transfer.errors import ConfigError
 from transfer.instance import Instance
 from transfer.kernels.digest import DIGEST_ALGORITHM
@@ -30,6 +31,26 @@ class Engine(Protocol):
     def model_fields(self) -> Mapping[str, str]: ...
 
 
+def check_before_start(config: NodeConfig) -> None:
+    """What can be refused before any rank is started, which takes seconds.
+
+    Raises:
+        ConfigError: The model directory is none, or the transport cannot serve a node.
+    """
+    if not (config.model / "config.json").is_file():
+        what = "it has no config.json" if config.model.is_dir() else "there is no such directory"
+        raise ConfigError(f"model is {config.model}; {what}: it must be a Hugging Face model directory")
+    name = config.transport.name
+    if name == "inproc":
+        raise ConfigError(
+            "transport.name is inproc, which joins two ends of one process; ranks are processes of their own: choose ucx"
+        )
+    if name != "ucx":
+        raise ConfigError(f"transport.name is {name}, which this version does not serve yet; choose ucx")
+    if importlib.util.find_spec("ucxx") is None:
+        raise ConfigError("transport.name is ucx, and UCXX is not installed: pip install 'kvferry[ucx-cu13]' (or ucx-cu12)")
+
+
 def open_transport(config: TransportConfig) -> Transport:
     """The configured data plane.
 
@@ -41,12 +62,8 @@ def open_transport(config: TransportConfig) -> Transport:
             from transfer.transport.ucx import UcxTransport  # loads a foreign library only where it is used
 
             return UcxTransport(lane=_LANES[config.ucx.endpoint_error_handling])
-        case "inproc":
-            from transfer.transport.inproc import InprocHub, InprocTransport
-
-            return InprocTransport(InprocHub())
         case _:
-            raise ConfigError(f"transport.name is {config.name}; this version serves ucx, and inproc inside one process")
+            raise ConfigError(f"transport.name is {config.name}; a rank can only serve ucx")
 
 
 def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> Instance:

@@ -281,6 +281,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             while True:
                 match await accepted.progress.get():
                     case Started(queue_s=queue_s):
+                        self.metrics.queue_seconds(queue_s)
                         yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))
                     case FirstToken(token_id=token_id, compute_s=compute_s):
                         yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=token_id, compute_s=compute_s))

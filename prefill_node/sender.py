@@ -218,6 +218,13 @@ class SourceReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PieceReleased:
+    """The peer has taken a piece over, `ack_s` after its write was done. For the metrics; there is nothing to do."""
+
+    ack_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SentStats:
     """Of one request on this rank; see TransferStats of the wire contract."""
 
@@ -261,7 +268,18 @@ class MessageDropped:
     reason: str
 
 
-Action = Send | StartGather | StartWrite | Decline | SourceReleased | RequestSent | RequestFailed | CloseSession | MessageDropped
+Action = (
+    Send
+    | StartGather
+    | StartWrite
+    | Decline
+    | SourceReleased
+    | PieceReleased
+    | RequestSent
+    | RequestFailed
+    | CloseSession
+    | MessageDropped
+)
 
 
 class _Stage(Enum):
@@ -288,6 +306,7 @@ class _Piece:
     attempt: int = 0
     gathered: bool = False
     since_s: float = 0.0  # when it entered its stage, or its message was last repeated
+    written_s: float = 0.0  # when its last write was done
     ready_s: float | None = None  # when it was both granted and computed
 
 
@@ -467,6 +486,7 @@ class Sender:
         request = piece.request
         self._free_slot(piece)
         piece.stage = _Stage.RELEASED
+        self._actions.append(PieceReleased(ack_s=self._now_s - piece.written_s))
         request.to_release -= 1
         if request.to_release == 0:
             del self._requests[request.request_id]
@@ -638,7 +658,7 @@ class Sender:
         request.writes += 1
         request.num_bytes += piece.num_bytes
         request.slices += _num_slices(piece)
-        piece.stage, piece.since_s = _Stage.WRITTEN, self._now_s
+        piece.stage, piece.since_s, piece.written_s = _Stage.WRITTEN, self._now_s, self._now_s
         if request.failure is not None:
             # The peer will not take it over any more: the write has settled, that is all that was waited for.
             self._drop_written(piece)

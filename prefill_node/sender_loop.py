@@ -184,6 +184,8 @@ class SenderLoop:
                     self._driver.watch(peer.session, handle, lambda _, error: None)
             case protocol.SourceReleased():
                 self._owner.on_source_released(action.request_id)
+            case protocol.PieceReleased():
+                self._metrics.ack_seconds(action.ack_s)
             case protocol.RequestSent():
                 self._layouts.pop(action.request_id, None)
                 self._metrics.request_sent(action.stats)

@@ -65,7 +65,7 @@ IMPURE_STDLIB = {
 
 NODES = ("node_runtime/*", "embedded_engine/*", "prefill_node/*", "decode_node/*", "kvferry/*")
 GRPC_FILES = (
-    "transfer/registry/*",
+    "transfer/registry/*", "prefill_node/node.py", "decode_node/node.py", "decode_node/peers.py",
     *(f"{node}/{name}" for node in ("node_runtime", "prefill_node", "decode_node", "kvferry")
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip
@@ -96,12 +96,15 @@ FOREIGN: dict[str, Foreign] = {
     "prometheus_client": Foreign(
         distribution="prometheus-client", allowed=("transfer/metrics.py", "node_runtime/*", "kvferry/*")
     ),
-    "pydantic": Foreign(distribution="pydantic", allowed=("transfer/messages.py", "*config.py", "node_runtime/*link*.py")),
+    "pydantic": Foreign(
+        distribution="pydantic",
+        allowed=("transfer/messages.py", "*config.py", "transfer/load_config.py", "node_runtime/*link*.py"),
+    ),
     "pydantic_settings": Foreign(distribution="pydantic-settings", allowed=("*config.py",)),
     "rich": Foreign(distribution="rich", allowed=CLI_FILES),
     "safetensors": Foreign(distribution="safetensors", allowed=("embedded_engine/*", "kvferry/*")),
     "structlog": Foreign(distribution="structlog", allowed=("transfer/*", *NODES)),
-    "tokenizers": Foreign(distribution="tokenizers", allowed=("embedded_engine/*", "kvferry/*")),
+    "tokenizers": Foreign(distribution="tokenizers", allowed=("embedded_engine/*", "decode_node/text.py", "kvferry/*")),
     "torch": Foreign(distribution="torch", allowed=DEVICE_FILES),
     "transformers": Foreign(distribution="transformers", allowed=("embedded_engine/*", "kvferry/*")),
     "triton": Foreign(distribution="triton", allowed=("transfer/kernels/*",)),
@@ -225,7 +228,7 @@ def test_there_is_something_to_check() -> None:
         ("transfer/kv_pool.py", "import requests", False),
         ("node_runtime/http.py", "import prefill_node.node", False),
         ("prefill_node/node.py", "from decode_node.receiver import Receiver", False),
-        ("prefill_node/node.py", "import grpc", False),
+        ("prefill_node/worker.py", "import grpc", False),
         ("prefill_node/control_service.py", "import grpc", True),
         ("prefill_node/sender.py", "from transfer.messages import ChunkReady\nfrom transfer.ring import RingView", True),
         ("prefill_node/sender.py", "from transfer.config import Settings", False),
