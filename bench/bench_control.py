@@ -1,6 +1,6 @@
 """The control plane: chunks a second, and the round trip grant -> ready -> ack, with a data plane that takes no time.
 
-    python -m bench.bench_control [--json FILE]
+    python -m bench.bench_control [--json FILE] [--quick]
 
 "one process" is the protocol alone: both state machines and every message encoded and decoded, no sockets. "two processes" is
 what ranks have between them: control messages over ZeroMQ, watermark acks over the gRPC stream, one event loop each.
@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from bench.timing import Report, argument_parser
 from decode_node import receiver as rx
 from node_runtime.event_pump import EventPump
 from prefill_node import sender as tx
@@ -41,6 +40,7 @@ PLAN = ChunkPlan(chunk_tokens=64)
 CHUNK_BYTES = 64 * 12 * 32 * 2 * 2 * 8
 RING_BYTES = 64 * CHUNK_BYTES
 CHUNKS = 32
+ROUNDS = tuple(f"round{number}" for number in range(5))
 IN_FLIGHT = 8
 SESSION = 7
 DECODE_LIFE = 22
@@ -51,13 +51,11 @@ DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlResult:
-    """One row. Round trips in seconds."""
+class Samples:
+    """Seconds per chunk at full load, one sample per round; seconds of each round trip."""
 
-    where: str
-    chunks_per_s: float
-    round_trip_p50_s: float
-    round_trip_p99_s: float
+    chunk_s: list[float]
+    round_trip_s: list[float]
 
 
 def outgoing(request_id: str, num_chunks: int) -> tx.OutgoingRequest:
@@ -86,10 +84,6 @@ def incoming(request_id: str, num_chunks: int) -> rx.IncomingRequest:
 
 def request_names(kind: str, number: int) -> list[str]:
     return [f"{kind}-{index}" for index in range(number)]
-
-
-def percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100)[percent - 1]
 
 
 class Writer:
@@ -168,24 +162,21 @@ class Target:
                 pass
 
 
-async def measure(where: str, writer: Writer, *, num_requests: int, num_round_trips: int) -> ControlResult:
-    """Warm up, then move `num_requests`, then `num_round_trips` one by one."""
+async def sample_writer(writer: Writer, *, num_requests: int, num_round_trips: int) -> Samples:
+    """Warm up, then move `num_requests` in each round, then `num_round_trips` one by one."""
     await move_all(writer, request_names("warm", IN_FLIGHT))
-    started = time.perf_counter()
-    await move_all(writer, request_names("many", num_requests))
-    seconds = time.perf_counter() - started
-    round_trips: list[float] = []
+    chunk_s: list[float] = []
+    for round_name in ROUNDS:
+        started = time.perf_counter()
+        await move_all(writer, request_names(round_name, num_requests))
+        chunk_s.append((time.perf_counter() - started) / (num_requests * CHUNKS))
+    round_trip_s: list[float] = []
     for request_id in request_names("one", num_round_trips):
         started = time.perf_counter()
         await writer.move(request_id, 1)
-        round_trips.append(time.perf_counter() - started)
+        round_trip_s.append(time.perf_counter() - started)
         await asyncio.sleep(0.001)
-    return ControlResult(
-        where=where,
-        chunks_per_s=num_requests * CHUNKS / seconds,
-        round_trip_p50_s=statistics.median(round_trips),
-        round_trip_p99_s=percentile(round_trips, 99),
-    )
+    return Samples(chunk_s=chunk_s, round_trip_s=round_trip_s)
 
 
 async def move_all(writer: Writer, request_ids: list[str]) -> None:
@@ -200,11 +191,13 @@ async def move_all(writer: Writer, request_ids: list[str]) -> None:
 
 
 def expect_all(target: Target, *, num_requests: int, num_round_trips: int) -> None:
-    target.expect(request_names("warm", IN_FLIGHT) + request_names("many", num_requests), CHUNKS)
+    target.expect(request_names("warm", IN_FLIGHT), CHUNKS)
+    for round_name in ROUNDS:
+        target.expect(request_names(round_name, num_requests), CHUNKS)
     target.expect(request_names("one", num_round_trips), 1)
 
 
-async def run_one_process(*, num_requests: int, num_round_trips: int) -> ControlResult:
+async def run_one_process(*, num_requests: int, num_round_trips: int) -> Samples:
     """Both machines on one loop; what one sends is handled by the other in a later turn of the loop."""
     loop = asyncio.get_running_loop()
     writer = Writer(loop, lambda payload: loop.call_soon(target.on_payload, payload))
@@ -214,7 +207,7 @@ async def run_one_process(*, num_requests: int, num_round_trips: int) -> Control
 
     target = Target(loop, lambda payload: loop.call_soon(writer.on_payload, payload), publish)
     expect_all(target, num_requests=num_requests, num_round_trips=num_round_trips)
-    return await measure("one process", writer, num_requests=num_requests, num_round_trips=num_round_trips)
+    return await sample_writer(writer, num_requests=num_requests, num_round_trips=num_round_trips)
 
 
 def instance(incarnation: int) -> Instance:
@@ -228,7 +221,7 @@ def instance(incarnation: int) -> Instance:
     )
 
 
-async def run_two_processes(*, num_requests: int, num_round_trips: int) -> ControlResult:
+async def run_two_processes(*, num_requests: int, num_round_trips: int) -> Samples:
     """This process is the decode rank; the prefill rank is a child, which measures and prints its result."""
     loop = asyncio.get_running_loop()
     control = ZmqControlServer("tcp://127.0.0.1:0")
@@ -271,10 +264,10 @@ async def run_two_processes(*, num_requests: int, num_round_trips: int) -> Contr
         await server.close()
     if child.returncode != 0:
         raise RuntimeError(f"the writer process exited with {child.returncode}; session lost: {lost}")
-    return ControlResult(**json.loads(output))
+    return Samples(**json.loads(output))
 
 
-async def run_writer(address: str, *, num_requests: int, num_round_trips: int) -> ControlResult:
+async def run_writer(address: str, *, num_requests: int, num_round_trips: int) -> Samples:
     """The child: attach, then measure."""
     loop = asyncio.get_running_loop()
     client = TransferControlClient(address)
@@ -291,7 +284,7 @@ async def run_writer(address: str, *, num_requests: int, num_round_trips: int) -
         on_lost=lambda reason: sys.exit(f"the session was lost: {reason}"),
     )
     try:
-        return await measure("two processes", writer, num_requests=num_requests, num_round_trips=num_round_trips)
+        return await sample_writer(writer, num_requests=num_requests, num_round_trips=num_round_trips)
     finally:
         watch.close()
         await watch.wait_closed()
@@ -299,31 +292,31 @@ async def run_writer(address: str, *, num_requests: int, num_round_trips: int) -
         await client.close()
 
 
-async def run(*, num_requests: int, num_round_trips: int) -> list[ControlResult]:
-    """All rows."""
-    return [
-        await run_one_process(num_requests=num_requests, num_round_trips=num_round_trips),
-        await run_two_processes(num_requests=num_requests, num_round_trips=num_round_trips),
-    ]
+def measure(*, is_quick: bool) -> Report:
+    """All rows; a chunk's median is one over the chunks a second."""
+    report = Report(
+        title=f"Control plane (two processes: at least {TARGET_CHUNKS_PER_S:,} chunks a second, "
+        f"round trip p50 below {TARGET_ROUND_TRIP_S * 1e3:g} ms)"
+    )
+    num_requests, num_round_trips = (8, 50) if is_quick else (64, 1000)
+    for where, play in (("one process", run_one_process), ("two processes", run_two_processes)):
+        samples = asyncio.run(play(num_requests=num_requests, num_round_trips=num_round_trips))
+        report.add(where, "chunk, many in flight", samples.chunk_s)
+        report.add(where, "grant, ready, ack of one chunk", samples.round_trip_s)
+    return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="chunks a second and round trip of the control plane")
-    parser.add_argument("--json", type=Path, help="write the results here too")
-    parser.add_argument("--requests", type=int, default=200, help=f"requests of {CHUNKS} chunks")
-    parser.add_argument("--round-trips", type=int, default=1000)
+    parser = argument_parser("chunks a second and round trip of the control plane")
     parser.add_argument("--writer", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--requests", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--round-trips", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sizes = {"num_requests": arguments.requests, "num_round_trips": arguments.round_trips}
     if arguments.writer:
+        sizes = {"num_requests": arguments.requests, "num_round_trips": arguments.round_trips}
         print(json.dumps(asdict(asyncio.run(run_writer(arguments.writer, **sizes)))))
-        return
-    results = asyncio.run(run(**sizes))
-    print(f"{'':<14} {'chunks/s':>9} {'p50 ms':>8} {'p99 ms':>8}   (two processes: {TARGET_CHUNKS_PER_S:,}, p50 below 2 ms)")
-    for row in results:
-        print(f"{row.where:<14} {row.chunks_per_s:>9,.0f} {row.round_trip_p50_s * 1e3:>8.3f} {row.round_trip_p99_s * 1e3:>8.3f}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(row) for row in results], indent=2) + "\n", encoding="utf-8")
+    else:
+        measure(is_quick=arguments.quick).finish(arguments.json)
 
 
 if __name__ == "__main__":
