@@ -53,7 +53,7 @@ from transfer.registry.server import RegistryServer, TransferControlServicer, ho
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import LocalMemory, Session, Transport
-from transfer.transport.probe import serve_probe
+from transfer.transport.probe import ProbePlan, serve_probe
 
 log = structlog.get_logger(__name__)
 
@@ -170,7 +170,8 @@ class DecodeWorker:
         self._writers[number] = _Writer(instance=request.prefill, rank=request.prefill_rank, plan=request.chunk_plan)
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
-        probe = self._loop.create_task(self._serve_probe(number, session))
+        probe_bytes = min(request.probe_bytes, self._config.transport.probe_bytes, ring.capacity_bytes)
+        probe = self._loop.create_task(self._serve_probe(number, session, probe_bytes))
         self._probes.add(probe)
         probe.add_done_callback(self._probes.discard)
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
@@ -183,6 +184,7 @@ class DecodeWorker:
             control_address=self._control.address,
             heartbeat_s=self._config.heartbeat.interval_s,
             protocol_version=agreement.protocol_version,
+            probe_bytes=probe_bytes,
         )
 
     def _routes_from(self, prefill: Instance, prefill_rank: int) -> list[Route]:
@@ -192,9 +194,15 @@ class DecodeWorker:
     def _wire(self, prefill: Instance) -> DType:
         return wire_dtype(self._instance.layout, prefill.shard, self._instance.shard)
 
-    async def _serve_probe(self, number: int, session: Session) -> None:
+    async def _serve_probe(self, number: int, session: Session, probe_bytes: int) -> None:
         try:
-            await serve_probe(self._receiver.driver, session, self._scratch)
+            await serve_probe(
+                self._receiver.driver,
+                session,
+                self._scratch,
+                plan=ProbePlan.fitting(probe_bytes),
+                is_one_sided=self._transport.is_one_sided,
+            )
         except TransferError as error:
             self._servicer.close_session(number, f"the link's probe failed: {error}")
 

@@ -19,7 +19,7 @@ from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import Session, Transport
-from transfer.transport.probe import probe_link
+from transfer.transport.probe import ProbePlan, probe_link
 
 ATTACH_TIMEOUT_S = 10.0
 
@@ -134,7 +134,13 @@ class DecodeSessions:
             number, session, control, incarnation=instance.incarnation, ring_capacity_bytes=answer.ring_capacity_bytes
         )
         async with self._probe_turn:
-            probe = await probe_link(self._sender.driver, session, self._scratch)
+            probe = await probe_link(
+                self._sender.driver,
+                session,
+                self._scratch,
+                plan=ProbePlan.fitting(answer.probe_bytes),
+                is_one_sided=self._transport.is_one_sided,
+            )
         link = Link(
             prefill_rank=self._rank,
             decode_rank=decode_rank,
@@ -157,7 +163,13 @@ class DecodeSessions:
     async def _attach(self, client: TransferControlClient) -> tuple[AttachResponse, Session]:
         offer = self._transport.offer()
         try:
-            request = AttachRequest(prefill=self._own, prefill_rank=self._rank, offer=offer.blob, chunk_plan=self._plan)
+            request = AttachRequest(
+                prefill=self._own,
+                prefill_rank=self._rank,
+                offer=offer.blob,
+                chunk_plan=self._plan,
+                probe_bytes=self._config.transport.probe_bytes,
+            )
             answer = await client.attach(request, timeout_s=ATTACH_TIMEOUT_S)
             check_compatible(self._own, answer.decode)
             return answer, offer.complete(answer.answer)

@@ -104,15 +104,19 @@ class AttachRequest:
         prefill_rank: The writer's rank in it.
         offer: The writer's half of the data-plane session, opaque (`transport.Offer.blob`).
         chunk_plan: How requests are cut.
+        probe_bytes: Largest write that its link probe can make.
     """
 
     prefill: Instance
     prefill_rank: int
     offer: bytes
     chunk_plan: ChunkPlan
+    probe_bytes: int
 
     def __post_init__(self) -> None:
         _check_rank("prefill_rank", self.prefill_rank, self.prefill)
+        if self.probe_bytes < 1:
+            raise LayoutError(f"probe_bytes is {self.probe_bytes}; it must be positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,7 @@ class AttachResponse:
         control_address: Address of the rank's control channel.
         heartbeat_s: Seconds between beats of the session's life line, above 0.
         protocol_version: The version to speak, as `check_compatible` chose it.
+        probe_bytes: Size of the link probe's bulk write; the smaller of both sides' limits.
     """
 
     session_id: int
@@ -138,9 +143,12 @@ class AttachResponse:
     control_address: str
     heartbeat_s: float
     protocol_version: int
+    probe_bytes: int
 
     def __post_init__(self) -> None:
         check_id("session_id", self.session_id)
+        if self.probe_bytes < 1:
+            raise LayoutError(f"probe_bytes is {self.probe_bytes}; it must be positive")
         _check_rank("decode_rank", self.decode_rank, self.decode)
         if self.ring_capacity_bytes < 1:
             raise LayoutError(f"ring_capacity_bytes is {self.ring_capacity_bytes}; it must be positive")

@@ -78,6 +78,7 @@ def answer() -> AttachResponse:
         control_address="tcp://10.0.0.1:5555",
         heartbeat_s=0.5,
         protocol_version=1,
+        probe_bytes=4096,
     )
 
 
@@ -109,6 +110,7 @@ def test_attach_survives_the_wire() -> None:
         prefill_rank=3,
         offer=b"\xffoffer",
         chunk_plan=ChunkPlan(chunk_tokens=128, layers_per_group=4),
+        probe_bytes=4096,
     )
     assert convert.attach_request_from_proto(convert.attach_request_to_proto(request)) == request
     assert convert.attach_response_from_proto(convert.attach_response_to_proto(answer())) == answer()
@@ -204,7 +206,7 @@ def test_a_broken_instance_is_refused_and_the_field_named(edit: Callable[[pb.Ins
 
 def test_a_broken_attach_is_refused_and_the_field_named() -> None:
     request = convert.attach_request_to_proto(
-        AttachRequest(prefill=instance(), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8))
+        AttachRequest(prefill=instance(), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
     )
     request.prefill_rank = 9
     with pytest.raises(RemoteProtocolError, match="prefill_rank is 9"):

@@ -43,7 +43,7 @@ WRITER = (
     + """
 async def main():
     client = TransferControlClient(sys.argv[1])
-    request = AttachRequest(prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8))
+    request = AttachRequest(prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
     answer = await client.attach(request, timeout_s=10)
     client.watch(answer.session_id, ring_capacity_bytes=4096, heartbeat_s=0.5,
                  on_watermark=lambda _: say("alive"), on_lost=lambda reason: say("lost " + reason))
@@ -57,7 +57,7 @@ SERVER = (
     + """
 async def attach(request):
     return AttachResponse(session_id=77, decode=instance(9), decode_rank=0, answer=b"", ring_capacity_bytes=4096,
-                          control_address="tcp://x:1", heartbeat_s=0.5, protocol_version=1)
+                          control_address="tcp://x:1", heartbeat_s=0.5, protocol_version=1, probe_bytes=4096)
 
 async def main():
     servicer = TransferControlServicer(watermark=Watermark(incarnation=9, sequence=1, position=0), ring_capacity_bytes=4096,
@@ -117,6 +117,7 @@ async def test_a_dead_or_frozen_writer_is_noticed(how: signal.Signals) -> None:
             control_address="tcp://x:1",
             heartbeat_s=HEARTBEAT_S,
             protocol_version=1,
+            probe_bytes=4096,
         )
 
     servicer = TransferControlServicer(
@@ -151,7 +152,9 @@ async def test_a_dead_or_frozen_decode_rank_is_noticed(how: signal.Signals) -> N
     lost: asyncio.Queue[str] = asyncio.Queue()
     async with child(SERVER) as process:
         client = TransferControlClient(await line(process, "127.0.0.1:"))
-        request = AttachRequest(prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8))
+        request = AttachRequest(
+            prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096
+        )
         answer = await client.attach(request, timeout_s=20)
         client.watch(
             answer.session_id,

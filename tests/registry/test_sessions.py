@@ -57,6 +57,7 @@ def attach_request(prefill_rank: int = 0, **changes: Any) -> AttachRequest:
         prefill_rank=prefill_rank,
         offer=b"offer",
         chunk_plan=ChunkPlan(chunk_tokens=16),
+        probe_bytes=4096,
     )
 
 
@@ -111,6 +112,7 @@ class DecodeRank:
             control_address="tcp://127.0.0.1:1",
             heartbeat_s=self.heartbeat_s,
             protocol_version=agreement.protocol_version,
+            probe_bytes=4096,
         )
 
 

@@ -114,7 +114,7 @@ def test_an_instance_keeps_its_own_copy_of_the_model_fields() -> None:
 
 def test_attach_values_are_checked() -> None:
     with pytest.raises(LayoutError, match="prefill_rank is 2; the instance has 2 ranks"):
-        AttachRequest(prefill=instance(), prefill_rank=2, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8))
+        AttachRequest(prefill=instance(), prefill_rank=2, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
     good = AttachResponse(
         session_id=1,
         decode=instance(),
@@ -124,6 +124,7 @@ def test_attach_values_are_checked() -> None:
         control_address="tcp://a:1",
         heartbeat_s=0.5,
         protocol_version=1,
+        probe_bytes=4096,
     )
     for wrong in (
         {"session_id": 0},

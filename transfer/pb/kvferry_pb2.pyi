@@ -281,19 +281,21 @@ class ReserveResponse(_message.Message):
     def __init__(self, reserved: bool = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("prefill", "prefill_rank", "offer", "chunk_plan")
+    __slots__ = ("prefill", "prefill_rank", "offer", "chunk_plan", "probe_bytes")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
     prefill: InstanceInfo
     prefill_rank: int
     offer: bytes
     chunk_plan: ChunkPlanInfo
-    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., prefill_rank: _Optional[int] = ..., offer: _Optional[bytes] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ...) -> None: ...
+    probe_bytes: int
+    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., prefill_rank: _Optional[int] = ..., offer: _Optional[bytes] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., probe_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "decode", "decode_rank", "answer", "ring_capacity", "control_address", "heartbeat_s", "protocol_version")
+    __slots__ = ("session_id", "decode", "decode_rank", "answer", "ring_capacity", "control_address", "heartbeat_s", "protocol_version", "probe_bytes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +304,7 @@ class AttachResponse(_message.Message):
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     decode: InstanceInfo
     decode_rank: int
@@ -310,7 +313,8 @@ class AttachResponse(_message.Message):
     control_address: str
     heartbeat_s: float
     protocol_version: int
-    def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    probe_bytes: int
+    def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ..., probe_bytes: _Optional[int] = ...) -> None: ...
 
 class WriterBeat(_message.Message):
     __slots__ = ("session_id", "link")

@@ -162,6 +162,7 @@ def attach_request_to_proto(request: AttachRequest) -> pb.AttachRequest:
         prefill_rank=request.prefill_rank,
         offer=request.offer,
         chunk_plan=chunk_plan_to_proto(request.chunk_plan),
+        probe_bytes=request.probe_bytes,
     )
 
 
@@ -176,6 +177,7 @@ def attach_request_from_proto(info: pb.AttachRequest) -> AttachRequest:
             prefill_rank=info.prefill_rank,
             offer=info.offer,
             chunk_plan=chunk_plan_from_proto(info.chunk_plan),
+            probe_bytes=info.probe_bytes,
         )
 
 
@@ -189,6 +191,7 @@ def attach_response_to_proto(response: AttachResponse) -> pb.AttachResponse:
         control_address=response.control_address,
         heartbeat_s=response.heartbeat_s,
         protocol_version=response.protocol_version,
+        probe_bytes=response.probe_bytes,
     )
 
 
@@ -207,6 +210,7 @@ def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
             control_address=info.control_address,
             heartbeat_s=info.heartbeat_s,
             protocol_version=info.protocol_version,
+            probe_bytes=info.probe_bytes,
         )
 
 
@@ -274,9 +278,7 @@ def _refusing(what: str) -> Iterator[None]:
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=sampling.seed
-    )
+    return pb.SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=sampling.seed)
 
 
 def sampling_from_proto(info: pb.SamplingParams) -> SamplingParams:
