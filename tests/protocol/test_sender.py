@@ -204,6 +204,36 @@ def test_a_second_attempt_that_was_written_is_not_declined_either() -> None:
     assert declined(sender.reject(0)) == []
 
 
+def test_a_rejection_while_a_failed_request_still_writes_is_declined() -> None:
+    sender = SenderHand(num_slots=3)
+    sender.start(num_tokens=12)
+    sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(3)})
+    for chunk in range(3):
+        sender.compute(chunk)
+        sender.gathered(chunk)
+    sender.written(0)
+    sender.abort()
+    sender.written(1)
+    assert sender.machine.num_requests == 1  # chunk 2 is still being written
+    assert declined(sender.reject(0, chunk=0)) == [grant_key(0, 1)]
+    assert declined(sender.reject(2 * CELL, chunk=1)) == [grant_key(2 * CELL, 1)]
+    assert of_type(sender.written(2), tx.RequestFailed)
+
+
+def test_a_grant_that_was_not_asked_for_is_not_taken() -> None:
+    sender = SenderHand(grants_ahead=1)
+    sender.start(num_tokens=8)
+    sender.compute(0)
+    sender.compute(1)
+    assert sender.grant({1: cells(2, 4)}) == []  # chunk 1 is beyond the window
+    sender.grant({0: cells(0, 2)})
+    sender.gathered(0)
+    sender.written(0)
+    (asked,) = messages(sender.watermark(2 * CELL), GrantRequest)
+    assert [chunk.chunk for chunk in asked.chunks] == [1]
+    assert of_type(sender.grant({1: cells(2, 4)}), tx.StartGather)
+
+
 def test_late_news_of_a_request_that_was_sent_declines_nothing() -> None:
     sender = SenderHand()
     sender.to_writing()
