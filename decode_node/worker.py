@@ -278,9 +278,9 @@ class DecodeWorker:
         request = self._requests.get(message.request_id)
         if request is None:
             return
+        request.is_leaving = True  # before the receiver hears of it: with nothing under way, on_drained comes at once
         if request.is_receiving and self._receiver.cancel_request(message.request_id, message.reason):
-            request.is_leaving = True  # on_drained releases it
-            return
+            return  # on_drained releases it
         self._leave(message.request_id)
 
     def _leave(self, request_id: str) -> None:

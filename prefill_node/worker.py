@@ -283,7 +283,9 @@ class PrefillWorker:
         self._release_if_over(request_id, request)
 
     def _release_if_over(self, request_id: str, request: _Request) -> None:
-        """Pages go back when no gather and no step can read them any more."""
+        """Pages go back, once, when no gather and no step can read them any more."""
+        if self._requests.get(request_id) is not request:
+            return  # the sender gave the source back at once, and that released it
         if request.is_source_released and request.is_computed and not request.steps_under_way:
             del self._requests[request_id]
             self._allocator.release(request_id)
