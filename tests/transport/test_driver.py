@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -279,3 +280,44 @@ def test_two_loops_in_two_threads(kind: str) -> None:
         thread.join(60)
     assert not failures
     pair.close()
+
+
+class _ArmedLate:
+    """A session whose event slips in between `progress()` and `arm()`: no descriptor will tell of it."""
+
+    lane = "fake"
+
+    def __init__(self) -> None:
+        self.read_end, self.write_end = os.pipe()
+        self.has_event = False
+        self.is_done = False
+        self.arms = 0
+
+    def fileno(self) -> int:
+        return self.read_end
+
+    def progress(self) -> bool:
+        moved, self.has_event = self.has_event, False
+        self.is_done |= moved
+        return moved
+
+    def arm(self) -> bool:
+        self.arms += 1
+        if self.arms == 1:
+            self.has_event = True
+            return False
+        return True
+
+    def poll(self) -> bool:
+        return self.is_done
+
+
+async def test_an_event_between_progress_and_arm_is_not_lost() -> None:
+    session: Any = _ArmedLate()
+    driver = SessionDriver(asyncio.get_running_loop())
+    driver.add(session)
+    await driver.wait(session, session, deadline_s=1)
+    assert session.arms >= 1
+    driver.remove(session)
+    os.close(session.read_end)
+    os.close(session.write_end)
