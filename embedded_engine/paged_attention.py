@@ -219,11 +219,14 @@ class DecodePlan:
 
 
 def _rows_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows in groups whose longest is at most twice as long as their shortest."""
+    """Rows in groups whose longest is at most twice as long as their shortest; ascending inside a group.
+
+    Ascending, because a group of all rows is not indexed at all: it takes and gives the step's own order.
+    """
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if groups and lengths[groups[-1][0]] <= 2 * lengths[row]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return groups
+    return [sorted(group) for group in groups]
