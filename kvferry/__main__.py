@@ -1,0 +1,164 @@
+"""`kvferry`: demo, model make, generate, status, doctor. What a command needs is loaded only when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+import transfer
+from kvferry import exit_codes
+from transfer.errors import TransferError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it."
+)
+model_app = typer.Typer(no_args_is_help=True, help="Model directories.")
+app.add_typer(model_app, name="model")
+
+Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"kvferry {transfer.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@app.command()
+def demo(
+    prefill_tp: Annotated[int, typer.Option(help="Tensor parallel degree of the prefill tier.")] = 4,
+    decode_tp: Annotated[int, typer.Option(help="Tensor parallel degree of the decode tier.")] = 2,
+    prefill_page_size: Annotated[int, typer.Option(help="Tokens per page of the prefill tier.")] = 16,
+    decode_page_size: Annotated[int, typer.Option(help="Tokens per page of the decode tier.")] = 32,
+    transport: Annotated[str, typer.Option(help="Data plane.")] = "ucx",
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default a small model is made.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Text file, one prompt a line; by default those built in.")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many; by default each prompt once.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON; - is standard output.")] = None,
+) -> None:
+    """Run both tiers on this machine, send prompts through them, and compare every token with a single process."""
+    from kvferry.demo import DemoOptions, run_demo
+    from kvferry.signals import run_until_signalled
+
+    try:
+        options = DemoOptions(
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+            prefill_page_size=prefill_page_size,
+            decode_page_size=decode_page_size,
+            transport=transport,
+            model=model,
+            prompts_file=prompts,
+            num_requests=requests,
+            max_new_tokens=max_new_tokens,
+            json_file=json,
+        )
+    except TransferError as error:
+        _fail("demo", error)
+    raise typer.Exit(run_until_signalled(lambda: run_demo(options)))
+
+
+@model_app.command("make")
+def model_make(
+    directory: Annotated[Path, typer.Argument(help="Where to; made if missing.")],
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo model in the directory.")] = False,
+) -> None:
+    """Make the demo's small Llama: configuration, safetensors and tokenizer, the same bytes for the same seed."""
+    if directory.is_dir() and any(directory.iterdir()) and not force:
+        message = f"{directory} is not empty; name another directory, or replace a demo model with --force"
+        print(f"kvferry model make: {message}", file=sys.stderr)
+        raise typer.Exit(exit_codes.BAD_INPUT)
+    from kvferry.demo_model import make_demo_model
+
+    try:
+        made = make_demo_model(directory, seed=seed)
+    except TransferError as error:
+        _fail("model make", error)
+    except OSError as error:
+        print(f"kvferry model make: {directory} cannot be written: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(exit_codes.BAD_INPUT) from None
+    print(made)
+
+
+@app.command()
+def generate(
+    target: Target,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt, tokenised by the decode node.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Token ids instead of a prompt, with commas between them.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus, above 0 and at most 1.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely; 0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Generate at a decode node; the text streams. Ctrl-C cancels the request."""
+    from kvferry.generate import make_request, run_generate
+    from kvferry.signals import run_until_signalled
+
+    try:
+        request = make_request(
+            prompt=prompt,
+            token_ids=token_ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            ignore_eos=ignore_eos,
+        )
+    except TransferError as error:
+        _fail("generate", error)
+    raise typer.Exit(run_until_signalled(lambda: run_generate(target, request, timeout_s=timeout, is_json=json)))
+
+
+@app.command()
+def status(
+    target: Target,
+    json: JsonFlag = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+) -> None:
+    """Show a node of either kind: state, ranks, pool, ring, peers, links."""
+    from kvferry.signals import run_until_signalled
+    from kvferry.status_view import run_status
+
+    raise typer.Exit(run_until_signalled(lambda: run_status(target, is_json=json, is_watching=watch)))
+
+
+@app.command()
+def doctor(json: JsonFlag = False) -> None:
+    """Check what this machine offers; exit code 1 if something is missing that kvferry cannot do without."""
+    from kvferry.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(is_json=json))
+
+
+def _fail(command: str, error: TransferError) -> NoReturn:
+    print(f"kvferry {command}: {error}", file=sys.stderr)
+    raise typer.Exit(exit_codes.exit_code_of(error))
+
+
+def main() -> None:
+    """Entry point of the `kvferry` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

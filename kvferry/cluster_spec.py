@@ -1,0 +1,131 @@
+"""What a local cluster is made of: two tiers, each of one node, and the command lines that start them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import kvferry
+from transfer.config import ENVIRONMENT_PREFIX
+from transfer.errors import ConfigError
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpec:
+    """One tier's node. Values are not judged here: the node does that, and says what is wrong with its settings.
+
+    Args:
+        model: Hugging Face model directory.
+        tp_size: Tensor parallel degree, which is the number of rank processes.
+        page_size: Tokens per page.
+        order: "NHD" or "HND".
+        pool_tokens: Room of each rank's KV pool.
+        settings: Any other setting of the node by its path, for example ``{"limits.max_running_requests": 4}``; these win.
+    """
+
+    model: Path
+    tp_size: int = 1
+    page_size: int = 16
+    order: str = "NHD"
+    pool_tokens: int = 16_384
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def all_settings(self) -> dict[str, object]:
+        """Settings by path."""
+        return {
+            "model": self.model,
+            "parallel.tp_size": self.tp_size,
+            "pool.page_size": self.page_size,
+            "pool.order": self.order,
+            "pool.num_tokens": self.pool_tokens,
+        } | dict(self.settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Both tiers and what they share. None leaves a setting at the node's default.
+
+    Args:
+        prefill, decode: The tiers; their models may differ, for a test of what happens then.
+        transport: Name of the data plane.
+        chunk_tokens: Tokens per chunk.
+        layers_per_group: Layers per chunk; 0 for all.
+        staging_slots: Staging slots of each prefill rank.
+        staging_slot_bytes: Size of each.
+        ring_bytes: Ring of each decode rank.
+        heartbeat_s: Seconds between beats.
+        log_level: "debug", "info", "warning" or "error".
+        start_timeout_s: Longest time from the start until the tiers are joined.
+        stop_timeout_s: Longest time for stopping in good order.
+    """
+
+    prefill: TierSpec
+    decode: TierSpec
+    transport: str = "ucx"
+    chunk_tokens: int | None = None
+    layers_per_group: int | None = None
+    staging_slots: int | None = None
+    staging_slot_bytes: int | None = None
+    ring_bytes: int | None = None
+    heartbeat_s: float | None = None
+    log_level: str = "info"
+    start_timeout_s: float = 90.0
+    stop_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_timeout_s", "stop_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    def tier(self, role: Role) -> TierSpec:
+        return self.prefill if role == "prefill" else self.decode
+
+    def settings_of(self, role: Role) -> dict[str, object]:
+        """Every setting of the tier's node that is not left at its default, by path."""
+        shared = {"transport.name": self.transport, "heartbeat.interval_s": self.heartbeat_s}
+        own: dict[str, object]
+        if role == "prefill":
+            own = {
+                "chunk.chunk_tokens": self.chunk_tokens,
+                "chunk.layers_per_group": self.layers_per_group,
+                "staging.num_slots": self.staging_slots,
+                "staging.slot_bytes": self.staging_slot_bytes,
+            }
+        else:
+            own = {"ring.capacity_bytes": self.ring_bytes}
+        given = {path: value for path, value in (shared | own).items() if value is not None}
+        return given | self.tier(role).all_settings()
+
+    def command(self, role: Role, *, port: int, prefill_address: str, ready_file: Path) -> list[str]:
+        """The command line of the tier's node.
+
+        Args:
+            port: Of its gRPC API.
+            prefill_address: host:port of the prefill node, which the decode node joins.
+            ready_file: Written by the node once it is ready.
+        """
+        command = [sys.executable, "-m", f"{role}_node", "serve", "--port", str(port), "--ready-file", str(ready_file)]
+        command += ["--log-format", "json", "--log-level", self.log_level]
+        if role == "decode":
+            command += ["--prefill-node", prefill_address]
+        for path, value in self.settings_of(role).items():
+            command += ["--set", f"{path}={_text(value)}"]
+        return command
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def child_environment() -> dict[str, str]:
+    """Environment for processes that run this very source, installed or not, and that take no setting from this process's own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    source = str(Path(kvferry.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in (source, environment.get("PYTHONPATH")) if part)
+    return environment

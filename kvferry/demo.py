@@ -1,0 +1,249 @@
+"""`kvferry demo`: both tiers on this machine, prompts through them, proof that the tokens are right, a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+import transfer
+from kvferry import exit_codes
+from kvferry.demo_cache import cached_demo_model
+from kvferry.demo_print import print_report
+from kvferry.demo_prompts import load_prompts
+from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, make_report
+from kvferry.demo_view import DemoView, RequestProgress, make_view
+from kvferry.local_cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
+from kvferry.node_client import NodeClient
+from kvferry.reference_run import ReferenceRun
+from node_runtime import exit_codes as node_exit_codes
+from transfer.errors import ConfigError, TransferError
+from transfer.pb import kvferry_pb2 as pb
+
+REQUEST_TIMEOUT_S: Final = 300.0
+IDLE_TIMEOUT_S: Final = 5.0  # ranks report what they hold four times a second
+_STATUS_S: Final = 0.25
+_POLL_S: Final = 0.05
+_CLEAR_REFUSALS: Final = (node_exit_codes.BAD_CONFIG, node_exit_codes.NO_MEMORY)
+_PACKAGES: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "ucxx-cu13", "ucxx-cu12")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What to run. The nodes judge their own settings; here only what they never see is checked.
+
+    Args:
+        model: Hugging Face directory; None makes the demo model.
+        prompts_file: One prompt a line; None takes those built in.
+        num_requests: None sends each prompt once.
+        max_new_tokens: Tokens to generate for each prompt, exactly.
+        json_file: Where the report goes as JSON; ``-`` is standard output.
+    """
+
+    prefill_tp: int = 4
+    decode_tp: int = 2
+    prefill_page_size: int = 16
+    decode_page_size: int = 32
+    transport: str = "ucx"
+    model: Path | None = None
+    prompts_file: Path | None = None
+    num_requests: int | None = None
+    max_new_tokens: int = 32
+    json_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.json_file is not None and not self.is_json_on_stdout and not self.json_file.absolute().parent.is_dir():
+            raise ConfigError(f"--json is {self.json_file}; its folder does not exist")
+
+    @property
+    def is_json_on_stdout(self) -> bool:
+        return self.json_file is not None and str(self.json_file) == "-"
+
+    def cluster(self, model: Path, num_requests: int) -> ClusterSpec:
+        """The two tiers, with queues that take every request at once."""
+        limits = {"limits.max_queued_requests": max(256, num_requests), "limits.queue_timeout_s": REQUEST_TIMEOUT_S}
+        return ClusterSpec(
+            prefill=TierSpec(model=model, tp_size=self.prefill_tp, page_size=self.prefill_page_size, settings=limits),
+            decode=TierSpec(model=model, tp_size=self.decode_tp, page_size=self.decode_page_size, settings=limits),
+            transport=self.transport,
+        )
+
+
+async def run_demo(options: DemoOptions) -> int:
+    """Run it; returns the exit code: 0 only if all tokens are right and nothing is left over."""
+    console = Console(stderr=options.is_json_on_stdout)
+    try:
+        report = await _run(options, make_view(console))
+    except NodeFailed as error:
+        # A refusal says everything in its one line; what died needs its last words.
+        if error.exit_code not in _CLEAR_REFUSALS:
+            for line in error.log_tail:
+                print(f"  {line}", file=sys.stderr)
+        print(f"kvferry demo: {error}", file=sys.stderr)
+        return error.exit_code if error.exit_code is not None and error.exit_code > 0 else exit_codes.FAILED
+    except TransferError as error:
+        print(f"kvferry demo: {error}", file=sys.stderr)
+        return exit_codes.exit_code_of(error)
+    print_report(console, report)
+    if options.json_file is not None:
+        text = json.dumps(report.to_json(), indent=2) + "\n"
+        if options.is_json_on_stdout:
+            sys.stdout.write(text)
+        else:
+            options.json_file.write_text(text)
+    return exit_codes.OK if report.is_success else exit_codes.FAILED
+
+
+async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
+    begun_s = time.monotonic()
+    prompts = load_prompts(options.prompts_file, options.num_requests)
+    with view:
+        model = options.model
+        if model is None:
+            view.phase("the demo model")
+            model = await cached_demo_model()
+        cluster = LocalCluster(options.cluster(model, len(prompts)))
+        with ReferenceRun(model, prompts, options.max_new_tokens, cluster.environment) as reference:
+            view.phase(
+                f"starting prefill TP {options.prefill_tp} (pages of {options.prefill_page_size}) "
+                f"and decode TP {options.decode_tp} (pages of {options.decode_page_size})"
+            )
+            async with cluster:
+                view.phase(f"{len(prompts)} prompts at once")
+                generate_begun_s = time.monotonic()
+                outcomes = await _generate_all(cluster, prompts, options.max_new_tokens, view)
+                generate_s = time.monotonic() - generate_begun_s
+                leaked = await _wait_idle(cluster)
+                decode = await cluster.decode.status()
+                view.phase("waiting for the single process that the tokens are compared with")
+                results = await reference.results()
+                view.phase("stopping")
+                stopped = await cluster.stop()
+        view.phase("stopped")
+    leaked += [f"process {survivor}" for survivor in stopped.survivors]
+    leaked += [f"exit code of the {role} node is {code}, not 0" for role, code in stopped.exit_codes.items() if code]
+    return make_report(
+        outcomes,
+        results,
+        decode=decode,
+        leaked=leaked,
+        seconds=time.monotonic() - begun_s,
+        generate_seconds=generate_s,
+        environment=_environment(options, model),
+    )
+
+
+async def _generate_all(
+    cluster: LocalCluster, prompts: Sequence[str], max_new_tokens: int, view: DemoView
+) -> list[RequestOutcome]:
+    progress = [
+        RequestProgress(number=number, max_new_tokens=max_new_tokens, token_ids=[]) for number in range(1, len(prompts) + 1)
+    ]
+    view.watch(progress)
+    watching = asyncio.create_task(_watch_status(cluster, view))
+    try:
+        async with NodeClient(cluster.decode.address) as client, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_generate(client, prompt, one, view)) for prompt, one in zip(prompts, progress, strict=True)
+            ]
+        return [task.result() for task in tasks]
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _generate(client: NodeClient, prompt: str, progress: RequestProgress, view: DemoView) -> RequestOutcome:
+    """One request to its end; an error of it is its outcome, and nobody else's."""
+    request = pb.GenerateRequest(
+        request_id=f"demo-{progress.number}", prompt=prompt, max_new_tokens=progress.max_new_tokens, ignore_eos=True
+    )
+    done: pb.GenerateDone | None = None
+    error = ""
+    try:
+        # Everybody is sent at once, so the last one's first answer may take a while on a small machine.
+        events = client.generate(request, accept_timeout_s=REQUEST_TIMEOUT_S, timeout_s=REQUEST_TIMEOUT_S)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                match event.WhichOneof("event"):
+                    case "accepted":
+                        progress.state, progress.prompt_tokens = "accepted", event.accepted.prompt_tokens
+                    case "tokens":
+                        progress.state = "generating"
+                        progress.token_ids.extend(event.tokens.token_ids)
+                        progress.text += event.tokens.text
+                    case "done":
+                        done = event.done
+    except TransferError as failure:
+        error = str(failure)
+    progress.error, progress.state = error, "failed" if error else "done"
+    view.finished(progress)
+    return RequestOutcome(
+        prompt_tokens=progress.prompt_tokens, token_ids=tuple(progress.token_ids), done=None if error else done, error=error
+    )
+
+
+async def _watch_status(cluster: LocalCluster, view: DemoView) -> None:
+    async with NodeClient(cluster.decode.address) as client:
+        while True:
+            with contextlib.suppress(TransferError):  # only shown; what it means for requests, they say themselves
+                view.status(await client.status())
+            await asyncio.sleep(_STATUS_S)
+
+
+async def _wait_idle(cluster: LocalCluster) -> list[str]:
+    """What both tiers still hold when they have had time to let go; empty: nothing.
+
+    Raises:
+        NodeFailed: A node has ended.
+    """
+    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    while True:
+        leaked: list[str] = []
+        for node in cluster.nodes:
+            node.check_alive()
+            leaked += find_leaks(await node.status())
+        if not leaked or time.monotonic() > deadline_s:
+            return leaked
+        await asyncio.sleep(_POLL_S)
+
+
+def _environment(options: DemoOptions, model: Path) -> dict[str, Any]:
+    """Versions and machine, for the record."""
+    versions = {"kvferry": transfer.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "prefill_tp": options.prefill_tp,
+        "decode_tp": options.decode_tp,
+        "prefill_page_size": options.prefill_page_size,
+        "decode_page_size": options.decode_page_size,
+        "max_new_tokens": options.max_new_tokens,
+        "model": model.name if options.model is None else str(model),
+        "versions": versions,
+        "cpu": cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "system": platform.platform(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,84 @@
+"""The demo's report for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.demo_report import DemoReport, Percentiles
+from kvferry.demo_view import in_bytes
+
+_MAX_LINES = 10
+
+
+def print_report(console: Console, report: DemoReport) -> None:
+    """Print the table, what went wrong, and what it would have cost without staging."""
+    table = Table(title="what moved", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in _rows(report):
+        table.add_row(name, value)
+    console.print(table)
+    for title, lines in (("tokens differ", report.mismatches), ("left over", report.leaked)):
+        for line in lines[:_MAX_LINES]:
+            console.print(f"{title}: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if len(lines) > _MAX_LINES:
+            console.print(f"{title}: and {len(lines) - _MAX_LINES} more", style="red", markup=False)
+    console.print(cost_line(report), markup=False, highlight=False, soft_wrap=True)
+    if report.is_success:
+        text = f"All {report.generated_tokens:,} tokens of {report.requests} requests are those that a single process made."
+        console.print(text, style="green", markup=False, soft_wrap=True)
+    else:
+        console.print(verdict(report), style="bold red", markup=False, soft_wrap=True)
+
+
+def cost_line(report: DemoReport) -> str:
+    """What the same transfer would have cost if every token x layer slice were a write."""
+    if not report.writes:
+        return "Nothing was moved."
+    factor = report.writes_without_staging / report.writes
+    return (
+        f"Without staging, one write for each token and layer: {report.writes_without_staging:,} writes of "
+        f"{report.bytes_moved / max(report.writes_without_staging, 1):,.0f} bytes. "
+        f"Here: {report.writes:,} writes of {in_bytes(report.bytes_moved / report.writes)}, {factor:,.0f} times fewer."
+    )
+
+
+def verdict(report: DemoReport) -> str:
+    """One line on what is wrong with a run that did not succeed."""
+    parts = []
+    if report.failed:
+        parts.append(f"{report.failed} of {report.requests} requests failed")
+    differing = len(report.mismatches) - report.failed
+    if differing > 0:
+        parts.append(f"{differing} of {report.requests} requests have other tokens than a single process")
+    if report.leaks:
+        parts.append(f"{report.leaks} things are left over")
+    return "Failed: " + ", ".join(parts) + "."
+
+
+def _rows(report: DemoReport) -> list[tuple[str, str]]:
+    bandwidth = report.link_bandwidth_bytes_per_s / 1e9
+    return [
+        ("requests", f"{report.requests:,}"),
+        ("tokens match a single process", "yes" if report.tokens_match else "NO"),
+        ("prompt tokens", f"{report.prompt_tokens:,}"),
+        ("generated tokens", f"{report.generated_tokens:,}"),
+        ("bytes moved", in_bytes(report.bytes_moved)),
+        ("writes", f"{report.writes:,}"),
+        ("writes without staging", f"{report.writes_without_staging:,}"),
+        ("chunks sent again", f"{report.resends:,}"),
+        ("transport", f"{report.transport}, {report.links} links, median {bandwidth:.1f} GB/s"),
+        ("transfer p50 / p99", _seconds(report.transfer_seconds)),
+        ("time to first token p50 / p99", _seconds(report.ttft_seconds)),
+        ("overlap with compute", f"{report.overlap_ratio:.0%}"),
+        ("ring peak", in_bytes(report.ring_peak_bytes)),
+        ("watermark acks", f"{report.watermark_acks:,}"),
+        ("leaks", f"{report.leaks}"),
+        ("prompts to last token", f"{report.generate_seconds:.1f} s"),
+        ("whole run", f"{report.seconds:.1f} s"),
+    ]
+
+
+def _seconds(values: Percentiles) -> str:
+    return f"{values.p50 * 1e3:,.1f} / {values.p99 * 1e3:,.1f} ms"

@@ -1,0 +1,66 @@
+"""The prompts of the demo: built in, or a text file with one a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from transfer.errors import ConfigError
+
+_PASSAGE: Final = (
+    "The ferry left at dawn with forty crates on board, and every crate had a number that the crew read aloud. "
+    "On the far shore the pages are larger, so two of them fit where four were before, and still no line is lost. "
+    "A small boat came late; the harbour kept its place free and sent the others on. "
+    "When the tide fell, the keeper marked the wall and told the captain how much room there was. "
+)
+
+BUILT_IN: Final = (
+    "The captain counts the crates.",
+    "Why does a ferry wait for the tide?",
+    "Tell me what the second machine does with the cache of the first one, in one sentence.",
+    "A storm came in the night. " * 4,
+    "The engineers drew a map of two cities with four towers on the left and two on the right, and one bridge for every floor.",
+    _PASSAGE,
+    "Once more, slowly: " + _PASSAGE,
+    _PASSAGE + "What happened to the small boat?",
+    "Read this twice. " + _PASSAGE * 2,
+    _PASSAGE * 2 + "Then the first bell rang, and a new day began. " * 3,
+    "Notes of the harbour master. " + _PASSAGE * 4,
+    _PASSAGE * 5 + "Who read the numbers aloud, and why did nobody leave before the quay had room?",
+)
+"""About 10 to 600 tokens of the demo model each."""
+
+
+def load_prompts(file: Path | None, num_requests: int | None) -> list[str]:
+    """The prompts of a run.
+
+    Args:
+        file: One prompt a line, empty lines left out; None takes those built in.
+        num_requests: How many; more than there are begin again from the first, with their number before them, so that no two
+            are alike. None takes each once.
+
+    Raises:
+        ConfigError: The file cannot be read or holds no prompt, or the number is not positive.
+    """
+    if num_requests is not None and num_requests < 1:
+        raise ConfigError(f"--requests is {num_requests}; it must be at least 1")
+    prompts = list(BUILT_IN) if file is None else _read(file)
+    if num_requests is None:
+        return prompts
+    return [
+        prompts[index] if index < len(prompts) else f"{index + 1}. {prompts[index % len(prompts)]}"
+        for index in range(num_requests)
+    ]
+
+
+def _read(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--prompts is {file}, which cannot be read ({error}); it must be a text file, one prompt a line"
+        ) from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts is {file}, which holds no prompt; it must have one a line")
+    return prompts

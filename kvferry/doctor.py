@@ -1,0 +1,241 @@
+"""`kvferry doctor`: what this machine offers, each thing with the command that mends it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from kvferry import exit_codes
+from kvferry.loopback import LoopbackResult, measure_loopback
+from transfer.errors import ConfigError, TransferError
+
+MIN_SHM_BYTES: Final = 256 << 20
+"""Triton's and torch's own needs and UCX's queues fit; a container's default of 64 MiB is known to be too little for NCCL."""
+MIN_OPEN_FILES: Final = 1024
+SLOW_BYTES_PER_S: Final = 0.5e9  # UCX over loopback TCP gives 1 to 2.7 GB/s, shared memory 4 to 7
+NEEDED: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "numpy", "msgpack", "xxhash")
+_RDMA: Final = re.compile(r"\b(?:rc|ud|dc|mlx5|rdmacm|srd|efa|gga)[a-z_0-9]*/")
+
+
+class State(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        name: What.
+        state: `FAIL`: kvferry cannot run like this; `WARN`: it can, slower or not everywhere.
+        text: What was found.
+        mend: Command or step that mends it; empty when it is ok.
+    """
+
+    name: str
+    state: State
+    text: str
+    mend: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.state is State.OK) == bool(self.mend):
+            raise ConfigError(f"finding {self.name} is {self.state} and its mend is {self.mend!r}; what is not ok needs one")
+
+
+def run_doctor(*, is_json: bool) -> int:
+    """Look at everything and print it; returns the exit code."""
+    if is_json:
+        findings = list(examine())
+        print(json.dumps({"findings": [asdict(one) for one in findings], "ok": not _fails(findings)}, indent=2))
+        return exit_codes.FAILED if _fails(findings) else exit_codes.OK
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    styles = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        console.print(f"[{styles[finding.state]}]{finding.state:<4}[/] {finding.name}:", end=" ")
+        console.print(finding.text, markup=False, soft_wrap=True)
+        if finding.mend:
+            console.print(f"     mend: {finding.mend}", markup=False, soft_wrap=True)
+    return exit_codes.FAILED if _fails(findings) else exit_codes.OK
+
+
+def _fails(findings: list[Finding]) -> bool:
+    return any(finding.state is State.FAIL for finding in findings)
+
+
+def examine() -> Iterator[Finding]:
+    """Everything, one after the other; the transfer between two processes takes a few seconds."""
+    yield check_python(sys.version_info[:3])
+    yield check_packages(installed_version)
+    devices = ucx_devices()
+    yield devices
+    has_rdma = bool(_RDMA.search(devices.text))
+    yield check_shared_memory(*_shared_memory())
+    yield check_ptrace_scope(_read(Path("/proc/sys/kernel/yama/ptrace_scope")))
+    yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_rdma=has_rdma)
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_ports()
+    yield check_gpu(bool(list(Path("/dev").glob("nvidia[0-9]*"))), installed_version("torch"))
+    yield check_loopback(measure_loopback)
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, without importing it; None: not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    text = f"{platform.python_implementation()} {'.'.join(map(str, version))}"
+    if version >= (3, 11):
+        return Finding(name="python", state=State.OK, text=text)
+    return Finding(
+        name="python", state=State.FAIL, text=text, mend="make setup PYTHON=python3.11 (3.11 is the oldest that will do)"
+    )
+
+
+def check_packages(version_of: Callable[[str], str | None]) -> Finding:
+    versions: Mapping[str, str | None] = {name: version_of(name) for name in NEEDED}
+    missing = [name for name, version in versions.items() if version is None]
+    text = ", ".join(f"{name} {version or 'MISSING'}" for name, version in versions.items())
+    if missing:
+        return Finding(name="packages", state=State.FAIL, text=text, mend=f"pip install -c constraints.txt {' '.join(missing)}")
+    return Finding(name="packages", state=State.OK, text=text)
+
+
+def ucx_devices() -> Finding:
+    """UCX and UCXX: versions, and what UCX can send over here."""
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    try:
+        lib: Any = importlib.import_module("ucxx._lib.libucxx")
+        context = lib.UCXContext({}, (lib.Feature.TAG, lib.Feature.WAKEUP))
+        names = parse_ucx_resources(str(context.info))
+        version = ".".join(map(str, lib.get_ucx_version()))
+    except Exception as error:  # a missing package, a missing shared library, or UCX's own refusal
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Finding(
+            name="ucx", state=State.FAIL, text=text, mend="pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)"
+        )
+    wrapper = installed_version("ucxx-cu13") or installed_version("ucxx-cu12") or "of unknown version"
+    text = f"UCX {version}, ucxx {wrapper}; sees {', '.join(names)}"
+    if _RDMA.search(text) is None:
+        text += "; no RDMA device, hosts would talk over TCP"
+    if not any(name.startswith(("tcp/", "self/")) for name in names):
+        return Finding(name="ucx", state=State.FAIL, text=text, mend="unset UCX_TLS UCX_NET_DEVICES")
+    return Finding(name="ucx", state=State.OK, text=text)
+
+
+def parse_ucx_resources(info: str) -> list[str]:
+    """``transport/device`` of each resource in UCX's description of a context, in its order."""
+    return re.findall(r"resource\s+\d+\s*:.*?--\s*(\S+)", info)
+
+
+def check_shared_memory(total_bytes: int, free_bytes: int) -> Finding:
+    text = f"/dev/shm has {total_bytes / 2**20:,.0f} MiB, {free_bytes / 2**20:,.0f} MiB of it free"
+    if free_bytes >= MIN_SHM_BYTES:
+        return Finding(name="shared memory", state=State.OK, text=text)
+    mend = "mount -o remount,size=2g /dev/shm (a container: docker run --shm-size=2g)"
+    return Finding(name="shared memory", state=State.WARN, text=text, mend=mend)
+
+
+def _shared_memory() -> tuple[int, int]:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return 0, 0
+    return usage.total, usage.free
+
+
+def check_ptrace_scope(scope: str | None) -> Finding:
+    """Cross-memory attach, which makes transfers on one host as fast as memcpy, is ptrace to the kernel."""
+    name = "cross-memory attach"
+    if scope is None:
+        return Finding(name=name, state=State.OK, text="permitted (the kernel has no yama)")
+    if scope == "0":
+        return Finding(name=name, state=State.OK, text="permitted (kernel.yama.ptrace_scope is 0)")
+    text = f"kernel.yama.ptrace_scope is {scope}: ranks that are not parent and child use TCP on one host"
+    return Finding(name=name, state=State.WARN, text=text, mend="sysctl -w kernel.yama.ptrace_scope=0")
+
+
+def check_memlock(limit_bytes: int, *, has_rdma: bool) -> Finding:
+    is_unlimited = limit_bytes == resource.RLIM_INFINITY
+    text = "unlimited" if is_unlimited else f"{limit_bytes / 2**20:,.0f} MiB"
+    if is_unlimited or not has_rdma:
+        note = "" if is_unlimited else ", enough without RDMA"
+        return Finding(name="locked memory", state=State.OK, text=text + note)
+    text += "; RDMA pins every ring and staging buffer"
+    return Finding(name="locked memory", state=State.WARN, text=text, mend="ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)")
+
+
+def check_open_files(limit: int) -> Finding:
+    if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
+        return Finding(name="open files", state=State.OK, text="unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")
+    text = f"{limit:,}; each peer rank takes about ten"
+    return Finding(name="open files", state=State.WARN, text=text, mend=f"ulimit -n {MIN_OPEN_FILES}")
+
+
+def check_ports() -> Finding:
+    """Whether ports can be had on loopback, and a connection made."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=2.0):
+                pass
+    except OSError as error:
+        return Finding(name="loopback ports", state=State.FAIL, text=str(error), mend="ip link set lo up")
+    span = _read(Path("/proc/sys/net/ipv4/ip_local_port_range"))
+    return Finding(
+        name="loopback ports", state=State.OK, text=f"free ports can be had (from {' to '.join((span or '').split())})"
+    )
+
+
+def check_gpu(has_gpu: bool, torch_version: str | None) -> Finding:
+    is_cpu_torch = torch_version is not None and torch_version.endswith("+cpu")
+    if not has_gpu:
+        return Finding(name="gpu", state=State.OK, text="none; everything runs on the CPU")
+    if is_cpu_torch:
+        text = f"there is one, but torch {torch_version} cannot use it"
+        return Finding(name="gpu", state=State.WARN, text=text, mend="install torch's CUDA build: make clean setup")
+    return Finding(name="gpu", state=State.OK, text=f"yes, torch {torch_version or 'MISSING'}")
+
+
+def check_loopback(measure: Callable[[], LoopbackResult]) -> Finding:
+    """A transfer between two processes, which is what everything else is for."""
+    name = "transfer between two processes"
+    try:
+        result = measure()
+    except TransferError as error:
+        return Finding(name=name, state=State.FAIL, text=str(error), mend="see the lines above; UCX_LOG_LEVEL=info tells more")
+    text = f"{result.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {result.latency_s * 1e6:,.0f} us, lane {result.lane}, bytes equal"
+    if result.bandwidth_bytes_per_s < SLOW_BYTES_PER_S:
+        mend = "run it again on an idle machine; if lane is ucx/net, permit cross-memory attach"
+        return Finding(name=name, state=State.WARN, text=text, mend=mend)
+    return Finding(name=name, state=State.OK, text=text)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,113 @@
+"""Calls a node as its users do: generate, status, abort."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, cast
+
+import grpc
+
+from transfer.errors import ConfigError, RemoteProtocolError, TransportTimeout
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.client import open_channel
+from transfer.registry.status import error_of
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub, PrefillControlAsyncStub
+
+ANSWER_TIMEOUT_S: Final = 10.0
+"""Longest wait for a node's first answer; one that lives answers in milliseconds, also when it has no room."""
+
+
+class NodeClient:
+    """A connection to one node of either role. Use it as an async context manager, on one loop.
+
+    Args:
+        address: host:port of the node's gRPC API.
+
+    Raises:
+        ConfigError: `address` is no host:port.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
+            raise ConfigError(f"target is {address!r}; it must be host:port with a port from 1 to 65535")
+        self.address = address
+        self._channel = open_channel(address)
+        self._decode = cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(self._channel))
+        self._prefill = cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(self._channel))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls that run are cancelled."""
+        await self._channel.close()
+
+    async def status(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.NodeStatus:
+        """The node's status, whichever role it has.
+
+        Raises:
+            TransferError: The call failed, see `transfer.registry.status.error_of`.
+        """
+        try:
+            try:
+                return await self._decode.Status(pb.StatusRequest(), timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+            return await self._prefill.Status(pb.StatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, peer=self.address) from error
+
+    async def abort(self, request_id: str, *, reason: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+        """Abort a request at the decode node; whether it was in flight.
+
+        Raises:
+            TransferError: The call failed.
+        """
+        question = pb.AbortRequest(request_id=request_id, reason=reason)
+        try:
+            return (await self._decode.Abort(question, timeout=timeout_s)).found
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, peer=self.address) from error
+
+    async def generate(
+        self, request: pb.GenerateRequest, *, accept_timeout_s: float = ANSWER_TIMEOUT_S, timeout_s: float | None = None
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """Generate at the decode node; the request is cancelled when the iteration is given up (close the generator).
+
+        Args:
+            accept_timeout_s: Longest wait for the first event.
+            timeout_s: Deadline of the whole request.
+
+        Raises:
+            TransferError: The call failed, or ended without a last event.
+        """
+        call = self._decode.Generate(request, timeout=timeout_s)
+        is_done = False
+        try:
+            try:
+                async with asyncio.timeout(accept_timeout_s):
+                    event = await call.read()
+            except TimeoutError:
+                raise TransportTimeout(f"{self.address}: no answer within {accept_timeout_s:g} s") from None
+            while isinstance(event, pb.GenerateEvent):  # else it is grpc.aio.EOF
+                is_done = event.HasField("done")
+                yield event
+                event = await call.read()
+            if not is_done:
+                raise RemoteProtocolError(f"{self.address}: the stream ended without its last event")
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise RemoteProtocolError(f"{self.address} is no decode node; give the address of one") from error
+            raise error_of(error, peer=self.address) from error
+        finally:
+            call.cancel()

@@ -1,0 +1,86 @@
+"""The reference generator as a process of its own: it starts while the tiers start, and is asked for its results at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, Self
+
+from kvferry.reference_generate import ReferenceResult, result_of
+from transfer.errors import EngineError
+
+_POLL_S: Final = 0.05
+_QUIET: Final = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+class ReferenceRun:
+    """Runs `kvferry.reference_generate`; a context manager that leaves no process.
+
+    Args:
+        model: Model directory.
+        prompts: Texts.
+        max_new_tokens: Tokens to generate for each.
+        environment: Of its process.
+    """
+
+    def __init__(self, model: Path, prompts: Sequence[str], max_new_tokens: int, environment: Mapping[str, str]) -> None:
+        self._num_prompts = len(prompts)
+        self._task = {"model": str(model), "max_new_tokens": max_new_tokens, "prompts": list(prompts)}
+        self._environment = dict(environment) | _QUIET
+        self._files = contextlib.ExitStack()
+        self._input = self._files.enter_context(tempfile.TemporaryFile())
+        self._output = self._files.enter_context(tempfile.TemporaryFile())
+        self._errors = self._files.enter_context(tempfile.TemporaryFile())
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._input.write(json.dumps(self._task).encode())
+        self._input.seek(0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.reference_generate"],
+            stdin=self._input,
+            stdout=self._output,
+            stderr=self._errors,
+            env=self._environment,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._files.close()
+
+    async def results(self) -> list[ReferenceResult]:
+        """Wait until it has ended; one result for each prompt, in order.
+
+        Raises:
+            EngineError: It failed; its last line is named.
+        """
+        assert self._process is not None, "enter it first"
+        while self._process.poll() is None:
+            await asyncio.sleep(_POLL_S)
+        lines = _lines_of(self._output)
+        if self._process.returncode or len(lines) != self._num_prompts:
+            errors = _lines_of(self._errors)
+            why = errors[-1] if errors else f"exit code {self._process.returncode}, {len(lines)} of {self._num_prompts} results"
+            raise EngineError(f"the single process that the tokens are compared with failed: {why}")
+        return [result_of(line) for line in lines]
+
+
+def _lines_of(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]

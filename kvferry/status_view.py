@@ -1,0 +1,147 @@
+"""`kvferry status`: a node's state as tables or JSON, once or again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvferry import exit_codes
+from kvferry.demo_view import in_bytes, ring_table
+from kvferry.node_client import NodeClient
+from transfer.errors import TransferError
+from transfer.pb import kvferry_pb2 as pb
+
+WATCH_S: Final = 0.5
+_STYLES: Final = {"ready": "green", "joined": "green", "failed": "red", "lost": "red"}
+
+
+async def run_status(target: str, *, is_json: bool, is_watching: bool) -> int:
+    """Print it; returns the exit code. Watching, it goes on until it is cancelled, and shows when the node does not answer."""
+    try:
+        async with NodeClient(target) as client:
+            if is_watching:
+                await (_watch_json(client) if is_json else _watch(client))
+            status = await client.status()
+    except TransferError as error:
+        print(f"kvferry status: {error}", file=sys.stderr)
+        return exit_codes.exit_code_of(error)
+    if is_json:
+        print(json.dumps(status_to_json(status), indent=2))
+    else:
+        Console().print(status_tables(status, target))
+    return exit_codes.OK
+
+
+async def _watch(client: NodeClient) -> None:
+    with Live(Text("..."), console=Console(), auto_refresh=False) as live:
+        while True:
+            shown: RenderableType
+            try:
+                shown = status_tables(await client.status(), client.address)
+            except TransferError as error:
+                shown = Text(str(error), style="red")
+            live.update(shown, refresh=True)
+            await asyncio.sleep(WATCH_S)
+
+
+async def _watch_json(client: NodeClient) -> None:
+    """One object a line."""
+    while True:
+        print(json.dumps(status_to_json(await client.status())), flush=True)
+        await asyncio.sleep(WATCH_S)
+
+
+def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
+    """Every field under its name in the wire contract, also those that are 0; incarnations as 16 hex digits."""
+    instance = status.instance
+    content: dict[str, Any] = {
+        name: getattr(status, name) for name in ("role", "state", "uptime_s", "queued_requests", "running_requests", "restarts")
+    }
+    content["instance"] = {
+        "incarnation": f"{instance.incarnation:016x}",
+        "version": instance.version,
+        "layout_fingerprint": instance.layout_fingerprint,
+        "model_fingerprint": instance.model_fingerprint,
+        "model_fields": dict(instance.model_fields),
+        "shard": _fields(instance.shard) | {"stage_layers": list(instance.shard.stage_layers)},
+        "transport": instance.transport,
+        "digest": instance.digest,
+    }
+    content["ranks"] = [_fields(rank) for rank in status.ranks]
+    content["peers"] = [_fields(peer) | {"incarnation": f"{peer.incarnation:016x}"} for peer in status.peers]
+    content["links"] = [_fields(link) for link in status.links]
+    return content
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """All single-valued fields of a flat message."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.name != "stage_layers"}
+
+
+def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
+    """The node, its ranks, its peers and its links."""
+    parts: list[RenderableType] = [_head(status, address)]
+    if status.ranks:
+        parts.append(_rank_table(status))
+    if any(rank.ring_capacity for rank in status.ranks):
+        parts.append(ring_table(status))
+    if status.peers:
+        parts.append(_peer_table(status))
+    if status.links:
+        parts.append(_link_table(status))
+    return Group(*parts)
+
+
+def _head(status: pb.NodeStatus, address: str) -> Text:
+    shard = status.instance.shard
+    text = Text.assemble((f"{status.role} node {address} ", "bold"), (status.state, _STYLES.get(status.state, "yellow")))
+    text.append(
+        f"  up {status.uptime_s:,.0f} s, {status.queued_requests} queued, {status.running_requests} running, "
+        f"{status.restarts} restarts"
+    )
+    if status.HasField("instance"):
+        text.append(
+            f"\nincarnation {status.instance.incarnation:016x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
+            f"{shard.dtype}), transport {status.instance.transport}, model {status.instance.model_fingerprint}"
+        )
+    return text
+
+
+def _table(title: str, *headings: str, num_left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < num_left else "right")
+    return table
+
+
+def _rank_table(status: pb.NodeStatus) -> Table:
+    table = _table("ranks", "rank", "pid", "pages", "reserved", "bound", "slots used", "requests", "sessions", "acks", "dropped")
+    for rank in status.ranks:
+        slots = f"{rank.staging_slots_used} of {rank.staging_slots}" if rank.staging_slots else "-"
+        numbers = (rank.pool_pages, rank.pool_pages_reserved, rank.pool_pages_bound)
+        counts = (rank.requests, rank.sessions, rank.watermark_acks, rank.dropped_messages)
+        table.add_row(str(rank.rank), str(rank.pid), *(f"{one:,}" for one in numbers), slots, *(f"{one:,}" for one in counts))
+    return table
+
+
+def _peer_table(status: pb.NodeStatus) -> Table:
+    table = _table("peers", "address", "state", "incarnation", "reason", num_left=4)
+    for peer in status.peers:
+        state = Text(peer.state, style=_STYLES.get(peer.state, "yellow"))
+        table.add_row(Text(peer.address), state, f"{peer.incarnation:016x}" if peer.incarnation else "-", Text(peer.reason))
+    return table
+
+
+def _link_table(status: pb.NodeStatus) -> Table:
+    table = _table("links", "prefill rank -> decode rank", "lane", "latency", "bandwidth", num_left=2)
+    for link in sorted(status.links, key=lambda one: (one.prefill_rank, one.decode_rank)):
+        bandwidth = f"{in_bytes(link.bandwidth_bytes_per_s)}/s"
+        table.add_row(f"{link.prefill_rank} -> {link.decode_rank}", link.lane, f"{link.latency_s * 1e6:,.0f} us", bandwidth)
+    return table
