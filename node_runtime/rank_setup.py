@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Final, Literal, Protocol
+from typing import Protocol
 
 import transfer
 from transfer.config import NodeConfig, TransportConfig
@@ -14,8 +14,6 @@ from transfer.kernels.digest import DIGEST_ALGORITHM
 from transfer.layout import KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.transport.base import Transport
-
-_LANES: Final[Mapping[str, Literal["auto", "shm", "net"]]] = {"auto": "auto", "on": "net", "off": "shm"}
 
 
 class Engine(Protocol):
@@ -61,7 +59,7 @@ def open_transport(config: TransportConfig) -> Transport:
         case "ucx":
             from transfer.transport.ucx import UcxTransport  # loads a foreign library only where it is used
 
-            return UcxTransport(lane=_LANES[config.ucx.endpoint_error_handling])
+            return UcxTransport(lane=config.ucx.lane)
         case _:
             raise ConfigError(f"transport.name is {config.name}; a rank can only serve ucx")
 

@@ -74,11 +74,6 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
-def _on_or_off(value: object) -> object:
-    """YAML reads a bare on and off as true and false."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-
-
 def _listed(value: object) -> object:
     """A list, or its comma-separated text, which is all that the environment has."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -184,11 +179,11 @@ class RingConfig(_Section):
 class UcxConfig(_Section):
     """Settings of the ``ucx`` transport."""
 
-    endpoint_error_handling: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = Field(
+    lane: Literal["auto", "shm", "net"] = Field(
         default="auto",
         description=(
-            "Whether UCX itself watches for a dead peer. It then leaves shared memory out, so one host is slower. "
-            "auto: off on one host, on between hosts."
+            "How two ends of one host are joined. shm: shared memory (one copy); net: whatever UCX finds (RDMA, TCP). "
+            "auto: shm where it works, else net."
         ),
     )
 

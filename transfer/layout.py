@@ -150,9 +150,8 @@ class KVLayout:
                 runs.append([index, index + 1])
         for begin, end in runs:
             spec = self.layers[begin]
-            named[f"layers[{begin}:{end}]"] = (
-                f"{spec.kind} kv_heads={spec.num_kv_heads} k_dim={spec.k_head_dim} v_dim={spec.v_head_dim} window={spec.window_tokens}"
-            )
+            dims = f"kv_heads={spec.num_kv_heads} k_dim={spec.k_head_dim} v_dim={spec.v_head_dim}"
+            named[f"layers[{begin}:{end}]"] = f"{spec.kind} {dims} window={spec.window_tokens}"
         return named
 
     def fingerprint(self) -> str:

@@ -61,7 +61,7 @@ def test_every_kind_of_value_can_come_from_text() -> None:
         "pool.dtype=bfloat16",
         "pool.order=HND",
         "parallel.pp_size=1",
-        "transport.ucx.endpoint_error_handling=off",
+        "transport.ucx.lane=shm",
         "ready_file=/run/x.json",
         "log.format=json",
     )
@@ -69,17 +69,17 @@ def test_every_kind_of_value_can_come_from_text() -> None:
     assert config.peers.prefill_nodes == ("a:1", "[::1]:2")
     assert config.limits.queue_timeout_s == 0.5
     assert (config.pool.dtype, config.pool.order) == (DType.BFLOAT16, TokenOrder.HND)
-    assert config.transport.ucx.endpoint_error_handling == "off"
+    assert config.transport.ucx.lane == "shm"
     assert config.ready_file == Path("/run/x.json")
     assert decode("ready_file=null").ready_file is None
 
 
 def test_a_file_may_hold_lists_empty_sections_and_yamls_own_words(tmp_path: Path) -> None:
-    text = "model: m\npool:\ntransport:\n  ucx:\n    endpoint_error_handling: on\nready_file: null\n"
+    text = "model: m\npool:\ntransport:\n  ucx:\n    lane: net\nready_file: null\n"
     text += "peers:\n  prefill_nodes: [h:1, h:2]\n"
     config = load_config(DecodeNodeConfig, file=yaml_file(tmp_path, text))
     assert config.pool.page_size == 16
-    assert config.transport.ucx.endpoint_error_handling == "on"
+    assert config.transport.ucx.lane == "net"
     assert config.peers.prefill_nodes == ("h:1", "h:2")
     with pytest.raises(ConfigError, match="model is missing"):
         load_config(DecodeNodeConfig, file=yaml_file(tmp_path, ""))
