@@ -37,6 +37,9 @@ from transfer.errors import (
 )
 from transfer.pb import kvferry_pb2 as pb
 
+REASON_GRACE_S = 0.3
+"""How long the prefill node's own reason for a failed transfer is waited for before a rank's is taken."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -309,9 +312,14 @@ class DecodeRequests:
 
     def on_transfer_failed(self, rank: int, message: TransferFailed) -> None:
         request = self._requests.get(message.request_id)
-        if request is not None and request.stage is _Stage.RECEIVING:
-            kind = IntegrityError if message.is_data_loss else PeerUnreachable
-            self._fail(request, kind(f"decode rank {rank}: {message.reason}"))
+        if request is None or request.stage is not _Stage.RECEIVING:
+            return
+        if message.is_data_loss:
+            self._fail(request, IntegrityError(f"decode rank {rank}: {message.reason}"))
+            return
+        # A rank only sees that its writer gave up or went away. Why, the prefill node's call is about to say.
+        error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
+        asyncio.get_running_loop().call_later(REASON_GRACE_S, self._fail_transfer, request, error)
 
     def on_pages_released(self, rank: int, request_id: str) -> None:
         request = self._requests[request_id]
@@ -407,7 +415,7 @@ class DecodeRequests:
 
     def _fail(self, request: Request, error: TransferError) -> None:
         """Tell the caller, stop the prefill node's call, and have the ranks give the request up where they know of it."""
-        if request.stage in (_Stage.LEAVING, _Stage.GONE):
+        if request.stage in (_Stage.LEAVING, _Stage.GONE) or self._requests.get(request.request_id) is not request:
             return
         self._end(request, error)
         self._running.pop(request.request_id, None)
