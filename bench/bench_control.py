@@ -22,9 +22,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from bench.timing import Report, argument_parser
-from decode_node import receiver as rx
+from decode_node import receiver_events as rx
+from decode_node.receiver import Receiver
 from node_runtime.event_pump import EventPump
-from prefill_node import sender as tx
+from prefill_node import sender_events as tx
+from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.instance import AttachRequest, AttachResponse, Instance
@@ -92,7 +94,7 @@ class Writer:
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], object]) -> None:
         self._loop = loop
         self._send = send
-        self._machine = tx.Sender(tx.SenderSettings(num_slots=8, grants_ahead=8), incarnation=PREFILL_LIFE)
+        self._machine = Sender(tx.SenderSettings(num_slots=8, grants_ahead=8), incarnation=PREFILL_LIFE)
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self.pump: EventPump[tx.Event, tx.Action] = EventPump(
             loop, handle=self._machine.handle, carry_out=self._carry_out, is_idle=lambda: self._machine.is_idle, tick=tx.Tick()
@@ -135,7 +137,7 @@ class Target:
         self._send = send
         self._publish = publish
         self.ring = StagingAllocator(RING_BYTES, incarnation=DECODE_LIFE)
-        self._machine = rx.Receiver(rx.ReceiverSettings(is_one_sided=True), self.ring)
+        self._machine = Receiver(rx.ReceiverSettings(is_one_sided=True), self.ring)
         self.pump: EventPump[rx.Event, rx.Action] = EventPump(
             loop, handle=self._machine.handle, carry_out=self._carry_out, is_idle=lambda: True, tick=rx.Tick()
         )
@@ -238,6 +240,7 @@ async def run_two_processes(*, num_requests: int, num_round_trips: int) -> Sampl
             control_address=control.address,
             heartbeat_s=servicer.heartbeat_s,
             protocol_version=PROTOCOL_VERSIONS[-1],
+            probe_bytes=1,
         )
 
     lost: list[str] = []
@@ -271,7 +274,7 @@ async def run_writer(address: str, *, num_requests: int, num_round_trips: int) -
     """The child: attach, then measure."""
     loop = asyncio.get_running_loop()
     client = TransferControlClient(address)
-    request = AttachRequest(prefill=instance(PREFILL_LIFE), prefill_rank=0, offer=b"none", chunk_plan=PLAN)
+    request = AttachRequest(prefill=instance(PREFILL_LIFE), prefill_rank=0, offer=b"none", chunk_plan=PLAN, probe_bytes=1)
     attached = await client.attach(request, timeout_s=10.0)
     control = ZmqControlClient(attached.control_address, session_id=attached.session_id)
     writer = Writer(loop, control.send)

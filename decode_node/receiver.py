@@ -14,9 +14,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
-from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError
-from transfer.layout import DType, KVLayout, Route, wire_bytes
+from decode_node.receiver_events import (
+    Action,
+    ChunkBroken,
+    CloseSession,
+    Event,
+    IncomingRequest,
+    IncomingRoute,
+    MessageArrived,
+    MessageDropped,
+    PostReceive,
+    PublishWatermark,
+    ReceiveFailed,
+    ReceiverSettings,
+    ReceiveSettled,
+    RequestCancelled,
+    RequestComplete,
+    RequestDrained,
+    RequestExpected,
+    RequestFailed,
+    ScatterFinished,
+    Send,
+    SessionLost,
+    SessionOpened,
+    StartScatter,
+    Tick,
+)
+from transfer.chunk import Chunk, split_into_chunks
+from transfer.errors import ChunkTooLarge, LocalProtocolError
+from transfer.layout import wire_bytes
 from transfer.messages import (
     MAX_CHUNKS_PER_MESSAGE,
     AbortTransfer,
@@ -31,216 +57,6 @@ from transfer.messages import (
     clip_reason,
 )
 from transfer.ring import MAX_ATTEMPTS, Grant, StagingAllocator, grant_key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverSettings:
-    """Args:
-    is_one_sided: The transport writes without a posted receive.
-    repeat_after_s: An abort without its answer is repeated after this long.
-    """
-
-    is_one_sided: bool
-    repeat_after_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.repeat_after_s > 0:
-            raise ConfigError(f"repeat_after_s is {self.repeat_after_s:g} s; it must be above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncomingRoute:
-    """A route that ends at this rank, and the session with its writer."""
-
-    route: Route
-    session: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncomingRequest:
-    """What this rank has to receive of one request."""
-
-    request_id: str
-    layout: KVLayout
-    plan: ChunkPlan
-    wire_dtype: DType
-    num_tokens: int
-    start_token: int
-    routes: tuple[IncomingRoute, ...]
-
-
-# Events: what the owner tells the receiver.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOpened:
-    session: int
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLost:
-    """The session's transport is closed: no byte of its writer can land any more, which ends its quarantine."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestExpected:
-    """Room for the whole request is reserved in the KV pool, so whatever is granted can be scattered."""
-
-    request: IncomingRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCancelled:
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageArrived:
-    session: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveSettled:
-    """A posted receive has ended: filled, or declined (0 bytes)."""
-
-    grant: Grant
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveFailed:
-    grant: Grant
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScatterFinished:
-    """The scatter's device event fired, or the digest did not agree and nothing was scattered."""
-
-    grant: Grant
-    is_intact: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time has passed; due a few times a second while anything is in flight."""
-
-
-Event = (
-    SessionOpened
-    | SessionLost
-    | RequestExpected
-    | RequestCancelled
-    | MessageArrived
-    | ReceiveSettled
-    | ReceiveFailed
-    | ScatterFinished
-    | Tick
-)
-
-
-# Actions: what the owner has to do.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    session: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PostReceive:
-    """Post the receive for the grant's bytes; answer with `ReceiveSettled` or `ReceiveFailed`."""
-
-    session: int
-    grant: Grant
-    num_bytes: int
-    key: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartScatter:
-    """Check the digest of the grant's bytes and scatter them; answer with `ScatterFinished`."""
-
-    grant: Grant
-    request_id: str
-    route: Route
-    chunk: Chunk
-    num_tokens: int
-    num_bytes: int
-    digest: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishWatermark:
-    """The ring's state has changed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestComplete:
-    """Every piece is in the pool and every digest agreed. The request is forgotten."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFailed:
-    """The request cannot become whole. Its pages may still be written by scatters until `RequestDrained`."""
-
-    request_id: str
-    reason: str
-    is_data_loss: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestDrained:
-    """After a failure or a cancel: no scatter will touch the request's pages any more (rule 6)."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSession:
-    """Close the session's transport, then report `SessionLost`."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDropped:
-    """A message made no sense here; counted, never fatal (rule 14)."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkBroken:
-    """A chunk's bytes did not have their digest; counted."""
-
-    session: int
-    request_id: str
-
-
-Action = (
-    Send
-    | PostReceive
-    | StartScatter
-    | PublishWatermark
-    | RequestComplete
-    | RequestFailed
-    | RequestDrained
-    | CloseSession
-    | MessageDropped
-    | ChunkBroken
-)
 
 
 class _Stage(Enum):

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from decode_node import receiver as protocol
-from decode_node.receiver import Receiver, ReceiverSettings
+from decode_node import receiver_events as protocol
+from decode_node.receiver import Receiver
+from decode_node.receiver_events import ReceiverSettings
 from node_runtime.event_pump import EventPump
 from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopier

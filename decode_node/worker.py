@@ -32,7 +32,7 @@ from decode_node.rank_messages import (
     TransferComplete,
     TransferFailed,
 )
-from decode_node.receiver import IncomingRequest, IncomingRoute
+from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
 from embedded_engine.loading import load_engine
 from node_runtime.lane import Lane

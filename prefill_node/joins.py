@@ -83,12 +83,16 @@ class Joins:
         self._joins[instance.incarnation] = join
         self._broadcast(AttachDecode(instance=instance, rank_addresses=rank_addresses))
         outcomes: list[asyncio.Future[Any]] = [join.attached, join.lost]
-        await asyncio.wait(outcomes, timeout=ATTACH_ALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(outcomes, timeout=ATTACH_ALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.leave(join, PeerUnreachable("the decode leader has left"))
+            raise
         if join.lost.done():
             raise join.lost.result()
         if not join.attached.done():
             error = PeerUnreachable(f"prefill ranks {sorted(join.waiting_for)} did not attach within {ATTACH_ALL_TIMEOUT_S:g} s")
-            self.close(instance.incarnation, error)
+            self.leave(join, error)
             raise error
         return join
 
@@ -104,6 +108,11 @@ class Joins:
     def on_rank_lost(self, rank: int, message: DecodeLost) -> None:
         kind = LayoutError if message.is_refused else PeerUnreachable
         self.close(message.incarnation, kind(f"prefill rank {rank}: {message.reason}"))
+
+    def leave(self, join: Join, error: TransferError) -> None:
+        """End this join, and not one that the same life has opened since."""
+        if self._joins.get(join.incarnation) is join:
+            self.close(join.incarnation, error)
 
     def close(self, incarnation: int, error: TransferError) -> None:
         """The instance is of no more use; the ranks detach from it. Unknown ones are over already."""

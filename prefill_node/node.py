@@ -29,7 +29,7 @@ from prefill_node.rank_messages import (
 )
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler
-from prefill_node.sender import SentStats
+from prefill_node.sender_events import SentStats
 from prefill_node.worker import run_prefill_rank
 from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
@@ -267,7 +267,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             await end_with(context, join.lost.result())
         finally:
             # The decode leader went away, or the join was lost: either way its ranks are written to no more.
-            life.joins.close(join.incarnation, PeerUnreachable("the decode leader has left"))
+            life.joins.leave(join, PeerUnreachable("the decode leader has left"))
 
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
-from prefill_node.sender import SentStats
+from prefill_node.sender_events import SentStats
 from transfer.engine_types import SamplingParams
 from transfer.instance import Instance, Link
 

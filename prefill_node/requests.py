@@ -21,7 +21,7 @@ from prefill_node.rank_messages import (
     StepPart,
 )
 from prefill_node.scheduler import PrefillScheduler
-from prefill_node.sender import SentStats
+from prefill_node.sender_events import SentStats
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -111,6 +111,7 @@ class PrefillRequests:
         self._requests: dict[str, Request] = {}
         self._steps: dict[int, RunStep] = {}
         self._step = 0
+        self._asking: dict[Request, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -120,7 +121,8 @@ class PrefillRequests:
 
     @property
     def num_running(self) -> int:
-        return self._scheduler.num_running
+        """Started and not yet over everywhere; pages can be back while bytes are still on their way."""
+        return len(self._requests) - self._scheduler.num_waiting
 
     @property
     def is_idle(self) -> bool:
@@ -131,12 +133,14 @@ class PrefillRequests:
 
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks: they are gone, or about to be."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._asking.values(), *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for request in list(self._requests.values()):
             self._end(request, error)
         self._requests.clear()
+        self._steps.clear()
 
     def submit(
         self, request_id: str, token_ids: tuple[int, ...], start_token: int, sampling: SamplingParams, join: Join
@@ -189,12 +193,15 @@ class PrefillRequests:
         step = self._steps.pop(message.step, None)
         for part in step.parts if step is not None else ():
             request = self._requests.get(part.request_id)
-            if request is not None and part.is_last and part.request_id in message.first_tokens:
+            if request is None or request.is_over:
+                continue
+            if part.is_last and part.request_id in message.first_tokens:
                 started_s = request.started_s if request.started_s is not None else request.queued_s
                 token = FirstToken(token_id=message.first_tokens[part.request_id], compute_s=time.monotonic() - started_s)
                 request.progress.put_nowait(token)
                 request.has_first_token = True
                 self._end_if_sent(request)
+        self._send_steps()
         self._wake.set()
 
     def on_step_failed(self, message: StepFailed) -> None:
@@ -203,6 +210,7 @@ class PrefillRequests:
             request = self._requests.get(request_id)
             if request is not None:
                 self._fail(request, EngineError(message.reason))
+        self._send_steps()
         self._wake.set()
 
     def on_sent(self, rank: int, message: RequestSent) -> None:
@@ -218,6 +226,7 @@ class PrefillRequests:
         if request is not None:
             request.unsent.discard(rank)
             self._fail(request, PeerUnreachable(message.reason))
+            self._forget_if_done(request)
 
     def on_pages_released(self, rank: int, request_id: str) -> None:
         request = self._requests[request_id]
@@ -239,6 +248,8 @@ class PrefillRequests:
 
     def _fail(self, request: Request, error: TransferError) -> None:
         """Tell the caller, and have the ranks give the request up where they have not yet."""
+        if self._requests.get(request.request_id) is not request:
+            return  # it is over everywhere; its id may be another request's by now
         self._end(request, error)
         if self._scheduler.withdraw(request.request_id):
             del self._requests[request.request_id]  # it was still waiting: no rank knows of it
@@ -253,14 +264,15 @@ class PrefillRequests:
             self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
 
     def _forget_if_done(self, request: Request) -> None:
-        if request.is_over and not request.holding:
+        """Its id may be used again once no rank knows it any more: each has sent or failed its part and given its pages back."""
+        if request.is_over and not request.holding and not request.unsent:
             self._requests.pop(request.request_id, None)
 
     async def _run(self) -> None:
         while True:
             self._wake.clear()
             self._expire()
-            await self._start_some()
+            self._ask_for_room()
             self._send_steps()
             timeout_s = RETRY_RESERVE_S if self._scheduler.num_waiting else None
             try:
@@ -274,34 +286,42 @@ class PrefillRequests:
         for request in [r for r in self._requests.values() if r.started_s is None and r.deadline_s < now_s]:
             self._fail(request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
-    async def _start_some(self) -> None:
-        """Ask for room for the requests that this node has room for, all at once, and start those that got it."""
-        asked = [self._requests[request_id] for request_id in self._scheduler.startable()]
-        answers = await asyncio.gather(*(self._ask(request) for request in asked))
-        for request, is_reserved in zip(asked, answers, strict=True):
-            if not is_reserved or request.is_over:
-                continue  # not yet; or given up meanwhile, of which the decode node has heard from its own call
-            request.started_s = time.monotonic()
-            request.unsent = set(range(self._num_ranks))
-            request.holding = set(range(self._num_ranks))
-            self._scheduler.start(request.request_id)
-            self._broadcast(
-                StartRequest(
-                    request_id=request.request_id,
-                    decode_incarnation=request.join.incarnation,
-                    num_tokens=len(request.token_ids),
-                    start_token=request.start_token,
-                    sampling=request.sampling,
-                )
-            )
-            request.progress.put_nowait(Started(queue_s=request.started_s - request.queued_s))
+    def _ask_for_room(self) -> None:
+        """Ask for every request that this node has room for; each by itself, so that one silent decode node delays no other."""
+        for request_id in self._scheduler.startable():
+            request = self._requests[request_id]
+            if request not in self._asking:
+                self._asking[request] = asyncio.get_running_loop().create_task(self._ask(request))
 
-    async def _ask(self, request: Request) -> bool:
+    async def _ask(self, request: Request) -> None:
         try:
-            return await self._reserve(request.join, request.request_id)
+            is_reserved = await self._reserve(request.join, request.request_id)
         except TransferError as error:
             self._fail(request, error)
-            return False
+            return
+        finally:
+            del self._asking[request]
+        # Not yet; or given up meanwhile, of which the decode node has heard from its own call.
+        if is_reserved and not request.is_over:
+            self._start(request)
+            self._send_steps()
+            self._wake.set()
+
+    def _start(self, request: Request) -> None:
+        request.started_s = time.monotonic()
+        request.unsent = set(range(self._num_ranks))
+        request.holding = set(range(self._num_ranks))
+        self._scheduler.start(request.request_id)
+        self._broadcast(
+            StartRequest(
+                request_id=request.request_id,
+                decode_incarnation=request.join.incarnation,
+                num_tokens=len(request.token_ids),
+                start_token=request.start_token,
+                sampling=request.sampling,
+            )
+        )
+        request.progress.put_nowait(Started(queue_s=request.started_s - request.queued_s))
 
     def _send_steps(self) -> None:
         while len(self._steps) < STEPS_AHEAD and (items := self._scheduler.next_step()):

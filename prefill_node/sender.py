@@ -15,11 +15,39 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
-from transfer.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from transfer.layout import DType, KVLayout, Route, wire_bytes
+from prefill_node.sender_events import (
+    Action,
+    ChunkComputed,
+    CloseSession,
+    Decline,
+    Event,
+    GatherFinished,
+    MessageArrived,
+    MessageDropped,
+    OutgoingRequest,
+    OutgoingRoute,
+    PieceReleased,
+    RequestAborted,
+    RequestFailed,
+    RequestSent,
+    RequestStarted,
+    Send,
+    SenderSettings,
+    SentStats,
+    SessionLost,
+    SessionOpened,
+    SourceReleased,
+    StartGather,
+    StartWrite,
+    Tick,
+    WatermarkArrived,
+    WriteFailed,
+    WriteFinished,
+)
+from transfer.chunk import Chunk, split_into_chunks
+from transfer.errors import LocalProtocolError, RemoteProtocolError
+from transfer.layout import Route, wire_bytes
 from transfer.messages import (
-    MAX_CHUNKS_PER_MESSAGE,
     AbortTransfer,
     ChunkReady,
     ChunkRejected,
@@ -27,259 +55,9 @@ from transfer.messages import (
     GrantRefused,
     GrantRequest,
     GrantsIssued,
-    Message,
     WriterDrained,
 )
-from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SenderSettings:
-    """Args:
-    num_slots: Staging slots of this rank; each holds one piece.
-    grants_ahead: Grants per route that may be asked for and not yet released. Bounds how far one request can push others
-        back in a ring, and is large enough that no round trip sits between two chunks.
-    repeat_after_s: A message without its answer is repeated after this long.
-    write_timeout_s: A write still pending after this long ends its session.
-    """
-
-    num_slots: int = 4
-    grants_ahead: int = 8
-    repeat_after_s: float = 1.0
-    write_timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.num_slots < 1:
-            raise ConfigError(f"num_slots is {self.num_slots}; it must be at least 1")
-        if not 1 <= self.grants_ahead <= MAX_CHUNKS_PER_MESSAGE:
-            raise ConfigError(f"grants_ahead is {self.grants_ahead}; it must be in [1, {MAX_CHUNKS_PER_MESSAGE}]")
-        for name, seconds in (("repeat_after_s", self.repeat_after_s), ("write_timeout_s", self.write_timeout_s)):
-            if not seconds > 0:
-                raise ConfigError(f"{name} is {seconds:g} s; it must be above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutgoingRoute:
-    """A route of this rank, and the session with its decode rank."""
-
-    route: Route
-    session: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutgoingRequest:
-    """What this rank has to send of one request."""
-
-    request_id: str
-    layout: KVLayout
-    plan: ChunkPlan
-    wire_dtype: DType
-    num_tokens: int
-    start_token: int
-    routes: tuple[OutgoingRoute, ...]
-
-
-# Events: what the owner tells the sender.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOpened:
-    session: int
-    incarnation: int
-    ring_capacity_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLost:
-    """The session's transport is closed: nothing of it is under way any more."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatermarkArrived:
-    session: int
-    watermark: Watermark
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStarted:
-    request: OutgoingRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkComputed:
-    """The chunk's KV is in the pool, or will be once `event` (a device event, or None) has fired."""
-
-    request_id: str
-    chunk: int
-    event: object = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageArrived:
-    session: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherFinished:
-    slot: int
-    digest: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteFinished:
-    slot: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteFailed:
-    slot: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestAborted:
-    """This side gives the request up (engine failure, abort, drain)."""
-
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time has passed; due a few times a second while anything is in flight."""
-
-
-Event = (
-    SessionOpened
-    | SessionLost
-    | WatermarkArrived
-    | RequestStarted
-    | ChunkComputed
-    | MessageArrived
-    | GatherFinished
-    | WriteFinished
-    | WriteFailed
-    | RequestAborted
-    | Tick
-)
-
-
-# Actions: what the owner has to do.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    session: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartGather:
-    """Gather the piece into the slot, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics."""
-
-    slot: int
-    request_id: str
-    route: Route
-    chunk: Chunk
-    num_tokens: int
-    num_bytes: int
-    event: object
-    credit_wait_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartWrite:
-    """Write the slot into the grant; answer with `WriteFinished` or `WriteFailed`."""
-
-    slot: int
-    session: int
-    grant: Grant
-    num_bytes: int
-    key: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decline:
-    """Tell the transport that nothing will come for the key."""
-
-    session: int
-    key: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceReleased:
-    """No gather will read the request's pages again."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PieceReleased:
-    """The peer has taken a piece over, `ack_s` after its write was done. For the metrics; there is nothing to do."""
-
-    ack_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentStats:
-    """Of one request on this rank; see TransferStats of the wire contract."""
-
-    num_bytes: int = 0
-    writes: int = 0
-    writes_without_staging: int = 0
-    transfer_s: float = 0.0
-    exposed_s: float = 0.0
-    resends: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSent:
-    """Every grant of the request came back released. The request is forgotten."""
-
-    request_id: str
-    stats: SentStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFailed:
-    """The request is over and nothing of it is under way (rule 9). The request is forgotten."""
-
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSession:
-    """Close the session's transport, then report `SessionLost`."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDropped:
-    """A message of the peer made no sense here; counted, never fatal (rule 14)."""
-
-    session: int
-    reason: str
-
-
-Action = (
-    Send
-    | StartGather
-    | StartWrite
-    | Decline
-    | SourceReleased
-    | PieceReleased
-    | RequestSent
-    | RequestFailed
-    | CloseSession
-    | MessageDropped
-)
+from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, grant_key
 
 
 class _Stage(Enum):

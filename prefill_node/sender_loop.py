@@ -15,8 +15,9 @@ from typing import Protocol
 from node_runtime.event_pump import EventPump
 from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopier
-from prefill_node import sender as protocol
-from prefill_node.sender import Sender, SenderSettings, SentStats
+from prefill_node import sender_events as protocol
+from prefill_node.sender import Sender
+from prefill_node.sender_events import SenderSettings, SentStats
 from transfer.control.base import ControlClient
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.kernels.digest import digest

@@ -38,7 +38,7 @@ from prefill_node.rank_messages import (
     StepDone,
     StepFailed,
 )
-from prefill_node.sender import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
 from transfer.config import PrefillNodeConfig

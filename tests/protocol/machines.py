@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from decode_node import receiver as rx
-from prefill_node import sender as tx
+from decode_node import receiver_events as rx
+from decode_node.receiver import Receiver
+from prefill_node import sender_events as tx
+from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.messages import (
@@ -59,7 +61,7 @@ class SenderHand:
         write_timeout_s: float = 30.0,
     ) -> None:
         settings = tx.SenderSettings(num_slots=num_slots, grants_ahead=grants_ahead, write_timeout_s=write_timeout_s)
-        self.machine = tx.Sender(settings, incarnation=PREFILL_LIFE)
+        self.machine = Sender(settings, incarnation=PREFILL_LIFE)
         self.now_s = 0.0
         self.sequence = 0
         self.routes = [
@@ -143,7 +145,7 @@ class ReceiverHand:
 
     def __init__(self, *, ring_cells: int = 8, is_one_sided: bool = False, prefill_tp: int = 1, decode_tp: int = 1) -> None:
         self.ring = StagingAllocator(ring_cells * CELL, incarnation=DECODE_LIFE)
-        self.machine = rx.Receiver(rx.ReceiverSettings(is_one_sided=is_one_sided), self.ring)
+        self.machine = Receiver(rx.ReceiverSettings(is_one_sided=is_one_sided), self.ring)
         self.now_s = 0.0
         self.routes = [
             route for route in routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)) if route.decode_rank == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node import receiver as rx
+from decode_node import receiver_events as rx
 from tests.protocol.machines import CELL, PREFILL_LIFE, WHOLE_CHUNK, ReceiverHand, cells, messages, of_type
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.messages import AbortTransfer, ChunkRejected, GrantRefused, GrantsIssued

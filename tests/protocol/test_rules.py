@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node import receiver as rx
-from prefill_node import sender as tx
+from decode_node import receiver_events as rx
+from prefill_node import sender_events as tx
 from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_node import sender as tx
+from prefill_node import sender_events as tx
 from tests.protocol.machines import CELL, DECODE_LIFE, LAYOUT, PREFILL_LIFE, SenderHand, cells, messages, of_type
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDrained

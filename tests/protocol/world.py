@@ -16,8 +16,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decode_node import receiver as rx
-from prefill_node import sender as tx
+from decode_node import receiver_events as rx
+from decode_node.receiver import Receiver
+from prefill_node import sender_events as tx
+from prefill_node.sender import Sender
 from tests.protocol.links import Faults, Link, Post, Shipment
 from tests.protocol.memory import RingMemory, Tag, WorldError, require
 from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
@@ -54,7 +56,7 @@ class WorldConfig:
 class SenderRank:
     rank: int
     incarnation: int
-    machine: tx.Sender
+    machine: Sender
     commands_until: int = 0
     slots: list[Tag | None]
     readers: list[set[int]]
@@ -68,7 +70,7 @@ class SenderRank:
 class ReceiverRank:
     rank: int
     incarnation: int
-    machine: rx.Receiver
+    machine: Receiver
     ring: RingMemory
     commands_until: int = 0
     scattering: dict[int, rx.StartScatter] = field(default_factory=dict)
@@ -210,13 +212,13 @@ class World:
         )
         slots: list[Tag | None] = [None] * config.num_slots
         readers: list[set[int]] = [set() for _ in slots]
-        machine = tx.Sender(settings, incarnation=incarnation)
+        machine = Sender(settings, incarnation=incarnation)
         return SenderRank(rank=rank, incarnation=incarnation, machine=machine, slots=slots, readers=readers)
 
     def _new_receiver(self, rank: int) -> ReceiverRank:
         incarnation = self.random.getrandbits(63) + 1
         settings = rx.ReceiverSettings(is_one_sided=self.config.is_one_sided, repeat_after_s=float(REPEAT_AFTER))
-        machine = rx.Receiver(settings, StagingAllocator(self._capacity_bytes, incarnation=incarnation))
+        machine = Receiver(settings, StagingAllocator(self._capacity_bytes, incarnation=incarnation))
         memory = RingMemory(self._capacity_bytes)
         return ReceiverRank(rank=rank, incarnation=incarnation, machine=machine, ring=memory)
 

@@ -43,7 +43,8 @@ WRITER = (
     + """
 async def main():
     client = TransferControlClient(sys.argv[1])
-    request = AttachRequest(prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
+    request = AttachRequest(prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8),
+                            probe_bytes=4096)
     answer = await client.attach(request, timeout_s=10)
     client.watch(answer.session_id, ring_capacity_bytes=4096, heartbeat_s=0.5,
                  on_watermark=lambda _: say("alive"), on_lost=lambda reason: say("lost " + reason))
