@@ -87,6 +87,8 @@ def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> No
     code = exit_codes.FAILED
     try:
         code = asyncio.run(_serve(spec, codec, make_worker))
+    except Exception as error:
+        log.critical("rank_crashed", error=str(error), exc_info=error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -113,7 +115,7 @@ async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -
         hello = await worker.start()
     except TransferError as error:
         code = exit_codes.exit_code_of(error)
-        log.error("rank_start_failed", error=str(error))
+        log.debug("rank_start_failed", error=str(error))  # said once, by the leader, and not by every rank
         link.send(RankStartFailed(rank=spec.rank, reason=str(error), exit_code=code))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), timeout=5.0)
