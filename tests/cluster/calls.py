@@ -1,0 +1,211 @@
+"""What the cluster tests do to nodes, as users and operators do it: calls, answers, and waiting for a state with a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import torch
+from transformers import LlamaForCausalLM
+
+from kvferry.local_cluster import ClusterNode
+from kvferry.node_client import NodeClient
+from transfer.errors import TransferError
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+
+ANSWER_S = 60.0
+"""Bound of a whole request; a loaded machine is slow, and a request that hangs is a failure all the same."""
+
+
+def prompt(num_tokens: int, variant: int = 0) -> tuple[int, ...]:
+    """Token ids of the demo model's vocabulary; another variant differs from the first token on."""
+    return tuple((position * 37 + 11 * variant + 5) % 700 + 3 for position in range(num_tokens))
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What one Generate call came to.
+
+    Args:
+        tokens: Generated ids so far.
+        done: The last event; None while it runs and when it failed.
+        code: How the call ended.
+        details: The status text.
+        ended_s: Monotonic time of the end; 0 while it runs.
+    """
+
+    request_id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    done: pb.GenerateDone | None = None
+    code: grpc.StatusCode | None = None
+    details: str = ""
+    ended_s: float = 0.0
+
+
+class Caller:
+    """One client of a decode node, with a connection of its own. Use as an async context manager."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.stub = pb_grpc.DecodeControlStub(self.channel)  # type: ignore[no-untyped-call]
+        self.tasks: list[asyncio.Task[Answer]] = []
+
+    async def __aenter__(self) -> Caller:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.channel.close()
+
+    async def ask(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        answer: Answer | None = None,
+        timeout_s: float = ANSWER_S,
+        sampling: pb.SamplingParams | None = None,
+    ) -> Answer:
+        """Generate; fills `answer` while tokens come and returns it, whatever the end was. Greedy, past the end token."""
+        answer = answer if answer is not None else Answer()
+        call = self.stub.Generate(
+            pb.GenerateRequest(
+                request_id=answer.request_id,
+                token_ids=pb.TokenIds(ids=token_ids),
+                max_new_tokens=max_new_tokens,
+                ignore_eos=True,
+                sampling=sampling,
+            ),
+            timeout=timeout_s,
+        )
+        try:
+            async for event in call:
+                match event.WhichOneof("event"):
+                    case "accepted":
+                        answer.request_id = event.accepted.request_id
+                    case "tokens":
+                        answer.tokens.extend(event.tokens.token_ids)
+                    case "done":
+                        answer.done = event.done
+            answer.code = grpc.StatusCode.OK
+        except grpc.aio.AioRpcError as error:
+            answer.code, answer.details = error.code(), error.details() or ""
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        finally:
+            answer.ended_s = time.monotonic()
+        return answer
+
+    def begin(
+        self, token_ids: Sequence[int], max_new_tokens: int = 16, *, request_id: str = "", timeout_s: float = ANSWER_S
+    ) -> tuple[Answer, asyncio.Task[Answer]]:
+        """`ask()` in a task of its own; cancel the task to go away as a client does."""
+        answer = Answer(request_id=request_id)
+        task = asyncio.ensure_future(self.ask(token_ids, max_new_tokens, answer=answer, timeout_s=timeout_s))
+        self.tasks.append(task)
+        return answer, task
+
+
+class Reference:
+    """Greedy tokens of transformers' own `generate` in this process, with its own attention and cache."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        key = tuple(token_ids)
+        if len(self._known.get(key, [])) < num_tokens:
+            ids = torch.tensor([key])
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=[1_000_000],
+                pad_token_id=0,
+            )
+            self._known[key] = output[0, len(key) :].tolist()
+        return self._known[key][:num_tokens]
+
+    def check(self, token_ids: Sequence[int], answer: Answer) -> None:
+        """The answer is whole and has the tokens that one process would have made."""
+        assert answer.code is grpc.StatusCode.OK, f"{len(token_ids)} tokens: {answer.code}: {answer.details}"
+        assert answer.done is not None and answer.done.generated_tokens == len(answer.tokens)
+        expected = self.tokens(token_ids, len(answer.tokens))
+        assert answer.tokens == expected, f"prompt of {len(token_ids)} tokens: {answer.tokens} instead of {expected}"
+
+
+async def until(is_true: Callable[[], bool | Awaitable[bool]], what: str, *, within_s: float = 30.0) -> float:
+    """Poll; the seconds that it took. Fails with `what` when it never came true."""
+    started_s = time.monotonic()
+    while True:
+        outcome = is_true()
+        if await outcome if inspect.isawaitable(outcome) else outcome:
+            return time.monotonic() - started_s
+        assert time.monotonic() - started_s < within_s, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def status_of(node: ClusterNode) -> pb.NodeStatus | None:
+    """The node's status; None when it cannot be had."""
+    try:
+        async with NodeClient(node.address) as client:
+            return await client.status(timeout_s=5.0)
+    except TransferError:
+        return None
+
+
+_IDLE_FIELDS = (
+    "pool_pages_reserved",
+    "pool_pages_bound",
+    "ring_live_bytes",
+    "ring_live_grants",
+    "ring_quarantined_bytes",
+    "staging_slots_used",
+    "requests",
+)
+
+
+def leftovers(status: pb.NodeStatus | None) -> list[str]:
+    """What a node still holds; empty when it is idle."""
+    if status is None:
+        return ["no status"]
+    held = [f"{name}={getattr(status, name)}" for name in ("queued_requests", "running_requests") if getattr(status, name)]
+    for rank in status.ranks:
+        held += [f"rank {rank.rank} {name}={getattr(rank, name)}" for name in _IDLE_FIELDS if getattr(rank, name)]
+    return held
+
+
+async def until_idle(*nodes: ClusterNode, within_s: float = 5.0) -> None:
+    """Wait until nothing of any request is left on the nodes; names what is."""
+    held: dict[str, list[str]] = {}
+
+    async def is_idle() -> bool:
+        for node in nodes:
+            held[node.role] = leftovers(await status_of(node))
+        return not any(held.values())
+
+    started_s = time.monotonic()
+    while not await is_idle():
+        assert time.monotonic() - started_s < within_s, f"still held after {within_s:g} s: {held}"
+        await asyncio.sleep(0.1)
+
+
+async def until_arriving(decode: ClusterNode, *, within_s: float = 30.0) -> None:
+    """Wait until a request is in mid-transfer: some of its KV is in the decode pool."""
+
+    async def is_arriving() -> bool:
+        status = await status_of(decode)
+        return status is not None and any(rank.pool_pages_bound for rank in status.ranks)
+
+    await until(is_arriving, "some KV in the decode pool", within_s=within_s)

@@ -1,0 +1,80 @@
+"""Single nodes in any number and combination, where a `LocalCluster` of two does not do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import kvferry
+from kvferry import process_guard
+from kvferry.cluster_node import ClusterNode
+from kvferry.cluster_spec import Role
+from tests.cluster.calls import until
+from transfer.config import ENVIRONMENT_PREFIX
+
+START_S = 150.0
+
+
+class Nodes:
+    """Starts nodes in one folder; all of their processes carry one mark, by which `kill()` finds them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._token = secrets.token_hex(16)
+        self.nodes: list[ClusterNode] = []
+
+    def environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        environment["PYTHONPATH"] = str(Path(kvferry.__file__).parents[1])
+        environment[process_guard.MARK] = self._token
+        return environment
+
+    def launch(self, role: Role, settings: Mapping[str, object], *prefill_nodes: str) -> ClusterNode:
+        """Start a node and do not wait for it."""
+        folder = self._folder / f"{len(self.nodes)}-{role}"
+        folder.mkdir()
+        command = [sys.executable, "-m", f"{role}_node", "serve", "--ready-file", str(ClusterNode.ready_path(folder, role))]
+        command += ["--log-format", "json"]
+        for address in prefill_nodes:
+            command += ["--prefill-node", address]
+        for path, value in settings.items():
+            command += ["--set", f"{path}={value}"]
+        node = ClusterNode(role, command, self.environment(), folder)
+        node.launch()
+        self.nodes.append(node)
+        return node
+
+    async def until_started(self, *nodes: ClusterNode) -> None:
+        """Wait until the nodes' ranks live."""
+
+        def are_started() -> bool:
+            for node in nodes:
+                node.check_alive()
+            return all(node.ready_file is not None for node in nodes)
+
+        await until(are_started, "all nodes started", within_s=START_S)
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all that lives, by process id."""
+        return process_guard.processes_of(self._token)
+
+    def kill(self) -> None:
+        process_guard.kill_all(self._token)
+        for node in self.nodes:
+            node.reap(10)
+
+
+@contextmanager
+def open_nodes(folder: Path) -> Iterator[Nodes]:
+    """Nodes of one test; all are ended afterwards, and their logs printed for a test that failed."""
+    nodes = Nodes(folder)
+    try:
+        yield nodes
+    finally:
+        for node in nodes.nodes:
+            print(f"--- {node.role}-node, exit code {node.exit_code}", *node.log.tail(60), sep="\n")
+        nodes.kill()
