@@ -31,8 +31,10 @@ from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.prompt import check_prompt
 from node_runtime.rank_report import RankHello
+from node_runtime.rank_setup import preloaded_modules
 from node_runtime.status import node_status
 from node_runtime.supervisor import RankSupervisor
+from node_runtime.transfer_ids import is_try_of, new_transfer_id
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
@@ -100,6 +102,7 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
         self._address = ""
         self._supervisor: RankSupervisor | None = None
         self._draining = asyncio.Event()
+        self._in_flight: set[str] = set()  # request ids of clients
 
     # Role
 
@@ -113,7 +116,7 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             self.config,
             run_decode_rank,
             CODEC,
-            preload="embedded_engine.preload",
+            preload=preloaded_modules(self.config),
             on_message=self._on_rank_message,
             on_lost=on_lost,
         )
@@ -218,14 +221,14 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
         if self._draining.is_set():
             await end_with(context, PeerUnreachable("the decode node is draining"))
         try:
-            accepted = self._submit(life, request)
+            accepted, request_id = self._submit(life, request)
         except TransferError as error:
             self.metrics.request_ended("refused")
             await end_with(context, error)
         prompt_tokens = len(accepted.token_ids)
         generated = 0
         try:
-            yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=accepted.request_id, prompt_tokens=prompt_tokens))
+            yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=request_id, prompt_tokens=prompt_tokens))
             while True:
                 match await accepted.progress.get():
                     case Tokens(token_ids=token_ids, text=text):
@@ -246,12 +249,15 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
                     case TransferError() as failure:
                         await end_with(context, failure)
         finally:
+            self._in_flight.discard(request_id)
             life.requests.abort(accepted.request_id, TransferAborted("the client went away"))
 
-    def _submit(self, life: _Life, request: pb.GenerateRequest) -> Request:
+    def _submit(self, life: _Life, request: pb.GenerateRequest) -> tuple[Request, str]:
+        """The queued request, and the id that its client knows it by."""
         request_id = request.request_id or secrets.token_hex(8)
-        if len(request_id) > 128:
-            raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most 128")
+        if request_id in self._in_flight:
+            raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
+        transfer_id = new_transfer_id(request_id)
         match request.WhichOneof("input"):
             case "prompt":
                 token_ids = self.text.encode(request.prompt)
@@ -266,7 +272,10 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
                 f"max_new_tokens is {request.max_new_tokens}; after a prompt of {len(token_ids)} tokens it must be in [1, {room}]"
             )
         end_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else life.eos_token_ids)
-        return life.requests.submit(request_id, token_ids, request.max_new_tokens, sampling_from_proto(request.sampling), end_ids)
+        sampling = sampling_from_proto(request.sampling)
+        accepted = life.requests.submit(transfer_id, token_ids, request.max_new_tokens, sampling, end_ids)
+        self._in_flight.add(request_id)
+        return accepted, request_id
 
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
         life = await self._life_or_end(context)
@@ -279,8 +288,9 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         life = self._life
         reason = request.reason or "aborted by an operator"
-        found = life is not None and life.requests.abort(request.request_id, TransferAborted(reason))
-        return pb.AbortResponse(found=found)
+        tries = [] if life is None else [name for name in life.requests.request_ids if is_try_of(name, request.request_id)]
+        found = [life.requests.abort(name, TransferAborted(reason)) for name in tries if life is not None]
+        return pb.AbortResponse(found=any(found))
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
         life = self._life

@@ -131,6 +131,10 @@ class Receiver:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    def is_known(self, request_id: str) -> bool:
+        """Whether any state of the request is left, which can be after its pages are safe: until every writer has drained."""
+        return request_id in self._requests
+
     @property
     def is_idle(self) -> bool:
         return not self._requests and not self._live

@@ -157,6 +157,10 @@ class ReceiverLoop:
         self._pump.feed(protocol.SessionLost(session=number, reason=reason))
         self._owner.on_session_closed(number, reason)
 
+    def is_known(self, request_id: str) -> bool:
+        """Whether the id is in use: a request that was given up keeps its until all its writers have drained."""
+        return self._receiver.is_known(request_id)
+
     def expect_request(self, request: protocol.IncomingRequest) -> None:
         self._requests[request.request_id] = request
         self._pump.feed(protocol.RequestExpected(request=request))

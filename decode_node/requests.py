@@ -66,7 +66,7 @@ class _Stage(Enum):
     WAITING = auto()  # for prefill to start: it pins nothing here
     RECEIVING = auto()
     RUNNING = auto()
-    LEAVING = auto()  # over for its caller; some rank still holds its pages
+    LEAVING = auto()  # no more tokens; some rank still holds its pages, or its caller waits for the statistics
     GONE = auto()
 
 
@@ -89,10 +89,12 @@ class Request:
     stats: pb.TransferStats | None = None
     ttft_s: float = 0.0
     last_token_s: float = 0.0
+    finish_reason: str = ""  # empty until the last token
     expected: asyncio.Future[str] | None = None  # every rank has answered ExpectRequest
     answering: set[int] = field(default_factory=set)  # ranks that have not answered it
     receiving: set[int] = field(default_factory=set)  # ranks whose KV is not whole
     holding: set[int] = field(default_factory=set)  # ranks that have not given its pages back
+    is_told: bool = False  # `Done` or an error is in `progress`
     prefill: asyncio.Task[None] | None = None
 
     @property
@@ -157,6 +159,10 @@ class DecodeRequests:
         self._num_steps = 0
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._requests)
+
+    @property
     def num_queued(self) -> int:
         return sum(request.stage is _Stage.WAITING for request in self._requests.values())
 
@@ -169,8 +175,11 @@ class DecodeRequests:
         tasks = [request.prefill for request in self._requests.values() if request.prefill is not None]
         for request in list(self._requests.values()):
             self._end(request, error)
+            request.stage = _Stage.GONE
+            self._answer_reserve(request, str(error))
         self._requests.clear()
         self._running.clear()
+        self._step = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -209,6 +218,7 @@ class DecodeRequests:
         self._requests[request_id] = request
         peer.outstanding_tokens += len(token_ids)
         request.prefill = asyncio.get_running_loop().create_task(self._prefill(request))
+        request.prefill.add_done_callback(lambda _: self._on_prefill_over(request))
         return request
 
     def abort(self, request_id: str, error: TransferError) -> bool:
@@ -224,6 +234,8 @@ class DecodeRequests:
         for request in list(self._requests.values()):
             if request.peer is peer:
                 self._fail_transfer(request, PeerUnreachable(f"prefill node {peer.address} is lost: {reason}"))
+                if request.prefill is not None:
+                    request.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
 
     def _fail_transfer(self, request: Request, error: TransferError) -> None:
         """The prefill side is gone: fatal until the KV is whole, and of no interest afterwards."""
@@ -252,7 +264,12 @@ class DecodeRequests:
             self._fail_transfer(request, error)
         finally:
             deadline.cancel()
-            request.peer.outstanding_tokens -= len(request.token_ids)
+
+    def _on_prefill_over(self, request: Request) -> None:
+        """However it ended, also before its first step."""
+        request.peer.outstanding_tokens -= len(request.token_ids)
+        if request.finish_reason:
+            self._say_done(request)
 
     def _expire(self, request: Request) -> None:
         if request.stage is _Stage.WAITING:
@@ -326,8 +343,7 @@ class DecodeRequests:
         request.holding.discard(rank)
         if not request.holding:
             self._admission.release(request_id)
-            request.stage = _Stage.GONE
-            del self._requests[request_id]
+            self._forget_if_done(request)
 
     def on_step_done(self, message: StepDone) -> None:
         if self._step is None or message.step != self._step.step:
@@ -379,21 +395,29 @@ class DecodeRequests:
         request.stage = _Stage.LEAVING
         self._observer.on_outcome("done")
         self._broadcast(FinishRequest(request_id=request.request_id))
+        request.finish_reason = reason
+        # The tokens can be quicker than the last acks; the caller's statistics come with those.
         if request.prefill is None or request.prefill.done():
-            self._say_done(request, reason)
-        else:
-            # The tokens can be quicker than the last acks; the caller's statistics come with those.
-            request.prefill.add_done_callback(lambda _: self._say_done(request, reason))
+            self._say_done(request)
 
-    def _say_done(self, request: Request, reason: str) -> None:
+    def _say_done(self, request: Request) -> None:
+        if request.is_told:
+            return
+        request.is_told = True
         request.progress.put_nowait(
             Done(
-                finish_reason=reason,
+                finish_reason=request.finish_reason,
                 stats=request.stats if request.stats is not None else pb.TransferStats(),
                 ttft_s=request.ttft_s,
                 prefill_node=request.peer.address,
             )
         )
+        self._forget_if_done(request)
+
+    def _forget_if_done(self, request: Request) -> None:
+        if request.is_told and not request.holding and self._requests.get(request.request_id) is request:
+            request.stage = _Stage.GONE
+            del self._requests[request.request_id]
 
     def _send_step(self) -> None:
         """One step at a time: the next one's input is this one's output."""
@@ -426,12 +450,16 @@ class DecodeRequests:
             del self._requests[request.request_id]
         else:
             request.stage = _Stage.LEAVING
-            if request.expected is not None and not request.expected.done():
-                request.expected.set_result(str(error))
+            self._answer_reserve(request, str(error))
             self._broadcast(CancelRequest(request_id=request.request_id, reason=str(error)))
+
+    def _answer_reserve(self, request: Request, reason: str) -> None:
+        if request.expected is not None and not request.expected.done():
+            request.expected.set_result(reason or "the request is over")
 
     def _end(self, request: Request, error: TransferError) -> None:
         if request.stage not in (_Stage.LEAVING, _Stage.GONE):
+            request.is_told = True
             request.progress.put_nowait(error)
             self._observer.on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
             log.info("request_failed", request_id=request.request_id, reason=str(error))

@@ -34,12 +34,11 @@ from decode_node.rank_messages import (
 )
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
-from embedded_engine.loading import load_engine
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_process import RankSpec, run_rank
 from node_runtime.rank_report import RankHello
-from node_runtime.rank_setup import open_transport, own_instance
+from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
@@ -105,7 +104,7 @@ class DecodeWorker:
         """Load the engine, make the ring, serve; see `Worker.start`."""
         config = self._config
         engine = self._engine = await self._engine_lane.call(
-            lambda: load_engine(config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
+            lambda: engine_loader(config)(config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         )
         self._transport = open_transport(config.transport)
         self._instance = own_instance(engine, self._transport, incarnation=self._spec.incarnation)
@@ -248,6 +247,11 @@ class DecodeWorker:
         if not self._allocator.reserve(message.request_id, -(-message.reserved_tokens // page_size)):
             raise LocalProtocolError(f"no room for request {message.request_id}, which the leader had counted")
         self._requests[message.request_id] = _Request(sampling=message.sampling)
+        if self._receiver.is_known(message.request_id):
+            self._requests[message.request_id].is_receiving = False
+            reason = "an earlier request of the same id is still draining"
+            self._link.send(RequestExpected(request_id=message.request_id, reason=reason))
+            return
         if not writers:
             self._requests[message.request_id].is_receiving = False
             self._link.send(RequestExpected(request_id=message.request_id, reason="no rank of the prefill instance is attached"))

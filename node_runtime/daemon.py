@@ -20,7 +20,7 @@ from node_runtime.health import HealthServer, Readiness
 from node_runtime.rank_report import RankHello
 from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
 from transfer.config import NodeConfig
-from transfer.errors import PeerUnreachable, TransferAborted, TransferError
+from transfer.errors import ConfigError, PeerUnreachable, TransferAborted, TransferError
 
 log = structlog.get_logger(__name__)
 
@@ -114,6 +114,7 @@ class Daemon:
             loop.add_signal_handler(number, self.request_stop)
         supervisor = self._role.supervisor(self._on_lost)
         try:
+            self._remove_ready_file()  # of an earlier process that was killed
             self.address = await self._role.open()
             self._http_port = await self._health.start(self.config.server.host, self.config.server.http_port)
             return await self._live(supervisor)
@@ -210,9 +211,13 @@ class Daemon:
             "incarnation": supervisor.incarnation,
         }
         temporary = Path(f"{path}.new")
-        temporary.write_text(json.dumps(content))
-        temporary.replace(path)  # whoever waits for the file sees it whole
+        try:
+            temporary.write_text(json.dumps(content))
+            temporary.replace(path)  # whoever waits for the file sees it whole
+        except OSError as error:
+            raise ConfigError(f"ready_file is {path}, which cannot be written: {error.strerror}") from error
 
     def _remove_ready_file(self) -> None:
         if self.config.ready_file is not None:
-            Path(self.config.ready_file).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(self.config.ready_file).unlink()

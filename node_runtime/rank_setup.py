@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import transfer
-from transfer.config import NodeConfig, TransportConfig
+from transfer.config import EMBEDDED_ENGINE, NodeConfig, TransportConfig
 from transfer.errors import ConfigError
 from transfer.instance import Instance
 from transfer.kernels.digest import DIGEST_ALGORITHM
@@ -47,6 +48,25 @@ def check_before_start(config: NodeConfig) -> None:
         raise ConfigError(f"transport.name is {name}, which this version does not serve yet; choose ucx")
     if importlib.util.find_spec("ucxx") is None:
         raise ConfigError("transport.name is ucx, and UCXX is not installed: pip install 'kvferry[ucx-cu13]' (or ucx-cu12)")
+
+
+def engine_loader(config: NodeConfig) -> Callable[..., Any]:
+    """What the setting `engine` names: called with the settings, `rank=` and `rendezvous=`, it returns the rank's engine.
+
+    Raises:
+        ConfigError: There is no such module or function.
+    """
+    module, _, function = config.engine.partition(":")
+    try:
+        loader: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"engine is {config.engine}, which cannot be imported: {error}") from error
+    return loader
+
+
+def preloaded_modules(config: NodeConfig) -> tuple[str, ...]:
+    """Modules that a node's fork server imports once, so that a rank starts in a fraction of a second."""
+    return ("embedded_engine.preload",) if config.engine == EMBEDDED_ENGINE else ()
 
 
 def open_transport(config: TransportConfig) -> Transport:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class RankSupervisor:
         config: The node's settings; every rank gets them.
         entry: Entry point of a rank process, importable by name.
         codec: Messages of the role.
-        preload: Module that the fork server imports once; a rank then starts in a fraction of a second.
+        preload: Modules that the fork server imports once, before it forks ranks.
         on_message: (rank, message) of the running life, but for hellos and reports.
         on_lost: The life is of no more use, and why; `stop()` and perhaps `start()` are the owner's next steps.
     """
@@ -55,7 +55,7 @@ class RankSupervisor:
         entry: Callable[[RankSpec], None],
         codec: RankCodec,
         *,
-        preload: str,
+        preload: Sequence[str],
         on_message: Callable[[int, Any], None],
         on_lost: Callable[[str], None],
     ) -> None:
@@ -106,7 +106,7 @@ class RankSupervisor:
             )
             for rank in range(self._num_ranks)
         ]
-        self._group = RankGroup(self._config.role, self._entry, [(spec,) for spec in specs], preload=[self._preload])
+        self._group = RankGroup(self._config.role, self._entry, [(spec,) for spec in specs], preload=self._preload)
         self._group.start(loop, self._on_exit)
         try:
             await asyncio.wait_for(self._started, START_TIMEOUT_S)
@@ -153,7 +153,12 @@ class RankSupervisor:
             case RankReport():
                 self.reports[rank] = message
             case _ if self._is_running:
-                self._on_message(rank, message)
+                try:
+                    self._on_message(rank, message)
+                except Exception as error:
+                    # Half of it may have been done: no count of this life can be trusted any more.
+                    log.exception("rank_message_failed", rank=rank, message=type(message).__name__)
+                    self.lose(f"{type(message).__name__} of rank {rank} could not be handled: {error!r}")
 
     def _on_exit(self, rank: int, code: int) -> None:
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"

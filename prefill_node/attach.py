@@ -32,14 +32,15 @@ class _Open:
 
     client: TransferControlClient
     watch: SessionWatch
-    incarnation: int
+    peer: _Peer
     decode_rank: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Peer:
-    """One decode instance."""
+    """One decode instance, from one attach to its end."""
 
+    join: int
     instance: Instance
     sessions: dict[int, int] = field(default_factory=dict)  # decode rank -> session
 
@@ -51,7 +52,7 @@ class DecodeSessions:
         sender: Takes the sessions over.
         own: This rank's instance.
         plan: How requests are cut; both sides must compute the same chunks.
-        on_lost: (decode incarnation, reason), once, when an open instance loses a session.
+        on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
     PASSING = (TransportError,)
@@ -67,7 +68,7 @@ class DecodeSessions:
         rank: int,
         plan: ChunkPlan,
         config: NodeConfig,
-        on_lost: Callable[[int, str], None],
+        on_lost: Callable[[int, int, str], None],
     ) -> None:
         self._loop = loop
         self._sender = sender
@@ -95,27 +96,35 @@ class DecodeSessions:
         peer = self._peers.get(incarnation)
         return (peer.instance, peer.sessions) if peer is not None else (None, {})
 
-    async def open(self, instance: Instance, rank_addresses: tuple[str, ...]) -> tuple[Link, ...]:
+    async def open(self, instance: Instance, rank_addresses: tuple[str, ...], *, join: int) -> tuple[Link, ...]:
         """Attach to the instance's ranks; all or none. Returns the measured links.
+
+        Args:
+            join: Number of this attempt; `on_lost` names it.
 
         Raises:
             LayoutError: The two do not fit; what differs is named.
-            TransportError: A rank cannot be reached, or its link is slower than the configured floor.
+            TransportError: A rank cannot be reached, its link is slower than the configured floor, or the instance was closed
+                meanwhile.
         """
         check_compatible(self._own, instance)
         mine = {r.decode_rank for r in routes(self._own.layout, self._own.shard, instance.shard) if r.prefill_rank == self._rank}
-        self._peers[instance.incarnation] = _Peer(instance=instance)
+        self.close(instance.incarnation, "attached again")
+        peer = self._peers[instance.incarnation] = _Peer(join=join, instance=instance)
         try:
-            links = [await self._open_session(instance, rank, rank_addresses[rank]) for rank in sorted(mine)]
+            links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
         except BaseException as error:
-            self.close(instance.incarnation, f"attach failed: {error}")
+            self._close(peer, f"attach failed: {error}")
             raise
         return tuple(links)
 
-    async def _open_session(self, instance: Instance, decode_rank: int, address: str) -> Link:
+    async def _open_session(self, peer: _Peer, decode_rank: int, address: str) -> Link:
         client = TransferControlClient(address)
         try:
             answer, session = await self._attach(client)
+            if not self._is_open(peer):
+                session.close()
+                raise PeerUnreachable(f"the decode instance was closed while decode rank {decode_rank} at {address} attached")
         except BaseException:
             await client.close()
             raise
@@ -128,10 +137,10 @@ class DecodeSessions:
             on_watermark=lambda watermark: self._on_watermark(number, watermark),
             on_lost=lambda reason: self._sender.close_session(number, f"decode rank {decode_rank} is lost: {reason}"),
         )
-        self._open[number] = _Open(client=client, watch=watch, incarnation=instance.incarnation, decode_rank=decode_rank)
+        self._open[number] = _Open(client=client, watch=watch, peer=peer, decode_rank=decode_rank)
         self._sender.driver.add(session)
         self._sender.open_session(
-            number, session, control, incarnation=instance.incarnation, ring_capacity_bytes=answer.ring_capacity_bytes
+            number, session, control, incarnation=peer.instance.incarnation, ring_capacity_bytes=answer.ring_capacity_bytes
         )
         async with self._probe_turn:
             probe = await probe_link(
@@ -156,7 +165,7 @@ class DecodeSessions:
             )
         if number not in self._open:
             raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
-        self._peers[instance.incarnation].sessions[decode_rank] = number
+        peer.sessions[decode_rank] = number
         watch.report_link(link)
         return link
 
@@ -181,10 +190,19 @@ class DecodeSessions:
         self._sender.on_watermark(number, watermark)
 
     def close(self, incarnation: int, reason: str) -> None:
-        """End every session with the instance; unknown ones are ignored."""
-        self._peers.pop(incarnation, None)
+        """End every session with the instance, those being opened included; unknown ones are ignored."""
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            self._close(peer, reason)
+
+    def _is_open(self, peer: _Peer) -> bool:
+        return self._peers.get(peer.instance.incarnation) is peer
+
+    def _close(self, peer: _Peer, reason: str) -> None:
+        if self._is_open(peer):
+            del self._peers[peer.instance.incarnation]
         for number, session in list(self._open.items()):
-            if session.incarnation == incarnation:
+            if session.peer is peer:
                 self._sender.close_session(number, reason)
 
     def on_session_closed(self, number: int, reason: str) -> None:
@@ -198,9 +216,10 @@ class DecodeSessions:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         log.info("session_closed", decode_rank=session.decode_rank, reason=reason)
-        if session.incarnation in self._peers:
-            self.close(session.incarnation, reason)
-            self._on_lost(session.incarnation, reason)
+        peer = session.peer
+        if self._is_open(peer):
+            self._close(peer, reason)
+            self._on_lost(peer.join, peer.instance.incarnation, reason)
 
     async def close_all(self, reason: str) -> None:
         """End everything and wait until it has."""

@@ -18,9 +18,10 @@ ATTACH_ALL_TIMEOUT_S = 30.0
 class Join:
     """One decode instance, from the moment it introduced itself until it is lost.
 
-    `lost` is done with the reason once the instance can be sent nothing any more.
+    `number` tells it from other joins of the same instance; `lost` is done with the reason once it can be sent nothing any more.
     """
 
+    number: int
     instance: Instance
     address: str
     links: list[Link] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Joins:
         self._broadcast = broadcast
         self._on_lost = on_lost
         self._joins: dict[int, Join] = {}
+        self._num_opened = 0
 
     def __iter__(self) -> Iterator[Join]:
         return iter(list(self._joins.values()))
@@ -73,7 +75,9 @@ class Joins:
             # The same life joins again: its old stream died on the way, and so have its sessions.
             self.close(instance.incarnation, PeerUnreachable("the decode instance has joined again"))
         loop = asyncio.get_running_loop()
+        self._num_opened += 1
         join = Join(
+            number=self._num_opened,
             instance=instance,
             address=address,
             attached=loop.create_future(),
@@ -81,7 +85,7 @@ class Joins:
             waiting_for=set(range(self._num_ranks)),
         )
         self._joins[instance.incarnation] = join
-        self._broadcast(AttachDecode(instance=instance, rank_addresses=rank_addresses))
+        self._broadcast(AttachDecode(join=join.number, instance=instance, rank_addresses=rank_addresses))
         outcomes: list[asyncio.Future[Any]] = [join.attached, join.lost]
         try:
             await asyncio.wait(outcomes, timeout=ATTACH_ALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -98,7 +102,7 @@ class Joins:
 
     def on_attached(self, rank: int, message: DecodeAttached) -> None:
         join = self._joins.get(message.incarnation)
-        if join is None or rank not in join.waiting_for:
+        if join is None or join.number != message.join or rank not in join.waiting_for:
             return
         join.waiting_for.discard(rank)
         join.links.extend(message.links)
@@ -107,7 +111,9 @@ class Joins:
 
     def on_rank_lost(self, rank: int, message: DecodeLost) -> None:
         kind = LayoutError if message.is_refused else PeerUnreachable
-        self.close(message.incarnation, kind(f"prefill rank {rank}: {message.reason}"))
+        join = self._joins.get(message.incarnation)
+        if join is not None and join.number == message.join:
+            self.leave(join, kind(f"prefill rank {rank}: {message.reason}"))
 
     def leave(self, join: Join, error: TransferError) -> None:
         """End this join, and not one that the same life has opened since."""

@@ -14,8 +14,10 @@ from node_runtime.daemon import Daemon, NodeState
 from node_runtime.health import Readiness
 from node_runtime.prompt import check_prompt
 from node_runtime.rank_report import RankHello
+from node_runtime.rank_setup import preloaded_modules
 from node_runtime.status import node_status
 from node_runtime.supervisor import RankSupervisor
+from node_runtime.transfer_ids import is_try_of
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import (
     CODEC,
@@ -111,7 +113,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             self.config,
             run_prefill_rank,
             CODEC,
-            preload="embedded_engine.preload",
+            preload=preloaded_modules(self.config),
             on_message=self._on_rank_message,
             on_lost=on_lost,
         )
@@ -243,6 +245,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             log.error("join_refused", address=request.decode_address, reason=str(error))
             await end_with(context, error)
         log.info("decode_instance_joined", address=join.address, links=len(join.links))
+        draining: asyncio.Future[Any] | None = None
         try:
             plan = ChunkPlan(chunk_tokens=self.config.chunk.chunk_tokens, layers_per_group=self.config.chunk.layers_per_group)
             joined = pb.Joined(
@@ -251,21 +254,19 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
                 links=[link_to_proto(link) for link in join.links],
             )
             yield pb.JoinEvent(joined=joined)
-            has_said_draining = False
+            draining = asyncio.ensure_future(self._draining.wait())
+            waiting: set[asyncio.Future[Any]] = {join.lost, draining}
             while not join.lost.done():
-                if self._draining.is_set() and not has_said_draining:
-                    has_said_draining = True
+                if draining.done() and draining in waiting:
+                    waiting.discard(draining)
                     yield pb.JoinEvent(draining=pb.Draining())
                 else:
                     yield pb.JoinEvent(beat=pb.Beat())
-                waiting: list[asyncio.Future[Any]] = [asyncio.shield(join.lost)]
-                if not has_said_draining:
-                    waiting.append(asyncio.ensure_future(self._draining.wait()))
                 await asyncio.wait(waiting, timeout=request.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in waiting[1:]:
-                    task.cancel()
             await end_with(context, join.lost.result())
         finally:
+            if draining is not None:
+                draining.cancel()
             # The decode leader went away, or the join was lost: either way its ranks are written to no more.
             life.joins.leave(join, PeerUnreachable("the decode leader has left"))
 
@@ -310,8 +311,9 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         life = self._life
         reason = request.reason or "aborted by an operator"
-        found = life is not None and life.requests.abort(request.request_id, TransferAborted(reason))
-        return pb.AbortResponse(found=found)
+        tries = [] if life is None else [name for name in life.requests.request_ids if is_try_of(name, request.request_id)]
+        found = [life.requests.abort(name, TransferAborted(reason)) for name in tries if life is not None]
+        return pb.AbortResponse(found=any(found))
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
         life = self._life

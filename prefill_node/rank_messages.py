@@ -18,10 +18,12 @@ class AttachDecode:
     """Open a session with every decode rank that this rank has a route to; answer `DecodeAttached` or `DecodeLost`.
 
     Args:
+        join: Number of this attempt; the answers name it, so that none of an earlier one is taken for it.
         instance: The decode instance.
         rank_addresses: host:port of each decode rank's TransferControl, in rank order.
     """
 
+    join: int
     instance: Instance
     rank_addresses: tuple[str, ...]
 
@@ -72,6 +74,7 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeAttached:
+    join: int
     incarnation: int
     links: tuple[Link, ...]
 
@@ -80,6 +83,7 @@ class DecodeAttached:
 class DecodeLost:
     """A session with the decode instance could not be opened, or has ended. `is_refused`: it can never fit."""
 
+    join: int
     incarnation: int
     reason: str
     is_refused: bool = False

@@ -116,6 +116,10 @@ class PrefillRequests:
         self._task: asyncio.Task[None] | None = None
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._requests)
+
+    @property
     def num_queued(self) -> int:
         return self._scheduler.num_waiting
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import structlog
 
-from embedded_engine.loading import load_engine
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_process import RankSpec, run_rank
 from node_runtime.rank_report import RankHello
-from node_runtime.rank_setup import open_transport, own_instance
+from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from prefill_node.attach import DecodeSessions
 from prefill_node.engine import PrefillEngine
 from prefill_node.rank_messages import (
@@ -88,7 +87,7 @@ class PrefillWorker:
     async def start(self) -> RankHello:
         """Load the engine; see `Worker.start`."""
         engine = await self._engine_lane.call(
-            lambda: load_engine(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
+            lambda: engine_loader(self._config)(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         )
         self._engine = engine
         transport = open_transport(self._config.transport)
@@ -114,7 +113,9 @@ class PrefillWorker:
             rank=self._spec.rank,
             plan=self._plan,
             config=self._config,
-            on_lost=lambda incarnation, reason: self._link.send(DecodeLost(incarnation=incarnation, reason=reason)),
+            on_lost=lambda join, incarnation, reason: self._link.send(
+                DecodeLost(join=join, incarnation=incarnation, reason=reason)
+            ),
         )
         return RankHello(
             rank=self._spec.rank,
@@ -161,12 +162,12 @@ class PrefillWorker:
     async def _attach(self, message: AttachDecode) -> None:
         incarnation = message.instance.incarnation
         try:
-            links = await self._sessions.open(message.instance, message.rank_addresses)
+            links = await self._sessions.open(message.instance, message.rank_addresses, join=message.join)
         except TransferError as error:
             refused = not isinstance(error, self._sessions.PASSING)
-            self._link.send(DecodeLost(incarnation=incarnation, reason=str(error), is_refused=refused))
+            self._link.send(DecodeLost(join=message.join, incarnation=incarnation, reason=str(error), is_refused=refused))
         else:
-            self._link.send(DecodeAttached(incarnation=incarnation, links=links))
+            self._link.send(DecodeAttached(join=message.join, incarnation=incarnation, links=links))
 
     def _start_request(self, message: StartRequest) -> None:
         layout = self._engine.layout
@@ -254,6 +255,9 @@ class PrefillWorker:
                     self._sender.chunk_computed(part.request_id, chunk.index, event)
 
     def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
+        # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
+        if self._spec.rank == 0 or isinstance(outcome, StepFailed):
+            self._link.send(outcome)
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1
@@ -261,8 +265,6 @@ class PrefillWorker:
             if isinstance(outcome, StepFailed):
                 self._sender.abort_request(part.request_id, outcome.reason)
             self._release_if_over(part.request_id, request)
-        if self._spec.rank == 0 or isinstance(outcome, StepFailed):
-            self._link.send(outcome)
 
     def _abort(self, message: AbortRequest) -> None:
         request = self._requests.get(message.request_id)

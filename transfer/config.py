@@ -28,6 +28,9 @@ from transfer.ring import ALIGNMENT_BYTES
 
 ENVIRONMENT_PREFIX: Final = "KVFERRY_"
 
+EMBEDDED_ENGINE: Final = "embedded_engine.loading:load_engine"
+"""The engine that comes with kvferry: a transformers model over the paged pool."""
+
 _UNITS: Final = {
     "": 1,
     "B": 1,
@@ -92,12 +95,20 @@ def _host(value: str) -> str:
     return value
 
 
+def _engine_name(value: str) -> str:
+    module, colon, function = value.partition(":")
+    if not colon or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"it must be module:function, for example {EMBEDDED_ENGINE}")
+    return value
+
+
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=86_400)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535)]
 Host = Annotated[str, AfterValidator(_host)]
+EngineName = Annotated[str, AfterValidator(_engine_name)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 
 
@@ -283,6 +294,10 @@ class NodeConfig(_Section):
     role: ClassVar[str]
 
     model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
+    engine: EngineName = Field(
+        default=EMBEDDED_ENGINE,
+        description="What loads the engine of a rank, as module:function; prefill_node/engine and decode_node/engine say what it must give.",
+    )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the ranks compute on: with cuda, rank i has GPU i.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")

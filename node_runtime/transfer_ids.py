@@ -1,0 +1,29 @@
+"""Ids of transfers: a new one for each try of a request, so that nothing late of one try can ever meet another.
+
+A client may use its own request id again as soon as it has the last answer. On the way to the ranks that is too early: a writer
+may still have to say that it drained, a repeated message may still be under way. So the decode leader names every try anew.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from transfer.errors import ConfigError
+
+MAX_REQUEST_ID_CHARS = 96  # a transfer's id adds 17, and messages carry at most 128
+
+
+def new_transfer_id(request_id: str) -> str:
+    """A fresh id that begins with the client's, for people who read logs.
+
+    Raises:
+        ConfigError: The client's id is too long.
+    """
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most {MAX_REQUEST_ID_CHARS}")
+    return f"{request_id}.{secrets.token_hex(8)}"
+
+
+def is_try_of(transfer_id: str, request_id: str) -> bool:
+    """Whether an operator who says `request_id` means this transfer: by its own id, or by the client's."""
+    return transfer_id == request_id or transfer_id.rpartition(".")[0] == request_id
