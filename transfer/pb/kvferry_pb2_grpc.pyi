@@ -63,6 +63,7 @@ class PrefillControlStub:
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
+    """What the node, its ranks, peers and links are doing."""
 
     Drain: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
@@ -108,6 +109,7 @@ class PrefillControlAsyncStub:
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
+    """What the node, its ranks, peers and links are doing."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
@@ -160,7 +162,8 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         self,
         request: transfer.pb.kvferry_pb2.StatusRequest,
         context: _ServicerContext,
-    ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]: ...
+    ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]:
+        """What the node, its ranks, peers and links are doing."""
 
     @abc.abstractmethod
     def Drain(
@@ -201,16 +204,19 @@ class DecodeControlStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
+    """Give a request up, by its client's id. OK also when it is unknown or over (`found` says which)."""
 
     Status: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
+    """What the node, its ranks, peers and links are doing."""
 
     Drain: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
 
 class DecodeControlAsyncStub:
     """Decode node, served by its leader."""
@@ -240,16 +246,19 @@ class DecodeControlAsyncStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
+    """Give a request up, by its client's id. OK also when it is unknown or over (`found` says which)."""
 
     Status: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.StatusRequest,
         transfer.pb.kvferry_pb2.NodeStatus,
     ]
+    """What the node, its ranks, peers and links are doing."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
 
 class DecodeControlServicer(metaclass=abc.ABCMeta):
     """Decode node, served by its leader."""
@@ -284,21 +293,24 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         self,
         request: transfer.pb.kvferry_pb2.AbortRequest,
         context: _ServicerContext,
-    ) -> typing.Union[transfer.pb.kvferry_pb2.AbortResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AbortResponse]]: ...
+    ) -> typing.Union[transfer.pb.kvferry_pb2.AbortResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AbortResponse]]:
+        """Give a request up, by its client's id. OK also when it is unknown or over (`found` says which)."""
 
     @abc.abstractmethod
     def Status(
         self,
         request: transfer.pb.kvferry_pb2.StatusRequest,
         context: _ServicerContext,
-    ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]: ...
+    ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]:
+        """What the node, its ranks, peers and links are doing."""
 
     @abc.abstractmethod
     def Drain(
         self,
         request: transfer.pb.kvferry_pb2.DrainRequest,
         context: _ServicerContext,
-    ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]: ...
+    ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
+        """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
 
 def add_DecodeControlServicer_to_server(servicer: DecodeControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
