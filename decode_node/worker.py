@@ -377,7 +377,8 @@ class DecodeWorker:
             "requests": len(self._requests) + self._receiver.num_requests,
             "sessions": self._receiver.num_sessions,
             "watermark_acks": self._servicer.num_acks,
-            "dropped_messages": self._receiver.num_dropped,
+            # Strangers' messages are dropped by the channel itself, before anybody has to look at them.
+            "dropped_messages": self._receiver.num_dropped + self._control.num_dropped,
         }
 
     def metrics(self) -> Any:

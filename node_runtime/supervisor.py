@@ -113,7 +113,6 @@ class RankSupervisor:
         except TimeoutError:
             missing = sorted(set(range(self._num_ranks)) - self._hellos.keys())
             raise RankStartError(f"ranks {missing} did not start within {START_TIMEOUT_S:g} s", exit_code=4) from None
-        self._is_running = True
         return tuple(self._hellos[rank] for rank in range(self._num_ranks))
 
     def broadcast(self, message: object) -> None:
@@ -147,6 +146,7 @@ class RankSupervisor:
             case RankHello():
                 self._hellos[rank] = message
                 if len(self._hellos) == self._num_ranks and self._started is not None and not self._started.done():
+                    self._is_running = True  # from this very moment on a rank's end is a loss, and no failed start
                     self._started.set_result(None)
             case RankStartFailed():
                 self._fail_start(message.reason, message.exit_code)

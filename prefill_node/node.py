@@ -142,7 +142,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
     @property
     def num_in_flight(self) -> int:
         life = self._life
-        return 0 if life is None else life.requests.num_queued + life.requests.num_running
+        return 0 if life is None else life.requests.num_in_flight
 
     def readiness(self) -> Readiness:
         return Readiness(is_ready=not self._draining.is_set(), reason="the node is draining")

@@ -129,8 +129,9 @@ class PrefillRequests:
         return len(self._requests) - self._scheduler.num_waiting
 
     @property
-    def is_idle(self) -> bool:
-        return not self._requests
+    def num_in_flight(self) -> int:
+        """Requests of which anything is left, also those that hold no pages any more and whose last bytes still travel."""
+        return len(self._requests)
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -260,6 +261,7 @@ class PrefillRequests:
         elif not request.is_aborted:
             request.is_aborted = True
             self._broadcast(AbortRequest(request_id=request.request_id, reason=str(error)))
+        self._forget_if_done(request)  # its pages may be back already, and then nobody speaks of it again
 
     def _end(self, request: Request, error: TransferError) -> None:
         if not request.is_over:
