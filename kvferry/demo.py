@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -168,7 +169,10 @@ async def _generate_all(
 async def _generate(client: NodeClient, prompt: str, progress: RequestProgress, view: DemoView) -> RequestOutcome:
     """One request to its end; an error of it is its outcome, and nobody else's."""
     request = pb.GenerateRequest(
-        request_id=f"demo-{progress.number}", prompt=prompt, max_new_tokens=progress.max_new_tokens, ignore_eos=True
+        request_id=f"demo-{secrets.token_hex(4)}-{progress.number}",
+        prompt=prompt,
+        max_new_tokens=progress.max_new_tokens,
+        ignore_eos=True,
     )
     done: pb.GenerateDone | None = None
     error = ""

@@ -148,7 +148,7 @@ def ucx_devices() -> Finding:
 
 def parse_ucx_resources(info: str) -> list[str]:
     """``transport/device`` of each resource in UCX's description of a context, in its order."""
-    return re.findall(r"resource\s+\d+\s*:.*?--\s*(\S+)", info)
+    return re.findall(r"resource\s+\d+\s*:.*?\bflags\s+\S+\s+(\S+)", info)
 
 
 def check_shared_memory(total_bytes: int, free_bytes: int) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import Final, Self
 
 from kvferry.reference_generate import ReferenceResult, result_of
 from transfer.errors import EngineError
@@ -39,30 +38,28 @@ class ReferenceRun:
         self._num_prompts = len(prompts)
         self._task = {"model": str(model), "max_new_tokens": max_new_tokens, "prompts": list(prompts)}
         self._environment = dict(environment) | _QUIET
-        self._files = contextlib.ExitStack()
-        self._input = self._files.enter_context(tempfile.TemporaryFile())
-        self._output = self._files.enter_context(tempfile.TemporaryFile())
-        self._errors = self._files.enter_context(tempfile.TemporaryFile())
+        self._folder = tempfile.TemporaryDirectory(prefix="kvferry-reference-")
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._input.write(json.dumps(self._task).encode())
-        self._input.seek(0)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.reference_generate"],
-            stdin=self._input,
-            stdout=self._output,
-            stderr=self._errors,
-            env=self._environment,
-            start_new_session=True,
-        )
+        folder = Path(self._folder.name)
+        (folder / "task").write_text(json.dumps(self._task))
+        command = [sys.executable, "-m", "kvferry.reference_generate"]
+        with (
+            open(folder / "task", "rb") as task,
+            open(folder / "results", "wb") as results,
+            open(folder / "errors", "wb") as errors,
+        ):
+            self._process = subprocess.Popen(
+                command, stdin=task, stdout=results, stderr=errors, env=self._environment, start_new_session=True
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self._files.close()
+        self._folder.cleanup()
 
     async def results(self) -> list[ReferenceResult]:
         """Wait until it has ended; one result for each prompt, in order.
@@ -73,14 +70,13 @@ class ReferenceRun:
         assert self._process is not None, "enter it first"
         while self._process.poll() is None:
             await asyncio.sleep(_POLL_S)
-        lines = _lines_of(self._output)
+        lines = _lines_of(Path(self._folder.name) / "results")
         if self._process.returncode or len(lines) != self._num_prompts:
-            errors = _lines_of(self._errors)
+            errors = _lines_of(Path(self._folder.name) / "errors")
             why = errors[-1] if errors else f"exit code {self._process.returncode}, {len(lines)} of {self._num_prompts} results"
             raise EngineError(f"the single process that the tokens are compared with failed: {why}")
         return [result_of(line) for line in lines]
 
 
-def _lines_of(file: IO[bytes]) -> list[str]:
-    file.seek(0)
-    return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+def _lines_of(file: Path) -> list[str]:
+    return [line for line in file.read_text(errors="replace").splitlines() if line.strip()]

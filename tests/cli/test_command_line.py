@@ -1,0 +1,155 @@
+"""Arguments: what is wrong with them is one line and an exit code, and no command loads more than it needs."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import transfer
+from kvferry import exit_codes
+from kvferry.__main__ import app
+from kvferry.demo_prompts import BUILT_IN, load_prompts
+from kvferry.generate import make_request, parse_token_ids
+from transfer.errors import ConfigError
+
+
+def kvferry(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def dead_address() -> str:
+    """Where nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{held.getsockname()[1]}"
+
+
+def test_version() -> None:
+    result = kvferry("--version")
+    assert (result.exit_code, result.output) == (0, f"kvferry {transfer.__version__}\n")
+
+
+def test_help_is_light_and_quick() -> None:
+    code = "import sys, kvferry.__main__ as m\ntry: m.app(['--help'])\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
+    best_s = 9.0
+    for _ in range(3):  # the best of three, and processor time: the machine may be busy
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best_s = min(best_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    for heavy in ("torch", "transformers", "grpc", "numpy", "ucxx", "zmq"):
+        assert f"'{heavy}'" not in output
+    for command in ("demo", "generate", "status", "doctor", "model"):
+        assert command in output
+    assert best_s < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("demo", "--max-new-tokens", "0"), "--max-new-tokens is 0"),
+        (("demo", "--requests", "0"), "--requests is 0"),
+        (("demo", "--prompts", "/nowhere/prompts.txt"), "/nowhere/prompts.txt"),
+        (("demo", "--json", "/nowhere/report.json"), "/nowhere/report.json"),
+        (("generate", "--target", "127.0.0.1:1"), "either a prompt or --token-ids"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--token-ids", "1"), "either a prompt or --token-ids"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--temperature", "-1"), "--temperature is -1"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--temperature", "nan"), "--temperature is nan"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--top-p", "1.5"), "--top-p is 1.5"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--top-k", "-1"), "--top-k is -1"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--seed", "-1"), "--seed is -1"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--max-new-tokens", "0"), "--max-new-tokens is 0"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--timeout", "0"), "--timeout is 0"),
+        (("generate", "--target", "localhost", "hi"), "'localhost'"),
+        (("generate", "--target", "localhost:99999", "hi"), "'localhost:99999'"),
+        (("status", "--target", ":50051"), "':50051'"),
+    ],
+)
+def test_wrong_argument_is_one_line_that_names_it(arguments: tuple[str, ...], named: str) -> None:
+    result = kvferry(*arguments)
+    assert result.exit_code == exit_codes.BAD_INPUT
+    assert result.stderr.count("\n") == 1 and named in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("generate", "hi"), ("status",), ("status", "--watch")])
+def test_nobody_listens(arguments: tuple[str, ...], dead_address: str) -> None:
+    if "--watch" in arguments:
+        arguments = (*arguments, "--json")  # the tables would wait for the node to come
+    begun_s = time.monotonic()
+    result = kvferry(*arguments, "--target", dead_address)
+    assert result.exit_code == exit_codes.UNAVAILABLE
+    assert result.stderr.count("\n") == 1 and dead_address in result.stderr
+    assert time.monotonic() - begun_s < 5
+
+
+def test_token_ids_with_commas_and_spaces() -> None:
+    assert parse_token_ids("1,15, 27 3") == [1, 15, 27, 3]
+    for text in ("1,-2", "1;2", "x", "1.5", "²", str(2**32)):
+        with pytest.raises(ConfigError, match="--token-ids"):
+            parse_token_ids(text)
+
+
+def test_request_carries_every_option() -> None:
+    request = make_request(
+        prompt=None, token_ids="5,6", max_new_tokens=9, temperature=0.5, top_p=0.75, top_k=4, seed=2**63, ignore_eos=True
+    )
+    assert request.WhichOneof("input") == "token_ids" and list(request.token_ids.ids) == [5, 6]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.75, 4, 2**63)
+    assert (request.max_new_tokens, request.ignore_eos) == (9, True)
+
+
+def test_an_empty_prompt_is_sent_and_not_taken_for_none() -> None:
+    request = make_request(prompt="", token_ids=None, max_new_tokens=1, temperature=0, top_p=1, top_k=0, seed=0, ignore_eos=False)
+    assert request.WhichOneof("input") == "prompt"
+
+
+def test_prompts_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\n\n  second  \n")
+    assert load_prompts(file, None) == ["first", "second"]
+    assert load_prompts(file, 1) == ["first"]
+    assert load_prompts(file, 5) == ["first", "second", "3. first", "4. second", "5. first"]
+    file.write_text("\n \n")
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        load_prompts(file, None)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_prompts(file, None)
+
+
+def test_built_in_prompts_are_all_different_at_any_number() -> None:
+    assert len(set(BUILT_IN)) == len(BUILT_IN)
+    many = load_prompts(None, 100)
+    assert len(set(many)) == 100 and many[: len(BUILT_IN)] == list(BUILT_IN)
+
+
+def test_model_make_never_overwrites_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    for arguments in ((), ("--force",)):
+        result = kvferry("model", "make", str(tmp_path), *arguments)
+        assert result.exit_code == exit_codes.BAD_INPUT and str(tmp_path) in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    result = kvferry("model", "make", str(tmp_path / "mine.txt"))
+    assert result.exit_code == exit_codes.BAD_INPUT and result.stderr.count("\n") == 1
+
+
+def test_model_make_and_force(tmp_path: Path) -> None:
+    directory = tmp_path / "demo"
+    assert kvferry("model", "make", str(directory)).exit_code == 0
+    weights = (directory / "model.safetensors").read_bytes()
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert kvferry("model", "make", str(directory), "--seed", "1").exit_code == exit_codes.BAD_INPUT
+    assert (directory / "model.safetensors").read_bytes() == weights
+    assert kvferry("model", "make", str(directory), "--seed", "1", "--force").exit_code == 0
+    assert (directory / "model.safetensors").read_bytes() != weights

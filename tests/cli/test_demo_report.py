@@ -1,0 +1,165 @@
+"""The report's arithmetic, and what makes a run a success."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.demo_print import cost_line, verdict
+from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, find_mismatches, make_report, percentile
+from kvferry.reference_generate import ReferenceResult
+from transfer.errors import ConfigError
+from transfer.pb import kvferry_pb2 as pb
+
+
+def outcome(*token_ids: int, prompt_tokens: int = 10, **stats: float) -> RequestOutcome:
+    ttft_s = stats.pop("ttft_s", 0.0)
+    done = pb.GenerateDone(stats=pb.TransferStats(**stats), ttft_s=ttft_s)  # type: ignore[arg-type]
+    return RequestOutcome(prompt_tokens=prompt_tokens, token_ids=token_ids, done=done)
+
+
+def wanted(*token_ids: int, prompt_tokens: int = 10) -> ReferenceResult:
+    return ReferenceResult(prompt_tokens=prompt_tokens, token_ids=token_ids)
+
+
+DECODE = pb.NodeStatus(
+    role="decode",
+    ranks=[
+        pb.RankStatus(rank=0, ring_peak_bytes=500, watermark_acks=7),
+        pb.RankStatus(rank=1, ring_peak_bytes=900, watermark_acks=5),
+    ],
+    links=[
+        pb.LinkStatus(lane="ucx/shm", bandwidth_bytes_per_s=4e9),
+        pb.LinkStatus(lane="ucx/net", bandwidth_bytes_per_s=1e9),
+        pb.LinkStatus(lane="ucx/shm", bandwidth_bytes_per_s=3e9),
+    ],
+)
+
+
+def report_of(
+    outcomes: list[RequestOutcome],
+    reference: list[ReferenceResult],
+    *,
+    leaked: tuple[str, ...] = (),
+    decode: pb.NodeStatus = DECODE,
+) -> DemoReport:
+    return make_report(
+        outcomes, reference, decode=decode, leaked=leaked, seconds=9.0, generate_seconds=3.0, environment={"cpu_cores": 2}
+    )
+
+
+GOOD = (
+    [
+        outcome(1, 2, bytes=100, writes=2, writes_without_staging=50, transfer_s=0.3, exposed_s=0.1, ttft_s=1.0),
+        outcome(3, 4, prompt_tokens=7, bytes=60, writes=1, writes_without_staging=30, transfer_s=0.1, exposed_s=0.1, ttft_s=2.0),
+    ],
+    [wanted(1, 2), wanted(3, 4, prompt_tokens=7)],
+)
+
+
+def test_sums_peaks_and_shares() -> None:
+    report = report_of(*GOOD)
+    assert report.is_success and report.tokens_match
+    assert (report.requests, report.failed, report.prompt_tokens, report.generated_tokens) == (2, 0, 17, 4)
+    assert (report.bytes_moved, report.writes, report.writes_without_staging) == (160, 3, 80)
+    assert (report.ring_peak_bytes, report.watermark_acks) == (900, 12)
+    assert (report.transport, report.links, report.link_bandwidth_bytes_per_s) == ("ucx/net, ucx/shm", 3, 3e9)
+    assert report.overlap_ratio == pytest.approx(1 - 0.2 / 0.4)
+    assert (report.transfer_seconds.p50, report.transfer_seconds.p99) == (0.1, 0.3)
+    assert (report.ttft_seconds.p50, report.ttft_seconds.p99) == (1.0, 2.0)
+
+
+def test_json_has_every_name_that_the_issue_lists_and_survives_json() -> None:
+    content = json.loads(json.dumps(report_of(*GOOD).to_json()))
+    names = (
+        "requests tokens_match prompt_tokens generated_tokens bytes_moved writes writes_without_staging transport "
+        "transfer_seconds ttft_seconds overlap_ratio ring_peak_bytes watermark_acks leaks leaked seconds"
+    )
+    assert set(names.split()) <= set(content)
+    assert content["transfer_seconds"] == {"p50": 0.1, "p99": 0.3}
+    assert content["leaks"] == 0 and content["leaked"] == [] and content["environment"] == {"cpu_cores": 2}
+
+
+def test_overlap_of_a_run_that_moved_nothing() -> None:
+    failed = RequestOutcome(error="no prefill node")
+    report = report_of([failed], [wanted(1)], decode=pb.NodeStatus())
+    assert (report.overlap_ratio, report.bytes_moved, report.ring_peak_bytes, report.transport) == (0.0, 0, 0, "")
+    assert (report.failed, report.tokens_match, report.is_success) == (1, False, False)
+    assert cost_line(report) == "Nothing was moved."
+
+
+@pytest.mark.parametrize(
+    ("got", "right", "line"),
+    [
+        (outcome(1, 2, 9), wanted(1, 2, 3), "generated token 3 is 9, and 3 in a single process"),
+        (outcome(1, 2), wanted(1, 2, 3), "it has 2 tokens, and 3 in a single process"),
+        (outcome(1, 2, 3, 4), wanted(1, 2, 3), "it has 4 tokens, and 3 in a single process"),
+        (outcome(1, prompt_tokens=11), wanted(1), "its prompt has 11 tokens, and 10 in a single process"),
+        (RequestOutcome(error="rank 1 died"), wanted(1), "rank 1 died"),
+    ],
+)
+def test_one_differing_request_fails_the_run(got: RequestOutcome, right: ReferenceResult, line: str) -> None:
+    outcomes, reference = [*GOOD[0], got], [*GOOD[1], right]
+    assert find_mismatches(outcomes, reference) == [f"request 3: {line}"]
+    report = report_of(outcomes, reference)
+    assert not report.tokens_match and not report.is_success
+    assert "1 of 3 requests" in verdict(report)
+
+
+def test_a_leak_fails_a_run_whose_tokens_are_right() -> None:
+    report = report_of(*GOOD, leaked=("decode rank 0: ring_live_bytes is 5",))
+    assert report.tokens_match and report.leaks == 1 and not report.is_success
+    assert "1 things are left over" in verdict(report)
+
+
+def test_nothing_is_compared_when_results_are_missing() -> None:
+    with pytest.raises(ConfigError, match="2 outcomes and 1 reference"):
+        report_of(GOOD[0], GOOD[1][:1])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "pool_pages_reserved", "pool_pages_bound", "ring_live_bytes", "ring_live_grants", "ring_quarantined_bytes",
+        "staging_slots_used", "requests",
+    ],
+)  # fmt: skip
+def test_every_thing_that_a_rank_can_hold_is_a_leak(field: str) -> None:
+    idle = pb.RankStatus(rank=0, pid=5, pool_pages=9, ring_capacity=64, ring_peak_bytes=9, staging_slots=4, sessions=2)
+    holding = pb.RankStatus(rank=1, **{field: 3})  # type: ignore[arg-type]
+    assert find_leaks(pb.NodeStatus(role="decode", ranks=[idle])) == []
+    assert find_leaks(pb.NodeStatus(role="decode", ranks=[idle, holding])) == [f"decode rank 1: {field} is 3"]
+
+
+@pytest.mark.parametrize("field", ["queued_requests", "running_requests"])
+def test_requests_of_the_leader_are_leaks(field: str) -> None:
+    assert find_leaks(pb.NodeStatus(role="prefill", **{field: 2})) == [f"prefill node: {field} is 2"]  # type: ignore[arg-type]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.01, 1))
+def test_percentile_is_the_smallest_value_that_covers_its_share(values: list[float], share: float) -> None:
+    found = percentile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values) - 1e-9
+    assert sum(value < found for value in values) < share * len(values) + 1e-9
+
+
+def test_percentile_without_values_and_with_a_wrong_share() -> None:
+    assert percentile([], 0.5) == 0.0
+    for share in (0.0, 1.5, -1.0):
+        with pytest.raises(ConfigError, match="share"):
+            percentile([1.0], share)
+
+
+def test_an_outcome_is_either_done_or_failed() -> None:
+    for arguments in ({}, {"done": pb.GenerateDone(), "error": "x"}):
+        with pytest.raises(ConfigError, match="exactly one"):
+            RequestOutcome(**arguments)  # type: ignore[arg-type]
+
+
+def test_cost_line_names_both_numbers_and_their_ratio() -> None:
+    line = cost_line(report_of(*GOOD))
+    assert "80 writes of 2 bytes" in line and "3 writes of 53 B" in line and "27 times fewer" in line

@@ -1,0 +1,108 @@
+"""Each check tells right from wrong, and this machine, on which the tests run, is well."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from kvferry import doctor
+from kvferry.cluster_spec import child_environment
+from kvferry.doctor import Finding, State
+from kvferry.loopback import LoopbackResult
+from transfer.errors import ConfigError, EngineError
+
+INFO = """
+#     component 0  :  self
+#      resource 0  :  md 0  dev 0  flags -- self/memory
+#      resource 11 :  md 1  dev 2  flags a- rc_mlx5/mlx5_0:1
+#      resource 2  :  md 1  dev 2  flags -- tcp/lo
+"""
+
+
+def test_this_machine_is_well_and_really_transfers() -> None:
+    run = subprocess.run([sys.executable, "-m", "kvferry", "doctor", "--json"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+    content = json.loads(run.stdout)
+    found = {one["name"]: one for one in content["findings"]}
+    assert content["ok"] is True
+    text = found["transfer between two processes"]["text"]
+    match = re.fullmatch(r"(\d+\.\d\d) GB/s, [\d,]+ us, lane ucx/(?:shm|net), bytes equal", text)
+    assert match and float(match[1]) > 0.05
+    assert "tcp/lo" in found["ucx"]["text"]
+    assert {"python", "packages", "shared memory", "cross-memory attach", "locked memory", "loopback ports", "gpu"} <= set(found)
+
+
+def test_without_a_transport_the_doctor_fails_and_says_how_to_mend_it() -> None:
+    environment = child_environment() | {"UCX_TLS": "nonsense"}
+    run = subprocess.run([sys.executable, "-m", "kvferry", "doctor"], capture_output=True, text=True, timeout=60, env=environment)
+    assert run.returncode == 1
+    assert re.search(r"^fail (ucx|transfer between two processes):", run.stdout, re.MULTILINE)
+    assert "mend:" in run.stdout
+
+
+def test_resources_of_ucx_are_found_in_its_description() -> None:
+    assert doctor.parse_ucx_resources(INFO) == ["self/memory", "rc_mlx5/mlx5_0:1", "tcp/lo"]
+    assert doctor.parse_ucx_resources("") == []
+
+
+@pytest.mark.parametrize(
+    ("finding", "state"),
+    [
+        (doctor.check_python((3, 11, 0)), State.OK),
+        (doctor.check_python((3, 10, 12)), State.FAIL),
+        (doctor.check_packages(lambda name: "1"), State.OK),
+        (doctor.check_packages(lambda name: None if name == "triton" else "1"), State.FAIL),
+        (doctor.check_shared_memory(1 << 30, 1 << 30), State.OK),
+        (doctor.check_shared_memory(64 << 20, 64 << 20), State.WARN),
+        (doctor.check_ptrace_scope(None), State.OK),
+        (doctor.check_ptrace_scope("0"), State.OK),
+        (doctor.check_ptrace_scope("1"), State.WARN),
+        (doctor.check_memlock(8 << 20, has_rdma=False), State.OK),
+        (doctor.check_memlock(8 << 20, has_rdma=True), State.WARN),
+        (doctor.check_memlock(resource.RLIM_INFINITY, has_rdma=True), State.OK),
+        (doctor.check_open_files(256), State.WARN),
+        (doctor.check_open_files(resource.RLIM_INFINITY), State.OK),
+        (doctor.check_gpu(False, "2.13.0+cpu"), State.OK),
+        (doctor.check_gpu(True, "2.13.0+cpu"), State.WARN),
+        (doctor.check_gpu(True, "2.13.0+cu130"), State.OK),
+    ],
+)
+def test_each_check_tells_right_from_wrong(finding: Finding, state: State) -> None:
+    assert finding.state is state
+    assert bool(finding.mend) == (state is not State.OK)
+
+
+def test_missing_packages_are_named() -> None:
+    finding = doctor.check_packages(lambda name: None if name in ("triton", "pyzmq") else "1")
+    assert finding.mend.endswith("triton pyzmq")
+
+
+def test_a_slow_transfer_warns_and_a_failed_one_fails() -> None:
+    def measured(bytes_per_s: float) -> LoopbackResult:
+        return LoopbackResult(lane="ucx/net", latency_s=1e-4, bandwidth_bytes_per_s=bytes_per_s)
+
+    def failing() -> LoopbackResult:
+        raise EngineError("no way to the peer")
+
+    assert doctor.check_loopback(lambda: measured(4e9)).state is State.OK
+    assert doctor.check_loopback(lambda: measured(1e8)).state is State.WARN
+    finding = doctor.check_loopback(failing)
+    assert finding.state is State.FAIL and finding.text == "no way to the peer"
+
+
+def test_a_finding_that_is_not_ok_must_say_what_mends_it() -> None:
+    with pytest.raises(ConfigError, match="mend"):
+        Finding(name="x", state=State.WARN, text="y")
+    with pytest.raises(ConfigError, match="mend"):
+        Finding(name="x", state=State.OK, text="y", mend="z")
+
+
+def test_ports_can_be_had_here() -> None:
+    assert doctor.check_ports().state is State.OK
+    assert os.environ.get("UCX_TLS") is None

@@ -1,0 +1,197 @@
+"""However a local cluster ends, nothing of it is left; and what a node refuses, it says in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry import process_guard
+from kvferry.cluster_spec import child_environment
+from kvferry.local_cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
+from kvferry.node_client import NodeClient
+from kvferry.node_log import NodeLog
+from transfer.errors import ConfigError, TransferError
+from transfer.pb import kvferry_pb2 as pb
+
+GONE_S = 15.0
+
+
+def wait_gone(token: str, folder: Path | None = None) -> None:
+    """Until no process of the cluster lives, and no file of it is left."""
+    deadline_s = time.monotonic() + GONE_S
+    while time.monotonic() < deadline_s:
+        if not process_guard.processes_of(token) and (folder is None or not folder.exists()):
+            return
+        time.sleep(0.05)
+    left = process_guard.processes_of(token)
+    process_guard.kill_all(token)
+    raise AssertionError(f"left over: {left}, folder {folder} exists: {folder is not None and folder.exists()}")
+
+
+STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print('up', flush=True); time.sleep(60)"
+
+
+def start_marked(token: str) -> subprocess.Popen[bytes]:
+    """A process of the cluster that ignores every signal that can be ignored."""
+    environment = dict(os.environ) | {process_guard.MARK: token}
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], env=environment, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    return process
+
+
+def test_guard_kills_what_ignores_signals_and_stopped_ones_and_nobody_else(tmp_path: Path) -> None:
+    token, other = secrets.token_hex(8), secrets.token_hex(8)
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    (folder / "file").touch()
+    processes = [start_marked(token), start_marked(token), start_marked(other)]
+    try:
+        processes[1].send_signal(signal.SIGSTOP)
+        guard = subprocess.Popen([sys.executable, "-I", "-S", process_guard.__file__, token, str(folder)], stdin=subprocess.PIPE)
+        time.sleep(0.3)
+        guard.send_signal(signal.SIGTERM)  # meant for the starter
+        time.sleep(0.1)
+        assert guard.poll() is None and set(process_guard.processes_of(token)) == {processes[0].pid, processes[1].pid}
+        assert guard.stdin is not None
+        guard.stdin.close()
+        assert guard.wait(10) == 0
+        assert [process.wait(5) for process in processes[:2]] == [-9, -9]
+        assert processes[2].poll() is None and not folder.exists()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+
+async def main():
+    tier = TierSpec(model=Path(sys.argv[1]), tp_size=1)
+    cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier))
+    print(cluster._token, flush=True)
+    starting = asyncio.create_task(cluster.start())
+    while len(cluster.processes()) < int(sys.argv[2]):
+        await asyncio.sleep(0.02)
+    print(cluster._folder, flush=True)
+    await starting
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed(demo_dir: Path) -> None:
+    """In the middle of the start, with leaders, fork servers and ranks there."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(demo_dir), "7"], stdout=subprocess.PIPE, text=True, env=child_environment()
+    )
+    assert owner.stdout is not None
+    token = owner.stdout.readline().strip()
+    try:
+        folder = Path(owner.stdout.readline().strip())
+        assert folder.exists() and len(process_guard.processes_of(token)) >= 7
+        owner.kill()
+        assert owner.wait(GONE_S) == -9
+        wait_gone(token, folder)
+    finally:
+        owner.kill()
+        owner.wait()
+        process_guard.kill_all(token)
+
+
+async def test_whole_life(demo_dir: Path) -> None:
+    spec = ClusterSpec(
+        prefill=TierSpec(model=demo_dir, page_size=16),
+        decode=TierSpec(model=demo_dir, page_size=8, order="HND", settings={"limits.max_running_requests": 4}),
+        chunk_tokens=64,
+        layers_per_group=4,
+        ring_bytes=8 << 20,
+        staging_slots=3,
+        heartbeat_s=0.25,
+    )
+    cluster = LocalCluster(spec)
+    async with cluster:
+        status = await cluster.decode.status()
+        assert status.instance.shard.order == "HND" and status.instance.shard.page_size == 8
+        assert [rank.ring_capacity for rank in status.ranks] == [8 << 20]
+        assert [rank.staging_slots for rank in (await cluster.prefill.status()).ranks] == [3]
+        assert (await cluster.decode.http("/healthz"))[0] == 200
+        assert "kvferry_" in (await cluster.prefill.http("/metrics"))[1]
+        assert set(cluster.decode.rank_pids) | {cluster.decode.pid} <= set(cluster.processes())
+        async with NodeClient(cluster.decode.address) as client:
+            request = pb.GenerateRequest(prompt="The captain counts the crates.", max_new_tokens=4, ignore_eos=True)
+            events = [event async for event in client.generate(request)]
+        assert events[-1].done.generated_tokens == 4 and events[-1].done.stats.writes > 0
+        folder = cluster._folder
+        with pytest.raises(TransferError, match="started before"):
+            await cluster.start()
+    assert cluster.stop_report is not None and cluster.stop_report.is_clean, cluster.stop_report
+    assert cluster.stop_report.exit_codes == {"prefill": 0, "decode": 0}
+    assert cluster.processes() == {} and folder is not None and not folder.exists()
+
+
+async def test_a_leader_that_dies_is_told_from_one_that_refuses(demo_dir: Path) -> None:
+    tier = TierSpec(model=demo_dir)
+    cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier))
+    starting = asyncio.create_task(cluster.start())
+    while len(cluster.processes()) < 3:
+        await asyncio.sleep(0.02)
+    os.kill(cluster.decode.pid, signal.SIGKILL)
+    with pytest.raises(NodeFailed, match="decode-node: killed by SIGKILL") as caught:
+        await starting
+    assert (caught.value.role, caught.value.exit_code) == ("decode", -9)
+    assert cluster.processes() == {}
+
+
+async def test_what_a_node_refuses_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    tier = TierSpec(model=tmp_path / "missing")
+    cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier))
+    with pytest.raises(NodeFailed, match="missing") as caught:
+        await cluster.start()
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert cluster.processes() == {} and cluster._folder is None
+
+
+def test_command_lines_carry_every_setting(tmp_path: Path) -> None:
+    spec = ClusterSpec(
+        prefill=TierSpec(model=tmp_path, tp_size=4, settings={"pool.order": "HND"}),
+        decode=TierSpec(model=tmp_path),
+        ring_bytes=4096,
+    )
+    prefill = spec.command("prefill", port=5, prefill_address="h:5", ready_file=tmp_path / "r")
+    decode = spec.command("decode", port=6, prefill_address="h:5", ready_file=tmp_path / "r")
+    assert "parallel.tp_size=4" in prefill and "pool.order=HND" in prefill and "pool.order=NHD" not in prefill
+    assert "ring.capacity_bytes=4096" in decode and not any("ring" in part for part in prefill)
+    assert decode[decode.index("--prefill-node") + 1] == "h:5" and "--prefill-node" not in prefill
+    with pytest.raises(ConfigError, match="start_timeout_s is 0"):
+        ClusterSpec(prefill=TierSpec(model=tmp_path), decode=TierSpec(model=tmp_path), start_timeout_s=0)
+
+
+def test_environment_leaves_out_settings_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_POOL__PAGE_SIZE", "77")
+    assert not any(name.startswith("KVFERRY_") for name in child_environment())
+
+
+def test_reasons_are_found_in_logs(tmp_path: Path) -> None:
+    log = NodeLog(tmp_path / "log")
+    assert (log.reason("decode"), log.lines(), log.tail()) == ("it wrote nothing", [], [])
+    event = json.dumps({"event": "start_failed", "error": "no room for 5 pages", "level": "error", "rank": 1})
+    log.path.write_text(f"Traceback (most recent call last):\n{event}\nlast words\nhalf a li")
+    assert log.reason("decode") == "no room for 5 pages"
+    assert log.tail(2) == ["error   start_failed error=no room for 5 pages rank=1", "last words"]
+    log.path.write_text(f"{event}\ndecode-node: pool.page_size is 0\n")
+    assert log.reason("decode") == "pool.page_size is 0"
+    assert [one["rank"] for one in log.events("start_failed")] == [1]

@@ -1,0 +1,204 @@
+"""The client and `kvferry generate` against a decode node that says what it is told to: streams, errors, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry import exit_codes
+from kvferry.generate import make_request, run_generate
+from kvferry.node_client import NodeClient
+from kvferry.signals import run_until_signalled
+from kvferry.status_view import run_status, status_to_json
+from transfer.errors import RemoteProtocolError, TransportTimeout
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.server import serve
+
+STATUS = pb.NodeStatus(
+    role="decode",
+    state="ready",
+    uptime_s=3.5,
+    instance=pb.InstanceInfo(incarnation=255, shard=pb.ShardInfo(tp_size=2, page_size=32, order="NHD")),
+    ranks=[pb.RankStatus(rank=0, pid=7, pool_pages=10, ring_capacity=1 << 20, ring_live_bytes=1 << 19, requests=0)],
+    peers=[pb.PeerStatus(address="h:1", state="lost", reason="[bold]it died[/bold]")],
+    links=[pb.LinkStatus(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-4, bandwidth_bytes_per_s=2**31)],
+)
+
+
+@dataclass(eq=False)
+class FakeDecode(pb_grpc.DecodeControlServicer):
+    """Sends `events`, then fails with `code`, hangs, or ends."""
+
+    events: list[pb.GenerateEvent] = field(default_factory=list)
+    code: grpc.StatusCode | None = None
+    is_hanging: bool = False
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
+        self.requests.append(request)
+        try:
+            for event in self.events:
+                yield event
+            if self.code is not None:
+                await context.abort(self.code, "the reason, in one line")
+            if self.is_hanging:
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
+        return STATUS
+
+
+class FakePrefill(pb_grpc.PrefillControlServicer):
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
+        return pb.NodeStatus(role="prefill", state="draining")
+
+
+@contextlib.asynccontextmanager
+async def serving(node: FakeDecode | FakePrefill) -> AsyncIterator[str]:
+    name = "decode_control" if isinstance(node, FakeDecode) else "prefill_control"
+    server = await serve("127.0.0.1", 0, **{name: node})  # type: ignore[arg-type]
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        await server.close(grace_s=0)
+
+
+REQUEST = make_request(prompt="hi", token_ids=None, max_new_tokens=5, temperature=0, top_p=1, top_k=0, seed=0, ignore_eos=False)
+ACCEPTED = pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id="r1", prompt_tokens=2))
+TOKENS = [pb.GenerateEvent(tokens=pb.GeneratedTokens(token_ids=[n], text=text)) for n, text in ((5, " a"), (6, ""), (7, " b"))]
+DONE = pb.GenerateEvent(
+    done=pb.GenerateDone(finish_reason="length", prompt_tokens=2, generated_tokens=3, stats=pb.TransferStats(bytes=9), ttft_s=0.5)
+)
+
+
+async def test_text_streams_and_ends_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    node = FakeDecode(events=[ACCEPTED, *TOKENS, DONE])
+    async with serving(node) as address:
+        assert await run_generate(address, REQUEST, timeout_s=None, is_json=False) == 0
+    assert capsys.readouterr().out == " a b\n"
+    assert node.requests == [REQUEST]
+
+
+async def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakeDecode(events=[ACCEPTED, *TOKENS, DONE])) as address:
+        assert await run_generate(address, REQUEST, timeout_s=None, is_json=True) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["text"], content["token_ids"], content["request_id"]) == (" a b", [5, 6, 7], "r1")
+    assert (content["finish_reason"], content["bytes_moved"], content["ttft_seconds"]) == ("length", 9, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, exit_codes.BAD_INPUT),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, exit_codes.NO_ROOM),
+        (grpc.StatusCode.UNAVAILABLE, exit_codes.UNAVAILABLE),
+        (grpc.StatusCode.ABORTED, exit_codes.ABORTED),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, exit_codes.TOO_LATE),
+        (grpc.StatusCode.DATA_LOSS, exit_codes.DATA_LOSS),
+        (grpc.StatusCode.FAILED_PRECONDITION, exit_codes.DOES_NOT_FIT),
+        (grpc.StatusCode.INTERNAL, exit_codes.ENGINE_FAILED),
+    ],
+)
+@pytest.mark.parametrize("events", [[], [ACCEPTED, *TOKENS]])
+async def test_each_status_has_its_exit_code_and_one_line(
+    code: grpc.StatusCode, exit_code: int, events: list[pb.GenerateEvent], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(FakeDecode(events=events, code=code)) as address:
+        assert await run_generate(address, REQUEST, timeout_s=None, is_json=False) == exit_code
+        printed = capsys.readouterr()
+        assert printed.err == f"kvferry generate: {address}: the reason, in one line\n"
+        assert printed.out == (" a b\n" if events else "")  # what came stays readable, the error is not glued to it
+
+
+async def test_a_stream_without_a_last_event_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakeDecode(events=[ACCEPTED, *TOKENS])) as address:
+        assert await run_generate(address, REQUEST, timeout_s=None, is_json=False) == exit_codes.FAILED
+    assert "without its last event" in capsys.readouterr().err
+
+
+async def test_a_node_that_accepts_nothing_is_given_up() -> None:
+    node = FakeDecode(is_hanging=True)
+    async with serving(node) as address, NodeClient(address) as client:
+        with pytest.raises(TransportTimeout, match=r"no answer within 0.2 s"):
+            await anext(client.generate(REQUEST, accept_timeout_s=0.2))
+        await asyncio.wait_for(node.cancelled.wait(), 5)
+
+
+async def test_a_deadline_ends_the_request_on_both_sides() -> None:
+    node = FakeDecode(events=[ACCEPTED], is_hanging=True)
+    async with serving(node) as address:
+        assert await run_generate(address, REQUEST, timeout_s=0.3, is_json=False) == exit_codes.TOO_LATE
+        await asyncio.wait_for(node.cancelled.wait(), 5)
+
+
+async def test_cancelling_the_command_cancels_the_request() -> None:
+    node = FakeDecode(events=[ACCEPTED, *TOKENS], is_hanging=True)
+    async with serving(node) as address:
+        running = asyncio.create_task(run_generate(address, REQUEST, timeout_s=None, is_json=False))
+        while not node.requests:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await asyncio.wait_for(node.cancelled.wait(), 5)
+
+
+def test_signals_cancel_and_become_exit_codes() -> None:
+    import os
+    import signal
+
+    cleaned: list[int] = []
+
+    async def command(number: int) -> int:
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), number)
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cleaned.append(number)
+        return 0
+
+    expected = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+    for number, code in expected.items():
+        assert run_until_signalled(lambda number=number: command(number)) == code  # type: ignore[misc]
+    assert cleaned == list(expected)
+
+
+async def test_generating_at_a_prefill_node_says_so() -> None:
+    async with serving(FakePrefill()) as address, NodeClient(address) as client:
+        with pytest.raises(RemoteProtocolError, match="is no decode node"):
+            await anext(client.generate(REQUEST))
+
+
+async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakePrefill()) as address, NodeClient(address) as client:
+        assert (await client.status()).role == "prefill"
+    async with serving(FakeDecode()) as address:
+        async with NodeClient(address) as client:
+            assert await client.status() == STATUS
+        assert await run_status(address, is_json=True, is_watching=False) == 0
+        assert json.loads(capsys.readouterr().out) == status_to_json(STATUS)
+        assert await run_status(address, is_json=False, is_watching=False) == 0
+        shown = capsys.readouterr().out
+    for text in ("ready", "00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.0 GiB/s", "[bold]it died[/bold]"):
+        assert text in shown
+
+
+def test_status_as_json_has_zeros_and_hexadecimal_incarnations() -> None:
+    content = status_to_json(STATUS)
+    assert content["instance"]["incarnation"] == "00000000000000ff" and content["instance"]["shard"]["tp_size"] == 2
+    assert content["ranks"][0]["requests"] == 0 and content["queued_requests"] == 0
+    assert content["links"][0]["lane"] == "ucx/shm"
+    json.dumps(content)
