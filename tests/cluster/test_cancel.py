@@ -24,7 +24,7 @@ STATUS_S = 2.0
 
 @asynccontextmanager
 async def others(cluster: LocalCluster, reference: Reference) -> AsyncIterator[Caller]:
-    """A client; around the test's own requests it has others in flight, which must end with the right tokens, and nothing left."""
+    """A client; beside the test's own requests it has others in flight, which must end with the right tokens, and nothing left."""
     async with Caller(cluster.decode.address) as caller:
         prompts = [prompt(130, variant) for variant in (1, 2)]
         beside = [caller.begin(token_ids, 40)[1] for token_ids in prompts]
