@@ -130,11 +130,12 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The rows of one benchmark."""
+    """The rows of one benchmark, and what else is worth knowing of them: facts by case, printed below the table."""
 
     title: str
     environment: Environment = field(default_factory=Environment.here)
     rows: list[Row] = field(default_factory=list)
+    facts: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def add(self, case: str, what: str, samples_s: Sequence[float], *, num_bytes: int = 0, against: Row | None = None) -> Row:
         """Add a measurement; `against` is the row of the same report that it is held against."""
@@ -169,6 +170,9 @@ class Report:
             times = (readable_seconds(row.median_s), readable_seconds(row.p99_s), f"±{row.spread:.0%}")
             table.add_row(row.case, row.what, *times, throughput, ratio, row.ratio_to)
         console.print(table)
+        for case, facts in self.facts.items():
+            named = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items())
+            console.print(f"{case}: {', '.join(named)}")
         here = self.environment
         state = f"{here.commit}{' (modified)' if here.is_modified else ''}"
         console.print(
@@ -182,6 +186,7 @@ class Report:
             "title": self.title,
             "environment": self.environment.to_json(),
             "rows": [row.to_json() for row in self.rows],
+            "facts": self.facts,
         }
         path.write_text(json.dumps(content, indent=1) + "\n")
 

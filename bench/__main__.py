@@ -1,0 +1,112 @@
+"""Runs the benchmarks of kvferry's promises, and says which of them hold on this machine.
+
+    python -m bench [--json FILE] [--quick] [--only NAME ...]        (`make bench`)
+
+Each benchmark runs in a process of its own, one after the other, in under four minutes together; its own table can be had with
+``python -m bench.bench_NAME``. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which is for seeing
+that all of it runs, only when one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.table import RUNS, Content, Outcome, Run, outcomes_of
+from bench.timing import ROOT, Environment, argument_parser
+
+_NUM_LINES_TOLD = 4
+_SIGNS = {"at least": ">=", "below": "<", "exactly": "="}
+
+
+def run_one(run: Run, folder: Path, *, is_quick: bool) -> tuple[Content | None, str]:
+    """A benchmark's report, or None and why there is none."""
+    file = folder / f"{run.module}.json"
+    command = [sys.executable, "-m", f"bench.{run.module}", "--json", str(file), *run.arguments]
+    if is_quick and "--quick" not in command:
+        command.append("--quick")
+    # In a session of its own: what it started ends with it, also when it is cut off.
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=run.timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return None, f"did not end within {run.timeout_s:g} s"
+        raise
+    if process.returncode or not file.exists():
+        return None, f"ended with {process.returncode}: {' | '.join(output.splitlines()[-_NUM_LINES_TOLD:])}"
+    content: Content = json.loads(file.read_text())
+    return content, ""
+
+
+def print_table(outcomes: Sequence[Outcome], environment: Environment, console: Console) -> None:
+    """What, measured, must reach, ok."""
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    table = Table(title="kvferry: what it must reach, and does here", title_justify="left")
+    for name in ("what", "measured", "must reach", "", "ok", "note"):
+        table.add_column(name, justify="right" if name in ("measured", "must reach") else "left", no_wrap=name != "note")
+    for one in outcomes:
+        measured = "none" if one.measured is None else f"{one.measured:,.3g}" if one.measured < 1e4 else f"{one.measured:,.0f}"
+        bound = "" if one.limit is None else f"{_SIGNS[one.bound]} {one.limit:,g}"
+        verdict = "" if one.limit is None else "yes" if one.is_reached else "[bold red]NO"
+        table.add_row(one.what, measured, bound, one.unit, verdict, one.note)
+    console.print(table)
+    state = f"{environment.commit}{' (modified)' if environment.is_modified else ''}"
+    console.print(
+        f"{environment.cpu}, {environment.num_cores} cores, Linux {environment.kernel}, commit {state}, {environment.date}"
+    )
+
+
+def main() -> int:
+    names = [run.module.removeprefix("bench_") for run in RUNS]
+    parser = argument_parser("what kvferry must reach, measured here")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
+    arguments = parser.parse_args()
+    environment = Environment.here()
+    outcomes: list[Outcome] = []
+    reports: dict[str, Content | None] = {}
+    load_before, started_s = os.getloadavg(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        for run in RUNS:
+            if run.module.removeprefix("bench_") in arguments.only:
+                print(f"{run.module} ...", file=sys.stderr, flush=True)
+                content, reason = run_one(run, Path(folder), is_quick=arguments.quick)
+                reports[run.module] = content
+                outcomes += outcomes_of(run.module, content, reason)
+    print_table(outcomes, environment, Console())
+    if arguments.json is not None:
+        record = {
+            "title": "kvferry: what it must reach",
+            "environment": environment.to_json(),
+            "is_quick": arguments.quick,
+            "load_before": load_before[0],  # of other work on the machine, one-minute average
+            "seconds": time.monotonic() - started_s,
+            "rows": [outcome.to_json() for outcome in outcomes],
+            "reports": reports,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    is_failed = any(outcome.measured is None for outcome in outcomes)
+    is_missed = not arguments.quick and not all(outcome.is_reached for outcome in outcomes)
+    return int(is_failed or is_missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

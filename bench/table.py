@@ -1,0 +1,194 @@
+"""The numbers that `make bench` has to reach: what is run for them, and how they are read from the runs' reports.
+
+A report here is what ``--json`` of a benchmark wrote, see `bench.timing.Report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bench.bench_control import TARGET_CHUNKS_PER_S, TARGET_ROUND_TRIP_S
+from bench.bench_idle import TARGET_SHARE
+from bench.bench_pool_to_pool import TARGET_RATIO
+from bench.bench_ring import LIVE_GRANTS, TARGET_PAIRS_PER_S
+
+Content = dict[str, Any]
+Bound = Literal["at least", "below", "exactly"]
+TARGET_FLATNESS = 0.7  # speed with the most live grants over that with the fewest: nothing that grows with their number would do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A benchmark to be run in a process of its own.
+
+    Args:
+        module: Under `bench`.
+        arguments: Besides ``--json`` and ``--quick``.
+        timeout_s: After which it is ended, and its numbers count as missed.
+    """
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One line of the table.
+
+    Args:
+        what: What was measured.
+        measured: Its value; None where the run gave none.
+        limit: What it has to reach; None where it is only told.
+        bound: What `limit` is to it.
+        unit: Of both.
+        note: What people should know besides.
+    """
+
+    what: str
+    measured: float | None
+    limit: float | None
+    unit: str
+    bound: Bound = "at least"
+    note: str = ""
+
+    @property
+    def is_reached(self) -> bool:
+        if self.measured is None or self.limit is None:
+            return self.limit is None
+        match self.bound:
+            case "at least":
+                return self.measured >= self.limit
+            case "below":
+                return self.measured < self.limit
+            case "exactly":
+                return self.measured == self.limit
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "what": self.what,
+            "measured": self.measured,
+            "limit": self.limit,
+            "bound": None if self.limit is None else self.bound,
+            "unit": self.unit,
+            "ok": self.is_reached,
+            "note": self.note,
+        }
+
+
+RUNS = (
+    Run(module="bench_pool_to_pool", arguments=("--in-flight", "1", "4"), timeout_s=75.0),
+    Run(module="bench_control", timeout_s=50.0),
+    Run(module="bench_ring", timeout_s=20.0),
+    Run(module="bench_idle", timeout_s=60.0),
+    Run(module="bench_link", arguments=("--quick",), timeout_s=30.0),
+)
+
+
+def outcomes_of(module: str, content: Content | None, reason: str = "") -> list[Outcome]:
+    """The lines that a run gives.
+
+    Args:
+        content: Its report; None when it failed.
+        reason: Why.
+    """
+    if content is None:
+        return [Outcome(what=module, measured=None, limit=0.0, unit="", note=reason)]
+    return list(_READERS[module](content))
+
+
+def _rows(content: Content, *, what: str, case: str = "") -> list[Content]:
+    return [row for row in content["rows"] if row["what"] == what and case in row["case"]]
+
+
+def _pool_to_pool(content: Content) -> list[Outcome]:
+    found: list[Outcome] = []
+    for row in _rows(content, what="pool to pool"):
+        facts = content["facts"][row["case"]]
+        (copy,) = _rows(content, what="memcpy, one thread", case=row["case"])
+        note = f"{row['gb_per_s']:.2f} of {copy['gb_per_s']:.2f} GB/s, {facts['lane']}, overlap {facts['overlap']:.2f}"
+        found.append(
+            Outcome(
+                what=f"pool to pool, {row['case']}",
+                measured=row["ratio"],
+                limit=TARGET_RATIO,
+                unit="of one-thread memcpy",
+                note=note,
+            )
+        )
+        writes = facts["writes_per_chunk_and_route"]
+        found.append(
+            Outcome(what=f"writes, {row['case']}", measured=writes, limit=1.0, bound="exactly", unit="per chunk and route")
+        )
+    return found
+
+
+def _control(content: Content) -> list[Outcome]:
+    (chunk,) = _rows(content, what="chunk, many in flight", case="two processes")
+    (trip,) = _rows(content, what="grant, ready, ack of one chunk", case="two processes")
+    return [
+        Outcome(what="control plane, two processes", measured=1 / chunk["median_s"], limit=TARGET_CHUNKS_PER_S, unit="chunks/s"),
+        Outcome(
+            what="grant, ready, ack: p50",
+            measured=trip["median_s"] * 1e3,
+            limit=TARGET_ROUND_TRIP_S * 1e3,
+            bound="below",
+            unit="ms",
+        ),
+    ]
+
+
+def _ring(content: Content) -> list[Outcome]:
+    what = "pair, released in order"
+    rows = [_rows(content, what=what, case=f"{number:,} live grants")[-1] for number in LIVE_GRANTS]
+    slowest = max(row["median_s"] for row in rows)
+    grants = f"{LIVE_GRANTS[0]:,} to {LIVE_GRANTS[-1]:,} live grants"
+    return [
+        Outcome(
+            what=f"ring, {grants}", measured=1 / slowest, limit=TARGET_PAIRS_PER_S, unit="assign + release/s", note="the slowest"
+        ),
+        Outcome(
+            what="ring, flat",
+            measured=rows[0]["median_s"] / slowest,
+            limit=TARGET_FLATNESS,
+            unit="of the speed with fewest grants",
+        ),
+    ]
+
+
+def _idle(content: Content) -> list[Outcome]:
+    found: list[Outcome] = []
+    for kind, limit in (("rank", TARGET_SHARE), ("leader", None)):
+        shares = {row["case"]: sum(row["samples_s"]) / len(row["samples_s"]) for row in content["rows"] if kind in row["case"]}
+        worst = max(shares, key=lambda case: shares[case])
+        found.append(
+            Outcome(
+                what=f"idle cluster, busiest {kind}",
+                measured=shares[worst] * 100,
+                limit=None if limit is None else limit * 100,
+                bound="below",
+                unit="% of a core",
+                note=f"{worst}, of {len(shares)}",
+            )
+        )
+    return found
+
+
+def _link(content: Content) -> list[Outcome]:
+    (small,) = _rows(content, what="1 in flight", case="ucx/shm 4 KiB")
+    (large,) = _rows(content, what="1 in flight", case="ucx/shm 16 MiB")
+    return [
+        Outcome(what="link ucx/shm, 4 KiB and its answer", measured=small["median_s"] * 1e6, limit=None, unit="us"),
+        Outcome(what="link ucx/shm, 16 MiB", measured=large["gb_per_s"], limit=None, unit="GB/s"),
+    ]
+
+
+_READERS: dict[str, Callable[[Content], Sequence[Outcome]]] = {
+    "bench_pool_to_pool": _pool_to_pool,
+    "bench_control": _control,
+    "bench_ring": _ring,
+    "bench_idle": _idle,
+    "bench_link": _link,
+}

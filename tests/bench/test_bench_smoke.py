@@ -1,0 +1,125 @@
+"""Every benchmark runs with tiny sizes, and what it writes can be read: numbers nobody can run again are worth nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.table import Outcome, outcomes_of
+from bench.timing import ROOT
+
+ENVIRONMENT = {"commit", "is_modified", "cpu", "num_cores", "kernel", "python", "versions", "date", "command"}
+ROW = {"case", "what", "median_s", "p99_s", "spread", "bytes", "gb_per_s", "ratio", "ratio_to", "samples_s"}
+POOL_TINY = ("--mb", "1", "--in-flight", "2", "--chunk-tokens", "4", "--ring-mb", "4")
+
+
+def bench(module: str, file: Path, *arguments: str, expected: int = 0) -> dict[str, Any]:
+    """Run one as its user does; its record."""
+    command = [sys.executable, "-m", module, "--json", str(file), "--quick", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-2000:]
+    record: dict[str, Any] = json.loads(file.read_text())
+    assert record["environment"].keys() == ENVIRONMENT
+    assert record["environment"]["command"].startswith(f"python -m {module}")
+    assert record["rows"]
+    return record
+
+
+def check_rows(record: dict[str, Any]) -> None:
+    for row in record["rows"]:
+        assert row.keys() == ROW
+        assert row["samples_s"] and all(math.isfinite(sample) and sample >= 0 for sample in row["samples_s"])
+
+
+def check_pool_to_pool(record: dict[str, Any], *, num_cases: int) -> None:
+    check_rows(record)
+    cases = {row["case"] for row in record["rows"]}
+    assert len(cases) == num_cases, "a block of rows for each number of requests in flight"
+    for case in cases:
+        facts = record["facts"][case]
+        assert facts["writes_per_chunk_and_route"] == 1
+        assert facts["resends"] == 0
+        assert facts["chunks_per_request"] > 1
+        assert facts["overlap"] > 0
+    moves = [row for row in record["rows"] if row["what"] == "pool to pool"]
+    assert [row["bytes"] for row in moves] == [1 << 20] * num_cases
+    assert all(row["ratio"] > 0 for row in moves)
+
+
+def test_pool_to_pool_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
+    record = bench("bench.bench_pool_to_pool", tmp_path / "record.json", *POOL_TINY, "--in-flight", "1", "2")
+    check_pool_to_pool(record, num_cases=2)
+    lines = outcomes_of("bench_pool_to_pool", record)
+    assert [line.what.split(",")[0] for line in lines] == ["pool to pool", "writes"] * 2
+    assert [line.limit for line in lines] == [0.2, 1.0] * 2
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        ("--prefill-tp", "4", "--decode-tp", "2", "--decode-order", "HND"),
+        ("--prefill-page-size", "64", "--decode-page-size", "1", "--layers-per-group", "8"),
+    ],
+    ids=" ".join,
+)
+def test_pool_to_pool_of_other_cuts(tmp_path: Path, cut: tuple[str, ...]) -> None:
+    check_pool_to_pool(bench("bench.bench_pool_to_pool", tmp_path / "record.json", *POOL_TINY, *cut), num_cases=1)
+
+
+def test_pool_to_pool_refuses_a_cut_with_several_targets(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.bench_pool_to_pool", "--prefill-tp", "2", "--decode-tp", "4", *POOL_TINY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "writes to decode ranks [0, 1]" in done.stderr.splitlines()[-1]
+
+
+def test_control_plane_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
+    record = bench("bench.bench_control", tmp_path / "record.json")
+    check_rows(record)
+    assert [(line.limit, line.bound) for line in outcomes_of("bench_control", record)] == [(1500, "at least"), (2.0, "below")]
+
+
+def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None:
+    sizes = ("--prefill-tp", "1", "--decode-tp", "1", "--seconds", "2")
+    record = bench("bench.bench_idle", tmp_path / "record.json", *sizes)
+    check_rows(record)
+    assert [row["case"] for row in record["rows"]] == ["prefill leader", "decode leader", "prefill rank 0", "decode rank 0"]
+    assert all(0 < row["median_s"] < 1 for row in record["rows"]), "no process can be idle and use a core"
+    assert [line.limit for line in outcomes_of("bench_idle", record)] == [3.0, None]
+
+
+def test_the_whole_table_has_a_verdict_for_every_promise_that_was_run(tmp_path: Path) -> None:
+    record = bench("bench", tmp_path / "record.json", "--only", "ring")
+    assert [row["what"] for row in record["rows"]] == ["ring, 10 to 10,000 live grants", "ring, flat"]
+    assert all(row["limit"] is not None and row["measured"] > 0 and row["ok"] in (True, False) for row in record["rows"])
+    assert record["reports"]["bench_ring"]["rows"]
+    assert record["is_quick"] is True
+
+
+def test_a_benchmark_that_fails_is_a_promise_that_is_missed() -> None:
+    (outcome,) = outcomes_of("bench_ring", None, "ended with 1: boom")
+    assert not outcome.is_reached
+    assert outcome.to_json()["note"] == "ended with 1: boom"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_reached"),
+    [
+        (Outcome(what="", measured=0.2, limit=0.2, unit=""), True),
+        (Outcome(what="", measured=0.19, limit=0.2, unit=""), False),
+        (Outcome(what="", measured=3.0, limit=3.0, unit="", bound="below"), False),
+        (Outcome(what="", measured=2.9, limit=3.0, unit="", bound="below"), True),
+        (Outcome(what="", measured=1.0, limit=1.0, unit="", bound="exactly"), True),
+        (Outcome(what="", measured=1.1, limit=1.0, unit="", bound="exactly"), False),
+        (Outcome(what="", measured=5.0, limit=None, unit=""), True),
+        (Outcome(what="", measured=None, limit=1.0, unit=""), False),
+    ],
+)
+def test_verdicts(outcome: Outcome, is_reached: bool) -> None:
+    assert outcome.is_reached is is_reached
