@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import grpc
 import torch
@@ -18,6 +19,9 @@ from kvferry.node_client import NodeClient
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub, PrefillControlAsyncStub, TransferControlAsyncStub
 
 ANSWER_S = 60.0
 """Bound of a whole request; a loaded machine is slow, and a request that hangs is a failure all the same."""
@@ -48,12 +52,24 @@ class Answer:
     ended_s: float = 0.0
 
 
+def decode_control(channel: grpc.aio.Channel) -> DecodeControlAsyncStub:
+    return cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(channel))
+
+
+def prefill_control(channel: grpc.aio.Channel) -> PrefillControlAsyncStub:
+    return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(channel))
+
+
+def transfer_control(channel: grpc.aio.Channel) -> TransferControlAsyncStub:
+    return cast("TransferControlAsyncStub", pb_grpc.TransferControlStub(channel))
+
+
 class Caller:
     """One client of a decode node, with a connection of its own. Use as an async context manager."""
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        self.stub = pb_grpc.DecodeControlStub(self.channel)  # type: ignore[no-untyped-call]
+        self.stub = decode_control(self.channel)
         self.tasks: list[asyncio.Task[Answer]] = []
 
     async def __aenter__(self) -> Caller:

@@ -12,9 +12,8 @@ import pytest
 
 from kvferry.local_cluster import LocalCluster
 from kvferry.node_client import NodeClient
-from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_idle
+from tests.cluster.calls import Answer, Caller, Reference, prefill_control, prompt, status_of, until, until_idle
 from transfer.pb import kvferry_pb2 as pb
-from transfer.pb import kvferry_pb2_grpc as pb_grpc
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,7 +23,7 @@ STATUS_S = 2.0
 
 @asynccontextmanager
 async def others(cluster: LocalCluster, reference: Reference) -> AsyncIterator[Caller]:
-    """A client; beside the test's own requests it has others in flight, which must end with the right tokens, and nothing left."""
+    """A client; beside the test's own requests it has others in flight, which must end right, and nothing may be left."""
     async with Caller(cluster.decode.address) as caller:
         prompts = [prompt(130, variant) for variant in (1, 2)]
         beside = [caller.begin(token_ids, 40)[1] for token_ids in prompts]
@@ -85,7 +84,7 @@ async def test_operator_aborts_mid_transfer(steady: LocalCluster, reference: Ref
                 assert await client.abort("unwanted", reason="it was a mistake")
         else:
             async with grpc.aio.insecure_channel(steady.prefill.address) as channel:
-                stub = pb_grpc.PrefillControlStub(channel)  # type: ignore[no-untyped-call]
+                stub = prefill_control(channel)
                 assert (await stub.Abort(pb.AbortRequest(request_id="unwanted", reason="it was a mistake"))).found
         answer = await quickly(task, since_s)
         assert answer.code is grpc.StatusCode.ABORTED

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
-from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_arriving, until_idle
+from tests.cluster.calls import Caller, Reference, decode_control, prompt, status_of, until, until_arriving, until_idle
 from tests.cluster.conftest import START_TIMEOUT_S, Start
 from transfer.pb import kvferry_pb2 as pb
 
@@ -104,14 +104,13 @@ async def test_requests_are_cut_off_when_the_time_is_over(cluster: LocalCluster)
 
 
 async def test_drain_call_of_an_operator(cluster: LocalCluster, reference: Reference) -> None:
-    from transfer.pb import kvferry_pb2_grpc as pb_grpc
 
     cluster.launch("decode")
     await cluster.wait_joined()
     async with Caller(cluster.decode.address) as caller:
         answer, task = caller.begin(prompt(40), 200)
         await until(lambda: len(answer.tokens) > 3, "some tokens")
-        stub = pb_grpc.DecodeControlStub(caller.channel)  # type: ignore[no-untyped-call]
+        stub = decode_control(caller.channel)
         remaining = (await stub.Drain(pb.DrainRequest(), timeout=30)).remaining
         assert remaining == 0
         reference.check(prompt(40), await asyncio.wait_for(task, 2))

@@ -1,0 +1,149 @@
+"""Tokens of a two-tier cluster are those that one process makes, whatever way the two tiers are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_idle
+from tests.cluster.conftest import START_TIMEOUT_S, Start
+from tests.cluster.nodes import open_nodes
+from transfer.pb import kvferry_pb2 as pb
+
+pytestmark = pytest.mark.timeout(240)
+
+LENGTHS = (1, 10, 127, 128, 129, 300, 600)
+NUM_LAYERS = 8
+NUM_KV_HEADS = 12
+TOKEN_BYTES = NUM_LAYERS * NUM_KV_HEADS * 2 * 32 * 4  # K and V of 32 fp32 elements
+RING_BYTES = 1 << 20
+
+
+def _spec(model: Path, name: str) -> ClusterSpec:
+    """Each cluster covers several differences between the tiers at once; starting one is what costs."""
+    tiers = {
+        "4 to 2, pages 16 to 32, NHD to HND": (
+            TierSpec(model=model, tp_size=4, page_size=16),
+            TierSpec(model=model, tp_size=2, page_size=32, order="HND"),
+        ),
+        "2 to 4, pages 64 to 1, two layers at a time": (
+            TierSpec(model=model, tp_size=2, page_size=64),
+            TierSpec(model=model, tp_size=4, page_size=1, pool_tokens=4096),
+        ),
+        "1 to 2, pools too small for all": (
+            TierSpec(model=model, tp_size=1, page_size=16, order="HND", pool_tokens=704),
+            TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=640),
+        ),
+        "3 to 2, a ring of two chunks": (
+            TierSpec(model=model, tp_size=3, page_size=8),
+            TierSpec(model=model, tp_size=2, page_size=24),
+        ),
+    }
+    prefill, decode = tiers[name]
+    is_tight = name.endswith("two chunks")
+    return ClusterSpec(
+        prefill=prefill,
+        decode=decode,
+        layers_per_group=2 if name.startswith("2 to 4") else None,
+        chunk_tokens=32 if is_tight else None,
+        ring_bytes=RING_BYTES if is_tight else None,
+        staging_slots=2 if is_tight else None,
+        start_timeout_s=START_TIMEOUT_S,
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "4 to 2, pages 16 to 32, NHD to HND",
+        "2 to 4, pages 64 to 1, two layers at a time",
+        "1 to 2, pools too small for all",
+        "3 to 2, a ring of two chunks",
+    ],
+)
+def cluster(request: pytest.FixtureRequest, model: Path, start: Start) -> Iterator[LocalCluster]:
+    with start(_spec(model, request.param)) as cluster:
+        yield cluster
+
+
+async def test_tokens_are_those_of_one_process(cluster: LocalCluster, reference: Reference) -> None:
+    prompts = [prompt(num_tokens, variant) for variant, num_tokens in enumerate(LENGTHS)]
+    async with Caller(cluster.decode.address) as caller:
+        answers = await asyncio.gather(*(caller.ask(token_ids, 20, timeout_s=120) for token_ids in prompts))
+    for token_ids, answer in zip(prompts, answers, strict=True):
+        reference.check(token_ids, answer)
+        check_stats(cluster, len(token_ids), answer)
+    await until_idle(cluster.prefill, cluster.decode)
+    await check_ring(cluster)
+    assert cluster.prefill.exit_code is None and cluster.decode.exit_code is None
+
+
+def check_stats(cluster: LocalCluster, num_tokens: int, answer: Answer) -> None:
+    """Every byte of KV went over exactly once, in one write per chunk and route."""
+    assert answer.done is not None
+    stats = answer.done.stats
+    assert (stats.bytes, stats.resends) == (num_tokens * TOKEN_BYTES, 0)
+    chunk_tokens = cluster.spec.chunk_tokens or 128
+    groups = NUM_LAYERS // (cluster.spec.layers_per_group or NUM_LAYERS)
+    routes = {(4, 2): 4, (2, 4): 4, (1, 2): 2, (3, 2): 4}[cluster.spec.prefill.tp_size, cluster.spec.decode.tp_size]
+    assert stats.writes == -(-num_tokens // chunk_tokens) * groups * routes
+    assert stats.writes_without_staging == num_tokens * NUM_LAYERS * 2 * routes
+    assert 0 <= stats.exposed_s <= stats.transfer_s
+    assert answer.done.prefill_node == cluster.prefill.address
+
+
+async def check_ring(cluster: LocalCluster) -> None:
+    status = await status_of(cluster.decode)
+    assert status is not None
+    for rank in status.ranks:
+        assert rank.watermark_position >= sum(LENGTHS) * TOKEN_BYTES // cluster.spec.decode.tp_size
+        if cluster.spec.ring_bytes is not None:
+            assert rank.ring_peak_bytes >= rank.ring_capacity, "the ring was never full"
+            assert rank.watermark_position > 3 * rank.ring_capacity, "the ring was not used round and round"
+
+
+async def test_sampling_with_a_seed_repeats_itself(cluster: LocalCluster) -> None:
+    hot = pb.SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7)
+    async with Caller(cluster.decode.address) as caller:
+        answers = await asyncio.gather(*(caller.ask(prompt(40), 24, sampling=hot) for _ in range(3)))
+        other = await caller.ask(prompt(40), 24, sampling=pb.SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=8))
+    assert answers[0].tokens == answers[1].tokens == answers[2].tokens
+    assert len(answers[0].tokens) == 24
+    assert other.tokens != answers[0].tokens
+
+
+async def test_requests_spread_over_two_prefill_nodes(tmp_path: Path, model: Path, reference: Reference) -> None:
+    """One decode node behind two prefill nodes; when one of them goes, the other takes all."""
+    with open_nodes(tmp_path) as nodes:
+        prefills = [nodes.launch("prefill", {"model": model}) for _ in range(2)]
+        await nodes.until_started(*prefills)
+        decode = nodes.launch("decode", {"model": model}, *(node.address for node in prefills))
+        await nodes.until_started(decode)
+        await until(lambda: num_joined(decode, 2), "both prefill nodes joined")
+        async with Caller(decode.address) as caller:
+            prompts = [prompt(200, variant) for variant in range(6)]
+            answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in prompts))
+            for token_ids, answer in zip(prompts, answers, strict=True):
+                reference.check(token_ids, answer)
+            served = Counter(answer.done.prefill_node for answer in answers if answer.done is not None)
+            assert served == {node.address: 3 for node in prefills}
+
+            os.kill(prefills[0].pid, signal.SIGKILL)
+            await until(lambda: num_joined(decode, 1), "the killed node noticed", within_s=3)
+            answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in prompts[:3]))
+            for token_ids, answer in zip(prompts, answers, strict=False):
+                reference.check(token_ids, answer)
+                assert answer.done is not None and answer.done.prefill_node == prefills[1].address
+        await until_idle(decode, prefills[1])
+
+
+async def num_joined(decode: ClusterNode, number: int) -> bool:
+    status = await status_of(decode)
+    return status is not None and sum(peer.state == "joined" for peer in status.peers) == number
