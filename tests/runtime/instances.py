@@ -1,0 +1,54 @@
+"""Small instances, configurations and hellos for tests without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from node_runtime.rank_report import RankHello
+from transfer.config import DecodeNodeConfig, PrefillNodeConfig
+from transfer.instance import Instance
+from transfer.layout import DType, KVLayout, Shard
+from transfer.messages import PROTOCOL_VERSIONS
+
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, dtype=DType.FLOAT16)
+
+
+def instance(incarnation: int, *, tp_size: int = 1, layout: KVLayout = LAYOUT, **fields: str) -> Instance:
+    return Instance(
+        incarnation=incarnation,
+        layout=layout,
+        shard=Shard(tp_size=tp_size),
+        model_fields={"architecture": "none", **fields},
+        transport="inproc",
+        digest="xxh3-64",
+        protocol_versions=PROTOCOL_VERSIONS,
+    )
+
+
+def hello(rank: int, *, incarnation: int = 1, pool_pages: int = 8, pid: int = 0, **fields: str) -> RankHello:
+    return RankHello(
+        rank=rank,
+        pid=pid,
+        instance=instance(incarnation, **fields),
+        pool_pages=pool_pages,
+        max_context_tokens=64,
+        vocab_size=100,
+    )
+
+
+def prefill_config(folder: Path, **settings: Any) -> PrefillNodeConfig:
+    return PrefillNodeConfig.model_validate({"model": folder, "log": {"level": "error"}, **settings})
+
+
+def decode_config(folder: Path, **settings: Any) -> DecodeNodeConfig:
+    return DecodeNodeConfig.model_validate({"model": folder, "log": {"level": "error"}, **settings})
+
+
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,139 @@
+"""Rank processes without an engine: what `RankGroup` and `RankSupervisor` start in these tests. Importable by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from node_runtime.rank_link import RankCodec, RankLink
+from node_runtime.rank_process import RankSpec, run_rank
+from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from tests.runtime.instances import hello
+from transfer.errors import MemoryPlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a rank shall do: "echo", "raise", "exit", "freeze" or "hang" (at its close)."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    pid: int
+    incarnation: int
+
+
+CODEC = RankCodec(Order, Echo, RankHello, RankStartFailed, RankReport, RankShutdown)
+
+
+class ObedientWorker:
+    """A `node_runtime.rank_process.Worker` that does what it is told."""
+
+    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
+        self.spec = spec
+        self.link = link
+        self.hangs_at_close = False
+
+    async def start(self) -> RankHello:
+        return hello(self.spec.rank, incarnation=self.spec.incarnation, pid=os.getpid())
+
+    def on_message(self, message: Any) -> None:
+        match message.what:
+            case "echo":
+                self.link.send(Echo(pid=os.getpid(), incarnation=self.spec.incarnation))
+            case "raise":
+                raise RuntimeError("a bug of the rank")
+            case "exit":
+                os._exit(9)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                self.hangs_at_close = True
+
+    def status(self) -> dict[str, int]:
+        return {"rank": self.spec.rank, "pid": os.getpid()}
+
+    def metrics(self) -> Any:
+        return None
+
+    async def close(self) -> None:
+        if self.hangs_at_close:
+            await asyncio.sleep(3600)
+
+
+class RefusedWorker(ObedientWorker):
+    async def start(self) -> RankHello:
+        if self.spec.rank == 1:
+            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
+        return await super().start()
+
+
+class DyingWorker(ObedientWorker):
+    async def start(self) -> RankHello:
+        if self.spec.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().start()
+
+
+class BrokenWorker(ObedientWorker):
+    async def start(self) -> RankHello:
+        raise ZeroDivisionError("a bug at start")
+
+
+class SilentWorker(ObedientWorker):
+    async def start(self) -> RankHello:
+        if self.spec.rank == 1:
+            await asyncio.sleep(3600)
+        return await super().start()
+
+
+class UnlikeWorker(ObedientWorker):
+    async def start(self) -> RankHello:
+        return hello(self.spec.rank, incarnation=self.spec.incarnation, pool_pages=8 + self.spec.rank)
+
+
+def obedient(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, ObedientWorker)
+
+
+def refused(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, RefusedWorker)
+
+
+def dying(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, DyingWorker)
+
+
+def broken(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, BrokenWorker)
+
+
+def silent(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, SilentWorker)
+
+
+def unlike(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, UnlikeWorker)
+
+
+def end_with_code(code: int) -> None:
+    os._exit(code)
+
+
+def stay(_: int) -> None:
+    signal.pause()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a dead one that nobody has waited for does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"

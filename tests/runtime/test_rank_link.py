@@ -1,0 +1,120 @@
+"""The link between a leader and its ranks, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from decode_node import rank_messages as decode_messages
+from node_runtime.rank_link import LeaderLink, RankAddress, RankCodec, RankLink
+from node_runtime.rank_report import RankHello, RankReport
+from prefill_node import rank_messages as prefill_messages
+from tests.runtime.instances import instance, until
+from transfer.engine_types import SamplingParams
+from transfer.errors import LocalProtocolError
+from transfer.instance import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    text: str
+    number: int = 0
+
+
+CODEC = RankCodec(Note)
+LINK = Link(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        (prefill_messages.CODEC, prefill_messages.AttachDecode(join=3, instance=instance(7), rank_addresses=("a:1", "b:2"))),
+        (prefill_messages.CODEC, prefill_messages.DecodeAttached(join=3, incarnation=2**63 + 5, links=(LINK,))),
+        (prefill_messages.CODEC, prefill_messages.StepDone(step=4, first_tokens={"a": 3}, compute_s=0.5)),
+        (
+            prefill_messages.CODEC,
+            prefill_messages.RunStep(
+                step=1, parts=(prefill_messages.StepPart(request_id="a", token_ids=(1, 2), first_token=0, is_last=True),)
+            ),
+        ),
+        (
+            decode_messages.CODEC,
+            decode_messages.ExpectRequest(
+                request_id="ä",
+                prefill_incarnation=1,
+                num_tokens=5,
+                start_token=0,
+                reserved_tokens=9,
+                sampling=SamplingParams(temperature=0.5, seed=2**62),
+            ),
+        ),
+        (decode_messages.CODEC, RankReport(rank=1, status={"pid": 4}, metrics={"families": {"a": [["b", {}, 1.5]]}})),
+        (
+            decode_messages.CODEC,
+            RankHello(
+                rank=0, pid=1, instance=instance(9), pool_pages=4, max_context_tokens=8, vocab_size=5, eos_token_ids=(1, 2)
+            ),
+        ),
+    ],
+)
+def test_a_message_arrives_as_it_was(codec: RankCodec, message: object) -> None:
+    assert codec.decode(codec.encode(message)) == message
+
+
+def test_what_is_no_message_of_the_link_is_refused_on_both_ends() -> None:
+    with pytest.raises(LocalProtocolError, match="RankAddress is no message of this link"):
+        CODEC.encode(RankAddress(endpoint="x", token=1))
+    for packed in (("Other", {}), ("Note", {"text": 5}), ("Note", {"number": 5})):
+        with pytest.raises(LocalProtocolError, match=f"message {packed[0]} of a rank link does not fit"):
+            CODEC.decode(msgpack.packb(packed))
+    with pytest.raises(TypeError, match="Path cannot travel"):
+        RankCodec(RankReport).encode(RankReport(rank=0, metrics=Path()))
+
+
+async def test_every_rank_hears_broadcasts_in_one_order_and_answers_under_its_own_number(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    leader = LeaderLink(tmp_path, 3, CODEC)
+    heard: list[tuple[int, Any]] = []
+    leader.watch(loop, lambda rank, message: heard.append((rank, message)))
+    ranks = [RankLink(leader.address_of(rank), CODEC) for rank in range(3)]
+    told: list[list[Any]] = [[], [], []]
+    for rank, link in enumerate(ranks):
+        link.watch(loop, told[rank].append)
+        link.send(Note(text="hello", number=rank))
+    await until(lambda: len(heard) == 3)
+    assert sorted(rank for rank, _ in heard) == [0, 1, 2]
+    assert all(message.number == rank for rank, message in heard)
+    for number in range(50):
+        assert leader.broadcast(Note(text="all", number=number))
+        assert leader.send(number % 3, Note(text="one", number=number))
+    await until(lambda: all(len(messages) >= 66 for messages in told))
+    for messages in told:
+        assert [message.number for message in messages if message.text == "all"] == list(range(50))
+    assert [message.number for message in told[1] if message.text == "one"] == list(range(1, 50, 3))
+    for link in (*ranks, leader):
+        link.close()
+
+
+async def test_a_stranger_is_not_heard_and_a_rank_that_is_not_there_takes_nothing(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    leader = LeaderLink(tmp_path, 2, CODEC)
+    heard: list[Any] = []
+    leader.watch(loop, lambda rank, message: heard.append((rank, message)))
+    address = leader.address_of(0)
+    stranger = RankLink(RankAddress(endpoint=address.endpoint, token=address.token % 2**62 + 1), CODEC)
+    stranger.send(Note(text="let me in"))
+    rank = RankLink(address, CODEC)
+    rank.send(Note(text="it is me"))
+    await until(lambda: bool(heard))
+    await asyncio.sleep(0.05)
+    assert heard == [(0, Note(text="it is me"))]
+    assert leader.send(0, Note(text="you"))
+    assert not leader.send(1, Note(text="nobody there")), "rank 1 has not connected"
+    assert not leader.broadcast(Note(text="all")), "one of them is not there"
+    for link in (rank, stranger, leader):
+        link.close()

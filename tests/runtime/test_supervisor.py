@@ -1,0 +1,219 @@
+"""A leader and its ranks: real processes that start, refuse, crash, are killed, freeze, and are gone in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node_runtime import exit_codes
+from node_runtime import supervisor as supervisor_module
+from node_runtime.rank_group import RankGroup
+from node_runtime.rank_process import RankSpec
+from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
+from tests.runtime import rank_entries
+from tests.runtime.instances import hello, prefill_config, until
+from tests.runtime.rank_entries import Echo, Order, is_alive
+from transfer.errors import EngineError
+
+PRELOAD = "tests.runtime.preloaded"
+
+
+class Ranks:
+    """A supervisor of two ranks, and what it said."""
+
+    def __init__(self, folder: Path, entry: Callable[[RankSpec], None]) -> None:
+        self.heard: list[tuple[int, Any]] = []
+        self.lost: list[str] = []
+        self.on_message: Callable[[int, Any], None] = lambda rank, message: self.heard.append((rank, message))
+        self.supervisor = RankSupervisor(
+            prefill_config(folder, parallel={"tp_size": 2}),
+            entry,
+            rank_entries.CODEC,
+            preload=PRELOAD,
+            on_message=lambda rank, message: self.on_message(rank, message),
+            on_lost=self.lost.append,
+        )
+        self.folder = Path(self.supervisor._folder.name)
+
+
+@asynccontextmanager
+async def ranks_of(folder: Path, entry: Callable[[RankSpec], None]) -> AsyncIterator[Ranks]:
+    ranks = Ranks(folder, entry)
+    try:
+        yield ranks
+    finally:
+        pids = ranks.supervisor.pids
+        await ranks.supervisor.stop(is_graceful=False)
+        ranks.supervisor.cleanup()
+        assert not any(is_alive(pid) for pid in pids if pid)
+        assert not ranks.folder.exists()
+
+
+async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        hellos = await ranks.supervisor.start()
+        assert [one.rank for one in hellos] == [0, 1]
+        assert [one.pid for one in hellos] == ranks.supervisor.pids
+        assert {one.instance.incarnation for one in hellos} == {ranks.supervisor.incarnation}
+        ranks.supervisor.broadcast(Order(what="echo"))
+        ranks.supervisor.send(1, Order(what="echo"))
+        await until(lambda: len(ranks.heard) == 3)
+        assert sorted(rank for rank, _ in ranks.heard) == [0, 1, 1]
+        await until(lambda: len(ranks.supervisor.reports) == 2)
+        assert ranks.supervisor.reports[1].status == {"rank": 1, "pid": hellos[1].pid}
+        started_s = asyncio.get_running_loop().time()
+        await ranks.supervisor.stop(is_graceful=True)
+        assert asyncio.get_running_loop().time() - started_s < 5, "they ended when they were told to, before anyone killed them"
+        assert not ranks.lost, "an end on request is no loss"
+
+
+async def test_a_new_life_has_a_new_incarnation_and_hears_nothing_of_the_old_one(tmp_path: Path) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        first = ranks.supervisor.incarnation
+        ranks.supervisor.broadcast(Order(what="echo"))
+        await ranks.supervisor.stop(is_graceful=False)
+        hellos = await ranks.supervisor.start()
+        assert ranks.supervisor.incarnation != first
+        ranks.heard.clear()
+        ranks.supervisor.broadcast(Order(what="echo"))
+        await until(lambda: len(ranks.heard) >= 2)
+        assert {message.incarnation for _, message in ranks.heard} == {hellos[0].instance.incarnation}
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason", "exit_code"),
+    [
+        (rank_entries.refused, "the pool of 9 GiB does not fit the 8 GiB that are free", 3),
+        (rank_entries.dying, "rank 1 ended while it started: killed by signal 9", 4),
+        (rank_entries.broken, "ended while it started: exit code 1", 4),
+    ],
+)
+async def test_a_rank_that_cannot_start_ends_the_start_with_its_reason(
+    tmp_path: Path, entry: Callable[[RankSpec], None], reason: str, exit_code: int
+) -> None:
+    async with ranks_of(tmp_path, entry) as ranks:
+        with pytest.raises(RankStartError) as refusal:
+            await ranks.supervisor.start()
+        assert reason in str(refusal.value)
+        assert refusal.value.exit_code == exit_code
+        assert not ranks.lost, "there was no life yet that could be lost"
+
+
+def test_a_bug_at_start_is_in_the_log(tmp_path: Path) -> None:
+    spec = f"""
+from pathlib import Path
+from node_runtime.rank_link import RankAddress
+from node_runtime.rank_process import RankSpec
+from tests.runtime import instances, rank_entries
+config = instances.prefill_config(Path("{tmp_path}"))
+address = RankAddress(endpoint="ipc://{tmp_path}/nobody", token=1)
+rank_entries.broken(RankSpec(config=config, rank=0, incarnation=1, address=address, rendezvous=Path("{tmp_path}/x")))
+"""
+    ended = subprocess.run([sys.executable, "-c", spec], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == exit_codes.FAILED
+    assert "rank_crashed" in ended.stderr and "ZeroDivisionError: a bug at start" in ended.stderr
+
+
+async def test_a_rank_that_says_nothing_ends_the_start_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as warm:
+        await warm.supervisor.start()  # the fork server is up
+    monkeypatch.setattr(supervisor_module, "START_TIMEOUT_S", 3.0)
+    async with ranks_of(tmp_path, rank_entries.silent) as ranks:
+        with pytest.raises(RankStartError, match=r"ranks \[1\] did not start within 3 s"):
+            await ranks.supervisor.start()
+
+
+@pytest.mark.parametrize(
+    ("order", "how"), [("raise", "rank 1 died: exit code 1"), ("exit", "rank 1 died: exit code 9")], ids=["a bug", "an exit"]
+)
+async def test_a_crash_of_one_rank_loses_the_life_once(tmp_path: Path, order: str, how: str) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        ranks.supervisor.send(1, Order(what=order))
+        await until(lambda: ranks.lost)
+        assert ranks.lost == [how]
+        os.kill(ranks.supervisor.pids[0], signal.SIGKILL)
+        ranks.supervisor.lose("for another reason")
+        await asyncio.sleep(0.1)
+        assert ranks.lost == [how]
+
+
+async def test_a_killed_rank_is_noticed_at_once(tmp_path: Path) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        os.kill(ranks.supervisor.pids[0], signal.SIGKILL)
+        await until(lambda: ranks.lost, within_s=1.0)
+        assert ranks.lost == ["rank 0 died: killed by signal 9"]
+
+
+@pytest.mark.parametrize("order", ["freeze", "hang"])
+async def test_a_rank_that_does_not_end_is_killed_at_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.3)
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        pids = ranks.supervisor.pids
+        ranks.supervisor.send(1, Order(what=order))
+        ranks.supervisor.send(0, Order(what="echo"))
+        await until(lambda: ranks.heard)
+        await ranks.supervisor.stop(is_graceful=True)
+        assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_a_leader_that_fails_over_a_message_gives_the_life_up(tmp_path: Path) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+
+        def fail(rank: int, message: Any) -> None:
+            assert isinstance(message, Echo)
+            raise KeyError("no such request")
+
+        ranks.on_message = fail
+        ranks.supervisor.send(0, Order(what="echo"))
+        await until(lambda: ranks.lost)
+        assert ranks.lost == ["Echo of rank 0 could not be handled: KeyError('no such request')"]
+
+
+async def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
+    leader = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.runtime.leader_process", str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert leader.stdout is not None
+    async with asyncio.timeout(30):
+        pids = [int(word) for word in (await leader.stdout.readline()).split()]
+    assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
+    leader.kill()
+    await leader.wait()
+    await until(lambda: not any(is_alive(pid) for pid in pids), within_s=5.0)
+
+
+async def test_a_group_tells_of_each_exit_until_it_is_stopped() -> None:
+    exits: list[tuple[int, int]] = []
+    group = RankGroup("test", rank_entries.end_with_code, [(0,), (5,)], preload=[PRELOAD])
+    group.start(asyncio.get_running_loop(), lambda rank, code: exits.append((rank, code)))
+    await until(lambda: len(exits) == 2)
+    assert sorted(exits) == [(0, 0), (1, 5)]
+    await group.stop(0.0)
+    quiet = RankGroup("test", rank_entries.stay, [(0,)], preload=[PRELOAD])
+    quiet.start(asyncio.get_running_loop(), lambda rank, code: exits.append((rank, code)))
+    await quiet.stop(0.0)
+    await asyncio.sleep(0.05)
+    assert len(exits) == 2, "what was ended on request is no news"
+    assert not any(is_alive(pid) for pid in quiet.pids)
+
+
+def test_ranks_of_one_group_must_be_alike() -> None:
+    check_alike((hello(0), hello(1)))
+    with pytest.raises(EngineError, match="ranks 0 and 1 have loaded different models"):
+        check_alike((hello(0), hello(1, weights="other")))
+    with pytest.raises(EngineError, match="ranks 0 and 1 have 8 and 9 pages"):
+        check_alike((hello(0), hello(1, pool_pages=9)))
