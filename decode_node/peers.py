@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 60.0  # every rank attaches and probes its links before the first event
 FIRST_BACKOFF_S = 0.2
-MAX_BACKOFF_S = 5.0
+MAX_BACKOFF_S = 2.0
 
 log = structlog.get_logger(__name__)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -78,6 +79,17 @@ class RankGroup:
             while process.is_alive():
                 await asyncio.sleep(0.005)
             process.join(timeout=0)
+
+
+def end_fork_server() -> None:
+    """End the process that ranks are forked from, and wait for it; by itself it would outlive its leader by a moment.
+
+    A no-op where there is none. The standard library has no public way to do it.
+    """
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    stop = getattr(server, "_stop", None)
+    if stop is not None:
+        stop()
 
 
 def watch_leader(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> No
 async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    watch_leader(loop, lambda: os._exit(exit_codes.LEADER_GONE))
+    watch_leader(loop, lambda: _end_without_leader(spec.rendezvous.parent))
     loop.set_exception_handler(_crash)
     link = RankLink(spec.address, codec)
     worker = make_worker(spec, link, loop)
@@ -126,6 +127,12 @@ async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -
     await worker.close()
     link.close()
     return exit_codes.OK
+
+
+def _end_without_leader(folder: Path) -> None:
+    """The leader was killed, so nobody else will remove the folder that it shared with its ranks."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(exit_codes.LEADER_GONE)
 
 
 async def _report(rank: int, worker: Worker, link: RankLink, stop: asyncio.Event) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from node_runtime.rank_group import RankGroup
+from node_runtime.rank_group import RankGroup, end_fork_server
 from node_runtime.rank_link import LeaderLink, RankCodec
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
@@ -138,6 +138,7 @@ class RankSupervisor:
 
     def cleanup(self) -> None:
         """Remove the private folder; the supervisor is of no more use."""
+        end_fork_server()
         with contextlib.suppress(OSError):
             self._folder.cleanup()
 
