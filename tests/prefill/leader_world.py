@@ -1,0 +1,178 @@
+"""A prefill leader's requests with fake ranks: messages are recorded, and answers come in whatever order a test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prefill_node.joins import Join
+from prefill_node.rank_messages import (
+    AbortRequest,
+    RequestFailed,
+    RequestSent,
+    RunStep,
+    StartRequest,
+    StepDone,
+    StepFailed,
+)
+from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
+from prefill_node.scheduler import PrefillScheduler
+from prefill_node.sender import SentStats
+from tests.runtime.instances import instance
+from transfer.engine_types import SamplingParams
+from transfer.errors import StagingError, TransferError
+
+POOL_PAGES, PAGE_SIZE, CHUNK, NUM_RANKS = 8, 4, 8, 2
+
+
+def new_join(incarnation: int = 5) -> Join:
+    loop = asyncio.get_running_loop()
+    return Join(
+        number=incarnation,
+        instance=instance(incarnation),
+        address="decode:1",
+        attached=loop.create_future(),
+        lost=loop.create_future(),
+        waiting_for=set(),
+    )
+
+
+class Rank:
+    """What a rank knows: requests whose part is not sent and whose pages are not back, and the steps that it has computed."""
+
+    def __init__(self) -> None:
+        self.unsent: set[str] = set()
+        self.holding: set[str] = set()
+        self.aborted: set[str] = set()
+        self.computed: set[str] = set()
+
+
+class World:
+    """The leader's side is real, the ranks and the decode leader are this."""
+
+    def __init__(self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, max_running: int = 4) -> None:
+        self.scheduler = PrefillScheduler(
+            pool_pages=POOL_PAGES, page_size=PAGE_SIZE, chunk_tokens=CHUNK, max_step_tokens=2 * CHUNK, max_running=max_running
+        )
+        self.sent: list[object] = []
+        self.steps: dict[int, RunStep] = {}
+        self.outcomes: list[str] = []
+        self.ranks = [Rank() for _ in range(NUM_RANKS)]
+        self.asked: list[str] = []
+        self.answers: dict[str, bool | TransferError | asyncio.Future[bool]] = {}
+        self.accepted: list[Request] = []
+        self.join = new_join()
+        self.leader = PrefillRequests(
+            self.scheduler,
+            num_ranks=NUM_RANKS,
+            max_queued=max_queued,
+            queue_timeout_s=queue_timeout_s,
+            broadcast=self._broadcast,
+            reserve=self._reserve,
+            on_outcome=self.outcomes.append,
+        )
+        self.leader.start()
+
+    def submit(self, name: str, num_tokens: int, *, join: Join | None = None) -> Request:
+        request = self.leader.submit(name, tuple(range(num_tokens)), 0, SamplingParams(), join or self.join)
+        self.accepted.append(request)
+        return request
+
+    def _broadcast(self, message: object) -> None:
+        self.sent.append(message)
+        for rank in self.ranks:
+            match message:
+                case StartRequest():
+                    assert message.request_id not in rank.unsent | rank.holding, "an id that a rank still knows"
+                    rank.unsent.add(message.request_id)
+                    rank.holding.add(message.request_id)
+                    rank.aborted.discard(message.request_id)
+                    rank.computed.discard(message.request_id)
+                case AbortRequest():
+                    rank.aborted.add(message.request_id)
+                case RunStep():
+                    for part in message.parts:
+                        assert part.request_id not in rank.aborted, "no step of what was given up"
+        if isinstance(message, RunStep):
+            self.steps[message.step] = message
+
+    async def _reserve(self, join: Join, request_id: str) -> bool:
+        self.asked.append(request_id)
+        answer = self.answers.get(request_id, True)
+        if isinstance(answer, asyncio.Future):
+            answer = await answer
+        if isinstance(answer, TransferError):
+            raise answer
+        return answer
+
+    # Answers of the ranks
+
+    def finish_step(self) -> None:
+        """The oldest step is computed on every rank."""
+        step = self.steps.pop(min(self.steps))
+        tokens = {}
+        for part in step.parts:
+            if part.is_last:
+                tokens[part.request_id] = 7
+                for rank in self.ranks:
+                    rank.computed.add(part.request_id)
+        self.leader.on_step_done(StepDone(step=step.step, first_tokens=tokens, compute_s=0.0))
+
+    def fail_step(self) -> None:
+        step = self.steps.pop(min(self.steps))
+        names = tuple(part.request_id for part in step.parts)
+        self.leader.on_step_failed(StepFailed(step=step.step, request_ids=names, reason="the engine failed", is_fatal=False))
+
+    def send_part(self, rank: int, name: str) -> None:
+        self.ranks[rank].unsent.discard(name)
+        self.leader.on_sent(rank, RequestSent(request_id=name, stats=SentStats(num_bytes=10, writes=1, transfer_s=0.5 + rank)))
+
+    def fail_part(self, rank: int, name: str) -> None:
+        self.ranks[rank].unsent.discard(name)
+        self.leader.on_failed(rank, RequestFailed(request_id=name, reason="a session is lost"))
+
+    def release(self, rank: int, name: str) -> None:
+        self.ranks[rank].holding.discard(name)
+        self.leader.on_pages_released(rank, name)
+
+    def settle(self) -> None:
+        """Everything that the ranks still have to say, until they have nothing more to say."""
+        while self.steps:
+            self.finish_step()
+        for number, rank in enumerate(self.ranks):
+            for name in sorted(rank.unsent):
+                if name in rank.aborted:
+                    self.fail_part(number, name)
+                else:
+                    self.send_part(number, name)
+            for name in sorted(rank.holding):
+                self.release(number, name)
+
+    # Judgement
+
+    def assert_nothing_is_left(self) -> None:
+        assert self.leader.num_in_flight == self.leader.num_queued == self.leader.num_running == 0
+        assert self.scheduler.num_waiting == self.scheduler.num_running == 0
+        assert self.scheduler._free_pages == POOL_PAGES
+        assert not self.leader._requests and not self.leader._asking and not self.leader._steps
+        assert len(self.outcomes) == len(self.accepted)
+        for request in self.accepted:
+            self.assert_told_once(request)
+
+    def assert_told_once(self, request: Request) -> None:
+        told = []
+        while not request.progress.empty():
+            told.append(request.progress.get_nowait())
+        *before, last = told
+        assert isinstance(last, Sent | TransferError), told
+        kinds = [type(item) for item in before]
+        assert kinds in ([], [Started], [Started, FirstToken]), told
+        assert not isinstance(last, Sent) or kinds == [Started, FirstToken]
+
+    async def close(self) -> None:
+        await self.leader.close(StagingError("the test is over"))
+
+
+async def turns(count: int = 12) -> None:
+    """Let the loop do what is ready."""
+    for _ in range(count):
+        await asyncio.sleep(0)

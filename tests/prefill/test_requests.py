@@ -1,0 +1,303 @@
+"""A prefill leader's requests: each ends exactly once, in whatever order the ranks answer, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefill_node import requests as requests_module
+from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest
+from prefill_node.requests import FirstToken, Sent, Started
+from tests.prefill.leader_world import CHUNK, PAGE_SIZE, POOL_PAGES, World, new_join, turns
+from tests.runtime.instances import until
+from transfer.errors import EngineError, PeerUnreachable, StagingError, TransferAborted
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    one = World()
+    yield one
+    await one.close()
+
+
+def told(request: requests_module.Request) -> list[object]:
+    return [request.progress.get_nowait() for _ in range(request.progress.qsize())]
+
+
+async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: World) -> None:
+    request = world.submit("a", 2 * CHUNK + 3)
+    await turns()
+    start, *steps = world.sent
+    assert isinstance(start, StartRequest) and start.num_tokens == 19 and start.decode_incarnation == 5
+    assert [len(step.parts[0].token_ids) for step in steps if isinstance(step, RunStep)] == [8, 8], "two steps ahead"
+    world.finish_step()
+    assert len(world.steps) == 2, "the third step is sent in the same turn: no computing rank waits for the loop"
+    world.settle()
+    started, first, sent = told(request)
+    assert isinstance(started, Started) and isinstance(first, FirstToken) and first.token_id == 7
+    assert isinstance(sent, Sent)
+    assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.transfer_s) == (20, 2, 1.5), "sums, and the slowest rank's time"
+    request.progress.put_nowait(sent)
+    assert world.outcomes == ["sent"]
+    assert world.leader.num_in_flight == 0
+
+
+@pytest.mark.parametrize("order", ["token, sent", "sent, token"])
+async def test_first_token_and_last_part_come_in_either_order(world: World, order: str) -> None:
+    request = world.submit("a", 3)
+    await turns()
+    if order == "token, sent":
+        world.finish_step()
+    for rank in range(2):
+        assert world.outcomes == []
+        world.send_part(rank, "a")
+    if order == "sent, token":
+        assert world.outcomes == []
+        world.finish_step()
+    assert world.outcomes == ["sent"]
+    assert [type(item) for item in told(request)] == [Started, FirstToken, Sent]
+
+
+async def test_pages_that_are_back_do_not_end_what_still_travels(world: World) -> None:
+    world.submit("a", 3)
+    await turns()
+    world.finish_step()
+    for rank in range(2):
+        world.release(rank, "a")
+    assert world.scheduler.num_running == 0
+    assert world.leader.num_in_flight == world.leader.num_running == 1, "a drain must wait for its last bytes"
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+async def test_not_yet_is_asked_again_and_another_one_starts_meanwhile(world: World) -> None:
+    world.answers["a"] = False
+    world.submit("a", 3)
+    world.submit("b", 3)
+    await until(lambda: world.asked.count("a") >= 3)
+    assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["b"]
+    world.answers["a"] = True
+    await until(lambda: len(world.accepted[0].progress._queue) == 1)  # type: ignore[attr-defined]
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+async def test_a_silent_decode_node_delays_only_its_own_request(world: World) -> None:
+    silent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    world.answers["a"] = silent
+    world.submit("a", 3, join=new_join(6))
+    for name in ("b", "c"):
+        world.submit(name, 2 * CHUNK)
+        await turns()
+        world.settle()
+        assert world.outcomes[-1] == "sent"
+    assert world.asked.count("a") == 1, "one question at a time"
+    silent.set_result(True)
+    await turns()
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+async def test_a_refused_reservation_fails_the_request(world: World) -> None:
+    world.answers["a"] = PeerUnreachable("decode:1 is gone")
+    request = world.submit("a", 3)
+    await turns()
+    assert [str(item) for item in told(request)] == ["decode:1 is gone"]
+    assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0
+    assert not world.sent, "no rank knew of it"
+
+
+async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(world: World) -> None:
+    late: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    world.answers["a"] = late
+    world.submit("a", 3)
+    await turns()
+    assert world.leader.abort("a", TransferAborted("gone"))
+    again = world.submit("a", 3)
+    late.set_result(True)
+    del world.answers["a"]
+    await turns()
+    await until(lambda: world.steps)
+    assert [type(message) for message in world.sent] == [StartRequest, RunStep], "only the second one of that id"
+    world.settle()
+    assert isinstance(told(again)[-1], Sent)
+
+
+async def test_a_refusal_that_comes_late_does_not_hit_the_next_request_of_that_id(world: World) -> None:
+    late: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    world.answers["a"] = late
+    world.submit("a", 3)
+    await turns()
+    world.leader.abort("a", TransferAborted("gone"))
+    world.submit("a", 3)
+    world.answers["a"] = True
+    late.set_exception(PeerUnreachable("no"))
+    await turns()
+    await until(lambda: world.steps)
+    world.settle()
+    world.assert_nothing_is_left()
+    assert world.outcomes == ["aborted", "sent"]
+
+
+@pytest.mark.parametrize("stage", ["waiting", "computing", "computed", "sent by one"])
+async def test_an_abort_ends_a_request_wherever_it_stands(world: World, stage: str) -> None:
+    if stage == "waiting":
+        world.answers["a"] = False
+    world.submit("a", 3)
+    await turns()
+    if stage in ("computed", "sent by one"):
+        world.finish_step()
+    if stage == "sent by one":
+        world.send_part(0, "a")
+    assert world.leader.abort("a", TransferAborted("the client left"))
+    assert not world.leader.abort("a", TransferAborted("again")), "for its caller it is over"
+    aborts = [message for message in world.sent if isinstance(message, AbortRequest)]
+    assert len(aborts) == (0 if stage == "waiting" else 1)
+    world.settle()
+    world.assert_nothing_is_left()
+    assert world.outcomes == ["aborted"]
+
+
+async def test_a_first_token_after_the_end_is_not_told(world: World) -> None:
+    request = world.submit("a", 3)
+    await turns()
+    world.leader.abort("a", TransferAborted("gone"))
+    world.finish_step()
+    assert [type(item) for item in told(request)] == [Started, TransferAborted]
+
+
+async def test_a_failed_step_fails_its_requests_and_the_others_go_on(world: World) -> None:
+    failed = world.submit("a", 3)
+    await turns()
+    world.submit("b", 3)
+    await turns()
+    world.fail_step()
+    assert isinstance(told(failed)[-1], EngineError)
+    failed.progress.put_nowait(EngineError("x"))
+    world.settle()
+    assert sorted(world.outcomes) == ["failed", "sent"]
+    assert world.leader.num_in_flight == 0
+
+
+async def test_a_lost_session_fails_the_request_once_and_has_all_ranks_give_it_up(world: World) -> None:
+    request = world.submit("a", 3)
+    await turns()
+    world.finish_step()
+    world.fail_part(0, "a")
+    world.fail_part(1, "a")
+    assert [type(item) for item in told(request)] == [Started, FirstToken, PeerUnreachable]
+    request.progress.put_nowait(PeerUnreachable("x"))
+    assert sum(isinstance(message, AbortRequest) for message in world.sent) == 1
+    world.settle()
+    assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0
+
+
+async def test_an_id_is_free_again_only_when_no_rank_knows_it(world: World) -> None:
+    world.submit("a", 3)
+    await turns()
+    world.leader.abort("a", TransferAborted("gone"))
+    world.finish_step()
+    for rank in range(2):
+        world.release(rank, "a")
+    with pytest.raises(TransferAborted, match="request_id a is in flight already"):
+        world.submit("a", 3)
+    world.fail_part(0, "a")
+    with pytest.raises(TransferAborted, match="in flight already"):
+        world.submit("a", 3)
+    world.fail_part(1, "a")
+    world.submit("a", 3)
+    await turns()
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+async def test_only_the_lost_instances_requests_end(world: World) -> None:
+    other = new_join(9)
+    world.submit("a", 3)
+    world.submit("b", 3, join=other)
+    await turns()
+    world.leader.abort_join(other, PeerUnreachable("gone"))
+    world.settle()
+    world.assert_nothing_is_left()
+    assert sorted(world.outcomes) == ["failed", "sent"]
+
+
+async def test_a_queue_that_is_full_or_a_pool_that_is_too_small_refuses_at_once() -> None:
+    world = World(max_queued=1)
+    world.answers["a"] = False
+    world.submit("a", 3)
+    with pytest.raises(StagingError, match=r"prefill queue is full \(1 requests wait"):
+        world.submit("b", 3)
+    with pytest.raises(StagingError, match="needs 9 pages"):
+        world.submit("b", POOL_PAGES * PAGE_SIZE + 1)
+    await world.close()
+    assert world.outcomes == ["failed"]
+
+
+async def test_a_request_that_waits_too_long_is_refused() -> None:
+    world = World(queue_timeout_s=0.05)
+    world.answers["a"] = False
+    request = world.submit("a", 3)
+    await until(lambda: world.outcomes)
+    assert [str(item) for item in told(request)] == ["no room within 0.05 s (limits.queue_timeout_s)"]
+    await world.close()
+
+
+async def test_the_end_of_a_life_ends_every_request_once() -> None:
+    world = World(max_running=1)
+    for name in "abc":
+        world.submit(name, 3)
+    await turns()
+    world.leader.abort("b", TransferAborted("before"))
+    await world.leader.close(PeerUnreachable("rank 1 died"))
+    assert sorted(world.outcomes) == ["aborted", "failed", "failed"]
+    for request in world.accepted:
+        world.assert_told_once(request)
+    assert world.leader.num_in_flight == 0
+
+
+MOVES = ("submit", "turn", "step", "fail step", "send", "fail", "release", "abort", "refuse", "later", "lose join")
+
+
+@settings(max_examples=120)
+@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=60))
+def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]]) -> None:
+    asyncio.run(_play(moves))
+
+
+async def _play(moves: list[tuple[str, int]]) -> None:
+    world = World()
+    for move, pick in moves:
+        rank = pick % 2
+        match move:
+            case "submit":
+                world.submit(f"r{len(world.accepted)}", 1 + pick % 30)
+            case "turn":
+                await turns()
+            case "step" | "fail step" if world.steps:
+                world.finish_step() if move == "step" else world.fail_step()
+            case "send" if names := sorted((world.ranks[rank].unsent & world.ranks[rank].computed) - world.ranks[rank].aborted):
+                world.send_part(rank, names[pick % len(names)])
+            case "fail" if names := sorted(world.ranks[rank].unsent):
+                world.fail_part(rank, names[pick % len(names)])
+            case "release" if names := sorted(
+                world.ranks[rank].holding & (world.ranks[rank].computed | world.ranks[rank].aborted)
+            ):
+                world.release(rank, names[pick % len(names)])
+            case "abort" if world.accepted:
+                world.leader.abort(world.accepted[pick % len(world.accepted)].request_id, TransferAborted("gone"))
+            case "refuse" | "later":
+                world.answers[f"r{len(world.accepted)}"] = PeerUnreachable("no") if move == "refuse" else False
+            case "lose join" if pick % 10 == 0:
+                world.leader.abort_join(world.join, PeerUnreachable("decode is gone"))
+    world.answers.clear()
+    async with asyncio.timeout(20):
+        while world.leader.num_in_flight:
+            world.settle()
+            await asyncio.sleep(0.001)
+    world.assert_nothing_is_left()
+    await world.close()
