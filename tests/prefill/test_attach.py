@@ -1,0 +1,128 @@
+"""A prefill rank's sessions while the decode instance goes away under them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from prefill_node.attach import DecodeSessions
+from prefill_node.sender_loop import SenderLoop
+from tests.runtime.instances import instance, prefill_config, until
+from transfer.chunk import ChunkPlan
+from transfer.errors import LayoutError, PeerUnreachable
+from transfer.instance import AttachRequest, AttachResponse
+from transfer.registry.server import TransferControlServicer, serve
+from transfer.ring import Watermark
+from transfer.staging import StagingBuffer
+from transfer.transport.inproc import InprocHub, InprocTransport
+
+LIFE = 9
+
+
+class NoSender:
+    """No session may reach the sender in these tests."""
+
+    def open_session(self, *args: Any, **values: Any) -> None:
+        raise AssertionError("a session was opened with an instance that had been closed")
+
+    def close_session(self, number: int, reason: str) -> None:
+        raise AssertionError("there is none")
+
+
+class Attaching:
+    """A decode rank that answers an attach when the test lets it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hub = InprocHub()
+        self.target = InprocTransport(self.hub)
+        self.ring = self.target.register(StagingBuffer(num_bytes=4096).tensor)
+        self.gate = asyncio.Event()
+        self.num_attaches = 0
+        self.lost: list[tuple[int, int, str]] = []
+        self.sessions = DecodeSessions(
+            loop=asyncio.get_running_loop(),
+            sender=cast(SenderLoop, NoSender()),
+            transport=InprocTransport(self.hub),
+            own=instance(1),
+            rank=0,
+            plan=ChunkPlan(chunk_tokens=4),
+            config=prefill_config(folder, transport={"probe_bytes": 4096}),
+            on_lost=lambda *loss: self.lost.append(loss),
+        )
+        self.address = ""
+
+    async def on_attach(self, request: AttachRequest) -> AttachResponse:
+        self.num_attaches += 1
+        await self.gate.wait()
+        _, answer = self.target.accept(request.offer, self.ring)
+        return AttachResponse(
+            session_id=self.num_attaches,
+            decode=instance(LIFE),
+            decode_rank=0,
+            answer=answer,
+            ring_capacity_bytes=4096,
+            control_address="tcp://127.0.0.1:1",
+            heartbeat_s=0.2,
+            protocol_version=request.prefill.protocol_versions[-1],
+            probe_bytes=4096,
+        )
+
+
+@asynccontextmanager
+async def attaching(folder: Path) -> AsyncIterator[Attaching]:
+    one = Attaching(folder)
+    servicer = TransferControlServicer(
+        watermark=Watermark(incarnation=LIFE, sequence=1, position=0, released=()),
+        ring_capacity_bytes=4096,
+        heartbeat_s=0.2,
+        on_attach=one.on_attach,
+        on_session_lost=lambda session, reason: None,
+        on_link=lambda session, link: None,
+    )
+    server = await serve("127.0.0.1", 0, transfer_control=servicer)
+    await server.set_serving(True)
+    one.address = f"127.0.0.1:{server.port}"
+    yield one
+    servicer.close("the test is over")
+    await server.close()
+
+
+async def test_an_instance_that_is_closed_while_a_rank_attaches_is_not_opened_after_all(tmp_path: Path) -> None:
+    async with attaching(tmp_path) as one:
+        opening = asyncio.ensure_future(one.sessions.open(instance(LIFE), (one.address,), join=1))
+        await until(lambda: one.num_attaches)
+        one.sessions.close(LIFE, "another rank could not attach")
+        one.gate.set()
+        with pytest.raises(PeerUnreachable, match="was closed while decode rank 0 at .* attached"):
+            await opening
+        assert one.sessions.of(LIFE) == (None, {})
+        assert not one.lost, "who closed it knows"
+
+
+async def test_an_instance_that_attaches_again_is_not_ended_by_its_first_attempt(tmp_path: Path) -> None:
+    async with attaching(tmp_path) as one:
+        first = asyncio.ensure_future(one.sessions.open(instance(LIFE), (one.address,), join=1))
+        await until(lambda: one.num_attaches)
+        one.sessions.close(LIFE, "joined again")
+        decode = instance(LIFE)
+        second = asyncio.ensure_future(one.sessions.open(decode, ("127.0.0.1:1",), join=2))
+        await asyncio.sleep(0)
+        assert one.sessions.of(LIFE)[0] is decode
+        one.gate.set()
+        with pytest.raises(PeerUnreachable, match="was closed while"):
+            await first
+        with pytest.raises(PeerUnreachable):
+            await second  # nobody listens there
+        assert one.sessions.of(LIFE) == (None, {})
+
+
+async def test_instances_that_do_not_fit_are_refused_before_anyone_is_called(tmp_path: Path) -> None:
+    async with attaching(tmp_path) as one:
+        with pytest.raises(LayoutError, match="weights"):
+            await one.sessions.open(instance(LIFE, weights="other"), (one.address,), join=1)
+        assert one.num_attaches == 0 and one.sessions.of(LIFE) == (None, {})

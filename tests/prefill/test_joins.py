@@ -1,0 +1,149 @@
+"""Decode instances that join and leave a prefill node: all ranks or none, one join at a time, every one of them ends once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from prefill_node import joins as joins_module
+from prefill_node.joins import Join, Joins
+from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from tests.prefill.leader_world import turns
+from tests.runtime.instances import instance
+from transfer.errors import LayoutError, PeerUnreachable, TransferError
+from transfer.instance import Link
+
+LIFE = 5
+
+
+def link(prefill_rank: int) -> Link:
+    return Link(prefill_rank=prefill_rank, decode_rank=0, lane="x", latency_s=0.0, bandwidth_bytes_per_s=1.0)
+
+
+class Leader:
+    """Joins with two ranks that say what a test has them say."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.lost: list[tuple[Join, TransferError]] = []
+        self.joins = Joins(2, self.sent.append, lambda join, error: self.lost.append((join, error)))
+
+    def opening(self, incarnation: int = LIFE) -> asyncio.Task[Join]:
+        return asyncio.ensure_future(self.joins.open(instance(incarnation), "decode:1", ("a:1",)))
+
+    def attached(self, rank: int, join: int, incarnation: int = LIFE) -> None:
+        self.joins.on_attached(rank, DecodeAttached(join=join, incarnation=incarnation, links=(link(rank),)))
+
+    def rank_lost(self, rank: int, join: int, *, is_refused: bool = False) -> None:
+        self.joins.on_rank_lost(rank, DecodeLost(join=join, incarnation=LIFE, reason="broke", is_refused=is_refused))
+
+    async def joined(self) -> Join:
+        opening = self.opening()
+        await turns()
+        number = self.attaches()[-1].join
+        for rank in range(2):
+            self.attached(rank, number)
+        return await opening
+
+    def attaches(self) -> list[AttachDecode]:
+        return [message for message in self.sent if isinstance(message, AttachDecode)]
+
+    def detaches(self) -> list[DetachDecode]:
+        return [message for message in self.sent if isinstance(message, DetachDecode)]
+
+
+async def test_an_instance_has_joined_when_every_rank_is_attached() -> None:
+    leader = Leader()
+    opening = leader.opening()
+    await turns()
+    leader.attached(0, 1)
+    leader.attached(0, 1)  # said twice, heard once
+    await turns()
+    assert not opening.done() and leader.joins.find(LIFE) is None, "it cannot be sent requests yet"
+    leader.attached(1, 1)
+    join = await opening
+    assert leader.joins.find(LIFE) is join and list(leader.joins) == [join]
+    assert join.links == [link(0), link(1)]
+    leader.joins.close(LIFE, PeerUnreachable("it left"))
+    leader.joins.close(LIFE, PeerUnreachable("said twice"))
+    assert leader.joins.find(LIFE) is None and not list(leader.joins)
+    assert [str(error) for _, error in leader.lost] == ["it left"]
+    assert str(join.lost.result()) == "it left"
+    assert [message.reason for message in leader.detaches()] == ["it left"]
+
+
+@pytest.mark.parametrize(("is_refused", "kind"), [(True, LayoutError), (False, PeerUnreachable)])
+async def test_one_rank_that_cannot_attach_ends_the_join_for_all(is_refused: bool, kind: type[TransferError]) -> None:
+    leader = Leader()
+    opening = leader.opening()
+    await turns()
+    leader.attached(0, 1)
+    leader.rank_lost(1, 1, is_refused=is_refused)
+    with pytest.raises(kind, match="prefill rank 1: broke"):
+        await opening
+    assert len(leader.detaches()) == 1 and not list(leader.joins)
+
+
+async def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joins_module, "ATTACH_ALL_TIMEOUT_S", 0.05)
+    leader = Leader()
+    opening = leader.opening()
+    await turns()
+    leader.attached(0, 1)
+    with pytest.raises(PeerUnreachable, match=r"prefill ranks \[1\] did not attach within 0.05 s"):
+        await opening
+    assert not list(leader.joins) and len(leader.detaches()) == 1
+
+
+async def test_a_decode_leader_that_leaves_while_the_ranks_attach_is_forgotten() -> None:
+    leader = Leader()
+    opening = leader.opening()
+    await turns()
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    assert not list(leader.joins) and len(leader.detaches()) == 1
+    for rank in range(2):
+        leader.attached(rank, 1)
+    assert leader.joins.find(LIFE) is None
+
+
+async def test_the_same_life_that_joins_again_replaces_its_join() -> None:
+    leader = Leader()
+    first = await leader.joined()
+    second = await leader.joined()
+    assert second is not first
+    assert str(first.lost.result()) == "the decode instance has joined again"
+    leader.joins.leave(first, PeerUnreachable("its stream has ended"))
+    assert leader.joins.find(LIFE) is second and not second.lost.done(), "the old stream's end is none of the new one's"
+    leader.joins.leave(second, PeerUnreachable("bye"))
+    assert not list(leader.joins)
+
+
+async def test_what_ranks_say_of_an_earlier_join_counts_for_nothing() -> None:
+    leader = Leader()
+    first, _ = leader.opening(), await turns()
+    second, _ = leader.opening(), await turns()
+    with pytest.raises(PeerUnreachable, match="joined again"):
+        await first
+    assert [message.join for message in leader.attaches()] == [1, 2]
+    leader.attached(0, 1)
+    leader.attached(1, 1)
+    leader.rank_lost(0, 1)
+    await turns()
+    assert not second.done()
+    leader.attached(0, 2)
+    leader.attached(1, 2)
+    assert (await second).is_joined
+
+
+async def test_the_end_of_the_ranks_ends_every_join_without_them() -> None:
+    leader = Leader()
+    join = await leader.joined()
+    opening = leader.opening(incarnation=6)
+    await turns()
+    leader.joins.forget_all(PeerUnreachable("rank 0 died"))
+    assert str(join.lost.result()) == "rank 0 died"
+    with pytest.raises(PeerUnreachable, match="rank 0 died"):
+        await opening
+    assert len(leader.lost) == 2 and not leader.detaches(), "there is nobody to tell"
