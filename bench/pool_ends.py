@@ -105,25 +105,27 @@ class Setting:
 
     @property
     def num_tokens(self) -> int:
-        return max(1, round(self.request_bytes / self._wire_bytes(1)))
+        return max(1, round(self.request_bytes / _wire_bytes(self.route, 1)))
 
     @property
     def moved_bytes(self) -> int:
         """Payload of one request."""
-        return self._wire_bytes(self.num_tokens)
+        return _wire_bytes(self.route, self.num_tokens)
 
     @property
     def num_chunks(self) -> int:
         return len(split_into_chunks(self.plan, num_tokens=self.num_tokens, num_layers=NUM_LAYERS))
 
-    def _wire_bytes(self, num_tokens: int) -> int:
-        tokens, layers = Span(begin=0, end=num_tokens), Span(begin=0, end=NUM_LAYERS)
-        return wire_bytes(self.layout, self.route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=self.layout.dtype)
-
     def slot_bytes(self) -> int:
         """Room for the largest chunk."""
         most = largest_wire_bytes(self.plan, self.layout, [self.route], self.layout.dtype)
         return -(-most // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@cache
+def _wire_bytes(route: Route, num_tokens: int) -> int:
+    tokens, layers = Span(begin=0, end=num_tokens), Span(begin=0, end=NUM_LAYERS)
+    return wire_bytes(LAYOUT, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=LAYOUT.dtype)
 
 
 @cache
