@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -96,6 +98,7 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = host_port(host, port)
+    _check_free(host, port)
     try:
         bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
@@ -106,6 +109,22 @@ async def serve(
     await opened.set_serving(False)
     await server.start()
     return opened
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuse a port in use before gRPC does, which would also write about it to standard error by itself.
+
+    Raises:
+        ConfigError: Somebody listens there.
+    """
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]").replace("*", ""), port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"server address is {host_port(host, port)}; it cannot be bound: it is in use") from error
 
 
 def host_port(host: str, port: int) -> str:
