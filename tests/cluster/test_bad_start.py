@@ -1,0 +1,188 @@
+"""Nodes that cannot start say so in one line, with the right exit code, and leave nothing; those that do not fit do not join."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvferry.local_cluster import ClusterNode
+from tests.cluster.calls import Caller, prompt, status_of, until
+from tests.cluster.nodes import Nodes, open_nodes
+
+pytestmark = pytest.mark.timeout(240)
+
+BAD_CONFIG = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A command line that must be refused.
+
+    Args:
+        arguments: Of ``serve``; MODEL, CORRUPT and PORT stand for a good model, a damaged one, and a port in use.
+        says: What the one line must name.
+    """
+
+    role: str
+    arguments: tuple[str, ...]
+    says: tuple[str, ...]
+
+
+REFUSALS = {
+    "unknown setting": Refusal(
+        role="decode", arguments=("--model", "MODEL", "--set", "pool.pages=3"), says=("pool.pages", "--set")
+    ),
+    "page size 0": Refusal(role="prefill", arguments=("--model", "MODEL", "--page-size", "0"), says=("pool.page_size", "0")),
+    "wrong transport": Refusal(
+        role="decode", arguments=("--model", "MODEL", "--transport", "tcp"), says=("transport.name", "tcp", "ucx")
+    ),
+    "transport of one process": Refusal(
+        role="prefill", arguments=("--model", "MODEL", "--transport", "inproc"), says=("transport.name is inproc", "ucx")
+    ),
+    "TP that does not fit": Refusal(role="prefill", arguments=("--model", "MODEL", "--tp", "5"), says=("5", "12")),
+    "no model directory": Refusal(role="decode", arguments=("--model", "/no/such/model"), says=("model is /no/such/model",)),
+    "corrupt configuration": Refusal(role="decode", arguments=("--model", "CORRUPT"), says=("config.json",)),
+    "corrupt weights": Refusal(role="prefill", arguments=("--model", "TRUNCATED"), says=("model.safetensors",)),
+    "gRPC port in use": Refusal(role="prefill", arguments=("--model", "MODEL", "--port", "PORT"), says=("PORT", "in use")),
+    "HTTP port in use": Refusal(role="decode", arguments=("--model", "MODEL", "--http-port", "PORT"), says=("PORT", "in use")),
+}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with open_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def words(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What the words in capitals stand for."""
+    folder = tmp_path_factory.mktemp("damaged")
+    corrupt, truncated = folder / "corrupt", folder / "truncated"
+    for directory in (corrupt, truncated):
+        shutil.copytree(model, directory)
+    (corrupt / "config.json").write_text("{ this is no JSON")
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield {
+            "MODEL": str(model),
+            "CORRUPT": str(corrupt),
+            "TRUNCATED": str(truncated),
+            "PORT": str(taken.getsockname()[1]),
+        }
+
+
+@pytest.fixture(scope="module")
+def outcomes(nodes: Nodes, words: dict[str, str]) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """All refused commands, two at a time: importing is most of their life."""
+
+    def run(refusal: Refusal) -> subprocess.CompletedProcess[str]:
+        arguments = [words.get(argument, argument) for argument in refusal.arguments]
+        command = [sys.executable, "-m", f"{refusal.role}_node", "serve", *arguments]
+        return subprocess.run(command, env=nodes.environment(), capture_output=True, text=True, timeout=120, check=False)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {name: pool.submit(run, refusal) for name, refusal in REFUSALS.items()}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_in_one_line(
+    name: str, outcomes: dict[str, Future[subprocess.CompletedProcess[str]]], words: dict[str, str]
+) -> None:
+    ended = outcomes[name].result()
+    refusal = REFUSALS[name]
+    assert ended.returncode == BAD_CONFIG, ended.stderr
+    assert "Traceback" not in ended.stderr
+    says = [words.get(word, word) for word in refusal.says]
+    lines = [line for line in ended.stderr.splitlines() if all(word in line for word in says)]
+    assert len(lines) == 1, f"one line is to name {says}: {ended.stderr}"
+
+
+def test_refused_nodes_leave_nothing(nodes: Nodes, outcomes: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    for ended in outcomes.values():
+        ended.result()
+    left = {pid: command for pid, command in nodes.processes().items()}
+    assert not left
+
+
+def other_model(model: Path, folder: Path) -> Path:
+    """The same architecture, another vocabulary's worth of end tokens and another rotary base: it must not be mixed up."""
+    other = folder / "other"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    config["max_position_embeddings"] = 2048
+    config["rms_norm_eps"] = 1e-5 if config.get("rms_norm_eps") != 1e-5 else 1e-6
+    (other / "config.json").write_text(json.dumps(config))
+    return other
+
+
+async def test_nodes_that_do_not_fit_do_not_join_and_say_why(tmp_path: Path, model: Path) -> None:
+    """Three decode nodes behind one prefill node: another model, a ring below a chunk, and one with a dead address as well."""
+    with socket.socket() as closed, open_nodes(tmp_path) as nodes:
+        closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        dead = f"127.0.0.1:{closed.getsockname()[1]}"
+        prefill = nodes.launch("prefill", {"model": model})
+        await nodes.until_started(prefill)
+        small = {"model": model, "ring.capacity_bytes": 65536}
+        tight = nodes.launch("decode", small, prefill.address)
+        other = nodes.launch("decode", {"model": other_model(model, tmp_path)}, prefill.address, dead)
+        await nodes.until_started(tight, other)
+
+        reason = await reason_for(other, prefill.address, "do not fit")
+        mine, theirs = await model_fingerprint(other), await model_fingerprint(prefill)
+        assert mine != theirs
+        assert mine in reason and theirs in reason
+        assert "rms_norm_eps" in reason
+        assert "\n" not in reason
+        assert dead in await reason_for(other, dead, "")
+        await is_up_but_not_ready(other, reason)
+
+        reason = await reason_for(tight, prefill.address, "ring.capacity_bytes")
+        assert "ring.capacity_bytes is 65536" in reason
+        assert str(128 * 8 * 12 * 2 * 32 * 4) in reason, reason
+        await is_up_but_not_ready(tight, reason)
+        assert prefill.exit_code is None
+
+
+async def reason_for(decode: ClusterNode, address: str, word: str) -> str:
+    """The reason why the peer is not joined, once it has that word in it."""
+    found: list[str] = []
+
+    async def is_told() -> bool:
+        status = await status_of(decode)
+        for peer in status.peers if status is not None else ():
+            if peer.address == address and peer.state == "lost" and word in peer.reason:
+                found.append(peer.reason)
+        return bool(found)
+
+    await until(is_told, f"a reason with {word!r} for {address}")
+    return found[0]
+
+
+async def model_fingerprint(node: ClusterNode) -> str:
+    status = await status_of(node)
+    assert status is not None
+    return status.instance.model_fingerprint
+
+
+async def is_up_but_not_ready(decode: ClusterNode, reason: str) -> None:
+    assert decode.exit_code is None
+    assert (await decode.http("/healthz"))[0] == 200
+    code, text = await decode.http("/readyz")
+    assert code == 503
+    assert reason in text
+    async with Caller(decode.address) as caller:
+        answer = await caller.ask(prompt(10))
+    assert answer.code is grpc.StatusCode.UNAVAILABLE
+    assert "no prefill node is joined" in answer.details

@@ -1,0 +1,334 @@
+"""One running cluster as its users, its operators and hostile strangers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import msgpack
+import pytest
+import zmq
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.local_cluster import ClusterNode, LocalCluster
+from tests.cluster.calls import (
+    Answer,
+    Caller,
+    Reference,
+    decode_control,
+    prefill_control,
+    prompt,
+    status_of,
+    transfer_control,
+    until,
+    until_idle,
+)
+from transfer import messages
+from transfer.chunk import ChunkPlan
+from transfer.control.zmq_channel import ZmqControlClient
+from transfer.errors import TransportError
+from transfer.instance import AttachRequest, AttachResponse
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.client import TransferControlClient
+from transfer.registry.convert import instance_from_proto
+from transfer.transport.ucx import UcxTransport
+
+pytestmark = pytest.mark.timeout(180)
+
+CONTEXT = 4096
+VOCABULARY = 768
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "new", "sampling", "says"),
+    [
+        ((), 4, {}, ("prompt is empty",)),
+        (prompt(CONTEXT), 1, {}, (str(CONTEXT), "context")),
+        ((1, VOCABULARY), 4, {}, (f"token_ids has {VOCABULARY} at 1", str(VOCABULARY))),
+        ((1, 2**32 - 1), 4, {}, (str(2**32 - 1),)),
+        (prompt(5), 0, {}, ("max_new_tokens is 0", f"[1, {CONTEXT - 5}]")),
+        (prompt(5), CONTEXT, {}, (f"max_new_tokens is {CONTEXT}", f"[1, {CONTEXT - 5}]")),
+        (prompt(5), 4, {"temperature": -1.0}, ("temperature", "-1")),
+        (prompt(5), 4, {"temperature": float("nan")}, ("temperature", "nan")),
+        (prompt(5), 4, {"temperature": 1.0, "top_p": 1.5}, ("top_p", "1.5")),
+    ],
+    ids=["empty", "too long", "id too large", "id far too large", "no tokens", "too many", "cold", "nan", "top_p"],
+)
+async def test_bad_request_is_refused_in_one_line(
+    steady: LocalCluster, token_ids: tuple[int, ...], new: int, sampling: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    async with Caller(steady.decode.address) as caller:
+        answer = await caller.ask(token_ids, new, sampling=pb.SamplingParams(**sampling))
+    assert answer.code is INVALID, f"{answer.code}: {answer.details}"
+    assert "\n" not in answer.details
+    for word in says:
+        assert word in answer.details
+
+
+async def test_request_without_a_prompt_or_with_a_long_id(steady: LocalCluster) -> None:
+    async with Caller(steady.decode.address) as caller:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await caller.stub.Generate(pb.GenerateRequest(max_new_tokens=4)).read()
+        assert (refused.value.code(), "prompt is missing" in (refused.value.details() or "")) == (INVALID, True)
+        answer = await caller.ask(prompt(5), answer=Answer(request_id="x" * 129))
+        assert answer.code is INVALID
+        assert answer.details.startswith("request_id has 129 characters")
+
+
+async def test_what_the_pool_can_never_hold_is_refused_at_once(steady: LocalCluster) -> None:
+    """The context allows it; a pool of 8192 tokens does too: so this is about the prefill node's answer being passed on."""
+    async with grpc.aio.insecure_channel(steady.prefill.address) as channel:
+        stub = prefill_control(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Prefill(pb.PrefillRequest(request_id="a", token_ids=prompt(5), decode_incarnation=17)).read()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "has not joined" in (refused.value.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Prefill(pb.PrefillRequest(request_id="a", decode_incarnation=steady.decode.incarnation)).read()
+        assert refused.value.code() is INVALID
+
+
+def series(text: str) -> dict[str, float]:
+    """Sums of all series of a name."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+async def scraped(node: ClusterNode) -> dict[str, float]:
+    code, text = await node.http("/metrics")
+    assert code == 200
+    return series(text)
+
+
+async def test_counters_agree_with_what_requests_are_told(steady: LocalCluster, reference: Reference) -> None:
+    await until_idle(steady.prefill, steady.decode)
+    before: dict[str, dict[str, float]] = {node.role: await scraped(node) for node in steady.nodes}
+    prompts = [prompt(num_tokens, num_tokens) for num_tokens in (7, 128, 200, 431)]
+    async with Caller(steady.decode.address) as caller:
+        answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in prompts))
+    told = [answer.done.stats for answer in answers if answer.done is not None]
+    assert len(told) == len(prompts)
+    num_bytes, writes = sum(stats.bytes for stats in told), sum(stats.writes for stats in told)
+
+    def grown(name: str, role: str, after: Mapping[str, float]) -> float:
+        return after.get(name, 0.0) - before[role].get(name, 0.0)
+
+    async def agree() -> bool:
+        prefill, decode = await scraped(steady.prefill), await scraped(steady.decode)
+        return (
+            grown("kvferry_transferred_bytes_total", "prefill", prefill) == num_bytes
+            and grown("kvferry_transferred_bytes_total", "decode", decode) == num_bytes
+            and grown("kvferry_writes_total", "prefill", prefill) == writes
+            and grown("kvferry_requests_total", "prefill", prefill) == len(prompts)
+            and grown("kvferry_requests_total", "decode", decode) == len(prompts)
+            and grown("kvferry_time_to_first_token_seconds_count", "decode", decode) == len(prompts)
+            and prefill["kvferry_queued_requests"] == decode["kvferry_running_requests"] == 0
+            and decode["kvferry_ring_live_bytes"] == decode["kvferry_ring_quarantined_bytes"] == 0
+        )
+
+    await until(agree, f"counters say {num_bytes} bytes in {writes} writes", within_s=5)
+    await until_idle(steady.prefill, steady.decode)
+
+
+async def test_health_readiness_and_reflection(steady: LocalCluster) -> None:
+    for node, service in ((steady.prefill, "kvferry.v1.PrefillControl"), (steady.decode, "kvferry.v1.DecodeControl")):
+        assert await node.http("/healthz") == (200, "ok\n")
+        assert await node.http("/readyz") == (200, "ready\n")
+        assert (await node.http("/nothing"))[0] == 404
+        async with grpc.aio.insecure_channel(node.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", service):
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+            call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            listed = {found.name async for answer in call for found in answer.list_services_response.service}
+            assert {service, "grpc.health.v1.Health"} <= listed
+
+
+async def control_ports(cluster: LocalCluster) -> list[int]:
+    """Ports that the decode ranks listen on; one of each rank's is its ZeroMQ socket."""
+    inodes: dict[str, int] = {}
+    loopback = ("0100007F:", "00000000:", "0000000000000000FFFF00000100007F:", f"{0:032X}:")
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):  # gRPC listens on IPv4 addresses through IPv6 sockets
+        with open(table) as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[1].startswith(loopback):  # listening
+                    inodes[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    found: list[int] = []
+    for pid in cluster.decode.rank_pids:
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{number}")
+            if target.startswith("socket:["):
+                port = inodes.get(target[8:-1])
+                if port is not None:
+                    found.append(port)
+    return sorted(set(found))
+
+
+def hostile_payloads(incarnation: int) -> list[bytes]:
+    """Random bytes, cut messages, messages of other kinds, and right messages of a life and a request that are none."""
+    ghost = messages.GrantRequest(
+        incarnation=incarnation, request_id="ghost", route=0, chunks=(messages.ChunkSize(chunk=0, num_bytes=4096),)
+    )
+    right = messages.encode(ghost)
+    return [
+        b"",
+        b"\x00",
+        secrets.token_bytes(200),
+        b"\xff" * 70_000,
+        msgpack.packb({"type": "grant_request", "version": 99}),
+        msgpack.packb([1, 2, 3]),
+        right,
+        right[:-3],
+        messages.encode(messages.WriterDrained(incarnation=incarnation, request_id="ghost", route=1 << 40)),
+        messages.encode(messages.AbortTransfer(incarnation=incarnation, request_id="ghost", route=0, reason="no reason")),
+    ]
+
+
+async def num_dropped(cluster: LocalCluster) -> int:
+    status = await status_of(cluster.decode)
+    assert status is not None
+    return sum(rank.dropped_messages for rank in status.ranks)
+
+
+async def test_strangers_on_every_port_change_nothing(steady: LocalCluster, reference: Reference) -> None:
+    """Garbage on every port of the decode ranks and of both leaders, while requests run."""
+    ports = await control_ports(steady)
+    assert len(ports) >= 2 * len(steady.decode.rank_pids), "each rank listens on gRPC and on ZeroMQ"
+    leaders = [int(address.rpartition(":")[2]) for node in steady.nodes for address in (node.address, node.http_address)]
+    pids = steady.decode.rank_pids + steady.prefill.rank_pids
+    before = await num_dropped(steady)
+    prompts = [prompt(300, 70 + variant) for variant in range(3)]
+    async with Caller(steady.decode.address) as caller:
+        flights = [caller.begin(token_ids, 60)[1] for token_ids in prompts]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            for port in ports:
+                for identity in (b"\x01" + secrets.token_bytes(8), b"stranger", secrets.token_bytes(255)):
+                    dealer = context.socket(zmq.DEALER)
+                    dealer.setsockopt(zmq.LINGER, 200)
+                    dealer.setsockopt(zmq.IDENTITY, identity)
+                    dealer.connect(f"tcp://127.0.0.1:{port}")
+                    for payload in hostile_payloads(steady.prefill.incarnation):
+                        with contextlib.suppress(zmq.Again):  # a port of another protocol has hung up
+                            dealer.send(payload, zmq.DONTWAIT)
+                            dealer.send_multipart([payload, b"second part"], zmq.DONTWAIT)
+                    await asyncio.sleep(0.05)
+                    dealer.close()
+            for port in (*ports, *leaders):
+                with socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
+                    stranger.sendall(secrets.token_bytes(4096))
+                with socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        finally:
+            context.destroy(linger=200)
+        for token_ids, task in zip(prompts, flights, strict=True):
+            reference.check(token_ids, await task)
+    assert steady.decode.rank_pids + steady.prefill.rank_pids == pids
+    await until_idle(steady.prefill, steady.decode)
+    assert await num_dropped(steady) > before, "the strangers' messages were not counted"
+    for node in steady.nodes:
+        status = await status_of(node)
+        assert status is not None and status.restarts == 0
+
+
+async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: LocalCluster, reference: Reference) -> None:
+    """It attaches as any prefill rank does, and then sends garbage, lies about its life, and asks for what nobody expects."""
+    status = await status_of(steady.prefill)
+    assert status is not None
+    rogue = replace(instance_from_proto(status.instance), incarnation=secrets.randbits(62) + 1)
+    transport = UcxTransport(lane="auto")
+    offer = transport.offer()
+    request = AttachRequest(
+        prefill=rogue, prefill_rank=0, offer=offer.blob, chunk_plan=ChunkPlan(chunk_tokens=128), probe_bytes=4096
+    )
+    before = await num_dropped(steady)
+    token_ids = prompt(300, 90)
+    async with Caller(steady.decode.address) as caller:
+        client, answer = await attach_somewhere(await control_ports(steady), request)
+        try:
+            session = offer.complete(answer.answer)
+            control = ZmqControlClient(answer.control_address, session_id=answer.session_id)
+            flight = caller.begin(token_ids, 60)[1]
+            payloads = hostile_payloads(rogue.incarnation) + hostile_payloads(steady.prefill.incarnation)
+            for payload in payloads:
+                if payload:
+                    control.send(payload)
+            reference.check(token_ids, await flight)
+            await until(lambda: has_dropped(steady, before + 6), "lies and garbage dropped and counted", within_s=5)
+            control.close()
+            session.close()
+        finally:
+            await client.close()
+    transport.close()
+
+    async def is_gone() -> bool:
+        status = await status_of(steady.decode)
+        return status is not None and [rank.sessions for rank in status.ranks] == [1, 1]
+
+    await until(is_gone, "the rogue's session ended: it has sent no beat", within_s=5)
+    await until_idle(steady.prefill, steady.decode)
+
+
+async def has_dropped(cluster: LocalCluster, number: int) -> bool:
+    return await num_dropped(cluster) >= number
+
+
+async def attach_somewhere(ports: list[int], request: AttachRequest) -> tuple[TransferControlClient, AttachResponse]:
+    """Attach at the first of the ports that serves TransferControl."""
+    refusals: list[str] = []
+    for port in ports:
+        client = TransferControlClient(f"127.0.0.1:{port}")
+        try:
+            return client, await client.attach(request, timeout_s=5.0)
+        except TransportError as error:
+            refusals.append(str(error))
+            await client.close()
+    raise AssertionError(f"none of the ports serves TransferControl: {refusals}")
+
+
+async def test_calls_with_wrong_lives_and_sessions_are_refused(steady: LocalCluster, reference: Reference) -> None:
+    """Typed, but made up: reservations of unknown requests, joins of nobody, sessions that never were."""
+    async with grpc.aio.insecure_channel(steady.decode.address) as channel:
+        decode = decode_control(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await decode.Reserve(pb.ReserveRequest(request_id="ghost", prefill_incarnation=1, decode_incarnation=2))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND or "does not wait here" in (refused.value.details() or "")
+    async with grpc.aio.insecure_channel(steady.prefill.address) as channel:
+        prefill = prefill_control(channel)
+        for question in (pb.JoinRequest(), pb.JoinRequest(heartbeat_s=0.5), pb.JoinRequest(heartbeat_s=float("nan"))):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await prefill.Join(question).read()
+            assert refused.value.code() in (INVALID, grpc.StatusCode.FAILED_PRECONDITION)
+    status = await status_of(steady.decode)
+    assert status is not None
+    ports = await control_ports(steady)
+    for port in ports:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = transfer_control(channel)
+            for call in (
+                stub.Attach(pb.AttachRequest(), timeout=1),
+                stub.Watermarks(iter([pb.WriterBeat(session_id=12345)]), timeout=1).read(),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                assert refused.value.code() is not grpc.StatusCode.INTERNAL
+                assert refused.value.code() is not grpc.StatusCode.UNKNOWN
+    async with Caller(steady.decode.address) as caller:
+        reference.check(prompt(150, 5), await caller.ask(prompt(150, 5)))
+    await until_idle(steady.prefill, steady.decode)
