@@ -218,7 +218,7 @@ class DecodeRequests:
         self._requests[request_id] = request
         peer.outstanding_tokens += len(token_ids)
         request.prefill = asyncio.get_running_loop().create_task(self._prefill(request))
-        request.prefill.add_done_callback(lambda _: self._on_prefill_over(request))
+        request.prefill.add_done_callback(lambda task: self._on_prefill_over(request, task))
         return request
 
     def abort(self, request_id: str, error: TransferError) -> bool:
@@ -258,16 +258,19 @@ class DecodeRequests:
                     case "sent":
                         request.stats = event.sent.stats
                 self._run_if_whole(request)
-            if request.stats is None or request.first_token is None:
+            if request.stats is None or request.first_token is None or request.stage is _Stage.WAITING:
                 self._fail_transfer(request, PeerUnreachable(f"{request.peer.address} ended the call early"))
         except TransferError as error:
             self._fail_transfer(request, error)
         finally:
             deadline.cancel()
 
-    def _on_prefill_over(self, request: Request) -> None:
+    def _on_prefill_over(self, request: Request, task: asyncio.Task[None]) -> None:
         """However it ended, also before its first step."""
         request.peer.outstanding_tokens -= len(request.token_ids)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("prefill_call_broke", request_id=request.request_id, error=str(error), exc_info=error)
+            self._fail(request, EngineError(f"unexpected {type(error).__name__}; see the log of the node"))
         if request.finish_reason:
             self._say_done(request)
 

@@ -1,0 +1,273 @@
+"""A decode leader's requests with fake ranks and fake prefill nodes: messages recorded, answers in an order of the test's choice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from decode_node.admission import Admission
+from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.rank_messages import (
+    CancelRequest,
+    ExpectRequest,
+    FinishRequest,
+    RequestExpected,
+    RunStep,
+    StepDone,
+    StepFailed,
+    TransferFailed,
+)
+from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
+from decode_node.text import TextCodec
+from tests.runtime.instances import instance
+from transfer.engine_types import SamplingParams
+from transfer.errors import TransferError
+from transfer.instance import Instance
+from transfer.pb import kvferry_pb2 as pb
+
+POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
+PREFILL_LIFE, DECODE_LIFE = 11, 22
+FIRST_TOKEN = 7
+
+
+class Call:
+    """A `Prefill` call: what the prefill node says, when the test has it say so."""
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        self.token_ids = token_ids
+        self.events: asyncio.Queue[pb.PrefillEvent | Exception | None] = asyncio.Queue()
+        self.has_said: set[str] = set()
+        self.is_over = False
+
+    def first_token(self) -> None:
+        self.has_said.add("token")
+        self.events.put_nowait(pb.PrefillEvent(first_token=pb.FirstToken(token_id=FIRST_TOKEN)))
+
+    def sent(self) -> None:
+        """The last event, after which the call ends."""
+        self.has_said.add("sent")
+        self.events.put_nowait(pb.PrefillEvent(sent=pb.PrefillSent(stats=pb.TransferStats(bytes=99))))
+        self.events.put_nowait(None)
+
+    def fail(self, error: Exception) -> None:
+        self.has_said.add("sent")
+        self.events.put_nowait(error)
+
+    async def run(self) -> AsyncIterator[pb.PrefillEvent]:
+        try:
+            while (event := await self.events.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.is_over = True
+
+
+class Peer:
+    """A `PrefillPeer`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.state = "joined"
+        self.instance: Instance | None = instance(PREFILL_LIFE)
+        self.outstanding_tokens = 0
+        self.calls: dict[str, Call] = {}
+
+    def prefill(self, request_id: str, token_ids: tuple[int, ...], **values: Any) -> AsyncIterator[pb.PrefillEvent]:
+        call = self.calls[request_id] = Call(token_ids)
+        return call.run()
+
+
+class Peers:
+    """A `PrefillPeers`."""
+
+    def __init__(self, *peers: Peer) -> None:
+        self.peers = list(peers)
+
+    def pick(self) -> Peer | None:
+        return min((peer for peer in self.peers if peer.state == "joined"), key=lambda one: one.outstanding_tokens, default=None)
+
+    def why_none(self) -> str:
+        return "no prefill node is joined"
+
+
+class Text:
+    """A `TextCodec`."""
+
+    def stream(self) -> Text:
+        return self
+
+    def add(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+
+class Rank:
+    """What a rank has to answer."""
+
+    def __init__(self) -> None:
+        self.unanswered: set[str] = set()
+        self.receiving: set[str] = set()
+        self.holding: set[str] = set()
+        self.leaving: set[str] = set()
+
+
+class World:
+    def __init__(self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, max_running: int = 4) -> None:
+        self.admission = Admission(pool_pages=POOL_PAGES, page_size=PAGE_SIZE, max_running=max_running)
+        self.peer, self.other = Peer("prefill:1"), Peer("prefill:2")
+        self.ranks = [Rank() for _ in range(NUM_RANKS)]
+        self.sent: list[object] = []
+        self.step: RunStep | None = None
+        self.outcomes: list[str] = []
+        self.first_tokens: list[float] = []
+        self.accepted: list[Request] = []
+        self.reserving: dict[str, asyncio.Task[bool]] = {}
+        self.peers = Peers(self.peer, self.other)
+        self.leader = DecodeRequests(
+            admission=self.admission,
+            peers=cast(PrefillPeers, self.peers),
+            text=cast(TextCodec, Text()),
+            num_ranks=NUM_RANKS,
+            incarnation=DECODE_LIFE,
+            max_queued=max_queued,
+            queue_timeout_s=queue_timeout_s,
+            broadcast=self._broadcast,
+            observer=Observer(
+                on_outcome=self.outcomes.append, on_first_token=self.first_tokens.append, on_token=lambda seconds: None
+            ),
+        )
+
+    def submit(self, name: str, num_tokens: int = 3, *, new: int = 3, end_ids: frozenset[int] = frozenset()) -> Request:
+        request = self.leader.submit(name, tuple(range(num_tokens)), new, SamplingParams(), end_ids)
+        self.accepted.append(request)
+        return request
+
+    def _broadcast(self, message: object) -> None:
+        self.sent.append(message)
+        if isinstance(message, RunStep):
+            assert self.step is None, "one step at a time"
+            self.step = message
+        for rank in self.ranks:
+            match message:
+                case ExpectRequest():
+                    assert message.request_id not in rank.holding, "an id that a rank still knows"
+                    for names in (rank.unanswered, rank.receiving, rank.holding):
+                        names.add(message.request_id)
+                case CancelRequest() | FinishRequest():
+                    assert message.request_id in rank.holding and message.request_id not in rank.leaving
+                    rank.leaving.add(message.request_id)
+                    rank.receiving.discard(message.request_id)
+                case RunStep():
+                    for part in message.parts:
+                        assert part.request_id in rank.holding - rank.leaving - rank.receiving, "KV that is not whole"
+
+    # The prefill leader
+
+    def reserve(self, name: str, *, prefill: int = PREFILL_LIFE, decode: int = DECODE_LIFE) -> asyncio.Task[bool]:
+        task = self.reserving[name] = asyncio.ensure_future(self.leader.reserve(name, prefill, decode))
+        return task
+
+    def call(self, name: str) -> Call:
+        return next(peer.calls[name] for peer in (self.peer, self.other) if name in peer.calls)
+
+    def lose(self, peer: Peer) -> None:
+        peer.state, peer.instance = "lost", None
+        self.leader.on_peer_lost(cast(PrefillPeer, peer), "it is silent")
+
+    # The ranks
+
+    def expected(self, rank: int, name: str, reason: str = "") -> None:
+        self.ranks[rank].unanswered.discard(name)
+        self.leader.on_expected(rank, RequestExpected(request_id=name, reason=reason))
+
+    def complete(self, rank: int, name: str) -> None:
+        self.ranks[rank].receiving.discard(name)
+        self.leader.on_transfer_complete(rank, name)
+
+    def broken(self, rank: int, name: str, *, is_data_loss: bool) -> None:
+        self.ranks[rank].receiving.discard(name)
+        self.leader.on_transfer_failed(rank, TransferFailed(request_id=name, reason="broke", is_data_loss=is_data_loss))
+
+    def release(self, rank: int, name: str) -> None:
+        self.ranks[rank].holding.discard(name)
+        self.ranks[rank].leaving.discard(name)
+        self.leader.on_pages_released(rank, name)
+
+    def finish_step(self, token: int = 1) -> None:
+        assert self.step is not None
+        step, self.step = self.step, None
+        tokens = {part.request_id: token for part in step.parts}
+        self.leader.on_step_done(StepDone(step=step.step, tokens=tokens, compute_s=0.0))
+
+    def fail_step(self) -> None:
+        assert self.step is not None
+        step, self.step = self.step, None
+        names = tuple(part.request_id for part in step.parts)
+        self.leader.on_step_failed(StepFailed(step=step.step, request_ids=names, reason="the engine failed", is_fatal=False))
+
+    def releasable(self, rank: int) -> list[str]:
+        busy = {part.request_id for part in self.step.parts} if self.step is not None else set()
+        return sorted(self.ranks[rank].leaving - busy - self.ranks[rank].unanswered)
+
+    async def settle(self) -> None:
+        """Everything that anyone still has to say."""
+        for peer in (self.peer, self.other):
+            for name, call in list(peer.calls.items()):
+                if name in self.leader._requests and not call.is_over:
+                    if name not in self.reserving or (self.reserving[name].done() and not has_room(self.reserving[name])):
+                        self.reserve(name)
+                        await turns()
+                    if not self.reserving[name].done() or has_room(self.reserving[name]):
+                        if "token" not in call.has_said:
+                            call.first_token()
+                        if "sent" not in call.has_said:
+                            call.sent()
+        await turns()
+        for number, rank in enumerate(self.ranks):
+            for name in sorted(rank.unanswered):
+                self.expected(number, name)
+            for name in sorted(rank.receiving):
+                self.complete(number, name)
+            for name in self.releasable(number):
+                self.release(number, name)
+        if self.step is not None:
+            self.finish_step()
+        await turns()
+
+    # Judgement
+
+    def assert_nothing_is_left(self) -> None:
+        assert not self.leader._requests and not self.leader._running
+        assert (self.leader.num_queued, self.leader.num_running) == (0, 0)
+        assert (self.admission.free_pages, self.admission.num_running) == (POOL_PAGES, 0)
+        assert self.peer.outstanding_tokens == self.other.outstanding_tokens == 0
+        assert all(call.is_over for peer in (self.peer, self.other) for call in peer.calls.values())
+        assert len(self.outcomes) == len(self.accepted)
+        for request in self.accepted:
+            told = take(request)
+            *before, last = told
+            assert isinstance(last, Done | TransferError), told
+            assert all(isinstance(item, Tokens) for item in before), told
+
+    async def close(self) -> None:
+        await self.leader.close(TransferError("the test is over"))
+        for task in self.reserving.values():
+            task.cancel()
+        await asyncio.gather(*self.reserving.values(), return_exceptions=True)
+
+
+def has_room(task: asyncio.Task[bool]) -> bool:
+    """Whether the prefill node was told to start."""
+    return not task.cancelled() and task.exception() is None and task.result()
+
+
+def take(request: Request) -> list[object]:
+    """What the request's caller was told."""
+    return [request.progress.get_nowait() for _ in range(request.progress.qsize())]
+
+
+async def turns(count: int = 12) -> None:
+    """Let the loop do what is ready."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -1,0 +1,484 @@
+"""A decode leader's requests: each ends exactly once, in whatever order prefill and ranks answer, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_node import requests as requests_module
+from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, RunStep, StepDone
+from decode_node.requests import Done, Tokens
+from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, POOL_PAGES, World, has_room, take, turns
+from tests.runtime.instances import until
+from transfer.errors import (
+    EngineError,
+    IntegrityError,
+    LocalProtocolError,
+    PeerUnreachable,
+    StagingError,
+    TransferAborted,
+    TransportClosed,
+)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    one = World()
+    yield one
+    await one.close()
+
+
+async def received(world: World, name: str = "a", **values: int) -> requests_module.Request:
+    """A request whose KV is whole on every rank, and whose first token nobody has told."""
+    request = world.submit(name, **values)
+    await turns()
+    reserving = world.reserve(name)
+    await turns()
+    for rank in range(2):
+        world.expected(rank, name)
+    assert await reserving
+    for rank in range(2):
+        world.complete(rank, name)
+    return request
+
+
+async def drained(world: World) -> None:
+    async with asyncio.timeout(5):
+        while world.leader._requests:
+            await world.settle()
+            await asyncio.sleep(0)
+    world.assert_nothing_is_left()
+
+
+async def test_a_request_waits_receives_generates_and_leaves(world: World) -> None:
+    request = world.submit("a", new=3)
+    await turns()
+    assert (world.leader.num_queued, world.leader.num_running, world.admission.num_running) == (1, 0, 0), "it pins nothing"
+    assert world.peer.outstanding_tokens == 3
+    reserving = world.reserve("a")
+    await turns()
+    (expect,) = world.sent
+    assert isinstance(expect, ExpectRequest)
+    assert (expect.num_tokens, expect.reserved_tokens, expect.prefill_incarnation) == (3, 6, 11)
+    assert (world.leader.num_queued, world.leader.num_running, world.admission.free_pages) == (0, 1, 6)
+    world.expected(0, "a")
+    await turns()
+    assert not reserving.done(), "rank 1 may refuse yet"
+    world.expected(1, "a")
+    assert await reserving
+    world.complete(0, "a")
+    world.call("a").first_token()
+    await turns()
+    assert world.step is None and not take(request), "rank 1 has not everything"
+    world.complete(1, "a")
+    assert world.step is not None
+    assert (world.step.parts[0].token_id, world.step.parts[0].position) == (FIRST_TOKEN, 3)
+    world.finish_step(token=8)
+    assert (world.step.parts[0].token_id, world.step.parts[0].position) == (8, 4)
+    world.finish_step(token=9)
+    assert isinstance(world.sent[-1], FinishRequest) and world.step is None
+    assert world.outcomes == ["done"] and len(world.first_tokens) == 1
+    told = take(request)
+    assert told == [Tokens(token_ids=(token,), text=f"<{token}>") for token in (FIRST_TOKEN, 8, 9)]
+    world.call("a").sent()
+    await turns()
+    (done,) = take(request)
+    assert isinstance(done, Done)
+    assert (done.finish_reason, done.stats.bytes, done.prefill_node) == ("length", 99, "prefill:1")
+    for rank in range(2):
+        assert world.leader.num_running == 1
+        world.release(rank, "a")
+    request.progress.put_nowait(done)
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("order", ["token, whole", "whole, token"])
+@pytest.mark.parametrize("sent", ["early", "late"])
+async def test_first_token_and_kv_come_in_either_order(world: World, order: str, sent: str) -> None:
+    request = world.submit("a", new=1)
+    await turns()
+    world.reserve("a")
+    await turns()
+    for rank in range(2):
+        world.expected(rank, "a")
+    if order == "token, whole":
+        world.call("a").first_token()
+        if sent == "early":
+            world.call("a").sent()
+        await turns()
+    assert not take(request)
+    for rank in range(2):
+        world.complete(rank, "a")
+    if order == "whole, token":
+        world.call("a").first_token()
+        if sent == "early":
+            world.call("a").sent()
+        await turns()
+    if sent == "late":
+        assert [type(item) for item in take(request)] == [Tokens], "the statistics come with the last ack"
+        world.call("a").sent()
+        await turns()
+        request.progress.put_nowait(Tokens(token_ids=(FIRST_TOKEN,), text="")) if request.progress.empty() else None
+    assert isinstance(take(request)[-1], Done)
+    request.progress.put_nowait(TransferAborted("read already"))
+    await drained(world)
+    assert world.outcomes == ["done"]
+
+
+async def test_an_end_token_ends_generation(world: World) -> None:
+    request = world.submit("a", new=5, end_ids=frozenset({8}))
+    await turns()
+    world.reserve("a")
+    world.call("a").first_token()
+    world.call("a").sent()
+    await turns()
+    for rank in range(2):
+        world.expected(rank, "a")
+        world.complete(rank, "a")
+    await turns()
+    world.finish_step(token=8)
+    done = take(request)[-1]
+    assert isinstance(done, Done) and done.finish_reason == "stop"
+    request.progress.put_nowait(done)
+    await drained(world)
+
+
+async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
+    for name, new in (("a", 3), ("b", 4)):
+        await received(world, name, new=new)
+        world.call(name).first_token()
+        await turns()
+    assert world.step is not None and [part.request_id for part in world.step.parts] == ["a"]
+    world.finish_step()
+    assert [part.request_id for part in world.step.parts] == ["a", "b"]
+    world.finish_step()
+    assert [part.request_id for part in world.step.parts] == ["b"], "a has its three tokens"
+    await drained(world)
+
+
+async def test_no_room_is_not_yet_and_takes_nothing(world: World) -> None:
+    await received(world, "a", num_tokens=20, new=4)
+    world.submit("b", 20, new=4)
+    await turns()
+    assert not await world.reserve("b")
+    assert world.leader.num_queued == 1 and not world.admission.holds("b")
+    await drained(world)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode", "complaint"),
+    [
+        ("x", 11, 22, "request x does not wait here for room"),
+        ("a", 11, 23, "request a does not wait here for room"),
+        ("a", 12, 22, "given to another life of the prefill node"),
+    ],
+)
+async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill: int, decode: int, complaint: str) -> None:
+    world.submit("a")
+    await turns()
+    with pytest.raises(TransportClosed, match=complaint):
+        await world.reserve(name, prefill=prefill, decode=decode)
+    assert world.reserve("a") is not None
+    await turns()
+    with pytest.raises(TransportClosed, match="does not wait here"):
+        await world.leader.reserve("a", 11, 22)
+    await drained(world)
+
+
+async def test_a_rank_that_cannot_receive_fails_the_request_on_all(world: World) -> None:
+    request = world.submit("a")
+    await turns()
+    reserving = world.reserve("a")
+    await turns()
+    world.expected(1, "a", "prefill rank 3 is not attached")
+    with pytest.raises(PeerUnreachable, match="decode rank 1: prefill rank 3 is not attached"):
+        await reserving
+    world.expected(0, "a")
+    assert isinstance(take(request)[0], PeerUnreachable)
+    request.progress.put_nowait(PeerUnreachable("read"))
+    assert sum(isinstance(message, CancelRequest) for message in world.sent) == 1
+    await drained(world)
+    assert world.outcomes == ["failed"]
+
+
+@pytest.mark.parametrize("stage", ["at once", "waiting", "reserving", "receiving", "running", "stepping"])
+async def test_an_abort_ends_a_request_wherever_it_stands(world: World, stage: str) -> None:
+    request = world.submit("a")
+    if stage in ("reserving", "receiving"):
+        await turns()
+        world.reserve("a")
+        await turns()
+        if stage == "receiving":
+            for rank in range(2):
+                world.expected(rank, "a")
+    elif stage in ("running", "stepping"):
+        world.leader.abort("a", TransferAborted("instead"))
+        take(request)
+        world.accepted.clear()
+        world.outcomes.clear()
+        request = await received(world, "b")
+        if stage == "stepping":
+            world.call("b").first_token()
+            await turns()
+            assert world.step is not None
+    elif stage == "waiting":
+        await turns()
+    name = request.request_id
+    assert world.leader.abort(name, TransferAborted("the client left"))
+    assert not world.leader.abort(name, TransferAborted("again"))
+    await turns()
+    assert all(call.is_over for call in world.peer.calls.values()), "the prefill node is told by the end of its call"
+    told = take(request)
+    assert isinstance(told[-1], TransferAborted)
+    request.progress.put_nowait(told[-1])
+    if name in world.reserving and stage == "reserving":
+        with pytest.raises(PeerUnreachable, match="the client left"):
+            await world.reserving[name]
+    await drained(world)
+    assert world.outcomes == ["aborted"]
+
+
+async def test_a_lost_prefill_node_fails_what_has_not_arrived_and_nothing_else(world: World) -> None:
+    whole = await received(world, "whole", new=2)
+    world.call("whole").first_token()
+    await turns()
+    assert world.peer.calls.keys() == {"whole"}
+    world.other.state = "lost"
+    receiving = world.submit("receiving")
+    await turns()
+    world.reserve("receiving")
+    waiting = world.submit("waiting")
+    await turns()
+    world.other.state = "joined"
+    elsewhere = world.submit("elsewhere")
+    await turns()
+    world.lose(world.peer)
+    for request in (receiving, waiting):
+        (error,) = take(request)
+        assert isinstance(error, PeerUnreachable) and "prefill node prefill:1 is lost: it is silent" in str(error)
+        request.progress.put_nowait(error)
+    world.finish_step()
+    await turns()
+    told = take(whole)
+    assert isinstance(told[-1], Done), "its statistics will never come, and it does not wait for them"
+    whole.progress.put_nowait(told[-1])
+    assert not take(elsewhere)
+    await drained(world)
+    assert sorted(world.outcomes) == ["done", "done", "failed", "failed"]
+
+
+async def test_a_request_that_is_done_but_for_its_statistics_is_in_flight(world: World) -> None:
+    request = await received(world, new=1)
+    world.call("a").first_token()
+    await turns()
+    for rank in range(2):
+        world.release(rank, "a")
+    assert world.leader.num_running == 1, "a drain must wait until its caller has been told"
+    assert world.admission.free_pages == POOL_PAGES
+    world.lose(world.peer)
+    await turns()
+    assert isinstance(take(request)[-1], Done)
+    request.progress.put_nowait(TransferAborted("read"))
+    world.assert_nothing_is_left()
+
+
+async def test_the_prefill_nodes_reason_comes_before_a_ranks(world: World) -> None:
+    request = world.submit("a")
+    await turns()
+    world.reserve("a")
+    await turns()
+    world.broken(0, "a", is_data_loss=False)
+    world.call("a").fail(EngineError("prefill:1: the engine failed"))
+    await turns()
+    assert [str(error) for error in take(request)] == ["prefill:1: the engine failed"]
+
+
+async def test_a_ranks_reason_is_told_when_prefill_says_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_module, "REASON_GRACE_S", 0.02)
+    request = world.submit("a")
+    await turns()
+    world.reserve("a")
+    await turns()
+    world.broken(0, "a", is_data_loss=False)
+    await until(lambda: world.outcomes)
+    assert [str(error) for error in take(request)] == ["decode rank 0: broke"]
+
+
+async def test_broken_bytes_are_data_loss_at_once(world: World) -> None:
+    request = world.submit("a")
+    await turns()
+    world.reserve("a")
+    await turns()
+    world.broken(1, "a", is_data_loss=True)
+    (error,) = take(request)
+    assert isinstance(error, IntegrityError) and str(error) == "decode rank 1: broke"
+
+
+@pytest.mark.parametrize("how", ["without a word", "without a start"])
+async def test_a_call_that_ends_early_fails_the_request(world: World, how: str) -> None:
+    request = world.submit("a")
+    await turns()
+    if how == "without a start":
+        world.call("a").first_token()
+        world.call("a").sent()
+    else:
+        world.call("a").events.put_nowait(None)
+    await turns()
+    assert [str(error) for error in take(request)] == ["prefill:1 ended the call early"]
+    assert world.peer.outstanding_tokens == 0
+
+
+async def test_a_bug_on_the_way_fails_the_request_and_is_no_secret(world: World) -> None:
+    request = world.submit("a")
+    await turns()
+    world.call("a").fail(ZeroDivisionError("a bug"))
+    await turns()
+    (error,) = take(request)
+    assert isinstance(error, EngineError) and "unexpected ZeroDivisionError" in str(error)
+    assert world.peer.outstanding_tokens == 0
+
+
+async def test_a_failed_step_fails_its_requests(world: World) -> None:
+    request = await received(world)
+    world.call("a").first_token()
+    await turns()
+    world.fail_step()
+    assert isinstance(take(request)[-1], EngineError)
+    request.progress.put_nowait(EngineError("read"))
+    await drained(world)
+
+
+async def test_a_step_that_nobody_asked_for_is_a_bug(world: World) -> None:
+    with pytest.raises(LocalProtocolError, match="step 4 is done, but it is not the one under way"):
+        world.leader.on_step_done(StepDone(step=4, tokens={}, compute_s=0.0))
+
+
+async def test_what_cannot_be_taken_is_refused_at_once(world: World) -> None:
+    with pytest.raises(StagingError, match=r"prompt and new tokens \(33\) need 9 pages"):
+        world.submit("a", POOL_PAGES * PAGE_SIZE, new=1)
+    world.submit("a")
+    with pytest.raises(TransferAborted, match="request_id a is in flight already"):
+        world.submit("a")
+    for peer in (world.peer, world.other):
+        peer.state = "lost"
+    with pytest.raises(PeerUnreachable, match="no prefill node is joined"):
+        world.submit("b")
+    full = World(max_queued=0)
+    with pytest.raises(StagingError, match=r"decode queue is full \(0 requests wait"):
+        full.submit("a")
+    await full.close()
+
+
+async def test_work_goes_to_the_node_with_the_least_of_it(world: World) -> None:
+    for name, tokens in (("a", 8), ("b", 3), ("c", 3), ("d", 3)):
+        world.submit(name, tokens)
+    await turns()
+    assert (sorted(world.peer.calls), sorted(world.other.calls)) == (["a"], ["b", "c", "d"])
+
+
+async def test_a_request_that_waits_too_long_is_refused() -> None:
+    world = World(queue_timeout_s=0.05)
+    request = world.submit("a")
+    await until(lambda: world.outcomes)
+    assert [str(item) for item in take(request)] == ["no room within 0.05 s (limits.queue_timeout_s)"]
+    await world.close()
+    await turns()
+    assert world.peer.outstanding_tokens == 0
+
+
+async def test_the_end_of_a_life_ends_every_request_once() -> None:
+    world = World()
+    await received(world, "running", new=4)
+    world.call("running").first_token()
+    await turns()
+    await received(world, "done", new=1)
+    world.call("done").first_token()
+    await turns()
+    world.submit("waiting")
+    await turns()
+    world.submit("reserving")
+    await turns()
+    reserving = world.reserve("reserving")
+    world.submit("new")
+    await turns()
+    await world.leader.close(PeerUnreachable("rank 0 died"))
+    await turns()
+    with pytest.raises(PeerUnreachable, match="rank 0 died"):
+        await reserving
+    last = [take(request)[-1] for request in world.accepted]
+    assert [type(item) for item in last] == [PeerUnreachable, Done, *[PeerUnreachable] * 3]
+    assert sorted(world.outcomes) == ["done", *["failed"] * 4]
+    assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0
+
+
+MOVES = (
+    *("submit", "turn", "reserve", "expected", "refused", "complete", "broken", "token", "sent", "call fails", "abort"),
+    *("step", "fail step", "release", "lose peer"),
+)
+
+
+@settings(max_examples=400)
+@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80))
+def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]]) -> None:
+    asyncio.run(_play(moves))
+
+
+async def _play(moves: list[tuple[str, int]]) -> None:
+    world = World()
+    for move, pick in moves:
+        await _move(world, move, pick)
+    for peer in (world.peer, world.other):
+        if peer.instance is None:
+            world.lose(peer)
+    await drained(world)
+    assert not [message for message in world.sent if isinstance(message, RunStep) and not message.parts]
+    await world.close()
+
+
+def has_ended(world: World, name: str) -> bool:
+    return any(name in peer.calls and peer.calls[name].is_over for peer in (world.peer, world.other))
+
+
+def is_started(world: World, name: str) -> bool:
+    return name in world.reserving and world.reserving[name].done() and has_room(world.reserving[name])
+
+
+async def _move(world: World, move: str, pick: int) -> None:
+    rank = pick % 2
+    live = [request.request_id for request in world.accepted if request.request_id in world.leader._requests]
+    calls = [world.call(name) for name in live if any(name in peer.calls for peer in (world.peer, world.other))]
+    match move:
+        case "submit" if world.peers.pick() is not None:
+            world.submit(f"r{len(world.accepted)}", 1 + pick % 20, new=1 + pick % 4)
+        case "turn":
+            await turns()
+        case "reserve" if names := [name for name in live if name not in world.reserving and not has_ended(world, name)]:
+            world.reserve(names[pick % len(names)])
+            await turns(2)
+        case "expected" | "refused" if names := sorted(world.ranks[rank].unanswered):
+            world.expected(rank, names[pick % len(names)], "no" if move == "refused" else "")
+        case "complete" | "broken" if names := sorted(world.ranks[rank].receiving - world.ranks[rank].unanswered):
+            if move == "complete":
+                world.complete(rank, names[pick % len(names)])
+            else:
+                world.broken(rank, names[pick % len(names)], is_data_loss=True)
+        case "token" if waiting := [
+            world.call(name) for name in live if is_started(world, name) and not world.call(name).has_said
+        ]:
+            waiting[pick % len(waiting)].first_token()
+        case "sent" if waiting := [call for call in calls if call.has_said == {"token"}]:
+            waiting[pick % len(waiting)].sent()
+        case "call fails" if waiting := [call for call in calls if "sent" not in call.has_said]:
+            waiting[pick % len(waiting)].fail(PeerUnreachable("prefill failed"))
+        case "abort" if live:
+            world.leader.abort(live[pick % len(live)], TransferAborted("gone"))
+        case "step" | "fail step" if world.step is not None:
+            world.finish_step() if move == "step" else world.fail_step()
+        case "release" if names := world.releasable(rank):
+            world.release(rank, names[pick % len(names)])
+        case "lose peer" if pick % 8 == 0:
+            world.lose(world.peer if rank else world.other)
