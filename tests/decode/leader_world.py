@@ -1,4 +1,4 @@
-"""A decode leader's requests with fake ranks and fake prefill nodes: messages recorded, answers in an order of the test's choice."""
+"""A decode leader with fake ranks and fake prefill nodes: messages recorded, answers in an order of the test's choice."""
 
 from __future__ import annotations
 

@@ -450,6 +450,7 @@ def is_started(world: World, name: str) -> bool:
 async def _move(world: World, move: str, pick: int) -> None:
     rank = pick % 2
     live = [request.request_id for request in world.accepted if request.request_id in world.leader._requests]
+    started = [name for name in live if is_started(world, name)]
     calls = [world.call(name) for name in live if any(name in peer.calls for peer in (world.peer, world.other))]
     match move:
         case "submit" if world.peers.pick() is not None:

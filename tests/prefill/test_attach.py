@@ -98,7 +98,7 @@ async def test_an_instance_that_is_closed_while_a_rank_attaches_is_not_opened_af
         await until(lambda: one.num_attaches)
         one.sessions.close(LIFE, "another rank could not attach")
         one.gate.set()
-        with pytest.raises(PeerUnreachable, match="was closed while decode rank 0 at .* attached"):
+        with pytest.raises(PeerUnreachable, match=r"was closed while decode rank 0 at .* attached"):
             await opening
         assert one.sessions.of(LIFE) == (None, {})
         assert not one.lost, "who closed it knows"

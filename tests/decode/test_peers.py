@@ -1,0 +1,215 @@
+"""Joining prefill nodes that refuse, go silent, end, drain and come back: a real gRPC server that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_node import peers as peers_module
+from decode_node.peers import PrefillPeer, PrefillPeers
+from tests.runtime.instances import instance, until
+from transfer.chunk import ChunkPlan
+from transfer.engine_types import SamplingParams
+from transfer.errors import PeerUnreachable, StagingError
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.convert import chunk_plan_to_proto, instance_to_proto
+from transfer.registry.server import serve
+
+BEAT_S = 0.1
+
+
+class PrefillNode(pb_grpc.PrefillControlServicer):
+    """Does in a join what `mood` says; a "joined" one beats until the mood changes."""
+
+    def __init__(self) -> None:
+        self.mood = "joined"
+        self.num_joins = 0
+        self.questions: list[pb.JoinRequest] = []
+        self.is_call_over = asyncio.Event()
+
+    async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
+        self.num_joins += 1
+        self.questions.append(request)
+        match self.mood:
+            case "refuses":
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the instances do not fit: layers: 2 != 3")
+            case "busy":
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the prefill node is starting")
+            case "beats first":
+                yield pb.JoinEvent(beat=pb.Beat())
+                return
+            case "garbage":
+                yield pb.JoinEvent(joined=pb.Joined())
+                return
+        joined = pb.Joined(prefill=instance_to_proto(instance(100 + self.num_joins)))
+        joined.chunk_plan.CopyFrom(chunk_plan_to_proto(ChunkPlan(chunk_tokens=4)))
+        yield pb.JoinEvent(joined=joined)
+        has_drained = False
+        while self.mood in ("joined", "drains"):
+            if self.mood == "drains" and not has_drained:
+                has_drained = True
+                yield pb.JoinEvent(draining=pb.Draining())
+            yield pb.JoinEvent(beat=pb.Beat())
+            await asyncio.sleep(BEAT_S / 4)
+        if self.mood == "silent":
+            await asyncio.sleep(60)
+
+    async def Prefill(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=0.5))
+        if request.request_id == "full":
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "prefill queue is full")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.is_call_over.set()
+
+
+class Tier:
+    """Two prefill nodes, one of which is really there, and the decode side's view of them."""
+
+    def __init__(self, addresses: list[str], node: PrefillNode) -> None:
+        self.node = node
+        self.lost: list[tuple[str, int, str]] = []
+        self.peers = PrefillPeers(
+            addresses,
+            own=instance(7),
+            decode_address="decode:1",
+            rank_addresses=("rank:1",),
+            heartbeat_s=BEAT_S,
+            on_lost=lambda peer, incarnation, reason: self.lost.append((peer.address, incarnation, reason)),
+        )
+
+    @property
+    def peer(self) -> PrefillPeer:
+        return self.peers.peers[0]
+
+    async def until(self, state: str) -> None:
+        await until(lambda: self.peer.state == state, within_s=5.0)
+
+
+@asynccontextmanager
+async def tier(mood: str = "joined", *others: str) -> AsyncIterator[Tier]:
+    node = PrefillNode()
+    node.mood = mood
+    server = await serve("127.0.0.1", 0, prefill_control=node)
+    one = Tier([f"127.0.0.1:{server.port}", *others], node)
+    one.peers.start()
+    try:
+        yield one
+    finally:
+        await one.peers.close()
+        await server.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(peers_module, "MAX_BACKOFF_S", 0.1)
+
+
+async def test_a_joined_node_is_picked_and_stays_joined_while_it_beats() -> None:
+    async with tier("joined", "127.0.0.1:1") as one:
+        assert one.peers.pick() is None
+        await one.until("joined")
+        await asyncio.sleep(4 * BEAT_S)
+        assert one.peers.pick() is one.peer and one.node.num_joins == 1
+        assert one.peer.instance is not None and one.peer.instance.incarnation == 101
+        (question,) = one.node.questions
+        assert (question.decode_address, list(question.rank_addresses)) == ("decode:1", ["rank:1"])
+        assert question.decode.incarnation == 7 and question.heartbeat_s == pytest.approx(BEAT_S)
+        other = one.peers.peers[1]
+        await until(lambda: other.state != "joining")
+        assert other.state == "lost" and "127.0.0.1:1" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [("silent", "is silent: nothing for 0.3 s"), ("ends", "ended the join"), ("refuses", "ended the join")],
+)
+async def test_a_node_that_goes_away_is_lost_once_and_joined_again(mood: str, reason: str) -> None:
+    async with tier() as one:
+        await one.until("joined")
+        one.node.mood = mood
+        await until(lambda: one.lost)
+        assert one.peers.pick() is None and one.peer.instance is None
+        one.node.mood = "joined"
+        await one.until("joined")
+        (loss,) = one.lost
+        assert loss[:2] == (one.peer.address, 101) and reason in loss[2]
+        assert one.peer.instance is not None and one.peer.instance.incarnation > 101, "another join"
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [
+        ("refuses", "the instances do not fit: layers: 2 != 3"),
+        ("busy", "the prefill node is starting"),
+        ("beats first", "the first event of a join was beat"),
+        ("garbage", ""),
+    ],
+)
+async def test_a_join_that_fails_says_why_and_is_tried_again(mood: str, reason: str) -> None:
+    async with tier(mood) as one:
+        await until(lambda: one.node.num_joins >= 3)
+        assert not one.lost, "what was never joined cannot be lost"
+        await until(lambda: one.peer.state == "lost")
+        assert reason in one.peers.why_none() and one.peer.address in one.peers.why_none()
+        one.node.mood = "joined"
+        await one.until("joined")
+
+
+async def test_a_node_that_does_not_fit_is_asked_rarely() -> None:
+    async with tier("refuses") as one:
+        await asyncio.sleep(0.45)
+        assert 2 <= one.node.num_joins <= 6, "every 0.1 s, the longest pause, from the first refusal on"
+
+
+async def test_a_draining_node_gets_no_new_work_and_keeps_what_it_has() -> None:
+    async with tier() as one:
+        await one.until("joined")
+        one.node.mood = "drains"
+        await one.until("draining")
+        await asyncio.sleep(4 * BEAT_S)
+        assert one.peers.pick() is None and "is draining: it drains" in one.peers.why_none()
+        assert not one.lost and one.node.num_joins == 1
+
+
+async def test_without_any_node_it_says_so() -> None:
+    peers = PrefillPeers([], own=instance(7), decode_address="", rank_addresses=(), heartbeat_s=1.0, on_lost=lambda *loss: None)
+    assert peers.pick() is None
+    assert peers.why_none() == "no prefill node is configured (peers.prefill_nodes)"
+    await peers.close()
+
+
+async def test_a_call_yields_what_the_node_reports_and_ends_with_the_iterator() -> None:
+    async with tier() as one:
+        events = one.peer.prefill("a", (1, 2), decode_incarnation=7, sampling=SamplingParams())
+        assert (await anext(events)).started.queue_s == 0.5
+        reading = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.02)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        async with asyncio.timeout(5):
+            await one.node.is_call_over.wait()
+
+
+async def test_a_failed_call_is_an_error_of_ours() -> None:
+    async with tier() as one:
+        events = one.peer.prefill("full", (1,), decode_incarnation=7, sampling=SamplingParams())
+        await anext(events)
+        with pytest.raises(StagingError, match="prefill queue is full"):
+            await anext(events)
+    gone = PrefillPeers(
+        ["127.0.0.1:1"], own=instance(7), decode_address="", rank_addresses=(), heartbeat_s=1.0, on_lost=lambda *loss: None
+    )
+    with pytest.raises(PeerUnreachable, match="127.0.0.1:1"):
+        await anext(gone.peers[0].prefill("a", (1,), decode_incarnation=7, sampling=SamplingParams()))
+    await gone.close()

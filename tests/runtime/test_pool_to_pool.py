@@ -1,0 +1,163 @@
+"""From four pools of one cut into two of another, through the whole machinery but for processes; see one_process.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from decode_node import receiver as protocol
+from decode_node.receiver_loop import ReceiverLoop
+from tests.runtime.instances import until
+from tests.runtime.one_process import TwoTiers
+from transfer.layout import DType, KVLayout, Shard, TokenOrder
+
+LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
+PREFILL = Shard(tp_size=4, page_size=16)
+DECODE = Shard(tp_size=2, page_size=32, order=TokenOrder.HND)
+
+
+@pytest.fixture(params=[True, False], ids=["one-sided", "two-sided"])
+async def tiers(request: pytest.FixtureRequest) -> AsyncIterator[TwoTiers]:
+    one = TwoTiers(LAYOUT, PREFILL, DECODE, is_one_sided=request.param)
+    yield one
+    one.close()
+
+
+async def settled(tiers: TwoTiers) -> None:
+    await until(tiers.is_idle)
+    tiers.assert_nothing_is_left()
+
+
+async def test_a_prompt_arrives_bit_for_bit(tiers: TwoTiers) -> None:
+    tiers.start("a", 100)
+    await tiers.compute("a", 100)
+    await until(lambda: all("a" in receiver.complete for receiver in tiers.receivers))
+    await until(lambda: all("a" in sender.sent for sender in tiers.senders))
+    stats = [sender.sent["a"] for sender in tiers.senders]
+    per_token = 4 * 2 * 4 * 8 * 2  # layers, K and V, heads, dim, bytes
+    assert sum(one.num_bytes for one in stats) == 100 * per_token, "every byte is sent once"
+    assert [one.writes for one in stats] == [10] * 4, "one write per chunk and route: 5 token ranges, 2 layer groups"
+    tiers.assert_arrived("a", 100)
+    await settled(tiers)
+
+
+async def test_many_prompts_at_once_share_a_small_ring(tiers: TwoTiers) -> None:
+    lengths = {f"r{index}": 1 + 37 * index % 150 for index in range(12)}
+    for name, num_tokens in lengths.items():
+        tiers.start(name, num_tokens)
+    await asyncio.gather(*(tiers.compute(name, num_tokens) for name, num_tokens in lengths.items()))
+    for name, num_tokens in lengths.items():
+        await until(lambda name=name: all(name in receiver.complete for receiver in tiers.receivers))
+        tiers.assert_arrived(name, num_tokens)
+    assert all(receiver.loop.ring.position > receiver.loop.ring.capacity_bytes for receiver in tiers.receivers), "round and round"
+    await until(lambda: all(len(sender.sent) == 12 for sender in tiers.senders))
+    await settled(tiers)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (Shard(tp_size=2, page_size=64), Shard(tp_size=4, page_size=1)),
+        (Shard(tp_size=3, page_size=7), Shard(tp_size=2, page_size=5, order=TokenOrder.HND)),
+        (Shard(pp_size=2, page_size=16), Shard(tp_size=2, page_size=16)),
+    ],
+    ids=["2 to 4", "3 to 2", "two stages to one"],
+)
+async def test_other_cuts(prefill: Shard, decode: Shard) -> None:
+    layout = KVLayout.uniform(num_layers=4, num_kv_heads=12, head_dim=4, dtype=DType.FLOAT16)
+    tiers = TwoTiers(layout, prefill, decode, is_one_sided=False)
+    tiers.start("a", 50)
+    await tiers.compute("a", 50)
+    await until(lambda: all("a" in receiver.complete for receiver in tiers.receivers))
+    tiers.assert_arrived("a", 50)
+    await settled(tiers)
+    tiers.close()
+
+
+@pytest.mark.parametrize("when", ["before it is computed", "half way", "after it arrived on one"])
+async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(tiers: TwoTiers, when: str) -> None:
+    tiers.start("cancelled", 140)
+    tiers.start("kept", 90)
+    computing = asyncio.ensure_future(tiers.compute("cancelled", 140)) if when != "before it is computed" else None
+    keeping = asyncio.ensure_future(tiers.compute("kept", 90))
+    if when == "half way":
+        await asyncio.sleep(0.003)
+    elif computing is not None:
+        await until(lambda: "cancelled" in tiers.receivers[0].complete)
+    for receiver in tiers.receivers:
+        if not receiver.loop.cancel_request("cancelled", "the client left"):
+            receiver.pages.allocator.release("cancelled")  # it was whole
+    for sender in tiers.senders:
+        sender.loop.abort_request("cancelled", "the client left")
+    if computing is not None:
+        await computing
+    await keeping
+    await until(lambda: all("kept" in receiver.complete for receiver in tiers.receivers))
+    tiers.assert_arrived("kept", 90)
+    await until(lambda: all("cancelled" in sender.failed | sender.sent.keys() for sender in tiers.senders))
+    await settled(tiers)
+
+
+async def test_a_prefill_failure_reaches_every_decode_rank_with_its_reason(tiers: TwoTiers) -> None:
+    tiers.start("a", 60)
+    for sender in tiers.senders:
+        sender.loop.abort_request("a", "the engine failed")
+    await until(lambda: all("a" in receiver.drained for receiver in tiers.receivers))
+    assert all("a" in receiver.failed for receiver in tiers.receivers)
+    assert not any(is_data_loss for receiver in tiers.receivers for _, is_data_loss in receiver.failed.values())
+    await settled(tiers)
+
+
+async def test_a_closed_session_fails_what_used_it_on_both_sides(tiers: TwoTiers) -> None:
+    tiers.start("a", 100)
+    session = tiers.senders[0].sessions[0]
+    tiers.receivers[0].loop.close_session(session, "the writer is silent")
+    tiers.senders[0].loop.close_session(session, "the watermarks ended")
+    await until(lambda: "a" in tiers.senders[0].failed and "a" in tiers.receivers[0].drained)
+    for receiver in tiers.receivers[1:]:
+        receiver.loop.cancel_request("a", "another rank failed")
+    for sender in tiers.senders:
+        sender.loop.abort_request("a", "another rank failed")
+    assert tiers.receivers[0].closed == [session] == tiers.senders[0].closed
+    assert tiers.receivers[0].failed["a"] == ("the writer is silent", False)
+    assert tiers.senders[0].failed["a"] == "the watermarks ended"
+    await settled(tiers)
+
+
+class CorruptedReceiver(ReceiverLoop):
+    """Flips one bit of the first chunk in the ring, as often as told, just before it is looked at."""
+
+    num_flips = 0
+
+    def _scatter(self, action: protocol.StartScatter) -> None:
+        if self.num_flips and action.chunk.index == 0:
+            self.num_flips -= 1
+            self._ring_memory.tensor[action.grant.begin % self._ring_memory.num_bytes] ^= 1
+        super()._scatter(action)
+
+
+@pytest.mark.parametrize("is_one_sided", [True, False])
+@pytest.mark.parametrize("num_flips", [1, 2])
+async def test_broken_bytes_heal_once_and_are_data_loss_twice(num_flips: int, is_one_sided: bool) -> None:
+    prefill, decode = Shard(page_size=16), Shard(page_size=8)
+    tiers = TwoTiers(LAYOUT, prefill, decode, is_one_sided=is_one_sided, receiver_type=CorruptedReceiver)
+    (sender,), (receiver,) = tiers.senders, tiers.receivers
+    assert isinstance(receiver.loop, CorruptedReceiver)
+    receiver.loop.num_flips = num_flips
+    tiers.start("a", 60)
+    await tiers.compute("a", 60)
+    if num_flips == 1:
+        await until(lambda: "a" in receiver.complete and "a" in sender.sent)
+        tiers.assert_arrived("a", 60)
+        assert sender.sent["a"].resends == 1
+    else:
+        await until(lambda: "a" in receiver.drained)
+        reason, is_data_loss = receiver.failed["a"]
+        assert is_data_loss and "a" not in receiver.complete
+        assert reason
+        sender.loop.abort_request("a", reason)
+        await until(lambda: "a" in sender.failed)
+    await settled(tiers)
+    tiers.close()
