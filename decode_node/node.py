@@ -221,7 +221,7 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
         if self._draining.is_set():
             await end_with(context, PeerUnreachable("the decode node is draining"))
         try:
-            accepted, request_id = self._submit(life, request)
+            accepted, request_id = await self._submit(life, request)
         except TransferError as error:
             self.metrics.request_ended("refused")
             await end_with(context, error)
@@ -252,15 +252,13 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             self._in_flight.discard(request_id)
             life.requests.abort(accepted.request_id, TransferAborted("the client went away"))
 
-    def _submit(self, life: _Life, request: pb.GenerateRequest) -> tuple[Request, str]:
+    async def _submit(self, life: _Life, request: pb.GenerateRequest) -> tuple[Request, str]:
         """The queued request, and the id that its client knows it by."""
         request_id = request.request_id or secrets.token_hex(8)
-        if request_id in self._in_flight:
-            raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
         transfer_id = new_transfer_id(request_id)
         match request.WhichOneof("input"):
             case "prompt":
-                token_ids = self.text.encode(request.prompt)
+                token_ids = await self.text.encode(request.prompt, max_tokens=life.max_context_tokens)
             case "token_ids":
                 token_ids = tuple(request.token_ids.ids)
             case _:
@@ -273,6 +271,11 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             )
         end_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else life.eos_token_ids)
         sampling = sampling_from_proto(request.sampling)
+        # Both may have changed while a long text was tokenised.
+        if life is not self._life:
+            raise PeerUnreachable("the decode ranks have died")
+        if request_id in self._in_flight:
+            raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
         accepted = life.requests.submit(transfer_id, token_ids, request.max_new_tokens, sampling, end_ids)
         self._in_flight.add(request_id)
         return accepted, request_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
@@ -98,9 +98,15 @@ class PagesReleased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
+    """The step ran. `faults`: requests that cannot go on all the same, and why.
+
+    In a step of several requests a fault of one is not the others'.
+    """
+
     step: int
     tokens: dict[str, int]
     compute_s: float
+    faults: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -356,6 +356,10 @@ class DecodeRequests:
             request = self._running.get(request_id)
             if request is not None:
                 self._take_token(request, token)
+        for request_id, reason in message.faults.items():
+            request = self._running.get(request_id)
+            if request is not None:
+                self._fail(request, EngineError(reason))
         self._send_step()
 
     def on_step_failed(self, message: StepFailed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -26,8 +27,26 @@ class TextCodec:
         except Exception as error:  # the library raises bare Exception for every kind of damage
             raise ConfigError(f"model is {directory}; {path} cannot be read: {' '.join(str(error).split())[:200]}") from error
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text).ids)
+        # No token stands for more text than its own spelling, so much longer text cannot fit; found before it is tokenised.
+        self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+
+    async def encode(self, text: str, *, max_tokens: int) -> tuple[int, ...]:
+        """The text's tokens; a long text is tokenised beside the loop.
+
+        Args:
+            max_tokens: More tokens than this cannot be served.
+
+        Raises:
+            ConfigError: The text is so long that it must have more.
+        """
+        if len(text) > max_tokens * self._longest_token:
+            raise ConfigError(
+                f"prompt has {len(text)} characters; the model's context of {max_tokens} tokens has at most "
+                f"{max_tokens * self._longest_token}"
+            )
+        # As a batch of one, because only a batch gives up the interpreter lock.
+        (encoding,) = await asyncio.to_thread(self._tokenizer.encode_batch, [text])
+        return tuple(encoding.ids)
 
     def stream(self) -> TextStream:
         """For the tokens of one generation."""

@@ -42,7 +42,7 @@ from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
-from transfer.engine_types import DecodeItem, SamplingParams
+from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
 from transfer.layout import DType, Route, routes, wire_dtype
@@ -316,6 +316,9 @@ class DecodeWorker:
             started = time.monotonic()
             try:
                 tokens = self._engine.decode(items)
+            except RequestFault as fault:
+                faults = {request_id: str(fault) for request_id in fault.request_ids}
+                return StepDone(step=message.step, tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
             except EngineError as error:
                 names = tuple(part.request_id for part in message.parts)
                 return StepFailed(

@@ -23,7 +23,7 @@ from embedded_engine.model_files import ModelFiles, one_line, read_model_files
 from embedded_engine.paged_attention import ATTENTION_NAME, AttentionPlan, DecodePlan, PrefillPlan
 from embedded_engine.sampling import sample
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
-from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
+from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, KVLayout, Shard
@@ -234,7 +234,7 @@ class EmbeddedEngine:
         return torch.cuda.current_stream(self._device).record_event()
 
 
-class BadLogits(EngineError):
+class BadLogits(RequestFault):
     """The model computed something that is not a number, for the requests that the message names."""
 
 
@@ -242,12 +242,15 @@ def _sampled(logits: Tensor | None, wanted: Sequence[tuple[str, SamplingParams, 
     """request_id -> token, from one row of logits for each (request_id, sampling, position of the token)."""
     if logits is None:
         return {}
-    if not bool(torch.isfinite(logits).all()):
-        finite = torch.isfinite(logits).all(dim=-1).tolist()
-        bad = ", ".join(request_id for (request_id, _, _), is_fine in zip(wanted, finite, strict=True) if not is_fine)
-        raise BadLogits(f"logits of request {bad} are not finite; its KV or the model's weights are damaged")
-    tokens = sample(logits, [sampling for _, sampling, _ in wanted], [position for _, _, position in wanted])
-    return {request_id: token for (request_id, _, _), token in zip(wanted, tokens, strict=True)}
+    finite = torch.isfinite(logits).all(dim=-1)
+    fine = [one for one, is_fine in zip(wanted, finite.tolist(), strict=True) if is_fine]
+    sampled = sample(logits[finite], [sampling for _, sampling, _ in fine], [position for _, _, position in fine]) if fine else []
+    tokens = {request_id: token for (request_id, _, _), token in zip(fine, sampled, strict=True)}
+    if len(fine) < len(wanted):
+        bad = [request_id for request_id, _, _ in wanted if request_id not in tokens]
+        reason = f"logits of request {', '.join(bad)} are not finite; its KV or the model's weights are damaged"
+        raise BadLogits(reason, request_ids=bad, tokens=tokens)
+    return tokens
 
 
 def _model_class(architecture: str) -> type[PreTrainedModel]:

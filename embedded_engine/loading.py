@@ -7,7 +7,7 @@ from pathlib import Path
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
-from transfer.config import NodeConfig
+from transfer.config import NodeConfig, PrefillNodeConfig
 from transfer.layout import Shard
 
 
@@ -24,7 +24,9 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
     """
     files = read_model_files(config.model)
     tp_size = config.parallel.tp_size
-    shard = Shard(tp_size=tp_size, tp_rank=rank, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype)
+    shard = Shard(
+        tp_size=tp_size, tp_rank=rank, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype
+    )
     files.check_shard(shard)
     device = config.device if config.device == "cpu" else f"{config.device}:{rank}"
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None
@@ -34,6 +36,6 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         num_pages=config.pool.num_pages,
         device=device,
         group=group,
-        layers_per_group=config.chunk.layers_per_group or None,
+        layers_per_group=(config.chunk.layers_per_group or None) if isinstance(config, PrefillNodeConfig) else None,
         num_threads=config.parallel.threads_per_rank,
     )

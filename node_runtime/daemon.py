@@ -22,6 +22,8 @@ from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
 from transfer.config import NodeConfig
 from transfer.errors import ConfigError, PeerUnreachable, TransferAborted, TransferError
 
+STEADY_LIFE_S = 300.0  # ranks that served this long were no failed restart
+
 log = structlog.get_logger(__name__)
 
 
@@ -127,11 +129,13 @@ class Daemon:
             self._remove_ready_file()
 
     async def _live(self, supervisor: RankSupervisor) -> int:
+        failures = 0
         while True:
             self._lost.clear()
             code = await self._start(supervisor)
             if code is not None:
                 return code
+            began_s = time.monotonic()
             await self._wait(self._stop, self._lost)
             if self._stop.is_set():
                 return await self._wind_down(supervisor)
@@ -139,10 +143,12 @@ class Daemon:
             await self._role.end_life(PeerUnreachable(self._lost_reason))
             await supervisor.stop(is_graceful=False)
             self.num_restarts += 1
-            if self.num_restarts > self.config.restart.max_restarts:
+            # Only deaths in a row speak of a node that cannot live; one a month does not add up.
+            failures = 1 if time.monotonic() - began_s > STEADY_LIFE_S else failures + 1
+            if failures > self.config.restart.max_restarts:
                 log.error("too_many_restarts", restarts=self.config.restart.max_restarts, reason=self._lost_reason)
                 return exit_codes.ENGINE_FAILED
-            backoff_s = min(self.config.restart.backoff_s * 2 ** (self.num_restarts - 1), self.config.restart.max_backoff_s)
+            backoff_s = min(self.config.restart.backoff_s * 2 ** (failures - 1), self.config.restart.max_backoff_s)
             log.warning("restarting_ranks", restart=self.num_restarts, backoff_s=backoff_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), backoff_s)

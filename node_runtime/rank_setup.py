@@ -39,6 +39,8 @@ def check_before_start(config: NodeConfig) -> None:
     if not (config.model / "config.json").is_file():
         what = "it has no config.json" if config.model.is_dir() else "there is no such directory"
         raise ConfigError(f"model is {config.model}; {what}: it must be a Hugging Face model directory")
+    if config.device != "cpu":
+        raise ConfigError(f"device is {config.device}, on which this version's daemons cannot check payloads yet; choose cpu")
     name = config.transport.name
     if name == "inproc":
         raise ConfigError(

@@ -206,6 +206,10 @@ class PrefillRequests:
                 request.progress.put_nowait(token)
                 request.has_first_token = True
                 self._end_if_sent(request)
+        for request_id, reason in message.faults.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._fail(request, EngineError(reason))
         self._send_steps()
         self._wake.set()
 

@@ -41,7 +41,7 @@ from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSet
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
 from transfer.config import PrefillNodeConfig
-from transfer.engine_types import PrefillItem, SamplingParams
+from transfer.engine_types import PrefillItem, RequestFault, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError, TransferError
 from transfer.instance import Instance
 from transfer.layout import routes, wire_dtype
@@ -233,6 +233,9 @@ class PrefillWorker:
                 tokens = self._engine.prefill(
                     items, lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event)
                 )
+            except RequestFault as fault:
+                faults = {request_id: str(fault) for request_id in fault.request_ids}
+                return StepDone(step=message.step, first_tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
             except EngineError as error:
                 names = tuple(part.request_id for part in message.parts)
                 return StepFailed(

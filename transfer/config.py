@@ -149,7 +149,7 @@ class PoolConfig(_Section):
 
 
 class ChunkConfig(_Section):
-    """How a prompt is cut for computing and moving; the prefill side's choice holds for both."""
+    """How a prompt is cut for computing and moving; decode nodes learn it when they join."""
 
     chunk_tokens: Count = Field(default=128, description="Tokens per chunk.")
     layers_per_group: CountOrZero = Field(
@@ -205,7 +205,7 @@ class TransportConfig(_Section):
     name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(default="ucx", description="What carries the bytes.")
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")
     min_bandwidth_bytes_per_s: Annotated[float, BeforeValidator(parse_size), Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0, description="A link that measures less at attach is refused; 0 takes any."
+        default=0.0, description="A link that measures less at attach is not used, whichever side asks for more; 0 takes any."
     )
     probe_bytes: SizeBytes = Field(default=4 << 20, description="Size of the write that measures a link's bandwidth at attach.")
 
@@ -254,6 +254,11 @@ class LimitsConfig(_Section):
     max_queued_requests: CountOrZero = Field(default=256, description="Requests that may wait; more are refused at once.")
     max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
     queue_timeout_s: Seconds = Field(default=60.0, description="Longest wait for room before a request is refused.")
+
+
+class PrefillLimitsConfig(LimitsConfig):
+    """Bounds that only a node which computes prompts has on top."""
+
     max_step_tokens: Count = Field(default=512, description="Tokens that one step of the engine computes at most.")
 
 
@@ -296,12 +301,11 @@ class NodeConfig(_Section):
     model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
     engine: EngineName = Field(
         default=EMBEDDED_ENGINE,
-        description="What loads the engine of a rank, as module:function; prefill_node/engine and decode_node/engine say what it must give.",
+        description="What loads the engine of a rank, as module:function; the engine folders of both nodes say what it gives.",
     )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the ranks compute on: with cuda, rank i has GPU i.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
-    chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="How prompts are cut.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
@@ -315,6 +319,16 @@ class NodeConfig(_Section):
         default=None, description="File that is written, as JSON with the node's addresses, once it is ready; null writes none."
     )
 
+
+class PrefillNodeConfig(NodeConfig):
+    """Settings of ``prefill-node``."""
+
+    role: ClassVar[str] = "prefill"
+
+    limits: PrefillLimitsConfig = Field(default_factory=PrefillLimitsConfig, description="Bounds.")
+    chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="How prompts are cut.")
+    staging: StagingConfig = Field(default_factory=StagingConfig, description="Staging memory.")
+
     @model_validator(mode="after")
     def _check_chunk_fits_pool(self) -> Self:
         pool_tokens = self.pool.num_pages * self.pool.page_size
@@ -324,14 +338,6 @@ class NodeConfig(_Section):
                 f"({self.pool.num_pages} pages of {self.pool.page_size})"
             )
         return self
-
-
-class PrefillNodeConfig(NodeConfig):
-    """Settings of ``prefill-node``."""
-
-    role: ClassVar[str] = "prefill"
-
-    staging: StagingConfig = Field(default_factory=StagingConfig, description="Staging memory.")
 
 
 class DecodeNodeConfig(NodeConfig):

@@ -7,7 +7,7 @@ token `t` of a request lives in page ``page_table[t // page_size]`` at offset ``
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transfer.errors import ConfigError, EngineError
@@ -51,6 +51,20 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
+
+
+class RequestFault(EngineError):
+    """A step ran, but some of its requests cannot go on; the others can, and so can the engine.
+
+    Args:
+        request_ids: The requests at fault.
+        tokens: request_id -> token of the others, as the step would have returned them.
+    """
+
+    def __init__(self, message: str, *, request_ids: Sequence[str], tokens: Mapping[str, int]) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
+        self.tokens = dict(tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

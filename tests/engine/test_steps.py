@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from embedded_engine.engine import EmbeddedEngine
 from tests.engine.conftest import Generate
 from tests.engine.steps import bind_pages, decode_all, generate_all, prefill_all
-from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
 from transfer.layout import DType, Shard, TokenOrder
 
 NUM_TOKENS = 8
@@ -209,3 +209,25 @@ def test_a_full_context_works_to_its_last_token(qwen_dir: Path) -> None:
     table = list(range(32))
     first = engine.prefill([PrefillItem(request_id="a", token_ids=tokens, first_token=0, page_table=table, is_last=True)])
     assert engine.decode([DecodeItem(request_id="a", token_id=first["a"], position=511, page_table=table)])
+
+
+def test_a_request_whose_numbers_are_broken_costs_the_others_of_its_step_nothing(demo_dir: Path, prompts: Prompts) -> None:
+    engine = make_engine(demo_dir, page_size=16)
+    good, bad = prompts[17], prompts[16]
+    first = engine.prefill(
+        [
+            PrefillItem(request_id="good", token_ids=good, first_token=0, page_table=(0, 1), is_last=True),
+            PrefillItem(request_id="bad", token_ids=bad, first_token=0, page_table=(2, 3), is_last=True),
+        ]
+    )
+    alone = engine.decode([DecodeItem(request_id="good", token_id=first["good"], position=17, page_table=(0, 1))])
+    engine.pool.buffer(0, is_v=True)[2] = float("nan")
+    items = [
+        DecodeItem(request_id="bad", token_id=first["bad"], position=16, page_table=(2, 3)),
+        DecodeItem(request_id="good", token_id=first["good"], position=17, page_table=(0, 1)),
+    ]
+    with pytest.raises(RequestFault) as fault:
+        engine.decode(items)
+    assert fault.value.request_ids == ("bad",)
+    assert fault.value.tokens == alone
+    assert engine.decode(items[1:]) == alone
