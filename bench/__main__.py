@@ -23,14 +23,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.table import RUNS, Content, Outcome, Run, outcomes_of
+from bench.table import BUDGET_S, RUNS, Content, Outcome, Run, outcomes_of
 from bench.timing import ROOT, Environment, argument_parser
 
 _NUM_LINES_TOLD = 4
 _SIGNS = {"at least": ">=", "below": "<", "exactly": "="}
 
 
-def run_one(run: Run, folder: Path, *, is_quick: bool) -> tuple[Content | None, str]:
+def run_one(run: Run, folder: Path, *, is_quick: bool, timeout_s: float) -> tuple[Content | None, str]:
     """A benchmark's report, or None and why there is none."""
     file = folder / f"{run.module}.json"
     command = [sys.executable, "-m", f"bench.{run.module}", "--json", str(file), *run.arguments]
@@ -41,13 +41,13 @@ def run_one(run: Run, folder: Path, *, is_quick: bool) -> tuple[Content | None, 
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=run.timeout_s)
+        output, _ = process.communicate(timeout=timeout_s)
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
-            return None, f"did not end within {run.timeout_s:g} s"
+            return None, f"did not end within {timeout_s:.0f} s"
         raise
     if process.returncode or not file.exists():
         return None, f"ended with {process.returncode}: {' | '.join(output.splitlines()[-_NUM_LINES_TOLD:])}"
@@ -87,7 +87,8 @@ def main() -> int:
         for run in RUNS:
             if run.module.removeprefix("bench_") in arguments.only:
                 print(f"{run.module} ...", file=sys.stderr, flush=True)
-                content, reason = run_one(run, Path(folder), is_quick=arguments.quick)
+                timeout_s = max(1.0, min(run.timeout_s, BUDGET_S - (time.monotonic() - started_s)))
+                content, reason = run_one(run, Path(folder), is_quick=arguments.quick, timeout_s=timeout_s)
                 reports[run.module] = content
                 outcomes += outcomes_of(run.module, content, reason)
     print_table(outcomes, environment, Console())
