@@ -10,7 +10,14 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from transfer.config import ENVIRONMENT_PREFIX, NodeConfig, section_type, settings
+from transfer.config import (
+    ENVIRONMENT_PREFIX,
+    DecodeNodeConfig,
+    NodeConfig,
+    PrefillNodeConfig,
+    section_type,
+    settings,
+)
 from transfer.errors import ConfigError
 
 _MAX_DEPTH: Final = 8  # deeper than any setting; an alias inside itself has no end
@@ -167,6 +174,10 @@ def _cuts(path: str) -> list[int]:
 def _unknown(config_type: type[NodeConfig], path: str, sources: Mapping[str, str]) -> str:
     """A whole section may be unknown: then the first setting that was given in it stands for it."""
     given = path if path in sources else next((other for other in sources if other.startswith(f"{path}.")), path)
+    start = f"{given} is no setting (from {sources.get(given, 'code')})"
+    for other in (PrefillNodeConfig, DecodeNodeConfig):
+        if other is not config_type and any(known == given for known, _ in settings(other)):
+            return f"{start} of {config_type.role}-node; it is one of {other.role}-node"
     *parents, name = path.split(".")
     section: type[BaseModel] = config_type
     for parent in parents:
@@ -177,7 +188,7 @@ def _unknown(config_type: type[NodeConfig], path: str, sources: Mapping[str, str
     near = [f"{prefix}{known}" for known in difflib.get_close_matches(name, section.model_fields, n=1)]
     near += [known for known, _ in settings(config_type) if known.rpartition(".")[2] == given.rpartition(".")[2]]
     advice = f"did you mean {near[0]}?" if near else f"known here: {', '.join(section.model_fields)}"
-    return f"{given} is no setting (from {sources.get(given, 'code')}); {advice}"
+    return f"{start}; {advice}"
 
 
 def _what_is_right(details: Mapping[str, Any]) -> str:

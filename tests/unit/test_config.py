@@ -122,7 +122,12 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("pool.pagesize=5", "pool.pagesize is no setting (from --set); did you mean pool.page_size?"),
         ("page_size=5", "page_size is no setting (from --set); did you mean pool.page_size?"),
         ("log.zzz=5", "log.zzz is no setting (from --set); known here: level, format"),
-        ("staging.num_slots=4", "staging.num_slots is no setting (from --set); known here:"),
+        ("staging.num_slots=4", "staging.num_slots is no setting (from --set) of decode-node; it is one of prefill-node"),
+        ("chunk.chunk_tokens=64", "chunk.chunk_tokens is no setting (from --set) of decode-node; it is one of prefill-node"),
+        (
+            "limits.max_step_tokens=9",
+            "limits.max_step_tokens is no setting (from --set) of decode-node; it is one of prefill-node",
+        ),
         ("pool=5", "pool is 5 (from --set); it must be a section of settings"),
         ("nonsense", "--set nonsense: it must be path=value, for example --set pool.page_size=32"),
         (
@@ -136,16 +141,26 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ),
         ("peers.prefill_nodes=a:1,a:1", "peers.prefill_nodes names a:1 more than once; each must be there once"),
         ("restart.max_backoff_s=0.5", "restart.max_backoff_s is 0.5; it must be at least backoff_s, 1.0"),
-        (
-            "chunk.chunk_tokens=100000",
-            "chunk.chunk_tokens is 100000; it must fit the pool's 16384 tokens (1024 pages of 16)",
-        ),
     ],
 )
 def test_a_problem_is_one_line_with_path_value_source_and_what_is_right(override: str, line: str) -> None:
     lines = refused(overrides=[override])
     assert len(lines) == 1
     assert lines[0].startswith(line)
+
+
+def test_a_chunk_must_fit_the_pool_that_it_is_computed_in() -> None:
+    assert refused(PrefillNodeConfig, overrides=["chunk.chunk_tokens=100000"]) == [
+        "chunk.chunk_tokens is 100000; it must fit the pool's 16384 tokens (1024 pages of 16)"
+    ]
+
+
+def test_limits_of_steps_are_the_prefill_nodes_and_keep_those_of_both() -> None:
+    config = prefill("limits.max_step_tokens=9", "limits.max_running_requests=3")
+    assert (config.limits.max_step_tokens, config.limits.max_running_requests) == (9, 3)
+    assert refused(PrefillNodeConfig, overrides=["ring.capacity_bytes=512"]) == [
+        "ring.capacity_bytes is no setting (from --set) of prefill-node; it is one of decode-node"
+    ]
 
 
 def test_equal_ports_are_refused() -> None:
