@@ -32,9 +32,9 @@ async def world() -> AsyncIterator[World]:
     await one.close()
 
 
-async def received(world: World, name: str = "a", **values: int) -> requests_module.Request:
+async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> requests_module.Request:
     """A request whose KV is whole on every rank, and whose first token nobody has told."""
-    request = world.submit(name, **values)
+    request = world.submit(name, num_tokens, new=new)
     await turns()
     reserving = world.reserve(name)
     await turns()
@@ -51,6 +51,7 @@ async def drained(world: World) -> None:
         while world.leader._requests:
             await world.settle()
             await asyncio.sleep(0)
+    await turns()
     world.assert_nothing_is_left()
 
 
@@ -467,9 +468,7 @@ async def _move(world: World, move: str, pick: int) -> None:
                 world.complete(rank, names[pick % len(names)])
             else:
                 world.broken(rank, names[pick % len(names)], is_data_loss=True)
-        case "token" if waiting := [
-            world.call(name) for name in live if is_started(world, name) and not world.call(name).has_said
-        ]:
+        case "token" if waiting := [call for call in map(world.call, started) if not call.has_said]:
             waiting[pick % len(waiting)].first_token()
         case "sent" if waiting := [call for call in calls if call.has_said == {"token"}]:
             waiting[pick % len(waiting)].sent()

@@ -16,7 +16,7 @@ from prefill_node.rank_messages import (
 )
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler
-from prefill_node.sender import SentStats
+from prefill_node.sender_events import SentStats
 from tests.runtime.instances import instance
 from transfer.engine_types import SamplingParams
 from transfer.errors import StagingError, TransferError

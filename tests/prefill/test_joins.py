@@ -122,8 +122,10 @@ async def test_the_same_life_that_joins_again_replaces_its_join() -> None:
 
 async def test_what_ranks_say_of_an_earlier_join_counts_for_nothing() -> None:
     leader = Leader()
-    first, _ = leader.opening(), await turns()
-    second, _ = leader.opening(), await turns()
+    first = leader.opening()
+    await turns()
+    second = leader.opening()
+    await turns()
     with pytest.raises(PeerUnreachable, match="joined again"):
         await first
     assert [message.join for message in leader.attaches()] == [1, 2]

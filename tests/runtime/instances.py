@@ -16,23 +16,23 @@ from transfer.messages import PROTOCOL_VERSIONS
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, dtype=DType.FLOAT16)
 
 
-def instance(incarnation: int, *, tp_size: int = 1, layout: KVLayout = LAYOUT, **fields: str) -> Instance:
+def instance(incarnation: int, *, tp_size: int = 1, layout: KVLayout = LAYOUT, weights: str = "some") -> Instance:
     return Instance(
         incarnation=incarnation,
         layout=layout,
         shard=Shard(tp_size=tp_size),
-        model_fields={"architecture": "none", **fields},
+        model_fields={"architecture": "none", "weights": weights},
         transport="inproc",
         digest="xxh3-64",
         protocol_versions=PROTOCOL_VERSIONS,
     )
 
 
-def hello(rank: int, *, incarnation: int = 1, pool_pages: int = 8, pid: int = 0, **fields: str) -> RankHello:
+def hello(rank: int, *, incarnation: int = 1, pool_pages: int = 8, pid: int = 0, weights: str = "some") -> RankHello:
     return RankHello(
         rank=rank,
         pid=pid,
-        instance=instance(incarnation, **fields),
+        instance=instance(incarnation, weights=weights),
         pool_pages=pool_pages,
         max_context_tokens=64,
         vocab_size=100,

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decode_node.receiver import IncomingRequest, IncomingRoute
+from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
-from prefill_node.sender import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
+from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
@@ -268,10 +268,12 @@ class TwoTiers:
             receiver.loop.check_idle()
 
     def is_idle(self) -> bool:
-        return not any(rank.loop.num_requests for rank in (*self.senders, *self.receivers)) and not any(
-            receiver.loop.ring.num_live_grants for receiver in self.receivers
+        return not any(sender.loop.num_requests for sender in self.senders) and not any(
+            receiver.loop.num_requests or receiver.loop.ring.num_live_grants for receiver in self.receivers
         )
 
     def close(self) -> None:
-        for rank in (*self.senders, *self.receivers):
-            rank.loop.close()
+        for sender in self.senders:
+            sender.loop.close()
+        for receiver in self.receivers:
+            receiver.loop.close()

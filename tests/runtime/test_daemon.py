@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ class Node:
             return await asyncio.shield(self.life)
 
 
+def has_begun(node: Node, num_lives: int) -> bool:
+    return len(node.role.incarnations) == num_lives
+
+
 @asynccontextmanager
 async def node_of(folder: Path, **settings: Any) -> AsyncIterator[Node]:
     node = Node(folder, **settings)
@@ -153,7 +158,7 @@ async def test_ranks_that_die_too_often_end_the_node(tmp_path: Path) -> None:
     restart = {"backoff_s": 0.01, "max_backoff_s": 0.01, "max_restarts": 1}
     async with node_of(tmp_path, restart=restart) as node:
         for life in range(2):
-            await until(lambda life=life: len(node.role.incarnations) == life + 1)
+            await until(partial(has_begun, node, life + 1))
             await node.until_ready()
             os.kill(node.role.ranks.pids[0], signal.SIGKILL)
         assert await node.exit_code() == exit_codes.ENGINE_FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
@@ -29,7 +30,7 @@ async def test_work_runs_in_order_on_one_other_thread_and_answers_on_the_loop() 
         done.append(result)
 
     for number in range(20):
-        lane.submit(lambda number=number: work(number), on_done)
+        lane.submit(partial(work, number), on_done)
     assert await lane.call(lambda: 42) == 42
     assert done == [(number, "copies") for number in range(20)]
     assert not crashes

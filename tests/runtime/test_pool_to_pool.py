@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
-from decode_node import receiver as protocol
+from decode_node import receiver_events as protocol
 from decode_node.receiver_loop import ReceiverLoop
 from tests.runtime.instances import until
 from tests.runtime.one_process import TwoTiers
@@ -23,6 +24,10 @@ async def tiers(request: pytest.FixtureRequest) -> AsyncIterator[TwoTiers]:
     one = TwoTiers(LAYOUT, PREFILL, DECODE, is_one_sided=request.param)
     yield one
     one.close()
+
+
+def is_complete(tiers: TwoTiers, request_id: str) -> bool:
+    return all(request_id in receiver.complete for receiver in tiers.receivers)
 
 
 async def settled(tiers: TwoTiers) -> None:
@@ -49,7 +54,7 @@ async def test_many_prompts_at_once_share_a_small_ring(tiers: TwoTiers) -> None:
         tiers.start(name, num_tokens)
     await asyncio.gather(*(tiers.compute(name, num_tokens) for name, num_tokens in lengths.items()))
     for name, num_tokens in lengths.items():
-        await until(lambda name=name: all(name in receiver.complete for receiver in tiers.receivers))
+        await until(partial(is_complete, tiers, name))
         tiers.assert_arrived(name, num_tokens)
     assert all(receiver.loop.ring.position > receiver.loop.ring.capacity_bytes for receiver in tiers.receivers), "round and round"
     await until(lambda: all(len(sender.sent) == 12 for sender in tiers.senders))
