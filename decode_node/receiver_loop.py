@@ -260,7 +260,9 @@ class ReceiverLoop:
             return is_intact, time.monotonic() - started
 
         def done(result: tuple[bool, float]) -> None:
-            self._metrics.scatter_finished(result[1], action.num_bytes)
-            self._pump.feed(protocol.ScatterFinished(grant=action.grant, is_intact=result[0]))
+            is_intact, seconds = result
+            if is_intact:
+                self._metrics.scatter_finished(seconds, action.num_bytes)
+            self._pump.feed(protocol.ScatterFinished(grant=action.grant, is_intact=is_intact))
 
         self._lane.submit(work, done)

@@ -64,6 +64,7 @@ class _Writer:
     instance: Instance
     rank: int
     plan: ChunkPlan
+    lane: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,11 +163,14 @@ class DecodeWorker:
         if most > ring.capacity_bytes:
             raise ChunkTooLarge(
                 f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._spec.rank}; a chunk of "
-                f"{request.chunk_plan.chunk_tokens} tokens has {most} bytes: raise it, or lower chunk.chunk_tokens"
+                f"{request.chunk_plan.chunk_tokens} tokens has {most} bytes: raise it, or lower "
+                "chunk.chunk_tokens of the prefill node"
             )
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         number = secrets.randbits(62) + 1
-        self._writers[number] = _Writer(instance=request.prefill, rank=request.prefill_rank, plan=request.chunk_plan)
+        self._writers[number] = _Writer(
+            instance=request.prefill, rank=request.prefill_rank, plan=request.chunk_plan, lane=session.lane
+        )
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
         probe_bytes = min(request.probe_bytes, self._config.transport.probe_bytes, ring.capacity_bytes)
@@ -205,12 +209,33 @@ class DecodeWorker:
         except TransferError as error:
             self._servicer.close_session(number, f"the link's probe failed: {error}")
 
-    def _on_link(self, number: int, link: Link) -> None:
-        self._metrics.link(link)
+    def _on_link(self, number: int, reported: Link) -> None:
+        writer = self._writers.get(number)
+        if writer is None:
+            return  # the session was closed meanwhile
+        # Only the numbers are the writer's to tell: who it is and what carries its bytes is known here.
+        link = Link(
+            prefill_rank=writer.rank,
+            decode_rank=self._spec.rank,
+            lane=writer.lane,
+            latency_s=reported.latency_s,
+            bandwidth_bytes_per_s=reported.bandwidth_bytes_per_s,
+        )
+        floor = self._config.transport.min_bandwidth_bytes_per_s
+        if link.bandwidth_bytes_per_s < floor:
+            reason = (
+                f"link from prefill rank {link.prefill_rank} over {link.lane} makes {link.bandwidth_bytes_per_s:.3g} bytes/s; "
+                f"transport.min_bandwidth_bytes_per_s of the decode node is {floor:.3g}"
+            )
+            log.warning("link_refused", reason=reason)
+            self._receiver.close_session(number, reason)
+            return
+        self._metrics.link_measured(number, link)
         self._link.send(LinkProbed(link=link))
 
     def on_session_closed(self, session: int, reason: str) -> None:
         writer = self._writers.pop(session, None)
+        self._metrics.link_closed(session)
         self._servicer.close_session(session, reason)
         if writer is not None:
             log.info("session_closed", prefill_rank=writer.rank, reason=reason)

@@ -71,7 +71,7 @@ def _spec(kind: str, name: str, help_text: str, *labels: str, buckets: tuple[flo
 
 
 RANK_METRICS: Final = (
-    _spec("counter", "transferred_bytes", "Payload bytes written (prefill) or scattered (decode), resent ones included."),
+    _spec("counter", "transferred_bytes", "Payload bytes written, resent ones included (prefill), or scattered (decode)."),
     _spec("counter", "chunks", "Parts of chunks gathered (prefill) or scattered (decode); one per chunk and route."),
     _spec("counter", "writes", "Bulk writes that ended well."),
     _spec("counter", "writes_avoided", "Writes that sending each token, layer, K and V by itself would have taken on top."),
@@ -115,6 +115,8 @@ NODE_METRICS: Final = (
     _spec("gauge", "rank_restarts", "Times that the rank group was started again."),
     _spec("gauge", "build_info", "Always 1; the labels say what runs.", "version", "python"),
 )
+
+LINK_METRICS: Final = ("link_latency_seconds", "link_bandwidth_bytes_per_second")
 
 _KINDS: Final = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 _REASON: Final = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -169,7 +171,7 @@ class RankMetrics:
         self._series = _Series(RANK_METRICS, role=role)
         self._rank = rank
         self._reasons: set[str] = set()
-        self._lanes: dict[tuple[int, int], str] = {}
+        self._links: dict[int, Link] = {}  # by session, the one that was measured last at the end
         self._num_acks = 0
         for stage in RANK_STAGES[role]:
             self._series("stage_seconds", stage=stage)
@@ -203,7 +205,7 @@ class RankMetrics:
         self._series("stage_seconds", stage="total").observe(stats.transfer_s)
 
     def scatter_finished(self, seconds: float, num_bytes: int) -> None:
-        """Part of a chunk was scattered, or found broken."""
+        """Part of a chunk was found intact, and was scattered."""
         self._series("chunks").inc()
         self._series("transferred_bytes").inc(num_bytes)
         self._series("stage_seconds", stage="scatter").observe(seconds)
@@ -219,17 +221,33 @@ class RankMetrics:
         self._reasons.add(reason)
         self._series("dropped_messages", reason=reason).inc()
 
-    def link(self, link: Link) -> None:
-        """A link was measured; it takes the place of an older measurement of the same one."""
-        ranks = {"prefill_rank": str(link.prefill_rank), "decode_rank": str(link.decode_rank)}
-        lane = link.lane if len(link.lane) <= 40 else "other"
-        older = self._lanes.get((link.prefill_rank, link.decode_rank), lane)
-        self._lanes[link.prefill_rank, link.decode_rank] = lane
-        if older != lane:
-            for name in ("link_latency_seconds", "link_bandwidth_bytes_per_second"):
-                self._series.remove(name, **ranks, lane=older)
-        self._series("link_latency_seconds", **ranks, lane=lane).set(link.latency_s)
-        self._series("link_bandwidth_bytes_per_second", **ranks, lane=lane).set(link.bandwidth_bytes_per_s)
+    def link_measured(self, session: int, link: Link) -> None:
+        """A session's link was measured, for the first time or again.
+
+        Args:
+            session: Any number that names it; it is no label.
+            link: Ranks and lane become labels, so they must be what this side knows, not what a peer says.
+        """
+        self.link_closed(session)
+        self._links[session] = link
+        self._show_link(link)
+
+    def link_closed(self, session: int) -> None:
+        """The session is over, and its link is shown no more; a session without a measured link is none."""
+        link = self._links.pop(session, None)
+        if link is None:
+            return
+        # Two instances of the other tier have ranks of the same number: the series is then still the other one's.
+        others = [other for other in self._links.values() if _link_labels(other) == _link_labels(link)]
+        if others:
+            self._show_link(others[-1])
+            return
+        for name in LINK_METRICS:
+            self._series.remove(name, **_link_labels(link))
+
+    def _show_link(self, link: Link) -> None:
+        for name, value in zip(LINK_METRICS, (link.latency_s, link.bandwidth_bytes_per_s), strict=True):
+            self._series(name, **_link_labels(link)).set(value)
 
     def snapshot(self, status: Mapping[str, int]) -> dict[str, Any]:
         """Everything now, as plain values that any codec carries.
@@ -264,6 +282,10 @@ class RankMetrics:
         num_acks = status.get("watermark_acks", self._num_acks)
         self._series("watermark_acks").inc(max(0, num_acks - self._num_acks))
         self._num_acks = max(num_acks, self._num_acks)
+
+
+def _link_labels(link: Link) -> dict[str, str]:
+    return {"prefill_rank": str(link.prefill_rank), "decode_rank": str(link.decode_rank), "lane": link.lane}
 
 
 _GAUGES_OF_STATUS: Final = {

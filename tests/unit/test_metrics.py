@@ -155,10 +155,33 @@ def test_ranks_stand_side_by_side_and_histograms_are_valid() -> None:
 def test_a_link_has_one_series_and_the_newest_values() -> None:
     rank = RankMetrics(role="decode", rank=0)
     for lane, latency_s in (("ucx/net", 5e-5), ("ucx/shm", 1e-5), ("ucx/shm", 2e-5)):
-        rank.link(Link(prefill_rank=3, decode_rank=0, lane=lane, latency_s=latency_s, bandwidth_bytes_per_s=4e9))
-    found = {key: number for key, number in samples(page_of(rank)).items() if key[0] == "kvferry_link_latency_seconds"}
-    labels = {"role": "decode", "rank": "0", "prefill_rank": "3", "decode_rank": "0", "lane": "ucx/shm"}
-    assert found == {("kvferry_link_latency_seconds", frozenset(labels.items())): 2e-5}
+        rank.link_measured(77, Link(prefill_rank=3, decode_rank=0, lane=lane, latency_s=latency_s, bandwidth_bytes_per_s=4e9))
+    assert latencies(rank) == {("3", "ucx/shm"): 2e-5}
+
+
+def latencies(rank: RankMetrics) -> dict[tuple[str, str], float]:
+    """Of each link, by prefill rank and lane."""
+    found = [
+        (dict(labels), number) for (name, labels), number in samples(page_of(rank)).items() if name.endswith("latency_seconds")
+    ]
+    assert all(labels["decode_rank"] == labels["rank"] for labels, _ in found)
+    return {(labels["prefill_rank"], labels["lane"]): number for labels, number in found}
+
+
+def test_a_link_is_shown_for_as_long_as_a_session_has_it() -> None:
+    rank = RankMetrics(role="decode", rank=0)
+    for session, prefill_rank in ((1, 0), (2, 1), (3, 0)):  # 1 and 3: rank 0 of two prefill instances
+        rank.link_measured(
+            session, Link(prefill_rank=prefill_rank, decode_rank=0, lane="ucx/net", latency_s=session, bandwidth_bytes_per_s=1e9)
+        )
+    assert latencies(rank) == {("0", "ucx/net"): 3.0, ("1", "ucx/net"): 2.0}
+    rank.link_closed(3)
+    assert latencies(rank) == {("0", "ucx/net"): 1.0, ("1", "ucx/net"): 2.0}
+    rank.link_closed(2)
+    rank.link_closed(2)
+    assert latencies(rank) == {("0", "ucx/net"): 1.0}
+    rank.link_closed(1)
+    assert b"kvferry_link" not in page_of(rank)
 
 
 def test_labels_are_bounded_whatever_a_peer_sends() -> None:
