@@ -61,5 +61,17 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def add(self, token_id: int) -> str:
-        """Empty while a character is incomplete."""
+        """Empty while a character is incomplete, and where the tokens spell none; it never fails for what they spell."""
+        try:
+            return self._step(token_id)
+        except Exception:  # the library's only kind, "Invalid prefix encountered", e.g. for bytes that are no UTF-8
+            # It says so at every later token as well, so the text goes on with this one, without what came before it.
+            self._stream = DecodeStream(skip_special_tokens=True)
+        try:
+            return self._step(token_id)
+        except Exception:
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return ""
+
+    def _step(self, token_id: int) -> str:
         return self._stream.step(self._tokenizer, token_id) or ""
