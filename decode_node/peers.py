@@ -15,7 +15,7 @@ from transfer.errors import LayoutError, PeerUnreachable, TransferError
 from transfer.instance import Instance, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.beats import MISSED_BEATS
+from transfer.registry.beats import BeatWatch
 from transfer.registry.client import open_channel
 from transfer.registry.convert import instance_from_proto, instance_to_proto, link_from_proto, sampling_to_proto
 from transfer.registry.status import error_of
@@ -144,7 +144,7 @@ class PrefillPeers:
         """Stay joined for as long as it lasts; always raises in the end."""
         call = peer.stub.Join(self._question)
         try:
-            event = await self._next_event(call, JOIN_TIMEOUT_S, peer)
+            event = await self._first_event(call, peer)
             if not event.HasField("joined"):
                 raise PeerUnreachable(f"{peer.address}: the first event of a join was {event.WhichOneof('event')}")
             peer.instance = instance_from_proto(event.joined.prefill)
@@ -152,7 +152,7 @@ class PrefillPeers:
             peer.state, peer.reason = "joined", ""
             log.info("joined_prefill_node", address=peer.address, links=len(peer.links))
             while True:
-                event = await self._next_event(call, MISSED_BEATS * self._heartbeat_s, peer)
+                event = await self._next_event(call, BeatWatch(self._heartbeat_s), peer)
                 if event.HasField("draining"):
                     peer.state, peer.reason = "draining", "it drains"
         except grpc.aio.AioRpcError as error:
@@ -160,17 +160,25 @@ class PrefillPeers:
         finally:
             call.cancel()
 
-    async def _next_event(
-        self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], timeout_s: float, peer: PrefillPeer
-    ) -> pb.JoinEvent:
+    async def _first_event(self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], peer: PrefillPeer) -> pb.JoinEvent:
         try:
-            async with asyncio.timeout(timeout_s):
-                event = await call.read()
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                return _event_of(await call.read(), peer)
         except TimeoutError:
-            raise PeerUnreachable(f"{peer.address} is silent: nothing for {timeout_s:g} s") from None
-        if not isinstance(event, pb.JoinEvent):  # grpc.aio.EOF
-            raise PeerUnreachable(f"{peer.address} ended the join")
-        return event
+            raise PeerUnreachable(f"{peer.address} is silent: nothing for {JOIN_TIMEOUT_S:g} s") from None
+
+    async def _next_event(
+        self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], beats: BeatWatch, peer: PrefillPeer
+    ) -> pb.JoinEvent:
+        """The next event of a joined node. Ticks, not seconds, tell a silent one: this loop may have been busy meanwhile."""
+        reading = asyncio.ensure_future(call.read())
+        try:
+            while not (await asyncio.wait({reading}, timeout=beats.tick_s))[0]:
+                if beats.tick():
+                    raise PeerUnreachable(f"{peer.address} is silent: {beats.describe()}")
+            return _event_of(reading.result(), peer)
+        finally:
+            reading.cancel()
 
     def _lose(self, peer: PrefillPeer, reason: str) -> None:
         instance, peer.instance = peer.instance, None
@@ -178,3 +186,9 @@ class PrefillPeers:
         log.warning("prefill_node_lost", address=peer.address, reason=reason, was_joined=instance is not None)
         if instance is not None:
             self._on_lost(peer, instance.incarnation, reason)
+
+
+def _event_of(read: object, peer: PrefillPeer) -> pb.JoinEvent:
+    if not isinstance(read, pb.JoinEvent):  # grpc.aio.EOF
+        raise PeerUnreachable(f"{peer.address} ended the join")
+    return read

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -132,7 +134,7 @@ async def test_a_joined_node_is_picked_and_stays_joined_while_it_beats() -> None
 
 @pytest.mark.parametrize(
     ("mood", "reason"),
-    [("silent", "is silent: nothing for 0.3 s"), ("ends", "ended the join"), ("refuses", "ended the join")],
+    [("silent", "is silent: 3 beats of 0.1 s missed"), ("ends", "ended the join"), ("refuses", "ended the join")],
 )
 async def test_a_node_that_goes_away_is_lost_once_and_joined_again(mood: str, reason: str) -> None:
     async with tier() as one:
@@ -170,6 +172,37 @@ async def test_a_node_that_does_not_fit_is_asked_rarely() -> None:
     async with tier("refuses") as one:
         await asyncio.sleep(0.45)
         assert 2 <= one.node.num_joins <= 6, "every 0.1 s, the longest pause, from the first refusal on"
+
+
+class StalledCall:
+    """A join of which every beat lies unread while the leader's loop is busy with something else for many beats."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    async def read(self) -> pb.JoinEvent:
+        self.num_read += 1
+        if self.num_read == 1:
+            return pb.JoinEvent(joined=pb.Joined(prefill=instance_to_proto(instance(101))))
+        await asyncio.sleep(BEAT_S / 4)
+        if self.num_read == 3:
+            time.sleep(8 * BEAT_S)
+            await asyncio.sleep(0.01)  # only now does the library look at what has come
+        return pb.JoinEvent(beat=pb.Beat())
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_stall_of_this_side_is_not_taken_for_the_other_side_s_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = StalledCall()
+    stub = SimpleNamespace(Join=lambda question: call)
+    monkeypatch.setattr(PrefillPeer, "stub", property(lambda peer: stub))
+    one = Tier(["127.0.0.1:1"], cast(PrefillNode, None))
+    one.peers.start()
+    await until(lambda: call.num_read >= 6 or one.lost)
+    await one.peers.close()
+    assert not one.lost and one.peer.state == "joined"
 
 
 async def test_a_draining_node_gets_no_new_work_and_keeps_what_it_has() -> None:
