@@ -11,7 +11,7 @@ docs/protocol.md.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -58,6 +58,8 @@ from transfer.messages import (
     WriterDrained,
 )
 from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, grant_key
+
+MAX_SPENT_KEYS = 4096  # of one session; an honest ring has far fewer unreleased grants
 
 
 class _Stage(Enum):
@@ -131,6 +133,7 @@ class _Session:
     view: RingView
     ready: list[_Piece] = field(default_factory=list)  # granted and computed, not begun
     written: set[_Piece] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
     # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
     # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
     spent: dict[int, Grant] = field(default_factory=dict)
@@ -263,6 +266,7 @@ class Sender:
         """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
         request = piece.request
         self._free_slot(piece)
+        self._let_go(piece)
         piece.stage = _Stage.RELEASED
         self._actions.append(PieceReleased(ack_s=self._now_s - piece.written_s))
         request.to_release -= 1
@@ -356,20 +360,33 @@ class Sender:
 
     def _begin_ready_pieces(self) -> None:
         """Give free slots to pieces whose grants are writable now, the sessions taking turns."""
-        sessions = list(self._sessions.values())
-        for step in range(len(sessions)):
-            session = sessions[(self._turn + step) % len(sessions)]
+        numbers = list(self._sessions)
+        for step in range(len(numbers)):
+            number = numbers[(self._turn + step) % len(numbers)]
+            session = self._sessions[number]
             if session.ready and self._free_slots:
-                session.ready = [piece for piece in session.ready if not self._begin(session, piece)]
+                session.ready = [piece for piece in session.ready if not self._begin(number, session, piece)]
         self._turn += 1
 
-    def _begin(self, session: _Session, piece: _Piece) -> bool:
+    def _may_take_a_slot(self, number: int) -> bool:
+        """Whether a free slot may go to the session: the last one is kept for those that have grants and no slot at all.
+
+        A peer that takes nothing over would otherwise hold every slot, and so every other peer's transfers.
+        """
+        if len(self._free_slots) != 1:
+            return bool(self._free_slots)
+        with_slot = {piece.route.session for piece in self._slots if piece is not None}
+        if number not in with_slot:
+            return True
+        return not any(other.held for name, other in self._sessions.items() if name not in with_slot)
+
+    def _begin(self, number: int, session: _Session, piece: _Piece) -> bool:
         """Start the piece's gather if it can be; True when it no longer waits."""
         if piece.stage is not _Stage.GRANTED:
             return True  # given up meanwhile
         # A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older
         # grant that is waited for (rule 2, and docs/adr/0010).
-        if not self._free_slots or not session.view.is_writable(_grant_of(piece)):
+        if not self._may_take_a_slot(number) or not session.view.is_writable(_grant_of(piece)):
             return False
         request, slot = piece.request, self._free_slots.popleft()
         self._slots[slot] = piece
@@ -514,7 +531,7 @@ class Sender:
         if request is None:
             # Asked for by a request that has been given up since: the bytes must go back to the ring.
             for issued in message.grants:
-                self._decline(session, Grant(issued.begin, issued.end), attempt=0)
+                self._decline_unknown(session, Grant(issued.begin, issued.end), attempt=0)
             self._send_drained(session, message.request_id, message.route)
             return
         for issued in message.grants:
@@ -525,8 +542,11 @@ class Sender:
                 self._actions.append(MessageDropped(session=session, reason="impossible_grant"))
             elif piece.stage is _Stage.ASKED and self._sessions[session].view.is_released(Grant(issued.begin, issued.end)):
                 self._actions.append(MessageDropped(session=session, reason="released_grant"))
+            elif piece.grant is None and self._is_taken(session, issued.begin):
+                self._actions.append(MessageDropped(session=session, reason="granted_twice"))
             elif piece.stage is _Stage.ASKED:
                 piece.grant = Grant(issued.begin, issued.end)
+                self._sessions[session].held.add(issued.begin)
                 piece.stage, piece.since_s = _Stage.GRANTED, self._now_s
                 if piece.chunk.index in request.computed:
                     self._mark_ready(piece)
@@ -542,7 +562,7 @@ class Sender:
         if piece is None or piece.stage is _Stage.DROPPED:
             # Given up meanwhile: the receive that was posted for the next attempt has to settle all the same.
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
-            self._decline(session, first_bytes, attempt=message.attempt + 1)
+            self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is _Stage.WRITTEN and message.attempt == piece.attempt:
             # The slot still holds what was gathered: it is kept until the grant's release came back for just this.
             self._sessions[session].written.discard(piece)
@@ -580,12 +600,14 @@ class Sender:
     def _give_up(self, piece: _Piece) -> None:
         """Drop a piece that was not written; its grant, if it has one, is declined."""
         piece.stage = _Stage.DROPPED
+        self._let_go(piece)
         if piece.grant is not None:
             self._decline(piece.route.session, piece.grant, attempt=piece.attempt)
 
     def _drop_written(self, piece: _Piece) -> None:
         """Drop a piece whose bytes were sent: its keys are spent, its slot is free."""
         self._free_slot(piece)
+        self._let_go(piece)
         piece.stage = _Stage.DROPPED
         session = self._sessions.get(piece.route.session)
         if session is not None:
@@ -593,6 +615,28 @@ class Sender:
             grant = _grant_of(piece)
             for attempt in range(piece.attempt + 1):
                 session.spent[grant_key(grant.begin, attempt)] = grant
+
+    def _let_go(self, piece: _Piece) -> None:
+        """The piece's grant is no living piece's any more."""
+        session = self._sessions.get(piece.route.session)
+        if session is not None and piece.grant is not None:
+            session.held.discard(piece.grant.begin)
+
+    def _is_taken(self, number: int, begin: int) -> bool:
+        """Whether a grant that begins there is a living piece's, or was declined and is not released yet."""
+        session = self._sessions[number]
+        return begin in session.held or grant_key(begin, 0) in session.spent
+
+    def _decline_unknown(self, number: int, grant: Grant, *, attempt: int) -> None:
+        """Decline what belongs to no request here, if it can be what it says: a peer may say anything."""
+        session = self._sessions[number]
+        if grant.begin in session.held or not session.view.can_hold(grant, 1):
+            self._actions.append(MessageDropped(session=number, reason="impossible_grant"))
+        elif len(session.spent) >= MAX_SPENT_KEYS:
+            reason = f"the decode rank has {len(session.spent)} unreleased grants of requests that are over"
+            self._actions.append(CloseSession(session=number, reason=reason))
+        else:
+            self._decline(number, grant, attempt=attempt)
 
     def _decline(self, number: int, grant: Grant, *, attempt: int) -> None:
         """Settle the receive of a key that will never be written; once, and never for one that is over."""
@@ -644,14 +688,18 @@ class Sender:
 
     def _close_if_stuck(self, session: int) -> None:
         limit_s = self._settings.write_timeout_s
-        for piece in self._writing(session):
-            if self._now_s - piece.since_s > limit_s:
-                reason = f"a write of {piece.num_bytes} bytes has been pending for more than {limit_s:g} s"
-                self._actions.append(CloseSession(session=session, reason=reason))
-                return
-
-    def _writing(self, session: int) -> Iterable[_Piece]:
-        return (p for p in self._slots if p is not None and p.stage is _Stage.WRITING and p.route.session == session)
+        for piece in self._slots:
+            if piece is None or piece.route.session != session:
+                continue
+            if piece.stage is _Stage.WRITING and self._now_s - piece.since_s > limit_s:
+                what = "has been pending"
+            elif piece.stage is _Stage.WRITTEN and self._now_s - piece.written_s > limit_s:
+                what = "was not taken over"
+            else:
+                continue
+            reason = f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s"
+            self._actions.append(CloseSession(session=session, reason=reason))
+            return
 
 
 def piece_bytes(request: OutgoingRequest, route: Route, chunk: Chunk) -> int:

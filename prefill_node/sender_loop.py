@@ -19,7 +19,7 @@ from prefill_node import sender_events as protocol
 from prefill_node.sender import Sender
 from prefill_node.sender_events import SenderSettings, SentStats
 from transfer.control.base import ControlClient
-from transfer.errors import RemoteProtocolError, TransferError
+from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.kernels.digest import digest
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import Span
@@ -180,9 +180,7 @@ class SenderLoop:
             case protocol.StartWrite():
                 self._write(action)
             case protocol.Decline():
-                if (peer := self._peers.get(action.session)) is not None:
-                    handle = peer.session.decline(action.key)
-                    self._driver.watch(peer.session, handle, lambda _, error: None)
+                self._decline(action)
             case protocol.SourceReleased():
                 self._owner.on_source_released(action.request_id)
             case protocol.PieceReleased():
@@ -244,6 +242,17 @@ class SenderLoop:
 
         self._lane.submit(work, done)
 
+    def _decline(self, action: protocol.Decline) -> None:
+        peer = self._peers.get(action.session)
+        if peer is None:
+            return
+        try:
+            handle = peer.session.decline(action.key)
+        except LocalProtocolError as error:
+            self.close_session(action.session, f"the decline cannot be made: {error}")
+            return
+        self._driver.watch(peer.session, handle, lambda _, error: None)
+
     def _write(self, action: protocol.StartWrite) -> None:
         peer = self._peers.get(action.session)
         if peer is None:
@@ -251,12 +260,17 @@ class SenderLoop:
         begin = action.slot * self._slot_bytes
         offset = action.grant.begin % peer.ring_capacity_bytes
         started = time.monotonic()
-        handle = peer.session.write(
-            self._memory,
-            ByteRange(begin=begin, end=begin + action.num_bytes),
-            ByteRange(begin=offset, end=offset + action.num_bytes),
-            action.key,
-        )
+        try:
+            handle = peer.session.write(
+                self._memory,
+                ByteRange(begin=begin, end=begin + action.num_bytes),
+                ByteRange(begin=offset, end=offset + action.num_bytes),
+                action.key,
+            )
+        except LocalProtocolError as error:
+            # What the peer said of its ring does not fit what its transport offered: its fault, and only its session's.
+            self.close_session(action.session, f"the write cannot be made: {error}")
+            return
 
         def done(_: object, error: TransferError | None) -> None:
             if error is not None:

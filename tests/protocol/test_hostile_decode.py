@@ -1,0 +1,99 @@
+"""A decode peer that says anything: it costs its own session at most, never another peer's transfers and never the rank."""
+
+from __future__ import annotations
+
+from prefill_node import sender_events as tx
+from prefill_node.sender import MAX_SPENT_KEYS
+from tests.protocol.machines import SenderHand, cells, messages, of_type
+from transfer.messages import ChunkReady
+from transfer.ring import grant_key
+
+
+def dropped(actions: list[tx.Action]) -> list[str]:
+    return [drop.reason for drop in of_type(actions, tx.MessageDropped)]
+
+
+def test_one_grant_for_two_chunks_is_taken_once() -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=8)
+    sender.compute(0)
+    sender.compute(1)
+    actions = sender.grant({0: cells(0, 2), 1: cells(0, 2)})
+    assert dropped(actions) == ["granted_twice"]
+    assert [gather.chunk.index for gather in of_type(actions, tx.StartGather)] == [0]
+    assert not of_type(sender.grant({1: cells(2, 4)}), tx.MessageDropped)  # the right one is still welcome
+
+
+def test_a_grant_that_is_being_written_is_never_declined_for_another_name() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    for actions in (sender.grant({0: cells(0, 2)}, request_id="nobody"), sender.reject(0, request_id="nobody")):
+        assert not of_type(actions, tx.Decline)
+        assert dropped(actions) == ["impossible_grant"]
+    assert messages(sender.written(0), ChunkReady)
+
+
+def test_a_grant_that_no_ring_can_give_is_not_declined() -> None:
+    sender = SenderHand(ring_cells=4)
+    sender.start(num_tokens=4)
+    assert not of_type(sender.grant({0: cells(3, 6)}, request_id="nobody"), tx.Decline)  # across the ring's end
+
+
+def test_endless_grants_for_nobody_end_the_session() -> None:
+    sender = SenderHand(ring_cells=MAX_SPENT_KEYS + 8)
+    sender.start(num_tokens=4)
+    for number in range(MAX_SPENT_KEYS):
+        assert of_type(sender.grant({0: cells(number, number + 1)}, request_id="nobody"), tx.Decline)
+    assert of_type(sender.grant({0: cells(MAX_SPENT_KEYS, MAX_SPENT_KEYS + 1)}, request_id="nobody"), tx.CloseSession)
+
+
+def test_a_declined_grant_is_not_taken_for_a_later_chunk() -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=4)
+    (decline,) = of_type(sender.grant({0: cells(0, 2)}, request_id="nobody"), tx.Decline)
+    assert decline.key == grant_key(0, 0)
+    assert dropped(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
+
+
+def test_a_peer_that_takes_nothing_over_leaves_a_slot_to_the_others() -> None:
+    sender = SenderHand(prefill_tp=1, decode_tp=2, num_slots=2)
+    sender.start(num_tokens=8)
+    for chunk in (0, 1):
+        sender.compute(chunk)
+    sender.grant({0: cells(0, 1)}, route=1)  # the second peer has a grant and no slot yet: it gets one
+    sender.grant({0: cells(0, 1), 1: cells(1, 2)}, route=0)
+    held = {piece.route.session for piece in sender.machine._slots if piece is not None}
+    assert held == {1, 2}
+
+
+def test_the_last_slot_waits_for_a_peer_that_has_grants_and_none() -> None:
+    sender = SenderHand(prefill_tp=1, decode_tp=2, num_slots=2)
+    sender.start(num_tokens=8)
+    sender.compute(0)
+    sender.grant({1: cells(0, 1)}, route=1)  # granted, not yet computed
+    assert len(of_type(sender.grant({0: cells(0, 1)}, route=0), tx.StartGather)) == 1
+    sender.start("second", num_tokens=4)
+    sender.compute(0, "second")
+    assert not of_type(sender.grant({0: cells(1, 2)}, "second", route=0), tx.StartGather)
+    (gather,) = of_type(sender.compute(1), tx.StartGather)
+    assert gather.route.decode_rank == 1
+
+
+def test_a_lone_peer_may_use_every_slot() -> None:
+    sender = SenderHand(num_slots=2)
+    sender.start(num_tokens=8)
+    sender.compute(0)
+    sender.compute(1)
+    assert len(of_type(sender.grant({0: cells(0, 2), 1: cells(2, 4)}), tx.StartGather)) == 2
+
+
+def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
+    sender = SenderHand(write_timeout_s=5.0)
+    sender.to_writing()
+    sender.written(0)
+    for now_s in (1.0, 2.0, 3.0, 4.0, 5.0):  # repeating the message does not start the time anew
+        assert not of_type(sender.tell(tx.Tick(), now_s=now_s), tx.CloseSession)
+    (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
+    assert "was not taken over for more than 5 s" in close.reason
+    sender.tell(tx.SessionLost(session=1, reason=close.reason))
+    assert sender.machine.num_slots_used == 0
