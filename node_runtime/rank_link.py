@@ -20,6 +20,10 @@ from transfer.control.base import Received
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.errors import LocalProtocolError
 
+SILENCE_MS = 10_000
+"""A rank's death is seen at once, by its process; silence only tells a frozen one. On a machine with more ranks than cores a
+rank can be silent for a second and be well, and to take it for lost costs the whole group its life."""
+
 
 class RankCodec:
     """Dataclasses to bytes and back.
@@ -113,7 +117,7 @@ class RankLink:
 
     def __init__(self, address: RankAddress, codec: RankCodec) -> None:
         self._codec = codec
-        self._client = ZmqControlClient(address.endpoint, session_id=address.token)
+        self._client = ZmqControlClient(address.endpoint, session_id=address.token, silence_ms=SILENCE_MS)
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[Any], None]) -> None:
         self._client.watch(loop, lambda payload: on_message(self._codec.decode(payload)))

@@ -142,14 +142,24 @@ class ZmqControlClient:
         address: `ControlServer.address` of the peer, as it came with the attach.
         session_id: Names this client; the server must have allowed it.
         context: ZeroMQ context to live in; the process's own by default.
+        silence_ms: Either end closes the connection when it has heard nothing of the other for that long.
 
     Raises:
         PeerUnreachable: The address is none that can be connected to.
     """
 
-    def __init__(self, address: str, *, session_id: int, context: zmq.Context[Any] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        session_id: int,
+        context: zmq.Context[Any] | None = None,
+        silence_ms: int = HEARTBEAT_TIMEOUT_MS,
+    ) -> None:
         routing_id = _routing_id(session_id)
         self._socket = _socket(context, zmq.DEALER, address)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         try:
