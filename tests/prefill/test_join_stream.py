@@ -1,0 +1,120 @@
+"""The stream by which a decode leader holds its join, over real gRPC: beats, drain, and the end of an old one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from node_runtime.daemon import Daemon, NodeState
+from prefill_node.joins import Joins
+from prefill_node.node import PrefillNode
+from prefill_node.rank_messages import AttachDecode, DecodeAttached
+from tests.runtime.instances import instance, prefill_config, until
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.client import open_channel
+from transfer.registry.convert import instance_to_proto
+
+LIFE = 5
+
+
+class Served:
+    """A prefill leader whose one rank attaches to whatever it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY))
+        self.node = PrefillNode(daemon, prefill_config(folder, server={"host": "127.0.0.1"}))
+        self.lost: list[str] = []
+        self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)))
+        self.node._life = cast(Any, SimpleNamespace(joins=self.joins, instance=instance(3)))
+        self.channel: grpc.aio.Channel
+
+    def _rank(self, message: object) -> None:
+        if isinstance(message, AttachDecode):
+            attached = DecodeAttached(join=message.join, incarnation=message.instance.incarnation, links=())
+            asyncio.get_running_loop().call_soon(self.joins.on_attached, 0, attached)
+
+    def join(self, **changes: Any) -> Any:
+        question = {"decode": instance_to_proto(instance(LIFE)), "decode_address": "decode:1", "rank_addresses": ["rank:1"]}
+        return pb_grpc.PrefillControlStub(self.channel).Join(pb.JoinRequest(**{**question, "heartbeat_s": 0.05, **changes}))
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    one = Served(tmp_path)
+    one.channel = open_channel(await one.node.open())
+    yield one
+    await one.channel.close()
+    await one.node.close()
+
+
+async def kind(call: Any) -> str:
+    async with asyncio.timeout(5):
+        event = await call.read()
+    return event.WhichOneof("event") if event is not grpc.aio.EOF else "end"
+
+
+async def test_a_join_beats_until_the_decode_leader_leaves(served: Served) -> None:
+    call = served.join()
+    assert [await kind(call) for _ in range(4)] == ["joined", "beat", "beat", "beat"]
+    assert served.joins.find(LIFE) is not None
+    call.cancel()
+    await until(lambda: served.lost)
+    assert served.lost == ["the decode leader has left"] and not list(served.joins)
+
+
+async def test_the_end_of_an_old_stream_does_not_end_the_join_that_replaced_it(served: Served) -> None:
+    old = served.join()
+    assert await kind(old) == "joined"
+    new = served.join()
+    assert await kind(new) == "joined"
+    with pytest.raises(grpc.aio.AioRpcError, match="joined again"):
+        while True:
+            await kind(old)
+    assert [await kind(new) for _ in range(4)] == ["beat"] * 4
+    assert served.joins.find(LIFE) is not None
+    new.cancel()
+
+
+async def test_a_drain_is_said_once_and_at_once_and_the_beats_go_on(served: Served) -> None:
+    call = served.join(heartbeat_s=2.0)
+    assert [await kind(call) for _ in range(2)] == ["joined", "beat"]
+    served.node._draining.set()
+    async with asyncio.timeout(1):
+        assert await kind(call) == "draining"
+    call.cancel()
+    refused = served.join()
+    with pytest.raises(grpc.aio.AioRpcError, match="the prefill node is draining"):
+        await kind(refused)
+
+
+async def test_a_long_join_keeps_nothing_for_each_beat(served: Served) -> None:
+    call = served.join(heartbeat_s=0.005)
+    for _ in range(20):
+        await kind(call)
+    (join,) = served.joins
+    assert len(join.lost._callbacks or ()) <= 1
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"heartbeat_s": 0.0}, "heartbeat_s is 0.0"),
+        ({"rank_addresses": ["a:1", "b:1"]}, "rank_addresses has 2 entries for 1 ranks"),
+        ({"decode": instance_to_proto(instance(LIFE, weights="other"))}, "model weights"),
+        ({"decode": pb.InstanceInfo()}, ""),
+    ],
+)
+async def test_a_bad_join_is_refused_in_one_line(served: Served, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await kind(served.join(**changes))
+    assert complaint in (refusal.value.details() or "")
+    assert refusal.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+    assert not list(served.joins)
