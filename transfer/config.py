@@ -7,8 +7,9 @@ A setting is named by its path, for example ``pool.page_size``. Its value comes 
 3. the YAML file,
 4. the default.
 
-A name that is no setting is refused in every source. All that is wrong is told at once, one line each: path, value, where it came
-from, what would be right. ``python -m transfer.config`` prints docs/configuration.md.
+A name that is no setting is refused in every source; only what Kubernetes sets for a Service is ignored. All that is wrong is
+told at once, one line each: path, value, where it came from, what would be right.
+``python -m transfer.config`` prints docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -374,6 +375,9 @@ def configuration_page() -> str:
         "",
         "A setting comes from the strongest source that has it: flags (`--set pool.page_size=32`), the environment",
         f"(`{ENVIRONMENT_PREFIX}POOL__PAGE_SIZE=32`), the YAML file, the default. A name that is no setting is refused.",
+        "What Kubernetes sets for a Service named `kvferry` or `kvferry-NAME` is ignored",
+        f"(`{ENVIRONMENT_PREFIX}NAME_SERVICE_HOST`, `{ENVIRONMENT_PREFIX}NAME_PORT_7001_TCP` and the like), but not where NAME",
+        "begins with the name of a section below, such as `server`: give the pod `enableServiceLinks: false` then.",
         "Sizes are bytes, or text such as `64MiB` or `1GB`. `null` stands for no value.",
     ]
     common = dict(settings(NodeConfig))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -22,6 +23,15 @@ from transfer.errors import ConfigError
 
 _MAX_DEPTH: Final = 8  # deeper than any setting; an alias inside itself has no end
 
+_SERVICE_LINK: Final = re.compile(
+    r"(?:[A-Z0-9_]+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_[A-Z0-9_]+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+_SERVICE_ADDRESS: Final = re.compile(r"(?:[A-Z0-9_]+_)?PORT")  # its value is tcp://host:port; a plain number is no address
+"""What Kubernetes adds to the environment for each Service of a pod's namespace.
+
+Source: https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables.
+"""
+
 AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
 
 
@@ -37,30 +47,30 @@ def load_config(
 
     Args:
         file: YAML file.
-        environment: Variables of the process; those that do not begin with `ENVIRONMENT_PREFIX` are ignored.
+        environment: Variables of the process; those that do not begin with `ENVIRONMENT_PREFIX` are ignored, and those that
+            Kubernetes makes of a Service whose name begins so.
         flags: Values of the daemon's own flags by path; None means that the flag was not given.
         overrides: ``path=value`` texts of ``--set``; stronger than `flags`.
 
     Raises:
         ConfigError: Something is wrong; one line for each problem.
     """
-    problems: list[str] = []
-    tree: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    given = _Given(config_type)
+    problems, tree, sources = given.problems, given.tree, given.sources
     if file is not None:
         for path, value in _file_settings(file, problems):
-            _put(tree, path, value, sources, str(file), problems)
-    for path, value, source in _environment_settings(environment or {}):
-        _put(tree, path, value, sources, source, problems)
+            given.put(path, value, str(file))
+    for path, value, source in _environment_settings(environment or {}, given.sections):
+        given.put(path, value, source)
     for path, value in (flags or {}).items():
         if value is not None:
-            _put(tree, path, value, sources, "flag", problems)
+            given.put(path, value, "flag")
     for override in overrides:
         path, separator, text = override.partition("=")
         if not separator or not path:
             problems.append(f"--set {override}: it must be path=value, for example --set pool.page_size=32")
             continue
-        _put(tree, path.strip(), _text_value(text), sources, "--set", problems)
+        given.put(path.strip(), _text_value(text), "--set")
     _drop_empty_sections(config_type, tree)
     if not problems:
         try:
@@ -120,11 +130,18 @@ def _drop_empty_sections(section: type[BaseModel], tree: dict[str, Any]) -> None
                 _drop_empty_sections(inner, tree[name])
 
 
-def _environment_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
+def _environment_settings(environment: Mapping[str, str], sections: frozenset[str]) -> Iterator[tuple[str, object, str]]:
     for name, text in sorted(environment.items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
-            path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            yield path, _text_value(text), name
+        rest = name.removeprefix(ENVIRONMENT_PREFIX)
+        if rest != name and not _is_service_link(rest, text, sections):
+            yield rest.lower().replace("__", "."), _text_value(text), name
+
+
+def _is_service_link(name: str, text: str, sections: frozenset[str]) -> bool:
+    """Whether Kubernetes has made the variable, of a Service ``kvferry-NAME``; what may be a mistyped setting is none."""
+    if name.partition("_")[0].lower() in sections:
+        return False
+    return _SERVICE_LINK.fullmatch(name) is not None or (_SERVICE_ADDRESS.fullmatch(name) is not None and "://" in text)
 
 
 def _text_value(text: str) -> object:
@@ -133,19 +150,49 @@ def _text_value(text: str) -> object:
     return None if stripped.lower() in ("null", "none") else stripped
 
 
-def _put(tree: dict[str, Any], path: str, value: object, sources: dict[str, str], source: str, problems: list[str]) -> None:
-    *parents, name = path.split(".")
-    section = tree
-    for parent in parents:
-        inner = section.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            inner = section[parent] = {}
-        section = inner
-    if isinstance(section.get(name), dict) and section[name] and not isinstance(value, dict):
-        problems.append(f"{path} is {_shown(value)} (from {source}); it is a section, its settings are {path}.NAME")
-        return
-    section[name] = value
-    sources[path] = source
+class _Given:
+    """What the sources give, the weakest first: the tree of values, and where each came from.
+
+    A path that is one value in one source and holds others in another is a problem: which of them is meant, nobody can say.
+    """
+
+    def __init__(self, config_type: type[NodeConfig]) -> None:
+        self.sections = frozenset(_sections(config_type))
+        self.tree: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def put(self, path: str, value: object, source: str) -> None:
+        *parents, name = path.split(".")
+        section = self.tree
+        for depth, parent in enumerate(parents, 1):
+            inner = section.get(parent)
+            if not isinstance(inner, dict):
+                above = ".".join(parents[:depth])
+                if inner is not None:  # null: a section whose settings are all commented out
+                    self._clash(above, inner, self.sources[above], inside=path, inside_source=source)
+                inner = section[parent] = {}
+            section = inner
+        if isinstance(section.get(name), dict) and section[name] and not isinstance(value, dict):
+            inside = next(other for other in self.sources if other.startswith(f"{path}."))
+            self._clash(path, value, source, inside=inside, inside_source=self.sources[inside])
+            return
+        section[name] = value
+        self.sources[path] = source
+
+    def _clash(self, path: str, value: object, source: str, *, inside: str, inside_source: str) -> None:
+        if path in self.sections:
+            self.problems.append(f"{path} is {_shown(value)} (from {source}); it is a section, its settings are {path}.NAME")
+        else:
+            self.problems.append(f"{inside} is no setting (from {inside_source}); {path} is none that has others inside")
+
+
+def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = section_type(field)
+        if inner is not None:
+            yield f"{prefix}{name}"
+            yield from _sections(inner, f"{prefix}{name}.")
 
 
 def _problem(config_type: type[NodeConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:

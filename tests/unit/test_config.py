@@ -182,6 +182,64 @@ def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> Non
     ]
 
 
+def test_a_section_that_is_one_value_in_one_source_is_told_when_another_sets_something_in_it(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "pool: 5\ntransport:\n  ucx: fast\n")
+    environment = {"KVFERRY_POOL__PAGE_SIZE": "2", "KVFERRY_POOL__ORDER": "HND", "KVFERRY_TRANSPORT__UCX__LANE": "net"}
+    assert refused(file=file, environment=environment) == [
+        f"pool is 5 (from {file}); it is a section, its settings are pool.NAME",
+        f"transport.ucx is fast (from {file}); it is a section, its settings are transport.ucx.NAME",
+    ]
+    assert refused(environment={"KVFERRY_POOL__PAGE_SIZE": "2"}, overrides=["pool=5"]) == [
+        "pool is 5 (from --set); it is a section, its settings are pool.NAME"
+    ]
+
+
+def test_a_setting_has_none_inside(tmp_path: Path) -> None:
+    line = "pool.page_size.x is no setting (from {}); pool.page_size is none that has others inside"
+    file = yaml_file(tmp_path, "pool:\n  page_size:\n    x: 1\n")
+    assert refused(file=file, overrides=["pool.page_size=4"]) == [line.format(file)]
+    assert refused(overrides=["pool.page_size=4", "pool.page_size.x=1"]) == [line.format("--set")]
+
+
+SERVICE_LINKS = {
+    f"KVFERRY_{name}": text
+    for service in ("", "PREFILL_", "PREFILL_TIER_2_")
+    for name, text in {
+        f"{service}SERVICE_HOST": "10.0.0.1",
+        f"{service}SERVICE_PORT": "7001",
+        f"{service}SERVICE_PORT_GRPC": "7001",
+        f"{service}PORT": "tcp://10.0.0.1:7001",
+        f"{service}PORT_7001_TCP": "tcp://10.0.0.1:7001",
+        f"{service}PORT_7001_TCP_PROTO": "tcp",
+        f"{service}PORT_7001_TCP_PORT": "7001",
+        f"{service}PORT_7001_TCP_ADDR": "10.0.0.1",
+        f"{service}PORT_53_UDP": "udp://10.0.0.1:53",
+    }.items()
+}
+
+
+def test_what_kubernetes_sets_for_a_service_is_ignored() -> None:
+    config = load_config(DecodeNodeConfig, flags={"model": "m"}, environment=SERVICE_LINKS)
+    assert config == decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("KVFERRY_HTTP_PORT", "9000"),
+        ("KVFERRY_PORT", "7001"),
+        ("KVFERRY_SERVER_PORT", "tcp://10.0.0.1:7001"),
+        ("KVFERRY_SERVER_SERVICE_HOST", "10.0.0.1"),
+        ("KVFERRY_PREFILL_SERVICE_HOSTS", "10.0.0.1"),
+        ("KVFERRY_PREFILL_PORT_X_TCP", "tcp://10.0.0.1:7001"),
+        ("KVFERRY_PREFILL_NODES", "h:1"),
+    ],
+)
+def test_what_may_be_a_mistyped_setting_is_refused_also_if_it_is_like_kubernetes(name: str, text: str) -> None:
+    lines = refused(environment={name: text})
+    assert len(lines) == 1 and f"is no setting (from {name})" in lines[0]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
