@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, ControlClient, ControlServer, Received
+from transfer.control.base import MAX_PAYLOAD_BYTES, WATCH_BATCH, ControlClient, ControlServer, Received
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransportClosed
@@ -196,29 +196,6 @@ def test_a_second_claim_of_a_live_session_takes_nothing_over(channels: Channels)
     assert thief.receive() is None
 
 
-def test_a_full_queue_is_not_yet_and_bounded(channels: Channels) -> None:
-    server, client = joined(channels)
-    payload = bytes(16384)  # more than any socket buffer swallows, long before the bound
-    taken = 0
-    while taken < 20 * QUEUE_PAYLOADS and server.send(7, payload):
-        taken += 1
-    assert QUEUE_PAYLOADS // 2 <= taken < 20 * QUEUE_PAYLOADS
-    assert server.num_unsent == 1
-    assert len(payloads_of(client, taken)) == taken
-    until(lambda: server.send(7, b"room again"), "room again")
-
-
-def test_a_client_that_is_not_read_says_not_yet(channels: Channels) -> None:
-    server, client = joined(channels)
-    payload = bytes(16384)
-    taken = 0
-    while taken < 20 * QUEUE_PAYLOADS and client.send(payload):
-        taken += 1
-    assert QUEUE_PAYLOADS // 2 <= taken < 20 * QUEUE_PAYLOADS
-    assert client.num_unsent == 1
-    assert len(received_by(server, taken)) == taken
-
-
 def test_the_descriptor_wakes_a_poller(channels: Channels) -> None:
     server, client = joined(channels)
     server.drain(lambda _: None)
@@ -389,3 +366,45 @@ def test_watch_leaves_the_loop_its_turn(channels: Channels) -> None:
     seen, seen_at_first_turn = asyncio.run(run())
     assert seen == 2000
     assert 0 < seen_at_first_turn < 1000
+
+
+def test_a_stranger_who_floods_does_not_keep_the_loop(channels: Channels) -> None:
+    """Each payload that is dropped counts like one that is handed over."""
+    server = channels.open_server()
+    stranger = channels.open_client(server.address, 9)
+
+    async def run() -> tuple[int, int]:
+        dropped_at_first_turn = -1
+
+        def first_turn() -> None:
+            nonlocal dropped_at_first_turn
+            dropped_at_first_turn = server.num_dropped
+
+        for _ in range(4 * WATCH_BATCH):
+            stranger.send(b"x")
+        await asyncio.sleep(0.2)
+        loop = asyncio.get_running_loop()
+        server.watch(loop, lambda _: pytest.fail("a stranger got through"))
+        loop.call_soon(first_turn)
+        deadline = time.monotonic() + DEADLINE_S
+        while server.num_dropped < 4 * WATCH_BATCH and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        server.close()
+        return server.num_dropped, dropped_at_first_turn
+
+    num_dropped, at_first_turn = asyncio.run(run())
+    assert num_dropped == 4 * WATCH_BATCH
+    assert at_first_turn <= WATCH_BATCH
+
+
+def test_one_receive_drops_at_most_a_batch(channels: Channels) -> None:
+    server, client = joined(channels)
+    stranger = channels.open_client(server.address, 9)
+    for _ in range(3 * WATCH_BATCH):
+        stranger.send(b"x")
+    until(server.has_pending, "something pending")
+    time.sleep(0.2)
+    assert server.receive() is None
+    assert 0 < server.num_dropped <= WATCH_BATCH
+    assert client.send(b"me too")
+    assert received_by(server, 1) == [Received(peer=7, payload=b"me too")]

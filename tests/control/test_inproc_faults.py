@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from transfer.control.base import QUEUE_PAYLOADS
 from transfer.control.inproc import Faults, InprocControlClient, InprocControlServer
 from transfer.errors import ConfigError
 
@@ -78,3 +79,23 @@ def test_faults_work_towards_the_client_too() -> None:
 def test_impossible_faults_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Faults(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_full_queue_is_not_yet_in_both_directions() -> None:
+    server = InprocControlServer()
+    server.allow(1)
+    client = InprocControlClient(server.address, session_id=1)
+    taken = 0
+    while taken < 2 * QUEUE_PAYLOADS and server.send(1, b"down"):
+        taken += 1
+    assert taken == QUEUE_PAYLOADS and server.num_unsent == 1
+    assert client.drain(lambda _: None) == taken
+    assert server.send(1, b"room again")
+    taken = 0
+    while taken < 2 * QUEUE_PAYLOADS and client.send(b"up"):
+        taken += 1
+    assert taken == QUEUE_PAYLOADS and client.num_unsent == 1
+    assert server.drain(lambda _: None) == taken
+    assert client.send(b"room again")
+    client.close()
+    server.close()

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from transfer.control.base import MAX_PAYLOAD_BYTES, Received
-from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH, Received
+from transfer.control.zmq_channel import HEARTBEAT_INTERVAL_MS, ZmqControlClient, ZmqControlServer
 from transfer.errors import ConfigError
 
 DEADLINE_S = 8.0
@@ -137,6 +137,7 @@ def test_a_frozen_peer_is_noticed(server: ZmqControlServer) -> None:
             assert time.monotonic() - begin < DEADLINE_S
             time.sleep(0.01)
         assert server.send(7, b"alive")
+        time.sleep(2 * HEARTBEAT_INTERVAL_MS / 1000)  # its first beat tells the server when to give it up
         os.kill(child.pid, signal.SIGSTOP)
         begin = time.monotonic()
         while server.send(7, b"?"):
@@ -208,3 +209,94 @@ def test_ipv6_is_served() -> None:
     wait_for(server, client, b"hello")
     client.close()
     server.close()
+
+
+def test_a_message_of_endless_parts_is_dropped_in_steps(server: ZmqControlServer) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as odd:
+        odd.setsockopt(zmq.LINGER, 0)
+        odd.setsockopt(zmq.ROUTING_ID, b"\x01" + (7).to_bytes(8, "big"))
+        odd.connect(server.address)
+        odd.send_multipart([b"part"] * (2 * WATCH_BATCH + 10))
+        odd.send(b"whole")
+        begin = time.monotonic()
+        while not server.has_pending():
+            assert time.monotonic() - begin < DEADLINE_S
+            time.sleep(0.01)
+        found = [server.receive() for _ in range(3)]
+    assert found == [None, None, Received(peer=7, payload=b"whole")]
+    assert server.num_dropped == 1
+
+
+PEER_THAT_FLOODS_AND_BREAKS_OFF = """
+import socket, struct, time
+
+GREETING = bytes([255]) + bytes(8) + bytes([0x7F, 3, 1]) + b"NULL".ljust(20, bytes(1)) + bytes(32)
+PING = bytes([4, 7, 4]) + b"PING" + bytes([0, 6])
+
+def flood(connection, kind):
+    'ZMTP 3.1 of a `kind` socket: many frames, and beats among them, more than a queue of thousands takes; then a reset.'
+    connection.sendall(GREETING)
+    seen = b""
+    while len(seen) < 64:
+        seen += connection.recv(64 - len(seen))
+    ready = bytes([5]) + b"READY" + bytes([11]) + b"Socket-Type" + struct.pack(">I", len(kind)) + kind
+    connection.sendall(bytes([4, len(ready)]) + ready)
+    connection.settimeout(1.0)
+    try:
+        for _ in range(500):
+            connection.sendall((bytes([0, 1]) + b"x") * 200 + PING)
+    except TimeoutError:
+        pass  # nobody takes more
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    time.sleep(1.0)  # several beats, with nobody reading
+"""
+
+FLOODED_SERVER = """
+from transfer.control.zmq_channel import ZmqControlServer
+server = ZmqControlServer("tcp://127.0.0.1:0")
+flood(socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))), b"DEALER")
+while server.has_pending():
+    server.receive()
+print("lives", server.num_dropped)
+"""
+
+FLOODED_CLIENT = """
+from transfer.control.zmq_channel import ZmqControlClient
+listener = socket.create_server(("127.0.0.1", 0))
+client = ZmqControlClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", session_id=7)
+flood(listener.accept()[0], b"ROUTER")
+print("lives", client.drain(lambda payload: None))
+"""
+
+
+@pytest.mark.parametrize("flooded", [FLOODED_SERVER, FLOODED_CLIENT], ids=["server", "client"])
+def test_a_flood_that_breaks_off_does_not_abort_the_process(flooded: str) -> None:
+    """libzmq 4.3.5 aborts where a connection breaks whose receive queue was full; so there is no such queue."""
+    code = PEER_THAT_FLOODS_AND_BREAKS_OFF + flooded
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout.split()[1]) > 2 * QUEUE_PAYLOADS
+
+
+def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer) -> None:
+    """The other end's network takes nothing more: a listener that never answers, a client whose process is stopped."""
+    payload = bytes(16384)  # more than any socket buffer swallows, long before the bound
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = ZmqControlClient(f"tcp://127.0.0.1:{deaf.getsockname()[1]}", session_id=7)
+        taken = 0
+        while taken < 2 * QUEUE_PAYLOADS and client.send(payload):
+            taken += 1
+        assert QUEUE_PAYLOADS // 2 <= taken < 2 * QUEUE_PAYLOADS and client.num_unsent == 1
+        client.close()
+    proxy = Proxy(port_of(server))
+    client = ZmqControlClient(proxy.address, session_id=7)
+    wait_for(server, client, b"hello")
+    proxy.is_silent = True
+    taken = 0
+    while taken < 4 * QUEUE_PAYLOADS and server.send(7, payload):
+        taken += 1
+    assert QUEUE_PAYLOADS // 2 <= taken < 4 * QUEUE_PAYLOADS and server.num_unsent >= 1
+    proxy.is_silent = False
+    client.close()
+    proxy.close()

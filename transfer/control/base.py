@@ -24,10 +24,10 @@ MAX_PAYLOAD_BYTES: Final = 1 << 20
 """Largest payload that a channel carries; a peer that sends more is cut off."""
 
 QUEUE_PAYLOADS: Final = 4096
-"""Payloads that may wait for one peer in either direction before `send()` says "not yet"."""
+"""Payloads to one peer that may wait to be sent before `send()` says "not yet"."""
 
 WATCH_BATCH: Final = 256
-"""Payloads handed over before a watched loop gets its turn."""
+"""Payloads handed over or dropped before a watched loop gets its turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +69,15 @@ class ControlServer(Protocol):
         ...
 
     def receive(self) -> Received | None:
-        """The next payload; None when nothing is there now."""
+        """The next payload; None when nothing is there now, or after `WATCH_BATCH` dropped ones (`has_pending()` tells)."""
         ...
 
     def drain(self, on_received: Callable[[Received], None]) -> int:
-        """Hand over everything that is there now; returns how many payloads that was."""
+        """Hand over what is there now, until `receive()` gives None; returns how many payloads that was."""
         ...
 
     def has_pending(self) -> bool:
-        """Whether `receive()` would find something now."""
+        """Whether anything is there for `receive()` to take or to drop."""
         ...
 
     def fileno(self) -> int: ...
@@ -137,7 +137,7 @@ class Waker:
 
     Args:
         fileno: Descriptor to watch.
-        take: Hands over the next payload; False when nothing is there.
+        take: Hands over, or drops, the next payload; False when nothing is there.
         has_pending: Whether `take` would find something.
     """
 

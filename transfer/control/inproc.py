@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from transfer.control.base import QUEUE_PAYLOADS, Received, Waker, checked_payload, checked_peer
+from transfer.control.base import QUEUE_PAYLOADS, WATCH_BATCH, Received, Waker, checked_payload, checked_peer
 from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
 
 
@@ -170,8 +170,9 @@ class InprocControlServer:
         return is_sent
 
     def receive(self) -> Received | None:
-        while (received := self._inbox.take()) is not None:
-            if received.peer in self._allowed:
+        for _ in range(WATCH_BATCH):
+            received = self._inbox.take()
+            if received is None or received.peer in self._allowed:
                 return received
             self._num_dropped += 1
         return None
@@ -191,10 +192,13 @@ class InprocControlServer:
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
         def take() -> bool:
-            received = self.receive()
+            received = self._inbox.take()
             if received is None:
                 return False
-            on_received(received)
+            if received.peer in self._allowed:
+                on_received(received)
+            else:
+                self._num_dropped += 1
             return True
 
         if self._waker is not None:

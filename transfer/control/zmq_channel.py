@@ -6,9 +6,17 @@
   that a client that reconnects must wait until the server has seen the old connection die, so it does: `RECONNECT_MS` is longer
   than both ends need to notice. A restarted process has another session id, and so is another peer.
 - ROUTER_MANDATORY is on: a send to a peer that is not there says so instead of vanishing.
-- ZMTP heartbeats notice a frozen or unreachable peer, and no queue is without a bound.
+- Clients beat, the server does not: a beat carries the time after which the server shall give the client up, so from the first
+  one on both ends notice a frozen or unreachable other. That only makes way for the same client's next connection; what ends a
+  session is its gRPC stream (see docs/protocol.md).
+- What is sent waits in a bounded queue; what has arrived does not. libzmq stops reading a connection whose receive queue is full,
+  and when that connection then breaks, the next beat, or a PING among the bytes read before, fails an assertion that aborts this
+  process (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue: the protocol bounds what it has in
+  flight. A stranger can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until the last has come:
+  docs/protocol.md says who must not reach this port.
+- Whatever is dropped is one step of a batch, so a stranger who floods the port slows the owner's loop but never keeps it.
 
-Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s (see docs/protocol.md for who reacts to what).
+Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
 """
 
 from __future__ import annotations
@@ -16,11 +24,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Final
 
 import zmq
 
-from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, Received, Waker, checked_payload, checked_peer
+from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH, Received, Waker, checked_payload, checked_peer
 from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
 
 HEARTBEAT_INTERVAL_MS: Final = 200
@@ -29,8 +38,45 @@ RECONNECT_MS: Final = 1000
 HANDSHAKE_MS: Final = 5000
 
 _ID_PREFIX: Final = b"\x01"
-_NUM_PARTS: Final = 2  # routing id, payload
 _ACCEPT_BACKLOG: Final = 1024
+
+
+class _Step(Enum):
+    """What taking one step found, where it was no payload."""
+
+    NOTHING = 0
+    DROPPED = 1
+
+
+class _Messages:
+    """Takes messages of exactly `num_parts` parts off a socket; others are dropped, a part a step, whatever their length."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, num_parts: int) -> None:
+        self._socket = socket
+        self._num_parts = num_parts
+        self._is_skipping = False
+        self.num_dropped = 0
+
+    def step(self) -> list[bytes] | _Step:
+        first = _receive_part(self._socket)
+        if first is None:
+            return _Step.NOTHING
+        if self._is_skipping:
+            self._is_skipping = self._has_more()
+            return _Step.DROPPED
+        parts = [first]
+        while len(parts) < self._num_parts and self._has_more():
+            part = _receive_part(self._socket)
+            assert part is not None  # a message's parts arrive together
+            parts.append(part)
+        self._is_skipping = self._has_more()
+        if self._is_skipping or len(parts) < self._num_parts:
+            self.num_dropped += 1
+            return _Step.DROPPED
+        return parts
+
+    def _has_more(self) -> bool:
+        return bool(self._socket.getsockopt(zmq.RCVMORE))
 
 
 class ZmqControlServer:
@@ -64,8 +110,9 @@ class ZmqControlServer:
             bound = f"tcp://{host}:{bound.rpartition(':')[2]}"
         self._address = bound
         self._fileno = int(self._socket.getsockopt(zmq.FD))
+        self._messages = _Messages(self._socket, num_parts=2)  # routing id, payload
         self._peers: dict[bytes, int] = {}
-        self._num_dropped = 0
+        self._num_strange = 0
         self._num_unsent = 0
         self._waker: Waker | None = None
 
@@ -75,7 +122,7 @@ class ZmqControlServer:
 
     @property
     def num_dropped(self) -> int:
-        return self._num_dropped
+        return self._num_strange + self._messages.num_dropped
 
     @property
     def num_unsent(self) -> int:
@@ -97,12 +144,23 @@ class ZmqControlServer:
         return is_sent
 
     def receive(self) -> Received | None:
-        while (parts := _receive(self._socket)) is not None:
-            peer = self._peers.get(parts[0])
-            if peer is not None and len(parts) == _NUM_PARTS:
-                return Received(peer=peer, payload=parts[1])
-            self._num_dropped += 1
+        for _ in range(WATCH_BATCH):
+            found = self._step()
+            if isinstance(found, Received):
+                return found
+            if found is _Step.NOTHING:
+                break
         return None
+
+    def _step(self) -> Received | _Step:
+        parts = self._messages.step()
+        if isinstance(parts, _Step):
+            return parts
+        peer = self._peers.get(parts[0])
+        if peer is None:
+            self._num_strange += 1
+            return _Step.DROPPED
+        return Received(peer=peer, payload=parts[1])
 
     def drain(self, on_received: Callable[[Received], None]) -> int:
         count = 0
@@ -119,11 +177,10 @@ class ZmqControlServer:
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Received], None]) -> None:
         def take() -> bool:
-            received = self.receive()
-            if received is None:
-                return False
-            on_received(received)
-            return True
+            found = self._step()
+            if isinstance(found, Received):
+                on_received(found)
+            return found is not _Step.NOTHING
 
         if self._waker is not None:
             self._waker.stop()
@@ -158,16 +215,18 @@ class ZmqControlClient:
     ) -> None:
         routing_id = _routing_id(session_id)
         self._socket = _socket(context, zmq.DEALER, address)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
+        self._socket.setsockopt(zmq.HEARTBEAT_TTL, silence_ms)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
             raise PeerUnreachable(f"control address is {address[:200]!r}; it cannot be connected to: {error.strerror}") from error
         self._fileno = int(self._socket.getsockopt(zmq.FD))
+        self._messages = _Messages(self._socket, num_parts=1)
         self._num_unsent = 0
         self._waker: Waker | None = None
 
@@ -183,9 +242,12 @@ class ZmqControlClient:
         return is_sent
 
     def receive(self) -> bytes | None:
-        while (parts := _receive(self._socket)) is not None:
-            if len(parts) == 1:
+        for _ in range(WATCH_BATCH):
+            parts = self._messages.step()
+            if not isinstance(parts, _Step):
                 return parts[0]
+            if parts is _Step.NOTHING:
+                break
         return None
 
     def drain(self, on_payload: Callable[[bytes], None]) -> int:
@@ -203,11 +265,10 @@ class ZmqControlClient:
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_payload: Callable[[bytes], None]) -> None:
         def take() -> bool:
-            payload = self.receive()
-            if payload is None:
-                return False
-            on_payload(payload)
-            return True
+            parts = self._messages.step()
+            if not isinstance(parts, _Step):
+                on_payload(parts[0])
+            return parts is not _Step.NOTHING
 
         if self._waker is not None:
             self._waker.stop()
@@ -223,11 +284,8 @@ def _socket(context: zmq.Context[Any] | None, kind: int, address: str) -> zmq.So
     socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_PAYLOADS)
-    socket.setsockopt(zmq.RCVHWM, QUEUE_PAYLOADS)
+    socket.setsockopt(zmq.RCVHWM, 0)  # no bound: see the module's docstring
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.IPV6, int("[" in address))  # off otherwise: it would turn 127.0.0.1 into ::ffff:127.0.0.1
     return socket
@@ -249,9 +307,9 @@ def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
     return True
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+def _receive_part(socket: zmq.Socket[bytes]) -> bytes | None:
     try:
-        return socket.recv_multipart(zmq.DONTWAIT)
+        return socket.recv(zmq.DONTWAIT)
     except zmq.Again:
         return None
     except zmq.ZMQError as error:
