@@ -80,6 +80,7 @@ class _Life:
             queue_timeout_s=config.limits.queue_timeout_s,
             broadcast=node.broadcast,
             reserve=node.reserve,
+            on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
         )
         self.joins = Joins(len(hellos), node.broadcast, self._on_join_lost)
@@ -179,6 +180,11 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
         if self._supervisor is not None:
             self._supervisor.broadcast(message)
 
+    def lose(self, reason: str) -> None:
+        """Give this life of the ranks up."""
+        if self._supervisor is not None:
+            self._supervisor.lose(reason)
+
     def _on_rank_message(self, rank: int, message: Any) -> None:
         life = self._life
         if life is None:
@@ -188,8 +194,8 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
                 life.requests.on_step_done(message)
             case StepFailed():
                 life.requests.on_step_failed(message)
-                if message.is_fatal and self._supervisor is not None:
-                    self._supervisor.lose(f"rank {rank}: {message.reason}")
+                if message.is_fatal:
+                    self.lose(f"rank {rank}: {message.reason}")
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
             case RequestSent():

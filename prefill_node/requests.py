@@ -87,6 +87,7 @@ class PrefillRequests:
         queue_timeout_s: How long one may.
         broadcast: Sends a message to every rank.
         reserve: Asks the decode leader for room; False is "not yet".
+        on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
         on_outcome: Called with "sent", "failed" or "aborted" for each request that ends.
     """
 
@@ -99,6 +100,7 @@ class PrefillRequests:
         queue_timeout_s: float,
         broadcast: Callable[[object], None],
         reserve: Callable[[Join, str], Awaitable[bool]],
+        on_broken: Callable[[str], None],
         on_outcome: Callable[[str], None],
     ) -> None:
         self._scheduler = scheduler
@@ -107,6 +109,7 @@ class PrefillRequests:
         self._queue_timeout_s = queue_timeout_s
         self._broadcast = broadcast
         self._reserve = reserve
+        self._on_broken = on_broken
         self._on_outcome = on_outcome
         self._requests: dict[str, Request] = {}
         self._steps: dict[int, RunStep] = {}
@@ -135,6 +138,7 @@ class PrefillRequests:
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(self._on_task_over)
 
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks: they are gone, or about to be."""
@@ -174,7 +178,7 @@ class PrefillRequests:
             deadline_s=now_s + self._queue_timeout_s,
         )
         self._requests[request_id] = request
-        self._scheduler.submit(request_id, len(token_ids))
+        self._scheduler.submit(request_id, len(token_ids), destination=join.number)
         self._wake.set()
         return request
 
@@ -262,6 +266,7 @@ class PrefillRequests:
         self._end(request, error)
         if self._scheduler.withdraw(request.request_id):
             del self._requests[request.request_id]  # it was still waiting: no rank knows of it
+            self._wake.set()  # if it was accepted, others may have waited behind it
         elif not request.is_aborted:
             request.is_aborted = True
             self._broadcast(AbortRequest(request_id=request.request_id, reason=str(error)))
@@ -282,6 +287,7 @@ class PrefillRequests:
         while True:
             self._wake.clear()
             self._expire()
+            self._start_accepted()
             self._ask_for_room()
             self._send_steps()
             timeout_s = RETRY_RESERVE_S if self._scheduler.num_waiting else None
@@ -290,6 +296,12 @@ class PrefillRequests:
                     await self._wake.wait()
             except TimeoutError:
                 pass  # time to ask again for room
+
+    def _on_task_over(self, task: asyncio.Task[None]) -> None:
+        """What nobody expected, such as a step that no message can carry, may not end the scheduling and nothing else."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("scheduling_broke", error=str(error), exc_info=error)
+            self._on_broken(f"requests cannot be scheduled any more: {error!r}")
 
     def _expire(self) -> None:
         now_s = time.monotonic()
@@ -301,7 +313,8 @@ class PrefillRequests:
         for request_id in self._scheduler.startable():
             request = self._requests[request_id]
             if request not in self._asking:
-                self._asking[request] = asyncio.get_running_loop().create_task(self._ask(request))
+                task = self._asking[request] = asyncio.get_running_loop().create_task(self._ask(request))
+                task.add_done_callback(self._on_task_over)
 
     async def _ask(self, request: Request) -> None:
         try:
@@ -313,15 +326,19 @@ class PrefillRequests:
             del self._asking[request]
         # Not yet; or given up meanwhile, of which the decode node has heard from its own call.
         if is_reserved and not request.is_over:
-            self._start(request)
+            self._scheduler.accept(request.request_id)
+            self._start_accepted()
             self._send_steps()
             self._wake.set()
+
+    def _start_accepted(self) -> None:
+        for request_id in self._scheduler.start_accepted():
+            self._start(self._requests[request_id])
 
     def _start(self, request: Request) -> None:
         request.started_s = time.monotonic()
         request.unsent = set(range(self._num_ranks))
         request.holding = set(range(self._num_ranks))
-        self._scheduler.start(request.request_id)
         self._broadcast(
             StartRequest(
                 request_id=request.request_id,

@@ -1,7 +1,7 @@
 """Which request a prefill node starts next, and which tokens its next step computes. Pure: no clock, no I/O.
 
-A request waits (pinning nothing), is started once this node's pool and the decode node have room for all of it, is computed
-chunk by chunk, and gives its pages back when every rank has gathered them.
+A request waits (pinning nothing), is accepted by the decode instance that it is for, is started once this node's pool has room
+for all of it as well, is computed chunk by chunk, and gives its pages back when every rank has gathered them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,20 @@ class StepItem:
 class _Request:
     num_tokens: int
     num_pages: int
+    destination: int
+    order: int  # of submission
+    is_overtaken: bool = False  # a younger one, for another destination, was started first
     computed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Room:
+    """What this node would have left, if all the requests for one destination that are named so far were started."""
+
+    pages: int
+    slots: int
+    has_named: bool = False
+    is_closed: bool = False
 
 
 class PrefillScheduler:
@@ -46,13 +59,16 @@ class PrefillScheduler:
         self._max_running = max_running
         self._free_pages = pool_pages
         self._pool_pages = pool_pages
+        self._num_submitted = 0
         self._waiting: dict[str, _Request] = {}
+        self._accepted: dict[str, _Request] = {}
         self._computing: dict[str, _Request] = {}
         self._sending: dict[str, _Request] = {}
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Not started, whether accepted or not."""
+        return len(self._waiting) + len(self._accepted)
 
     @property
     def num_running(self) -> int:
@@ -64,31 +80,69 @@ class PrefillScheduler:
     def can_ever_hold(self, num_tokens: int) -> bool:
         return self.pages_for(num_tokens) <= self._pool_pages
 
-    def submit(self, request_id: str, num_tokens: int) -> None:
-        """Put a request at the queue's end."""
-        if request_id in self._waiting or request_id in self._computing or request_id in self._sending:
+    def submit(self, request_id: str, num_tokens: int, *, destination: int) -> None:
+        """Put a request at the queue's end.
+
+        Args:
+            destination: Tells the decode instances apart; each has room, or has none, for itself.
+        """
+        if any(request_id in known for known in (self._waiting, self._accepted, self._computing, self._sending)):
             raise LocalProtocolError(f"request {request_id} submitted twice")
-        self._waiting[request_id] = _Request(num_tokens=num_tokens, num_pages=self.pages_for(num_tokens))
+        self._num_submitted += 1
+        self._waiting[request_id] = _Request(
+            num_tokens=num_tokens, num_pages=self.pages_for(num_tokens), destination=destination, order=self._num_submitted
+        )
 
     def startable(self) -> list[str]:
-        """Waiting requests that this node has room for, the oldest first.
+        """Waiting requests that the decode side is to be asked about, the oldest first.
 
-        A younger one is named only while the older ones before it fit as well: what waits for pages is not overtaken here. (One
-        that the decode side has no room for is: that side's room depends on where the request goes.)
+        They are those that this node has room for, counted for each destination by itself: whether a destination has room is not
+        known here, and one that has none must not use up, in this count, what the others could be started with. Within one
+        destination a younger request is named only while the older ones before it fit as well. A destination's oldest that does
+        not fit is named all the same once others have overtaken it: when it is accepted, the next pages are its own.
         """
-        room, slots, names = self._free_pages, self._max_running - self.num_running, []
+        pages = self._free_pages - sum(request.num_pages for request in self._accepted.values())
+        slots = self._max_running - self.num_running - len(self._accepted)
+        rooms: dict[int, _Room] = {}
+        names = []
         for request_id, request in self._waiting.items():
-            if request.num_pages > room or slots == 0:
-                break
-            room, slots = room - request.num_pages, slots - 1
-            names.append(request_id)
+            room = rooms.setdefault(request.destination, _Room(pages=pages, slots=slots))
+            if room.is_closed:
+                continue
+            room.is_closed = request.num_pages > room.pages or room.slots <= 0
+            if not room.is_closed:
+                room.pages, room.slots, room.has_named = room.pages - request.num_pages, room.slots - 1, True
+                names.append(request_id)
+            elif request.is_overtaken and not room.has_named and not self._accepted:
+                names.append(request_id)
         return names
 
-    def start(self, request_id: str) -> None:
-        """The decode side has reserved its room: take this side's pages."""
-        request = self._waiting.pop(request_id)
-        self._free_pages -= request.num_pages
-        self._computing[request_id] = request
+    def accept(self, request_id: str) -> None:
+        """The decode side has reserved its room; the request starts before any that is accepted later."""
+        self._accepted[request_id] = self._waiting.pop(request_id)
+
+    def start_accepted(self) -> list[str]:
+        """Take this side's pages for accepted requests, in their order, as far as there are pages; returns which have started.
+
+        Destinations are asked at the same time, so together they can accept more than this node has room for. The rest waits
+        for the pages of those that run, which need nothing more to come to their end.
+        """
+        started = []
+        for request_id, request in list(self._accepted.items()):
+            if request.num_pages > self._free_pages or self.num_running >= self._max_running:
+                break
+            self._free_pages -= request.num_pages
+            self._computing[request_id] = self._accepted.pop(request_id)
+            self._note_overtaken(request)
+            started.append(request_id)
+        return started
+
+    def _note_overtaken(self, started: _Request) -> None:
+        """Older requests for other destinations; the queue's order is by age."""
+        for request in self._waiting.values():
+            if request.order > started.order:
+                break
+            request.is_overtaken = request.is_overtaken or request.destination != started.destination
 
     def next_step(self) -> tuple[StepItem, ...]:
         """The next step's items, the oldest requests first; marks them as computed. Empty when there is nothing to compute."""
@@ -108,8 +162,8 @@ class PrefillScheduler:
         return tuple(items)
 
     def withdraw(self, request_id: str) -> bool:
-        """Compute no more of the request; True when it was still waiting and nothing is left of it."""
-        if self._waiting.pop(request_id, None) is not None:
+        """Compute no more of the request; True when it had not been started and nothing is left of it here."""
+        if self._waiting.pop(request_id, None) is not None or self._accepted.pop(request_id, None) is not None:
             return True
         if request_id in self._computing:
             self._sending[request_id] = self._computing.pop(request_id)

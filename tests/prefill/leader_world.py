@@ -56,6 +56,7 @@ class World:
         self.sent: list[object] = []
         self.steps: dict[int, RunStep] = {}
         self.outcomes: list[str] = []
+        self.broken: list[str] = []
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.asked: list[str] = []
         self.answers: dict[str, bool | TransferError | asyncio.Future[bool]] = {}
@@ -68,6 +69,7 @@ class World:
             queue_timeout_s=queue_timeout_s,
             broadcast=self._broadcast,
             reserve=self._reserve,
+            on_broken=self.broken.append,
             on_outcome=self.outcomes.append,
         )
         self.leader.start()
@@ -150,6 +152,7 @@ class World:
     # Judgement
 
     def assert_nothing_is_left(self) -> None:
+        assert not self.broken
         assert self.leader.num_in_flight == self.leader.num_queued == self.leader.num_running == 0
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         assert self.scheduler._free_pages == POOL_PAGES

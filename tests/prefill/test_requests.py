@@ -14,7 +14,7 @@ from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest
 from prefill_node.requests import FirstToken, Sent, Started
 from tests.prefill.leader_world import CHUNK, PAGE_SIZE, POOL_PAGES, World, new_join, turns
 from tests.runtime.instances import until
-from transfer.errors import EngineError, PeerUnreachable, StagingError, TransferAborted
+from transfer.errors import EngineError, LocalProtocolError, PeerUnreachable, StagingError, TransferAborted
 
 
 @pytest.fixture
@@ -141,6 +141,69 @@ async def test_a_refusal_that_comes_late_does_not_hit_the_next_request_of_that_i
     world.settle()
     world.assert_nothing_is_left()
     assert world.outcomes == ["aborted", "sent"]
+
+
+async def test_two_decode_nodes_that_accept_more_than_fits_are_served_one_after_the_other(world: World) -> None:
+    whole = POOL_PAGES * PAGE_SIZE
+    world.submit("a", whole)
+    second = world.submit("b", whole, join=new_join(6))
+    await turns()
+    assert world.asked == ["a", "b"], "both at once: neither waits for the other's answer"
+    assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["a"]
+    assert (world.leader.num_queued, world.leader.num_running) == (1, 1) and not told(second)
+    world.settle()
+    await turns()
+    assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["a", "b"]
+    assert world.asked == ["a", "b"], "its room at the decode node was kept, not asked for again"
+    world.settle()
+    assert world.outcomes == ["sent", "sent"] and world.scheduler.num_running == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline", "join"])
+async def test_an_accepted_request_that_is_not_started_in_time_tells_its_caller(world: World, end: str) -> None:
+    whole = POOL_PAGES * PAGE_SIZE
+    join = new_join(6)
+    world.submit("a", whole)
+    accepted = world.submit("b", whole, join=join)
+    await turns()
+    if end == "abort":
+        world.leader.abort("b", TransferAborted("gone"))
+    elif end == "deadline":
+        accepted.deadline_s = 0.0
+    else:
+        world.leader.abort_join(join, PeerUnreachable("it left"))
+    await until(lambda: accepted.is_over)
+    (error,) = told(accepted)
+    assert isinstance(error, TransferAborted | StagingError | PeerUnreachable), "with which the decode node gives its room back"
+    accepted.progress.put_nowait(error)
+    assert not any(isinstance(message, AbortRequest) for message in world.sent), "no rank knows of it"
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("where", ["the loop", "an answer"])
+async def test_scheduling_that_breaks_is_said_and_not_silent(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    world = World()
+
+    def too_large(message: object) -> None:
+        raise LocalProtocolError("payload has 2000000 bytes")
+
+    if where == "the loop":
+        monkeypatch.setattr(world.leader, "_ask_for_room", lambda: too_large(None))
+    else:
+        monkeypatch.setattr(world.leader, "_broadcast", too_large)
+    world.submit("a", 3)
+    await until(lambda: world.broken)
+    assert "payload has 2000000 bytes" in world.broken[0]
+    await world.close()
+
+
+async def test_an_end_on_request_is_no_failure(world: World) -> None:
+    world.answers["a"] = asyncio.get_running_loop().create_future()
+    world.submit("a", 3)
+    await turns()
+    await world.close()
+    assert not world.broken
 
 
 @pytest.mark.parametrize("stage", ["waiting", "computing", "computed", "sent by one"])

@@ -18,11 +18,20 @@ def scheduler(**changes: int) -> PrefillScheduler:
     return PrefillScheduler(**{**values, "max_running": RUNNING, **changes})
 
 
+def submit(one: PrefillScheduler, name: str, tokens: int, destination: int = 1) -> None:
+    one.submit(name, tokens, destination=destination)
+
+
+def start(one: PrefillScheduler, name: str) -> None:
+    one.accept(name)
+    assert one.start_accepted() == [name]
+
+
 def test_steps_end_on_the_chunk_grid_and_stay_within_the_budget() -> None:
     one = scheduler()
     for name, tokens in (("a", 19), ("b", 9)):
-        one.submit(name, tokens)
-        one.start(name)
+        submit(one, name, tokens)
+        start(one, name)
     assert one.next_step() == (
         StepItem(request_id="a", begin=0, end=8, is_last=False),
         StepItem(request_id="b", begin=0, end=8, is_last=False),
@@ -38,8 +47,8 @@ def test_steps_end_on_the_chunk_grid_and_stay_within_the_budget() -> None:
 def test_a_budget_below_a_chunk_still_computes_one_chunk() -> None:
     one = scheduler(max_step_tokens=1)
     for name in "ab":
-        one.submit(name, 8)
-        one.start(name)
+        submit(one, name, 8)
+        start(one, name)
     assert [item.request_id for item in one.next_step()] == ["a"]
     assert [item.request_id for item in one.next_step()] == ["b"]
 
@@ -47,17 +56,17 @@ def test_a_budget_below_a_chunk_still_computes_one_chunk() -> None:
 def test_what_does_not_fit_the_budget_is_not_overtaken() -> None:
     one = scheduler(max_step_tokens=10)
     for name, tokens in (("a", 8), ("b", 8), ("c", 1)):
-        one.submit(name, tokens)
-        one.start(name)
+        submit(one, name, tokens)
+        start(one, name)
     assert [item.request_id for item in one.next_step()] == ["a"], "c would fit beside a, but b is older"
 
 
 def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
     one = scheduler()
-    one.submit("running", 10 * PAGE_SIZE)
-    one.start("running")
-    one.submit("big", 3 * PAGE_SIZE)
-    one.submit("small", 1)
+    submit(one, "running", 10 * PAGE_SIZE)
+    start(one, "running")
+    submit(one, "big", 3 * PAGE_SIZE)
+    submit(one, "small", 1)
     assert one.startable() == []
     one.next_step()
     assert not one.withdraw("running")
@@ -68,33 +77,33 @@ def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
 def test_no_more_run_than_allowed() -> None:
     one = scheduler()
     for index in range(5):
-        one.submit(str(index), 1)
+        submit(one, str(index), 1)
     assert one.startable() == ["0", "1", "2"]
-    one.start("1")
+    start(one, "1")
     assert one.startable() == ["0", "2"]
     assert (one.num_waiting, one.num_running) == (4, 1)
 
 
 def test_a_request_submitted_twice_is_refused_wherever_it_stands() -> None:
     one = scheduler()
-    one.submit("a", 8)
+    submit(one, "a", 8)
     with pytest.raises(LocalProtocolError, match="a submitted twice"):
-        one.submit("a", 8)
-    one.start("a")
+        submit(one, "a", 8)
+    start(one, "a")
     with pytest.raises(LocalProtocolError, match="a submitted twice"):
-        one.submit("a", 8)
+        submit(one, "a", 8)
     one.next_step()
     with pytest.raises(LocalProtocolError, match="a submitted twice"):
-        one.submit("a", 8)
+        submit(one, "a", 8)
 
 
 def test_withdraw_says_whether_anything_is_left() -> None:
     one = scheduler()
-    one.submit("waiting", 8)
+    submit(one, "waiting", 8)
     assert one.withdraw("waiting")
     assert not one.withdraw("waiting"), "it is gone"
-    one.submit("computing", 16)
-    one.start("computing")
+    submit(one, "computing", 16)
+    start(one, "computing")
     one.next_step()
     assert not one.withdraw("computing")
     assert one.next_step() == (), "nothing more of it is computed"
@@ -104,8 +113,8 @@ def test_withdraw_says_whether_anything_is_left() -> None:
 
 def test_released_twice_or_pages_missing_is_noticed() -> None:
     one = scheduler()
-    one.submit("a", 8)
-    one.start("a")
+    submit(one, "a", 8)
+    start(one, "a")
     one.release("a")
     with pytest.raises(KeyError):
         one.release("a")
@@ -118,8 +127,80 @@ def test_released_twice_or_pages_missing_is_noticed() -> None:
 @given(num_tokens=st.integers(1, 100))
 def test_can_ever_hold_agrees_with_what_starts(num_tokens: int) -> None:
     one = scheduler()
-    one.submit("a", num_tokens)
+    submit(one, "a", num_tokens)
     assert one.can_ever_hold(num_tokens) == (one.startable() == ["a"])
+
+
+BIG, SMALL = 8 * PAGE_SIZE, 1
+
+
+def test_a_destination_without_room_does_not_hold_up_the_others() -> None:
+    one = scheduler()
+    for index in range(5):
+        submit(one, f"full-{index}", 4 * PAGE_SIZE, destination=1)
+    submit(one, "idle", 4 * PAGE_SIZE, destination=2)
+    assert one.startable() == ["full-0", "full-1", "full-2", "idle"]
+    start(one, "idle")
+    assert one.startable() == ["full-0", "full-1"]
+
+
+def test_more_than_fits_may_be_accepted_and_starts_when_pages_are_back() -> None:
+    one = scheduler()
+    submit(one, "a", BIG, destination=1)
+    submit(one, "b", BIG, destination=2)
+    submit(one, "c", SMALL, destination=3)
+    for name in one.startable():
+        one.accept(name)
+    assert one.start_accepted() == ["a"], "c would fit, but b was accepted before it"
+    assert (one.num_waiting, one.num_running) == (2, 1)
+    assert one.startable() == [] == one.start_accepted()
+    assert one.withdraw("b"), "it was never started"
+    assert one.start_accepted() == ["c"]
+    one.withdraw("a")
+    one.release("a")
+    one.withdraw("c")
+    one.release("c")
+    one.check_idle()
+
+
+def test_an_accepted_request_s_pages_are_nobody_else_s() -> None:
+    one = scheduler()
+    submit(one, "running", 6 * PAGE_SIZE)
+    start(one, "running")
+    submit(one, "accepted", BIG, destination=2)
+    one.accept("accepted")
+    submit(one, "small", SMALL, destination=1)
+    assert one.startable() == [], "6 pages are free, and all of them are waited for"
+
+
+def test_one_that_others_overtook_is_asked_for_and_is_next() -> None:
+    one = scheduler()
+    submit(one, "running", 6 * PAGE_SIZE)
+    start(one, "running")
+    submit(one, "big", BIG, destination=1)
+    submit(one, "same", SMALL, destination=1)
+    submit(one, "other", SMALL, destination=2)
+    assert one.startable() == ["other"], "nobody has overtaken it yet"
+    start(one, "other")
+    submit(one, "another", SMALL, destination=2)
+    assert one.startable() == ["big", "another"], "the decode side may have no room for the big one"
+    one.accept("big")
+    assert one.start_accepted() == [] == one.startable()
+    one.withdraw("running")
+    one.release("running")
+    assert one.start_accepted() == ["big"]
+
+
+def test_those_accepted_are_no_more_than_may_run() -> None:
+    one = scheduler()
+    for index in range(2 * RUNNING):
+        submit(one, str(index), SMALL, destination=index)
+    for name in one.startable():
+        one.accept(name)
+    assert one.start_accepted() == ["0", "1", "2"]
+    one.withdraw("1")
+    one.release("1")
+    assert one.start_accepted() == ["3"]
 
 
 class Life(RuleBasedStateMachine):
@@ -131,26 +212,38 @@ class Life(RuleBasedStateMachine):
         self.sizes: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         self.waiting: list[str] = []
+        self.destinations: dict[str, int] = {}
+        self.accepted: list[str] = []
         self.started: list[str] = []
         self.withdrawn: set[str] = set()
 
-    @rule(tokens=st.integers(1, POOL_PAGES * PAGE_SIZE))
-    def submit(self, tokens: int) -> None:
+    @rule(tokens=st.integers(1, POOL_PAGES * PAGE_SIZE), destination=st.integers(1, 3))
+    def submit(self, tokens: int, destination: int) -> None:
         name = f"r{len(self.sizes)}"
-        self.sizes[name], self.computed[name] = tokens, 0
-        self.one.submit(name, tokens)
+        self.sizes[name], self.computed[name], self.destinations[name] = tokens, 0, destination
+        self.one.submit(name, tokens, destination=destination)
         self.waiting.append(name)
 
     @rule(data=st.data())
-    def start_some(self, data: st.DataObject) -> None:
+    def accept_some(self, data: st.DataObject) -> None:
         """Also only some of those that may start, in any order: the decode side decides."""
         names = self.one.startable()
-        assert names == self.waiting[: len(names)]
+        for destination in range(1, 4):
+            queue = [name for name in self.waiting if self.destinations[name] == destination]
+            mine = [name for name in names if self.destinations[name] == destination]
+            assert mine == queue[: len(mine)], "no one overtakes another for the same destination"
         for name in data.draw(st.permutations(names)) if names else ():
             if data.draw(st.booleans()):
-                self.one.start(name)
+                self.one.accept(name)
                 self.waiting.remove(name)
-                self.started.append(name)
+                self.accepted.append(name)
+
+    @rule()
+    def start_accepted(self) -> None:
+        names = self.one.start_accepted()
+        assert names == self.accepted[: len(names)]
+        del self.accepted[: len(names)]
+        self.started += names
 
     @rule()
     def step(self) -> None:
@@ -163,14 +256,15 @@ class Life(RuleBasedStateMachine):
             self.computed[item.request_id] = item.end
             assert item.is_last == (item.end == self.sizes[item.request_id])
 
-    @precondition(lambda self: self.waiting or self.started)
+    @precondition(lambda self: self.waiting or self.accepted or self.started)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.waiting + self.started))
-        assert self.one.withdraw(name) == (name in self.waiting)
+        name = data.draw(st.sampled_from(self.waiting + self.accepted + self.started))
+        assert self.one.withdraw(name) == (name not in self.started)
         self.withdrawn.add(name)
-        if name in self.waiting:
-            self.waiting.remove(name)
+        for names in (self.waiting, self.accepted):
+            if name in names:
+                names.remove(name)
 
     @precondition(lambda self: self.releasable())
     @rule(data=st.data())
@@ -187,7 +281,7 @@ class Life(RuleBasedStateMachine):
         held = sum(self.one.pages_for(self.sizes[name]) for name in self.started)
         assert self.one._free_pages == POOL_PAGES - held >= 0
         assert self.one.num_running == len(self.started) <= RUNNING
-        assert self.one.num_waiting == len(self.waiting)
+        assert self.one.num_waiting == len(self.waiting) + len(self.accepted)
         self.one.check_idle()
 
 
