@@ -78,6 +78,7 @@ class _Life:
             broadcast=node.broadcast,
             observer=Observer(
                 on_outcome=node.metrics.request_ended,
+                on_queue_seconds=node.metrics.queue_seconds,
                 on_first_token=node.metrics.time_to_first_token,
                 on_token=node.metrics.time_per_output_token,
             ),

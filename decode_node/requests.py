@@ -108,11 +108,13 @@ class Observer:
 
     Args:
         on_outcome: "done", "failed", "aborted" or "refused".
+        on_queue_seconds: From acceptance until room was reserved, which the prefill node asks for when it is about to compute.
         on_first_token: Seconds from acceptance.
         on_token: Seconds since the token before.
     """
 
     on_outcome: Callable[[str], None]
+    on_queue_seconds: Callable[[float], None]
     on_first_token: Callable[[float], None]
     on_token: Callable[[float], None]
 
@@ -293,6 +295,7 @@ class DecodeRequests:
         if not self._admission.reserve(request_id, request.reserved_tokens):
             return False
         request.stage = _Stage.RECEIVING
+        self._observer.on_queue_seconds(time.monotonic() - request.accepted_s)
         request.holding = set(range(self._num_ranks))
         request.answering = set(range(self._num_ranks))
         request.receiving = set(range(self._num_ranks))

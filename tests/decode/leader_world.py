@@ -120,6 +120,7 @@ class World:
         self.sent: list[object] = []
         self.step: RunStep | None = None
         self.outcomes: list[str] = []
+        self.queue_seconds: list[float] = []
         self.first_tokens: list[float] = []
         self.accepted: list[Request] = []
         self.reserving: dict[str, asyncio.Task[bool]] = {}
@@ -134,7 +135,10 @@ class World:
             queue_timeout_s=queue_timeout_s,
             broadcast=self._broadcast,
             observer=Observer(
-                on_outcome=self.outcomes.append, on_first_token=self.first_tokens.append, on_token=lambda seconds: None
+                on_outcome=self.outcomes.append,
+                on_queue_seconds=self.queue_seconds.append,
+                on_first_token=self.first_tokens.append,
+                on_token=lambda seconds: None,
             ),
         )
 

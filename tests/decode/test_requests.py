@@ -161,6 +161,17 @@ async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     await drained(world)
 
 
+async def test_the_wait_for_room_is_observed_once_and_only_when_there_is_room(world: World) -> None:
+    await received(world, "a", num_tokens=20, new=4)
+    world.submit("b", 20, new=4)
+    await asyncio.sleep(0.05)
+    assert not await world.reserve("b")
+    assert len(world.queue_seconds) == 1, "b waits on"
+    await drained(world)
+    first_s, second_s = world.queue_seconds
+    assert 0 <= first_s < second_s and 0.04 <= second_s < 30
+
+
 async def test_no_room_is_not_yet_and_takes_nothing(world: World) -> None:
     await received(world, "a", num_tokens=20, new=4)
     world.submit("b", 20, new=4)
