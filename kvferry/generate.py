@@ -35,7 +35,7 @@ def make_request(
     for name, value, least, most in (
         ("--max-new-tokens", max_new_tokens, 1, 2**32 - 1),
         ("--top-k", top_k, 0, 2**32 - 1),
-        ("--seed", seed, 0, 2**64 - 1),
+        ("--seed", seed, 0, 2**63 - 1),
     ):
         if not least <= value <= most:
             raise ConfigError(f"{name} is {value}; it must be in [{least}, {most}]")

@@ -34,7 +34,7 @@ from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender_events import SentStats
 from prefill_node.worker import run_prefill_rank
 from transfer.chunk import ChunkPlan
-from transfer.config import PrefillNodeConfig
+from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance, check_compatible
 from transfer.metrics import NodeMetrics
@@ -240,8 +240,10 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         life = await self._life_or_end(context)
         try:
-            if not 0 < request.heartbeat_s <= 60:
-                raise ConfigError(f"heartbeat_s is {request.heartbeat_s}; it must be above 0 and at most 60")
+            if not MIN_HEARTBEAT_S <= request.heartbeat_s <= MAX_HEARTBEAT_S:
+                raise ConfigError(
+                    f"heartbeat_s is {request.heartbeat_s}; it must be in [{MIN_HEARTBEAT_S:g}, {MAX_HEARTBEAT_S:g}]"
+                )
             decode = instance_from_proto(request.decode)
             check_compatible(life.instance, decode)
             if len(request.rank_addresses) != decode.shard.num_ranks:

@@ -29,6 +29,10 @@ from transfer.ring import ALIGNMENT_BYTES
 
 ENVIRONMENT_PREFIX: Final = "KVFERRY_"
 
+MIN_HEARTBEAT_S: Final = 0.05
+MAX_HEARTBEAT_S: Final = 10.0
+"""Faster beats are load, and slower ones notice a dead peer too late; what a peer asks for is held to the same range."""
+
 EMBEDDED_ENGINE: Final = "embedded_engine.loading:load_engine"
 """The engine that comes with kvferry: a transformers model over the paged pool."""
 
@@ -266,7 +270,7 @@ class PrefillLimitsConfig(LimitsConfig):
 class HeartbeatConfig(_Section):
     """How a dead peer is noticed: three missed beats, on every stream."""
 
-    interval_s: Annotated[float, BeforeValidator(_no_bool), Field(ge=0.05, le=10)] = Field(
+    interval_s: Annotated[float, BeforeValidator(_no_bool), Field(ge=MIN_HEARTBEAT_S, le=MAX_HEARTBEAT_S)] = Field(
         default=0.5, description="Seconds between beats; a dead peer is noticed after 3 to 3.5 of them."
     )
 

@@ -19,6 +19,7 @@ from kvferry.__main__ import app
 from kvferry.demo_prompts import BUILT_IN, load_prompts
 from kvferry.generate import make_request, parse_token_ids
 from transfer.errors import ConfigError
+from transfer.registry.convert import sampling_from_proto
 
 
 def kvferry(*arguments: str) -> Result:
@@ -67,6 +68,7 @@ def test_help_is_light_and_quick() -> None:
         (("generate", "--target", "127.0.0.1:1", "hi", "--top-p", "1.5"), "--top-p is 1.5"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--top-k", "-1"), "--top-k is -1"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--seed", "-1"), "--seed is -1"),
+        (("generate", "--target", "127.0.0.1:1", "hi", "--seed", str(2**63)), f"--seed is {2**63}"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--max-new-tokens", "0"), "--max-new-tokens is 0"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--timeout", "0"), "--timeout is 0"),
         (("generate", "--target", "localhost", "hi"), "'localhost'"),
@@ -100,11 +102,12 @@ def test_token_ids_with_commas_and_spaces() -> None:
 
 def test_request_carries_every_option() -> None:
     request = make_request(
-        prompt=None, token_ids="5,6", max_new_tokens=9, temperature=0.5, top_p=0.75, top_k=4, seed=2**63, ignore_eos=True
+        prompt=None, token_ids="5,6", max_new_tokens=9, temperature=0.5, top_p=0.75, top_k=4, seed=2**63 - 1, ignore_eos=True
     )
     assert request.WhichOneof("input") == "token_ids" and list(request.token_ids.ids) == [5, 6]
     sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.75, 4, 2**63)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.75, 4, 2**63 - 1)
+    assert sampling_from_proto(sampling).seed == 2**63 - 1, "the nodes take what the command line takes"
     assert (request.max_new_tokens, request.ignore_eos) == (9, True)
 
 

@@ -95,7 +95,7 @@ async def test_a_drain_is_said_once_and_at_once_and_the_beats_go_on(served: Serv
 
 
 async def test_a_long_join_keeps_nothing_for_each_beat(served: Served) -> None:
-    call = served.join(heartbeat_s=0.005)
+    call = served.join(heartbeat_s=0.05)
     for _ in range(20):
         await kind(call)
     (join,) = served.joins
@@ -106,7 +106,10 @@ async def test_a_long_join_keeps_nothing_for_each_beat(served: Served) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"heartbeat_s": 0.0}, "heartbeat_s is 0.0"),
+        ({"heartbeat_s": 0.0}, "heartbeat_s is 0.0; it must be in [0.05, 10]"),
+        ({"heartbeat_s": 0.0499}, "heartbeat_s is 0.0499"),
+        ({"heartbeat_s": 10.1}, "heartbeat_s is 10.1"),
+        ({"heartbeat_s": float("nan")}, "heartbeat_s is nan"),
         ({"rank_addresses": ["a:1", "b:1"]}, "rank_addresses has 2 entries for 1 ranks"),
         ({"decode": instance_to_proto(instance(LIFE, weights="other"))}, "model weights"),
         ({"decode": pb.InstanceInfo()}, ""),
