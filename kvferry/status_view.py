@@ -73,6 +73,8 @@ def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
         "shard": _fields(instance.shard) | {"stage_layers": list(instance.shard.stage_layers)},
         "transport": instance.transport,
         "digest": instance.digest,
+        "protocol_versions": list(instance.protocol_versions),
+        "capabilities": list(instance.capabilities),
     }
     content["ranks"] = [_fields(rank) for rank in status.ranks]
     content["peers"] = [_fields(peer) | {"incarnation": f"{peer.incarnation:016x}"} for peer in status.peers]
@@ -111,6 +113,7 @@ def _head(status: pb.NodeStatus, address: str) -> Text:
             f"\nincarnation {status.instance.incarnation:016x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
             f"{shard.dtype}), transport {status.instance.transport}, model {status.instance.model_fingerprint}"
         )
+        text.append(f"\ncapabilities: {', '.join(status.instance.capabilities) or 'none'}")
     return text
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import transfer
 from transfer.config import EMBEDDED_ENGINE, NodeConfig, TransportConfig
 from transfer.errors import ConfigError
-from transfer.instance import Instance
+from transfer.instance import CAPABILITIES, Instance
 from transfer.kernels.digest import DIGEST_ALGORITHM
 from transfer.layout import KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSIONS
@@ -96,5 +96,6 @@ def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> I
         transport=transport.name,
         digest=DIGEST_ALGORITHM,
         protocol_versions=PROTOCOL_VERSIONS,
+        capabilities=CAPABILITIES,
         version=transfer.__version__,
     )

@@ -10,10 +10,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError
 from transfer.layout import KVLayout, Shard, named_differences, wire_dtype
+
+CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_release"})
+"""Optional abilities of this version.
+
+- layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
+- resend_once: a chunk whose bytes arrive broken is sent a second time.
+- selective_release: watermarks name released ranges above their position, which the writer may use again at once.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

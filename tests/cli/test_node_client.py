@@ -26,7 +26,12 @@ STATUS = pb.NodeStatus(
     role="decode",
     state="ready",
     uptime_s=3.5,
-    instance=pb.InstanceInfo(incarnation=255, shard=pb.ShardInfo(tp_size=2, page_size=32, order="NHD")),
+    instance=pb.InstanceInfo(
+        incarnation=255,
+        shard=pb.ShardInfo(tp_size=2, page_size=32, order="NHD"),
+        protocol_versions=[1],
+        capabilities=["layer_groups", "resend_once"],
+    ),
     ranks=[pb.RankStatus(rank=0, pid=7, pool_pages=10, ring_capacity=1 << 20, ring_live_bytes=1 << 19, requests=0)],
     peers=[pb.PeerStatus(address="h:1", state="lost", reason="[bold]it died[/bold]")],
     links=[pb.LinkStatus(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-4, bandwidth_bytes_per_s=2**31)],
@@ -194,6 +199,7 @@ async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None
         shown = capsys.readouterr().out
     for text in ("ready", "00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.0 GiB/s", "[bold]it died[/bold]"):
         assert text in shown
+    assert "capabilities: layer_groups, resend_once" in shown
 
 
 def test_status_as_json_has_zeros_and_hexadecimal_incarnations() -> None:
@@ -201,4 +207,6 @@ def test_status_as_json_has_zeros_and_hexadecimal_incarnations() -> None:
     assert content["instance"]["incarnation"] == "00000000000000ff" and content["instance"]["shard"]["tp_size"] == 2
     assert content["ranks"][0]["requests"] == 0 and content["queued_requests"] == 0
     assert content["links"][0]["lane"] == "ucx/shm"
+    assert content["instance"]["capabilities"] == ["layer_groups", "resend_once"]
+    assert content["instance"]["protocol_versions"] == [1]
     json.dumps(content)
