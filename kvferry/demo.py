@@ -66,8 +66,8 @@ class DemoOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.json_file is not None and not self.is_json_on_stdout and not self.json_file.absolute().parent.is_dir():
-            raise ConfigError(f"--json is {self.json_file}; its folder does not exist")
+        if self.json_file is not None and not self.is_json_on_stdout:
+            _check_writable(self.json_file)
 
     @property
     def is_json_on_stdout(self) -> bool:
@@ -81,6 +81,28 @@ class DemoOptions:
             decode=TierSpec(model=model, tp_size=self.decode_tp, page_size=self.decode_page_size, settings=limits),
             transport=self.transport,
         )
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse before a run of a minute what could not take its report; leaves nothing behind.
+
+    Raises:
+        ConfigError: The file cannot be opened for writing.
+    """
+    target = Path(os.path.realpath(file))
+    if os.path.exists(target) and not (target.is_file() or target.is_dir()):
+        return  # a pipe, say: opening it is heard at its other end
+    is_new = not os.path.exists(target)
+    try:
+        target.open("a").close()
+        if is_new:
+            target.unlink()
+    except OSError as error:
+        raise ConfigError(_unwritable(file, error)) from error
+
+
+def _unwritable(file: Path, error: OSError) -> str:
+    return f"--json is {file}; it cannot be written: {error.strerror or error}"
 
 
 async def run_demo(options: DemoOptions) -> int:
@@ -104,7 +126,11 @@ async def run_demo(options: DemoOptions) -> int:
         if options.is_json_on_stdout:
             sys.stdout.write(text)
         else:
-            options.json_file.write_text(text)
+            try:
+                options.json_file.write_text(text)
+            except OSError as error:  # the disk is full, say; that it can be written at all was checked before the run
+                print(f"kvferry demo: {_unwritable(options.json_file, error)}", file=sys.stderr)
+                return exit_codes.FAILED
     return exit_codes.OK if report.is_success else exit_codes.FAILED
 
 

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import transfer
-from kvferry import exit_codes
+from kvferry import demo, exit_codes
 from kvferry.__main__ import app
+from kvferry.demo import DemoOptions
 from kvferry.demo_prompts import BUILT_IN, load_prompts
 from kvferry.generate import make_request, parse_token_ids
 from transfer.errors import ConfigError
@@ -60,7 +62,10 @@ def test_help_is_light_and_quick() -> None:
         (("demo", "--max-new-tokens", "0"), "--max-new-tokens is 0"),
         (("demo", "--requests", "0"), "--requests is 0"),
         (("demo", "--prompts", "/nowhere/prompts.txt"), "/nowhere/prompts.txt"),
-        (("demo", "--json", "/nowhere/report.json"), "/nowhere/report.json"),
+        (("demo", "--json", "/nowhere/report.json"), "/nowhere/report.json; it cannot be written: No such file"),
+        (("demo", "--json", "/tmp"), "--json is /tmp; it cannot be written: Is a directory"),
+        (("demo", "--json", "/proc/report.json"), "--json is /proc/report.json; it cannot be written"),  # for root, too
+        (("demo", "--json", f"/tmp/{'x' * 300}"), "it cannot be written: File name too long"),
         (("generate", "--target", "127.0.0.1:1"), "either a prompt or --token-ids"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--token-ids", "1"), "either a prompt or --token-ids"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--temperature", "-1"), "--temperature is -1"),
@@ -91,6 +96,28 @@ def test_nobody_listens(arguments: tuple[str, ...], dead_address: str) -> None:
     assert result.exit_code == exit_codes.UNAVAILABLE
     assert result.stderr.count("\n") == 1 and dead_address in result.stderr
     assert time.monotonic() - begun_s < 5
+
+
+def test_a_report_file_is_neither_made_nor_changed_before_there_is_a_report(tmp_path: Path) -> None:
+    fresh, old, link = tmp_path / "fresh.json", tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("an earlier report")
+    link.symlink_to(tmp_path / "nothing.json")
+    for file in (fresh, old, link):
+        assert DemoOptions(json_file=file).json_file == file
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
+    assert link.is_symlink() and old.read_text() == "an earlier report"
+
+
+async def test_a_disk_that_is_full_at_the_end_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def good_run(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(to_json=dict, is_success=True)
+
+    monkeypatch.setattr(demo, "_run", good_run)
+    monkeypatch.setattr(demo, "print_report", lambda *_: None)
+    assert await demo.run_demo(DemoOptions(json_file=Path("/dev/full"))) == exit_codes.FAILED
+    assert capsys.readouterr().err == "kvferry demo: --json is /dev/full; it cannot be written: No space left on device\n"
 
 
 def test_token_ids_with_commas_and_spaces() -> None:
