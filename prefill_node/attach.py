@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -119,24 +120,23 @@ class DecodeSessions:
         return tuple(links)
 
     async def _open_session(self, peer: _Peer, decode_rank: int, address: str) -> Link:
-        client = TransferControlClient(address)
-        try:
+        with contextlib.ExitStack() as undo:
+            client = TransferControlClient(address)
+            undo.callback(self._close_client, client)
             answer, session = await self._attach(client)
-            if not self._is_open(peer):
-                session.close()
-                raise PeerUnreachable(f"the decode instance was closed while decode rank {decode_rank} at {address} attached")
-        except BaseException:
-            await client.close()
-            raise
-        number = answer.session_id
-        control = ZmqControlClient(answer.control_address, session_id=number)
-        watch = client.watch(
-            number,
-            ring_capacity_bytes=answer.ring_capacity_bytes,
-            heartbeat_s=answer.heartbeat_s,
-            on_watermark=lambda watermark: self._on_watermark(number, watermark),
-            on_lost=lambda reason: self._sender.close_session(number, f"decode rank {decode_rank} is lost: {reason}"),
-        )
+            undo.callback(session.close)
+            self._check_answer(peer, decode_rank, address, answer)
+            number = answer.session_id
+            control = ZmqControlClient(answer.control_address, session_id=number)
+            undo.callback(control.close)
+            watch = client.watch(
+                number,
+                ring_capacity_bytes=answer.ring_capacity_bytes,
+                heartbeat_s=answer.heartbeat_s,
+                on_watermark=lambda watermark: self._on_watermark(number, watermark),
+                on_lost=lambda reason: self._sender.close_session(number, f"decode rank {decode_rank} is lost: {reason}"),
+            )
+            undo.pop_all()  # from here on the session's end closes all of it
         self._open[number] = _Open(client=client, watch=watch, peer=peer, decode_rank=decode_rank)
         self._sender.driver.add(session)
         self._sender.open_session(
@@ -168,6 +168,25 @@ class DecodeSessions:
         peer.sessions[decode_rank] = number
         watch.report_link(link)
         return link
+
+    def _check_answer(self, peer: _Peer, decode_rank: int, address: str, answer: AttachResponse) -> None:
+        """Who answered must be who was asked for; another process can have been given the address since."""
+        found, wanted = answer.decode.incarnation, peer.instance.incarnation
+        if found != wanted:
+            raise PeerUnreachable(f"decode instance {found:#018x} answers at {address}, where {wanted:#018x} was to be attached")
+        if answer.decode_rank != decode_rank:
+            raise PeerUnreachable(
+                f"decode rank {answer.decode_rank} answers at {address}, where {decode_rank} was to be attached"
+            )
+        if answer.session_id in self._open:
+            raise PeerUnreachable(f"decode rank {decode_rank} at {address} gave a session's id for the second time")
+        if not self._is_open(peer):
+            raise PeerUnreachable(f"the decode instance was closed while decode rank {decode_rank} at {address} attached")
+
+    def _close_client(self, client: TransferControlClient) -> None:
+        closing = self._loop.create_task(client.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _attach(self, client: TransferControlClient) -> tuple[AttachResponse, Session]:
         offer = self._transport.offer()
@@ -212,9 +231,7 @@ class DecodeSessions:
             return
         self._past_acks += session.watch.num_acks
         session.watch.close()
-        closing = self._loop.create_task(session.client.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._close_client(session.client)
         log.info("session_closed", decode_rank=session.decode_rank, reason=reason)
         peer = session.peer
         if self._is_open(peer):

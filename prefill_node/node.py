@@ -28,6 +28,7 @@ from prefill_node.rank_messages import (
     RequestSent,
     StepDone,
     StepFailed,
+    check_step_fits,
 )
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler
@@ -84,16 +85,21 @@ class _Life:
             on_outcome=node.metrics.request_ended,
         )
         self.joins = Joins(len(hellos), node.broadcast, self._on_join_lost)
+        self._forget_address = node.forget_address
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
         log.warning("decode_instance_lost", address=join.address, reason=str(error))
         self.requests.abort_join(join, error)
+        if all(other.address != join.address for other in self.joins):
+            self._forget_address(join.address)
 
 
 class PrefillNode(pb_grpc.PrefillControlServicer):
     """A `node_runtime.daemon.Role` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: PrefillNodeConfig) -> None:
+        """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
+        check_step_fits(config)
         self.config = config
         self.metrics = NodeMetrics(role="prefill")
         self._daemon = daemon
@@ -101,6 +107,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
         self._server: RegistryServer | None = None
         self._supervisor: RankSupervisor | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._draining = asyncio.Event()
 
     # Role
@@ -171,8 +178,17 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             await self._server.set_serving(is_serving and not self._draining.is_set())
 
     async def _close_channels(self) -> None:
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
+        for address in list(self._channels):
+            self.forget_address(address)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def forget_address(self, address: str) -> None:
+        """No decode leader there is asked for room any more; calls that are under way end."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            closing = asyncio.ensure_future(channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     # Ranks
 
@@ -300,7 +316,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
                     case TransferError() as failure:
                         await end_with(context, failure)
         finally:
-            life.requests.abort(request.request_id, TransferAborted("the decode node gave the request up"))
+            life.requests.give_up(accepted, TransferAborted("the decode node gave the request up"))
 
     def _submit(self, life: _Life, request: pb.PrefillRequest) -> Request:
         token_ids = tuple(request.token_ids)

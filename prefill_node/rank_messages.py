@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
 from prefill_node.sender_events import SentStats
+from transfer.config import PrefillNodeConfig
+from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
+from transfer.errors import ConfigError
 from transfer.instance import Instance, Link
+
+TOKEN_BYTES = 5  # the most that MessagePack takes for a token id below 2**32
+PART_BYTES = 4 * 128 + 128  # a part of a step without its tokens: an id of 128 characters, and the names of the fields
 
 # Leader -> rank
 
@@ -151,3 +157,21 @@ CODEC = RankCodec(
     RankReport,
     RankShutdown,
 )
+
+
+def check_step_fits(config: PrefillNodeConfig) -> None:
+    """Every step must fit a message to the ranks.
+
+    Raises:
+        ConfigError: The largest step does not; the settings that make it so large are named.
+    """
+    limits, chunk_tokens = config.limits, config.chunk.chunk_tokens
+    tokens = max(limits.max_step_tokens, chunk_tokens)
+    parts = min(tokens, limits.max_running_requests)
+    step_bytes = TOKEN_BYTES * tokens + PART_BYTES * (parts + 1)
+    if step_bytes > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"limits.max_step_tokens is {limits.max_step_tokens}, limits.max_running_requests is {limits.max_running_requests} "
+            f"and chunk.chunk_tokens is {chunk_tokens}: a step can take {step_bytes} bytes, and a message to the ranks takes "
+            f"{MAX_PAYLOAD_BYTES}; lower them"
+        )

@@ -190,6 +190,11 @@ class PrefillRequests:
         self._fail(request, error)
         return True
 
+    def give_up(self, request: Request, error: TransferError) -> None:
+        """As `abort`, for one that `submit` returned: its id can be another request's by now. No-op once it is over."""
+        if not request.is_over:
+            self._fail(request, error)
+
     def abort_join(self, join: Join, error: TransferError) -> None:
         """The decode instance is gone, and so is every request for it."""
         for request in list(self._requests.values()):

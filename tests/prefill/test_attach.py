@@ -10,15 +10,18 @@ from typing import Any, cast
 
 import pytest
 
+from prefill_node import attach as attach_module
 from prefill_node.attach import DecodeSessions
 from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import instance, prefill_config, until
 from transfer.chunk import ChunkPlan
-from transfer.errors import LayoutError, PeerUnreachable
+from transfer.errors import LayoutError, PeerUnreachable, TransferError
 from transfer.instance import AttachRequest, AttachResponse
+from transfer.registry.client import TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
+from transfer.transport.base import Session
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 LIFE = 9
@@ -42,6 +45,7 @@ class Attaching:
         self.target = InprocTransport(self.hub)
         self.ring = self.target.register(StagingBuffer(num_bytes=4096).tensor)
         self.gate = asyncio.Event()
+        self.answer: dict[str, Any] = {}  # what it answers differently from what is right
         self.num_attaches = 0
         self.lost: list[tuple[int, int, str]] = []
         self.sessions = DecodeSessions(
@@ -60,17 +64,18 @@ class Attaching:
         self.num_attaches += 1
         await self.gate.wait()
         _, answer = self.target.accept(request.offer, self.ring)
-        return AttachResponse(
-            session_id=self.num_attaches,
-            decode=instance(LIFE),
-            decode_rank=0,
-            answer=answer,
-            ring_capacity_bytes=4096,
-            control_address="tcp://127.0.0.1:1",
-            heartbeat_s=0.2,
-            protocol_version=request.prefill.protocol_versions[-1],
-            probe_bytes=4096,
-        )
+        right: dict[str, Any] = {
+            "session_id": self.num_attaches,
+            "decode": instance(LIFE),
+            "decode_rank": 0,
+            "answer": answer,
+            "ring_capacity_bytes": 4096,
+            "control_address": "tcp://127.0.0.1:1",
+            "heartbeat_s": 0.2,
+            "protocol_version": request.prefill.protocol_versions[-1],
+            "probe_bytes": 4096,
+        }
+        return AttachResponse(**{**right, **self.answer})
 
 
 @asynccontextmanager
@@ -119,6 +124,48 @@ async def test_an_instance_that_attaches_again_is_not_ended_by_its_first_attempt
         with pytest.raises(PeerUnreachable):
             await second  # nobody listens there
         assert one.sessions.of(LIFE) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "complaint"),
+    [
+        (
+            {"decode": instance(LIFE + 1)},
+            PeerUnreachable,
+            "decode instance 0x000000000000000a answers at .*, where 0x0000000000000009 was to be attached",
+        ),
+        ({"decode_rank": 1}, PeerUnreachable, "decode rank 1 answers at .*, where 0 was to be attached"),
+        ({"control_address": "nonsense"}, TransferError, "nonsense"),
+    ],
+)
+async def test_an_answer_that_is_of_no_use_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], error: type[Exception], complaint: str
+) -> None:
+    closed: list[str] = []
+    sessions: list[Session] = []
+    close, complete = TransferControlClient.close, attach_module.DecodeSessions._attach
+
+    async def close_client(client: TransferControlClient) -> None:
+        await close(client)
+        closed.append("channel")
+
+    async def attach(self: DecodeSessions, client: TransferControlClient) -> tuple[AttachResponse, Session]:
+        response, session = await complete(self, client)
+        sessions.append(session)
+        monkeypatch.setattr(session, "close", lambda: closed.append("session"))
+        return response, session
+
+    monkeypatch.setattr(TransferControlClient, "close", close_client)
+    monkeypatch.setattr(DecodeSessions, "_attach", attach)
+    async with attaching(tmp_path) as one:
+        one.gate.set()
+        decode = instance(LIFE, tp_size=2)
+        one.answer = {"decode": decode, **answer}
+        with pytest.raises(error, match=complaint):
+            await one.sessions.open(decode, (one.address, one.address), join=1)
+        assert one.sessions.of(LIFE) == (None, {}) and not one.sessions._open
+        await until(lambda: len(closed) == 2, within_s=5.0)
+        assert sorted(closed) == ["channel", "session"] and len(sessions) == 1
 
 
 async def test_instances_that_do_not_fit_are_refused_before_anyone_is_called(tmp_path: Path) -> None:
