@@ -11,6 +11,9 @@ request once it has begun, but a destroyed worker moves nothing (5 ms; the conte
 Lanes: ``ucx/shm`` is cross-memory attach (one copy, memcpy speed) between processes of one host; it is taken only where the
 target has proven that it can read the writer's memory. ``ucx/net`` is everything else (RDMA between hosts, TCP).
 
+An address from a peer is checked for structure before UCX sees it (`ucx_address`), for UCX follows it unchecked and aborts the
+process where it is broken. A deliberately hostile one, right in structure and wrong in content, still reaches UCX's parser.
+
 Peer failure is always reported by UCX (endpoint error handling on). Off is no choice: UCX then aborts the *surviving* process
 when a cross-memory read fails because the writer was killed (seen: exit status 134, process_vm_readv: No such process).
 """
@@ -25,6 +28,7 @@ from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, Tr
 from transfer.transport.base import LocalMemory
 from transfer.transport.memory import Memory, memory_of
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
+from transfer.transport.ucx_address import AddressCheck
 from transfer.transport.ucx_library import (
     Ucx,
     allows_shared_memory,
@@ -57,6 +61,7 @@ class UcxOffer:
         fields = {
             "identity": ProcessIdentity.own().to_wire(),
             "address": self._worker.address.tobytes(),
+            "ucx": transport.ucx.version,
             "proof": self._proof.to_wire(),
             "shared_memory": transport.allows_shared_memory,
             "lane": transport.wanted_lane,
@@ -75,6 +80,7 @@ class UcxOffer:
         if lane not in (_SHM, _NET):
             raise ConfigError(f"field lane of the peer's answer is {lane[:32]!r}; expected {_SHM} or {_NET}")
         num_bytes = field_of(fields, "num_bytes", int)
+        self._transport.check_address(self._worker, address, field_of(fields, "ucx", str))
         session = self._transport.open_session(self._worker, address, lane, None)
         self._worker = None
         session.bound_writes(num_bytes)
@@ -140,8 +146,10 @@ class UcxTransport:
         fields = unpack_blob(blob, transport=self.name, version=_VERSION, role="offer")
         lane = self._choose_lane(fields)
         worker = self.create_worker(lane)
-        session = self.open_session(worker, field_of(fields, "address", bytes), lane, own)
-        answer = {"address": worker.address.tobytes(), "lane": lane, "num_bytes": own.num_bytes}
+        address = field_of(fields, "address", bytes)
+        self.check_address(worker, address, field_of(fields, "ucx", str))
+        session = self.open_session(worker, address, lane, own)
+        answer = {"address": worker.address.tobytes(), "ucx": self.ucx.version, "lane": lane, "num_bytes": own.num_bytes}
         return session, pack_blob(self.name, _VERSION, "answer", answer)
 
     def close(self) -> None:
@@ -170,6 +178,14 @@ class UcxTransport:
         except Exception as error:
             raise transport_error(error, "a UCX worker") from error
         return worker
+
+    def check_address(self, worker: Any, address: bytes, peer_version: str) -> None:
+        """Refuse what is no address of a UCX like the one that made `worker`'s.
+
+        Raises:
+            ConfigError: What is wrong, with the UCX versions of both ends.
+        """
+        AddressCheck(worker.address.tobytes()).check(address, peer=peer_version[:32], own=self.ucx.version)
 
     def open_session(self, worker: Any, address: bytes, lane: str, offered: Memory | None) -> UcxSession:
         """Connect `worker` to the peer's address.

@@ -23,6 +23,7 @@ class Ucx:
     def __init__(self, lib: ModuleType) -> None:
         self.Context, self.Worker, self.Address, self.Feature = lib.UCXContext, lib.UCXWorker, lib.UCXAddress, lib.Feature
         self.Tag = lib.UCXXTag
+        self.version = ".".join(str(part) for part in lib.get_ucx_version())
         self.Array = importlib.import_module("ucxx._lib.arr").Array
         self.any_tag, self.any_mask = lib.UCXXTag(0), lib.UCXXTagMask(0)
         self._canceling_size = _find_canceling_size()

@@ -1,0 +1,125 @@
+"""What a peer gives out as its UCX address is looked at before UCX, which would abort the process, sees it."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transfer.errors import ConfigError
+from transfer.transport.ucx import UcxTransport
+from transfer.transport.ucx_address import MAX_ADDRESS_BYTES, AddressCheck
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = "1.21.0"
+
+
+@pytest.fixture(scope="module")
+def address() -> bytes:
+    transport = UcxTransport()
+    own = transport.create_worker("offer").address.tobytes()
+    transport.close()
+    return bytes(own)
+
+
+def refuse(address: bytes, own: bytes, *, peer: str = VERSION) -> str:
+    with pytest.raises(ConfigError) as caught:
+        AddressCheck(own).check(address, peer=peer, own=VERSION)
+    return str(caught.value)
+
+
+def test_addresses_of_every_lane_pass(address: bytes) -> None:
+    transport = UcxTransport()
+    for purpose in ("offer", "shm", "net"):
+        AddressCheck(address).check(transport.create_worker(purpose).address.tobytes(), peer=VERSION, own=VERSION)
+    transport.close()
+
+
+@pytest.mark.parametrize("settings", [{"UCX_ADDRESS_VERSION": "v2"}, {"UCX_ADDRESS_DEBUG_INFO": "y"}])
+def test_the_walk_knows_ucxs_other_formats(settings: dict[str, str]) -> None:
+    code = (
+        "from transfer.transport.ucx import UcxTransport\n"
+        "from transfer.transport.ucx_address import AddressCheck\n"
+        "transport = UcxTransport()\n"
+        "workers = [transport.create_worker('offer') for _ in range(2)]\n"
+        "own, other = (worker.address.tobytes() for worker in workers)\n"
+        "AddressCheck(own).check(other, peer='1', own='1')\n"
+        "try: AddressCheck(own).check(other[:-1], peer='1', own='1')\n"
+        "except Exception as error: print(type(error).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "ConfigError", done.stderr
+
+
+def test_every_cut_and_every_addition_is_refused(address: bytes) -> None:
+    for length in range(len(address)):
+        refuse(address[:length], address)
+    assert "1 bytes behind its end" in refuse(address + b"\0", address)
+    assert str(MAX_ADDRESS_BYTES) in refuse(address + bytes(MAX_ADDRESS_BYTES), address)
+
+
+def test_random_bytes_are_refused(address: bytes) -> None:
+    rng = random.Random(1)
+    for length in (1, 2, 10, 100, len(address), 1000):
+        for _ in range(200):
+            refuse(rng.randbytes(length), address)
+            refuse(address[:1] + rng.randbytes(length), address)
+
+
+def test_another_format_is_refused_with_both_ucx_versions(address: bytes) -> None:
+    text = refuse(bytes([address[0] ^ 0x0F]) + address[1:], address, peer="1.12.0")
+    assert "1.12.0" in text and VERSION in text and "format version 15" in text
+
+
+def test_lengths_of_known_transports_hold_between_equal_versions_only(address: bytes) -> None:
+    """A longer address of one transport, rightly linked: only what the same library made for itself can tell."""
+    first = 1 + 8 + 2 + 2 + 16  # header, id, device without an address, checksum, attributes
+    assert address[first] & 0x3F == 8
+    longer = address[:first] + bytes([address[first] + 1]) + address[first + 1 : first + 9] + b"\0" + address[first + 9 :]
+    assert "it has 8" in refuse(longer, address)
+    AddressCheck(address).check(longer, peer="1.30.0", own=VERSION)
+
+
+def test_a_format_that_the_walk_does_not_know_is_left_to_ucx(address: bytes) -> None:
+    """Only its header is compared: a newer UCX must go on working."""
+    foreign = address[:9] + b"\1\2\3"
+    AddressCheck(foreign).check(address, peer=VERSION, own=VERSION)
+    refuse(b"\x0f" + address[1:], foreign)
+
+
+def test_broken_addresses_in_blobs_are_refused_and_the_process_lives() -> None:
+    """With the right checksum, from the peer's offer and from its answer."""
+    code = (
+        "import random, sys\n"
+        "import numpy as np\n"
+        "from transfer.errors import ConfigError\n"
+        "from transfer.transport.peer import pack_blob, unpack_blob\n"
+        "from transfer.transport.ucx import UcxTransport\n"
+        "writer, target = UcxTransport(), UcxTransport()\n"
+        "memory = target.register(np.zeros(4096, dtype=np.uint8))\n"
+        "rng, refused = random.Random(3), 0\n"
+        "def broken(blob, role, change):\n"
+        "    fields = unpack_blob(blob, transport='ucx', version=1, role=role)\n"
+        "    return pack_blob('ucx', 1, role, fields | {'address': change(fields['address'])})\n"
+        "changes = [lambda a: rng.randbytes(len(a)), lambda a: a[: len(a) // 2]]\n"
+        "changes += [lambda a: bytes([a[0] | 15]) + a[1:], lambda a: b'']\n"
+        "for change in changes:\n"
+        "    offer = writer.offer()\n"
+        "    try: target.accept(broken(offer.blob, 'offer', change), memory)\n"
+        "    except ConfigError: refused += 1\n"
+        "    session, answer = target.accept(offer.blob, memory)\n"
+        "    try: offer.complete(broken(answer, 'answer', change))\n"
+        "    except ConfigError: refused += 1\n"
+        "    session.close()\n"
+        "    offer.close()\n"
+        "print(refused)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "8"
