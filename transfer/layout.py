@@ -15,8 +15,15 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
+from typing import Final
 
 from transfer.errors import LayoutError
+
+MAX_LAYERS: Final = 4096
+MAX_KV_HEADS: Final = 65536
+MAX_RANKS: Final = 1024
+"""Bounds of what a peer may describe: far above every model and every instance, and `routes()` still takes seconds at most."""
 
 
 class DType(StrEnum):
@@ -94,8 +101,8 @@ class LayerSpec:
     window_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1:
-            raise LayoutError(f"num_kv_heads is {self.num_kv_heads}; it must be at least 1")
+        if not 1 <= self.num_kv_heads <= MAX_KV_HEADS:
+            raise LayoutError(f"num_kv_heads is {self.num_kv_heads}; it must be at least 1 and at most {MAX_KV_HEADS}")
         if self.k_head_dim < 1 or self.v_head_dim < 0:
             raise LayoutError(f"head dims are K {self.k_head_dim}, V {self.v_head_dim}; K must be positive and V not negative")
         if self.kind is LayerKind.MLA and (self.num_kv_heads != 1 or self.v_head_dim != 0):
@@ -121,6 +128,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         if not self.layers:
             raise LayoutError("layers is empty; a model has at least one layer")
+        if len(self.layers) > MAX_LAYERS:
+            raise LayoutError(f"layers has {len(self.layers)} entries; a model has at most {MAX_LAYERS}")
         object.__setattr__(self, "dtype", DType(self.dtype))
 
     @classmethod
@@ -128,8 +137,8 @@ class KVLayout:
         cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: DType, v_head_dim: int | None = None
     ) -> KVLayout:
         """The layout of a plain MHA or GQA model (Llama, Qwen3)."""
-        if num_layers < 1:
-            raise LayoutError(f"num_layers is {num_layers}; it must be at least 1")
+        if not 1 <= num_layers <= MAX_LAYERS:
+            raise LayoutError(f"num_layers is {num_layers}; it must be at least 1 and at most {MAX_LAYERS}")
         spec = LayerSpec(
             num_kv_heads=num_kv_heads, k_head_dim=head_dim, v_head_dim=head_dim if v_head_dim is None else v_head_dim
         )
@@ -201,6 +210,8 @@ class Shard:
                 raise LayoutError(f"{name}_size is {size}; it must be at least 1")
             if not 0 <= rank < size:
                 raise LayoutError(f"{name}_rank is {rank}; with {name}_size {size} it must be in [0, {size})")
+        if self.num_ranks > MAX_RANKS:
+            raise LayoutError(f"tp_size is {self.tp_size}, pp_size {self.pp_size}; an instance has at most {MAX_RANKS} ranks")
         if self.page_size < 1:
             raise LayoutError(f"page_size is {self.page_size}; it must be at least 1 token")
         if self.stage_layers is not None and len(self.stage_layers) != self.pp_size:
@@ -228,23 +239,34 @@ class Shard:
 
     def layers(self, layout: KVLayout) -> Span:
         """Global layers of this rank's stage. Without `stage_layers` the first stages take one more where it does not divide."""
+        return self.stages(layout)[self.pp_rank]
+
+    def stages(self, layout: KVLayout) -> tuple[Span, ...]:
+        """Global layers of every stage, see `layers()`.
+
+        Raises:
+            LayoutError: The stages do not make up the model.
+        """
+        if self.pp_size > layout.num_layers:
+            raise LayoutError(f"pp_size is {self.pp_size}; a model of {layout.num_layers} layers has at most as many stages")
         if self.stage_layers is not None:
-            if sum(self.stage_layers) != layout.num_layers:
-                raise LayoutError(
-                    f"stage_layers {self.stage_layers} add up to {sum(self.stage_layers)}; the model has {layout.num_layers}"
-                )
-            begin = sum(self.stage_layers[: self.pp_rank])
-            return Span(begin=begin, end=begin + self.stage_layers[self.pp_rank])
-        base, extra = divmod(layout.num_layers, self.pp_size)
-        begin = self.pp_rank * base + min(self.pp_rank, extra)
-        return Span(begin=begin, end=begin + base + (self.pp_rank < extra))
+            ends = tuple(accumulate(self.stage_layers))
+            if ends[-1] != layout.num_layers:
+                shown = ", ".join(map(str, self.stage_layers[:16])) + (", ..." if self.pp_size > 16 else "")
+                raise LayoutError(f"stage_layers ({shown}) add up to {ends[-1]}; the model has {layout.num_layers}")
+        else:
+            base, extra = divmod(layout.num_layers, self.pp_size)
+            ends = tuple(stage * base + min(stage, extra) for stage in range(1, self.pp_size + 1))
+        return tuple(Span(begin=begin, end=end) for begin, end in zip((0, *ends), ends, strict=False))
 
     def heads(self, num_kv_heads: int) -> Span:
         """Global KV heads of this rank. With more ranks than heads, consecutive ranks share one (divide, never modulo)."""
-        begin = self.tp_rank * num_kv_heads // self.tp_size
-        if self.tp_size > num_kv_heads:
-            return Span(begin=begin, end=begin + 1)
-        return Span(begin=begin, end=(self.tp_rank + 1) * num_kv_heads // self.tp_size)
+        return _heads_of(self.tp_rank, self.tp_size, num_kv_heads)
+
+
+def _heads_of(tp_rank: int, tp_size: int, num_heads: int) -> Span:
+    begin = tp_rank * num_heads // tp_size
+    return Span(begin=begin, end=begin + 1 if tp_size > num_heads else (tp_rank + 1) * num_heads // tp_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +307,11 @@ def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]
         prefill, decode: The cuts; their own rank numbers do not matter.
     """
     found: list[Route] = []
+    wanted, held = decode.stages(layout), prefill.stages(layout)
     for decode_rank in range(decode.num_ranks):
         target = decode.at(decode_rank)
-        for stage in range(prefill.pp_size):
-            common = target.layers(layout).intersect(prefill.at(stage * prefill.tp_size).layers(layout))
+        for stage, held_layers in enumerate(held):
+            common = wanted[target.pp_rank].intersect(held_layers)
             for layers in _runs_of_equal_heads(layout, common):
                 num_heads = layout.layers[layers.begin].num_kv_heads
                 for prefill_rank, heads in _sources(num_heads, prefill, stage, target):
@@ -312,14 +335,12 @@ def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[
     """The prefill ranks of one stage that cover the target's heads, one replica per head."""
     wanted = target.heads(num_heads)
     holders: dict[int, list[int]] = {}
-    for tp_rank in range(prefill.tp_size):
-        rank = stage * prefill.tp_size + tp_rank
-        held = prefill.at(rank).heads(num_heads)
-        if len(held.intersect(wanted)):
-            holders.setdefault(held.begin, []).append(rank)
+    for tp_rank in _ranks_with(wanted, prefill.tp_size, num_heads):
+        first_head = _heads_of(tp_rank, prefill.tp_size, num_heads).begin
+        holders.setdefault(first_head, []).append(stage * prefill.tp_size + tp_rank)
     sources: list[tuple[int, HeadSlice]] = []
     for replicas in holders.values():
-        held = prefill.at(replicas[0]).heads(num_heads)
+        held = _heads_of(replicas[0] % prefill.tp_size, prefill.tp_size, num_heads)
         part = held.intersect(wanted)
         # The decode ranks that want one head are consecutive; spreading them proportionally over its replicas keeps the load
         # within one of even, and joins equal cuts rank by rank.
@@ -329,6 +350,14 @@ def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[
             (rank, HeadSlice(source_start=part.begin - held.begin, target_start=part.begin - wanted.begin, count=len(part)))
         )
     return sources
+
+
+def _ranks_with(heads: Span, tp_size: int, num_heads: int) -> range:
+    """The TP ranks that hold any of `heads`, which are not empty."""
+    end = -(-heads.end * tp_size // num_heads)
+    if tp_size > num_heads:
+        return range(-(-heads.begin * tp_size // num_heads), end)
+    return range(-(-(heads.begin + 1) * tp_size // num_heads) - 1, end)
 
 
 def _sharers(num_heads: int, head: int, target: Shard) -> Span:

@@ -31,7 +31,7 @@ specs = st.one_of(
         window_tokens=st.integers(1, 4096),
     ),
 )
-layouts = st.builds(KVLayout, layers=st.lists(specs, min_size=1, max_size=12).map(tuple), dtype=st.sampled_from(DType))
+layouts = st.builds(KVLayout, layers=st.lists(specs, min_size=4, max_size=12).map(tuple), dtype=st.sampled_from(DType))
 shards = st.builds(
     Shard,
     tp_size=st.integers(1, 8),
@@ -189,6 +189,10 @@ def _set(path: str, value: Any) -> Callable[[pb.InstanceInfo], None]:
         (_set("shard.dtype", ""), "shard.dtype is ''"),
         (_set("shard.order", "XYZ"), "shard.order is 'XYZ'; known here: NHD, HND"),
         (_set("transport", ""), "transport is empty"),
+        (_set("layout.runs.0.num_layers", 4097), "runs have 4097 layers"),
+        (_set("layout.runs.0.num_kv_heads", 2**32 - 1), "num_kv_heads is 4294967295"),
+        (_set("shard.tp_size", 1025), "tp_size is 1025, pp_size 1; an instance has at most 1024 ranks"),
+        (_set("shard.pp_size", 9), "pp_size is 9; a model of 8 layers"),
         (lambda info: info.shard.stage_layers.extend([8, 8]), "stage_layers has 2 entries"),
         (lambda info: info.shard.stage_layers.append(7), "add up to 7"),
         (lambda info: info.ClearField("protocol_versions"), "protocol_versions"),

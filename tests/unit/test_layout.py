@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -46,7 +47,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
 
 @st.composite
 def shards(draw: st.DrawFn, layout: KVLayout, max_tp: int = 16) -> Shard:
-    pp_size = draw(st.integers(1, 4))
+    pp_size = draw(st.integers(1, min(4, layout.num_layers)))
     stages = None
     if draw(st.booleans()):
         cuts = sorted(draw(st.lists(st.integers(0, layout.num_layers), min_size=pp_size - 1, max_size=pp_size - 1)))
@@ -193,7 +194,7 @@ def test_wire_buffers_are_contiguous_and_exact(data: st.DataObject, layout: KVLa
     tokens = Span(begin=begin, end=data.draw(st.integers(begin + 1, num_tokens)))
     first = data.draw(st.integers(0, layout.num_layers))
     layers = Span(begin=first, end=data.draw(st.integers(first, layout.num_layers)))
-    for route in routes(layout, Shard(tp_size=2, pp_size=2), Shard(tp_size=3)):
+    for route in routes(layout, Shard(tp_size=2, pp_size=min(2, layout.num_layers)), Shard(tp_size=3)):
         arguments = {"tokens": tokens, "layers": layers, "num_tokens": num_tokens, "dtype": DType.FLOAT16}
         buffers = wire_buffers(layout, route, **arguments)
         position = 0
@@ -373,6 +374,11 @@ def test_ranks_are_stage_major() -> None:
         (lambda: KVLayout.uniform(num_layers=0, num_kv_heads=1, head_dim=1, dtype=DType.INT8), "num_layers is 0"),
         (lambda: Shard(tp_size=0), "tp_size is 0"),
         (lambda: Shard(pp_size=0), "pp_size is 0"),
+        (lambda: Shard(tp_size=513, pp_size=2), "tp_size is 513, pp_size 2; an instance has at most 1024 ranks"),
+        (lambda: Shard(pp_size=5).layers(KVLayout(layers=(MHA,) * 4, dtype=DType.INT8)), "pp_size is 5; a model of 4 layers"),
+        (lambda: KVLayout(layers=(MHA,) * 4097, dtype=DType.INT8), "layers has 4097 entries"),
+        (lambda: KVLayout.uniform(num_layers=10**9, num_kv_heads=1, head_dim=1, dtype=DType.INT8), "num_layers is 1000000000"),
+        (lambda: LayerSpec(num_kv_heads=65537, k_head_dim=1, v_head_dim=1), "num_kv_heads is 65537"),
         (lambda: Shard(tp_size=2, tp_rank=2), "tp_rank is 2; with tp_size 2"),
         (lambda: Shard(pp_size=2, pp_rank=-1), "pp_rank is -1"),
         (lambda: Shard(page_size=0), "page_size is 0"),
@@ -395,3 +401,15 @@ def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="float63"):
         KVLayout(layers=(MHA,), dtype="float63")  # type: ignore[arg-type]
     assert KVLayout(layers=(MHA,), dtype="float16").dtype is DType.FLOAT16  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size", "num_layers"), [(1024, 1, 4096), (1, 1024, 4096), (32, 32, 32)])
+def test_the_largest_instance_is_routed_fast(tp_size: int, pp_size: int, num_layers: int) -> None:
+    """A peer chooses these numbers, and the loop that answers it does nothing else meanwhile."""
+    layout = KVLayout.uniform(num_layers=num_layers, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
+    last = num_layers - pp_size + 1
+    prefill = Shard(tp_size=tp_size, pp_size=pp_size, stage_layers=(1,) * (pp_size - 1) + (last,))
+    begin = time.process_time()
+    found = routes(layout, prefill, Shard(tp_size=8))
+    assert time.process_time() - begin < 0.5
+    assert sum(len(route.layers) * route.heads.count for route in found) == 8 * num_layers

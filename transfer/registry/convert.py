@@ -11,12 +11,10 @@ from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.layout import MAX_LAYERS, DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pb import kvferry_pb2 as pb
 from transfer.ring import MAX_PUBLISHED_RANGES, Grant, Watermark
 
-MAX_LAYERS: Final = 4096
-MAX_RANKS: Final = 65536
 _MAX_POSITION: Final = 1 << 63
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -248,9 +246,6 @@ def watermark_from_proto(ack: pb.WatermarkAck, *, ring_capacity_bytes: int) -> W
 
 
 def _shard_from_proto(info: pb.ShardInfo) -> Shard:
-    num_ranks = info.tp_size * info.pp_size
-    if num_ranks > MAX_RANKS:
-        raise LayoutError(f"shard.tp_size is {info.tp_size}, pp_size {info.pp_size}; an instance has at most {MAX_RANKS} ranks")
     return Shard(
         tp_size=info.tp_size,
         pp_size=info.pp_size,
