@@ -107,7 +107,7 @@ class DecodeWorker:
         engine = self._engine = await self._engine_lane.call(
             lambda: engine_loader(config)(config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         )
-        self._transport = open_transport(config.transport)
+        self._transport = open_transport(config.transport, host=config.server.host)
         self._instance = own_instance(engine, self._transport, incarnation=self._spec.incarnation)
         self._allocator = PageAllocator(engine.pool.num_pages)
         host, advertised = config.server.host, config.server.advertised_host

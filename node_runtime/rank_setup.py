@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import ipaddress
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -71,8 +73,12 @@ def preloaded_modules(config: NodeConfig) -> tuple[str, ...]:
     return ("embedded_engine.preload",) if config.engine == EMBEDDED_ENGINE else ()
 
 
-def open_transport(config: TransportConfig) -> Transport:
+def open_transport(config: TransportConfig, *, host: str) -> Transport:
     """The configured data plane.
+
+    Args:
+        host: What the node's ports bind. Where it is a loopback address, UCX opens its own ports on the loopback device only
+            (else on every device); UCX_NET_DEVICES in the environment is stronger.
 
     Raises:
         ConfigError: It cannot be had on this machine, or not between processes.
@@ -81,9 +87,18 @@ def open_transport(config: TransportConfig) -> Transport:
         case "ucx":
             from transfer.transport.ucx import UcxTransport  # loads a foreign library only where it is used
 
-            return UcxTransport(lane=config.ucx.lane)
+            is_local = is_loopback(host) and "UCX_NET_DEVICES" not in os.environ
+            return UcxTransport(lane=config.ucx.lane, options={"NET_DEVICES": "lo"} if is_local else None)
         case _:
             raise ConfigError(f"transport.name is {config.name}; a rank can only serve ucx")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is only reachable from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> Instance:

@@ -90,7 +90,7 @@ class PrefillWorker:
             lambda: engine_loader(self._config)(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         )
         self._engine = engine
-        transport = open_transport(self._config.transport)
+        transport = open_transport(self._config.transport, host=self._config.server.host)
         self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation)
         self._allocator = PageAllocator(engine.pool.num_pages)
         num_slots = self._config.staging.num_slots

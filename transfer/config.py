@@ -218,7 +218,13 @@ class TransportConfig(_Section):
 class ServerConfig(_Section):
     """Where this node listens."""
 
-    host: Host = Field(default="127.0.0.1", description="Address that every port of the node binds.")
+    host: Host = Field(
+        default="127.0.0.1",
+        description=(
+            "Address that every port of the node binds. The data plane's own ports are on the loopback device where this is a "
+            "loopback address, else on those of UCX_NET_DEVICES (default: all)."
+        ),
+    )
     port: Port = Field(default=0, description="Port of the public gRPC API; 0 takes a free one.")
     http_port: Port = Field(default=0, description="Port of /healthz, /readyz and /metrics; 0 takes a free one.")
     advertise_host: Host | None = Field(
