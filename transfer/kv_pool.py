@@ -21,14 +21,15 @@ BUFFER_ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multip
 TORCH_DTYPES = {dtype: getattr(torch, dtype.value) for dtype in DType}
 """torch's dtype for each `DType`."""
 
-_FLOAT8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
+_SATURATING = (torch.float16, torch.float8_e4m3fn)  # narrower in range than what is converted to them
 
 
 def convert(values: Tensor, dtype: DType) -> Tensor:
     """`values` as `dtype`, rounded to nearest even: the one conversion of kvferry, wherever a pool's dtype differs.
 
-    Values beyond float8's largest finite one (448) become that one, also where torch's own cast makes NaN of them (older
-    versions): one NaN poisons every later attention over its page. NaN stays NaN, with unspecified bits.
+    Values beyond the largest finite one of float16 (65504) or float8 (448), infinities too, become that one, where torch's own
+    cast makes infinities or NaN of them: one of those poisons every later attention over its page. NaN stays NaN, with
+    unspecified bits.
 
     Raises:
         LayoutError: To or from int8, which carries no scale here.
@@ -38,8 +39,9 @@ def convert(values: Tensor, dtype: DType) -> Tensor:
         return values
     if torch.int8 in (values.dtype, target):
         raise LayoutError(f"cannot convert {values.dtype} to {target}: int8 KV carries no scale here and is only copied")
-    if target is torch.float8_e4m3fn:
-        return values.float().clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(target)
+    if target in _SATURATING:
+        most = torch.finfo(target).max
+        return values.float().clamp(-most, most).to(target)
     return values.to(target)
 
 

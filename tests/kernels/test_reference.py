@@ -145,6 +145,14 @@ def filled(shard: Shard, truth: dict[tuple[int, bool], Tensor], tokens: int) -> 
     return pool, pages
 
 
+def test_float16_saturates() -> None:
+    values = torch.tensor([1e5, -1e9, 65504.0, 65519.0, 65520.0, float("inf"), float("-inf"), float("nan"), 0.0])
+    for source in (torch.float32, torch.bfloat16):
+        found = convert(values.to(source), DType.FLOAT16)
+        assert found[[0, 1, 5, 6]].tolist() == [65504.0, -65504.0, 65504.0, -65504.0]
+        assert found.isfinite().tolist() == [True] * 7 + [False, True] and found[7].isnan()
+
+
 def test_float8_saturates() -> None:
     values = torch.tensor([1e9, -1e9, 448.0, 449.0, float("inf"), float("nan"), 0.0])
     converted = convert(values, DType.FLOAT8_E4M3).float()

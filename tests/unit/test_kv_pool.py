@@ -164,3 +164,15 @@ def test_given_tensors_are_checked() -> None:
         adopt(LayerBuffers(k=good, v=torch.zeros(5, 3, 6, 2, dtype=torch.bfloat16).transpose(2, 3)))
     with pytest.raises(LayoutError, match="device meta"):
         adopt(LayerBuffers(k=good, v=good.to("meta")))
+
+
+@pytest.mark.parametrize("order", TokenOrder)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_what_float16_cannot_hold_is_stored_as_its_largest(source: torch.dtype, order: TokenOrder) -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=6, v_head_dim=0, dtype=DType.FLOAT16)
+    stored = PagedKVPool(layout=layout, shard=Shard(page_size=2, order=order), num_pages=1)
+    values = torch.tensor([1e5, -1e5, float("inf"), float("-inf"), float("nan"), 0.5], dtype=source).view(1, 1, 6)
+    stored.write(0, torch.tensor([1]), values, values[..., :0])
+    k, _ = stored.read(0, torch.tensor([1]))
+    assert k.view(-1)[:4].tolist() == [65504.0, -65504.0, 65504.0, -65504.0]
+    assert k.view(-1)[4].isnan() and k.view(-1)[5] == 0.5

@@ -62,7 +62,7 @@ def _widened(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Tri
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _narrowed(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 as elements of KIND, rounded to nearest even; float8 saturates, NaN stays NaN."""
+    """float32 as elements of KIND, rounded to nearest even; float16 and float8 saturate, NaN stays NaN."""
     bits = values.to(tl.uint32, bitcast=True)
     if KIND == "bfloat16":
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -76,7 +76,8 @@ def _narrowed(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         rounded = tl.where(magnitude > 0x43E00000, 0x7E, rounded)  # above 448
         result = (tl.where(magnitude > 0x7F800000, 0x7F, rounded) | sign).to(tl.uint8)
     elif KIND == "float16":
-        result = values.to(tl.float16)
+        beyond = tl.where(values < 0, -65504.0, 65504.0)
+        result = tl.where(tl.abs(values) > 65504.0, beyond, values).to(tl.float16)
     else:
         result = values
     return result
