@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class RankGroup:
     def start(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[int, int], None]) -> None:
         """Start all ranks; `on_exit(rank, exit code)` is called on `loop` for each that ends, until `stop()`."""
         self._loop = loop
+        _start_fork_server()
         for rank, process in enumerate(self._processes):
             process.start()
             self._watched.add(process.sentinel)
@@ -79,6 +81,20 @@ class RankGroup:
             while process.is_alive():
                 await asyncio.sleep(0.005)
             process.join(timeout=0)
+
+
+def _start_fork_server() -> None:
+    """Start the process that ranks are forked from, with SIGTERM blocked, there and so in every rank.
+
+    A service manager sends SIGTERM to all processes of the node. What it ends must be the leader's drain: without the fork server
+    the leader would take all ranks for dead, for it hears of their ends through it. No-op where it runs already.
+    """
+    multiprocessing.resource_tracker.ensure_running()  # would take the block away, if it had to be started later
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # one that came meanwhile comes now
 
 
 def end_fork_server() -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from transfer.errors import TransferError
 from transfer.logs import configure_logging
 
 REPORT_S = 0.25
+SIGN_OF_LIFE_S = 1.0  # a rank of which nothing changes says at least this often that it is there
 SWITCH_INTERVAL_S = 0.0005  # the engine's thread holds the interpreter lock for long stretches; the owner's loop must get in
 
 log = structlog.get_logger(__name__)
@@ -81,8 +83,9 @@ WorkerFactory = Callable[[RankSpec, RankLink, asyncio.AbstractEventLoop], Worker
 
 def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> None:
     """Be a rank until the leader says otherwise. Ends the process."""
-    # A terminal's Ctrl-C reaches every process of the node; only the leader decides what it means.
+    # A terminal's Ctrl-C, and a service manager's SIGTERM, reach every process of the node; the leader decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(spec.config.log, role=spec.config.role, rank=spec.rank, incarnation=spec.incarnation)
     code = exit_codes.FAILED
@@ -136,12 +139,13 @@ def _end_without_leader(folder: Path) -> None:
 
 
 async def _report(rank: int, worker: Worker, link: RankLink, stop: asyncio.Event) -> None:
-    """Send state and metrics whenever they have changed, until `stop`."""
+    """Send state and metrics whenever they have changed, and now and then if not, until `stop`."""
     last: dict[str, int] = {}
+    last_s = 0.0
     while not stop.is_set():
-        status = worker.status()
-        if status != last:
-            last = status
+        status, now_s = worker.status(), time.monotonic()
+        if status != last or now_s - last_s >= SIGN_OF_LIFE_S:
+            last, last_s = status, now_s
             link.send(RankReport(rank=rank, status=status, metrics=worker.metrics()))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), timeout=REPORT_S)

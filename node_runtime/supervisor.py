@@ -21,6 +21,8 @@ from transfer.errors import EngineError, TransferError
 
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 10.0
+RANK_SILENCE_S = 30.0  # a rank reports every second; a busy machine can keep it from that for a while, a hung one never ends
+SILENCE_TICK_S = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +74,8 @@ class RankSupervisor:
         self._hellos: dict[int, RankHello] = {}
         self._started: asyncio.Future[None] | None = None
         self._is_running = False
+        self._silent_ticks: list[int] = []
+        self._ticker: asyncio.TimerHandle | None = None
         self.incarnation = 0
         self.reports: dict[int, RankReport] = {}
 
@@ -127,6 +131,7 @@ class RankSupervisor:
     async def stop(self, *, is_graceful: bool) -> None:
         """End the life; afterwards no process of it is left. Graceful: the ranks close what they have open."""
         self._is_running = False
+        self._stop_ticking()
         if self._link is not None and is_graceful:
             self._link.broadcast(RankShutdown())
         if self._group is not None:
@@ -143,11 +148,15 @@ class RankSupervisor:
             self._folder.cleanup()
 
     def _receive(self, rank: int, message: Any) -> None:
+        if self._silent_ticks:
+            self._silent_ticks[rank] = 0
         match message:
             case RankHello():
                 self._hellos[rank] = message
                 if len(self._hellos) == self._num_ranks and self._started is not None and not self._started.done():
                     self._is_running = True  # from this very moment on a rank's end is a loss, and no failed start
+                    self._silent_ticks = [0] * self._num_ranks
+                    self._tick()
                     self._started.set_result(None)
             case RankStartFailed():
                 self._fail_start(message.reason, message.exit_code)
@@ -160,6 +169,24 @@ class RankSupervisor:
                     # Half of it may have been done: no count of this life can be trusted any more.
                     log.exception("rank_message_failed", rank=rank, message=type(message).__name__)
                     self.lose(f"{type(message).__name__} of rank {rank} could not be handled: {error!r}")
+
+    def _tick(self) -> None:
+        """Count towards each rank's silence.
+
+        Ticks, not seconds: a leader that was stopped, or busy, has ticked once when it goes on, and then reads what its ranks
+        have said meanwhile.
+        """
+        for rank, ticks in enumerate(self._silent_ticks):
+            self._silent_ticks[rank] = ticks + 1
+            if ticks * SILENCE_TICK_S > RANK_SILENCE_S:
+                self.lose(f"rank {rank} has not reported for {RANK_SILENCE_S:g} s")
+                return
+        self._ticker = asyncio.get_running_loop().call_later(SILENCE_TICK_S, self._tick)
+
+    def _stop_ticking(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._ticker, self._silent_ticks = None, []
 
     def _on_exit(self, rank: int, code: int) -> None:
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -174,6 +201,7 @@ class RankSupervisor:
         """Give the life up: it cannot go on."""
         if self._is_running:
             self._is_running = False
+            self._stop_ticking()
             log.error("rank_group_lost", reason=reason)
             self._on_lost(reason)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transfer.errors import MemoryPlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a rank shall do: "echo", "raise", "exit", "freeze" or "hang" (at its close)."""
+    """What a rank shall do: "echo", "raise", "exit", "freeze", "block" (its loop) or "hang" (at its close)."""
 
     what: str
 
@@ -53,6 +54,8 @@ class ObedientWorker:
                 os._exit(9)
             case "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "block":
+                time.sleep(3600)
             case "hang":
                 self.hangs_at_close = True
 
@@ -77,6 +80,20 @@ class RefusedWorker(ObedientWorker):
 class DyingWorker(ObedientWorker):
     async def start(self) -> RankHello:
         if self.spec.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().start()
+
+
+class LaterRefusedWorker(ObedientWorker):
+    """Starts once, and then refuses: the reason passes, or does not."""
+
+    async def start(self) -> RankHello:
+        folder = self.spec.config.model
+        lives = len(list(folder.glob("life-*")))
+        (folder / f"life-{self.spec.incarnation}-{self.spec.rank}").touch()
+        if lives and (folder / "memory").exists():
+            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
+        if lives and lives < 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().start()
 
@@ -108,6 +125,10 @@ def refused(spec: RankSpec) -> None:
 
 def dying(spec: RankSpec) -> None:
     run_rank(spec, CODEC, DyingWorker)
+
+
+def later_refused(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, LaterRefusedWorker)
 
 
 def broken(spec: RankSpec) -> None:
