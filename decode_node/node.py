@@ -63,6 +63,7 @@ class _Life:
             decode_address=address,
             rank_addresses=tuple(hello.address for hello in hellos),
             heartbeat_s=config.heartbeat.interval_s,
+            min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
             on_lost=self._on_peer_lost,
         )
         self.requests = DecodeRequests(

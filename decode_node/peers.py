@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from transfer.engine_types import SamplingParams
-from transfer.errors import LayoutError, PeerUnreachable, TransferError
+from transfer.errors import LayoutError, PeerUnreachable, TransferError, TransportError
 from transfer.instance import Instance, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -79,6 +79,7 @@ class PrefillPeers:
         decode_address: Where prefill leaders ask for reservations.
         rank_addresses: The decode ranks' TransferControl, in rank order.
         heartbeat_s: Seconds between beats of a join.
+        min_bandwidth_bytes_per_s: A node with a slower link to any rank is not joined.
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
     """
 
@@ -90,6 +91,7 @@ class PrefillPeers:
         decode_address: str,
         rank_addresses: tuple[str, ...],
         heartbeat_s: float,
+        min_bandwidth_bytes_per_s: float = 0.0,
         on_lost: Callable[[PrefillPeer, int, str], None],
     ) -> None:
         self._own = own
@@ -100,6 +102,7 @@ class PrefillPeers:
             heartbeat_s=heartbeat_s,
         )
         self._heartbeat_s = heartbeat_s
+        self._min_bandwidth_bytes_per_s = min_bandwidth_bytes_per_s
         self._on_lost = on_lost
         self.peers = [PrefillPeer(address=address, channel=open_channel(address)) for address in addresses]
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,8 +150,9 @@ class PrefillPeers:
             event = await self._first_event(call, peer)
             if not event.HasField("joined"):
                 raise PeerUnreachable(f"{peer.address}: the first event of a join was {event.WhichOneof('event')}")
-            peer.instance = instance_from_proto(event.joined.prefill)
-            peer.links = [link_from_proto(link) for link in event.joined.links]
+            links = [link_from_proto(link) for link in event.joined.links]
+            self._check_bandwidth(links)
+            peer.instance, peer.links = instance_from_proto(event.joined.prefill), links
             peer.state, peer.reason = "joined", ""
             log.info("joined_prefill_node", address=peer.address, links=len(peer.links))
             while True:
@@ -159,6 +163,16 @@ class PrefillPeers:
             raise error_of(error, peer=peer.address) from error
         finally:
             call.cancel()
+
+    def _check_bandwidth(self, links: list[Link]) -> None:
+        """The ranks refuse a slow link themselves; here it keeps the node from being given requests until they have."""
+        for link in links:
+            if link.bandwidth_bytes_per_s < self._min_bandwidth_bytes_per_s:
+                raise TransportError(
+                    f"link from prefill rank {link.prefill_rank} to decode rank {link.decode_rank} makes "
+                    f"{link.bandwidth_bytes_per_s:.3g} bytes/s; transport.min_bandwidth_bytes_per_s of the decode node is "
+                    f"{self._min_bandwidth_bytes_per_s:.3g}"
+                )
 
     async def _first_event(self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], peer: PrefillPeer) -> pb.JoinEvent:
         try:

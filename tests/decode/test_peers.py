@@ -24,6 +24,7 @@ from transfer.registry.convert import chunk_plan_to_proto, instance_to_proto
 from transfer.registry.server import serve
 
 BEAT_S = 0.1
+FLOOR_BYTES_PER_S = 1e9
 
 
 class PrefillNode(pb_grpc.PrefillControlServicer):
@@ -51,6 +52,10 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
                 return
         joined = pb.Joined(prefill=instance_to_proto(instance(100 + self.num_joins)))
         joined.chunk_plan.CopyFrom(chunk_plan_to_proto(ChunkPlan(chunk_tokens=4)))
+        for prefill_rank in range(2):
+            is_slow = prefill_rank == 1 and self.mood == "slow link"
+            bandwidth = FLOOR_BYTES_PER_S / 2 if is_slow else FLOOR_BYTES_PER_S
+            joined.links.append(pb.LinkStatus(prefill_rank=prefill_rank, bandwidth_bytes_per_s=bandwidth))
         yield pb.JoinEvent(joined=joined)
         has_drained = False
         while self.mood in ("joined", "drains"):
@@ -86,6 +91,7 @@ class Tier:
             decode_address="decode:1",
             rank_addresses=("rank:1",),
             heartbeat_s=BEAT_S,
+            min_bandwidth_bytes_per_s=FLOOR_BYTES_PER_S,
             on_lost=lambda peer, incarnation, reason: self.lost.append((peer.address, incarnation, reason)),
         )
 
@@ -115,6 +121,19 @@ async def tier(mood: str = "joined", *others: str) -> AsyncIterator[Tier]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "FIRST_BACKOFF_S", 0.02)
     monkeypatch.setattr(peers_module, "MAX_BACKOFF_S", 0.1)
+
+
+async def test_a_node_with_a_slow_link_is_never_joined() -> None:
+    async with tier("slow link") as one:
+        await until(lambda: one.node.num_joins >= 2, within_s=5.0)
+        assert one.peers.pick() is None and not one.lost, "it was not joined, so it cannot have been lost"
+        assert (
+            "link from prefill rank 1 to decode rank 0 makes 5e+08 bytes/s; "
+            "transport.min_bandwidth_bytes_per_s of the decode node is 1e+09"
+        ) in one.peers.why_none()
+        one.node.mood = "joined"
+        await one.until("joined")
+        assert len(one.peer.links) == 2
 
 
 async def test_a_joined_node_is_picked_and_stays_joined_while_it_beats() -> None:
