@@ -132,29 +132,50 @@ class Daemon:
         failures = 0
         while True:
             self._lost.clear()
-            code = await self._start(supervisor)
-            if code is not None:
-                return code
-            began_s = time.monotonic()
-            await self._wait(self._stop, self._lost)
-            if self._stop.is_set():
-                return await self._wind_down(supervisor)
-            self.state = NodeState.STARTING
-            await self._role.end_life(PeerUnreachable(self._lost_reason))
+            served_s = 0.0
+            try:
+                if not await self._start(supervisor):
+                    return exit_codes.OK
+                began_s = time.monotonic()
+                await self._wait(self._stop, self._lost)
+                if self._stop.is_set():
+                    return await self._wind_down(supervisor)
+                served_s, reason = time.monotonic() - began_s, self._lost_reason
+                await self._end_life(PeerUnreachable(reason))
+            except RankStartError as error:
+                log.error("start_failed", error=str(error))
+                # What has served before can fail to start for a reason that passes, such as memory that is not back yet.
+                if self.num_restarts == 0 or error.exit_code in (exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY):
+                    return error.exit_code
+                reason = str(error)
             await supervisor.stop(is_graceful=False)
-            self.num_restarts += 1
             # Only deaths in a row speak of a node that cannot live; one a month does not add up.
-            failures = 1 if time.monotonic() - began_s > STEADY_LIFE_S else failures + 1
+            failures = 1 if served_s > STEADY_LIFE_S else failures + 1
             if failures > self.config.restart.max_restarts:
-                log.error("too_many_restarts", restarts=self.config.restart.max_restarts, reason=self._lost_reason)
+                log.error("too_many_restarts", restarts=self.config.restart.max_restarts, reason=reason)
                 return exit_codes.ENGINE_FAILED
-            backoff_s = min(self.config.restart.backoff_s * 2 ** (failures - 1), self.config.restart.max_backoff_s)
-            log.warning("restarting_ranks", restart=self.num_restarts, backoff_s=backoff_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), backoff_s)
+            self.num_restarts += 1
+            await self._pause(failures)
 
-    async def _start(self, supervisor: RankSupervisor) -> int | None:
-        """Begin a life; an exit code when there will be none."""
+    async def _pause(self, failures: int) -> None:
+        """Before a restart; a stop cuts it short."""
+        backoff_s = min(self.config.restart.backoff_s * 2 ** (failures - 1), self.config.restart.max_backoff_s)
+        log.warning("restarting_ranks", restart=self.num_restarts, backoff_s=backoff_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), backoff_s)
+
+    async def _end_life(self, error: TransferError) -> None:
+        """There are no ranks, or soon will not be: nobody shall take the node for ready, or its file for true."""
+        self.state = NodeState.STARTING
+        self._remove_ready_file()
+        await self._role.end_life(error)
+
+    async def _start(self, supervisor: RankSupervisor) -> bool:
+        """Begin a life; False when the node is stopped meanwhile.
+
+        Raises:
+            RankStartError: The ranks cannot start.
+        """
         starting = asyncio.ensure_future(supervisor.start())
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,18 +183,14 @@ class Daemon:
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            return exit_codes.OK
-        try:
-            hellos = starting.result()
-            check_alike(hellos)
-            await self._role.begin_life(hellos)
-        except RankStartError as error:
-            log.error("start_failed", error=str(error))
-            return error.exit_code
+            return False
+        hellos = starting.result()
+        check_alike(hellos)
+        await self._role.begin_life(hellos)
         self.state = NodeState.READY
         self._write_ready_file(supervisor)
         log.info("node_ready", address=self.address, http_port=self._http_port, ranks=len(hellos), restarts=self.num_restarts)
-        return None
+        return True
 
     async def _wind_down(self, supervisor: RankSupervisor) -> int:
         """Drain within the budget, then end the ranks."""

@@ -85,16 +85,16 @@ class DyingWorker(ObedientWorker):
 
 
 class LaterRefusedWorker(ObedientWorker):
-    """Starts once, and then refuses: the reason passes, or does not."""
+    """Starts in a node's first life, and fails in the second, for ever where there is a file "memory" in the model's folder."""
 
     async def start(self) -> RankHello:
         folder = self.spec.config.model
-        lives = len(list(folder.glob("life-*")))
-        (folder / f"life-{self.spec.incarnation}-{self.spec.rank}").touch()
-        if lives and (folder / "memory").exists():
+        (folder / f"life-{self.spec.rank}-{self.spec.incarnation}").touch()
+        life = len(list(folder.glob(f"life-{self.spec.rank}-*")))
+        if life > 1 and (folder / "memory").exists():
             raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
-        if lives and lives < 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if life == 2:
+            os._exit(9)
         return await super().start()
 
 

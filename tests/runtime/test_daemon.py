@@ -165,6 +165,36 @@ async def test_ranks_that_die_too_often_end_the_node(tmp_path: Path) -> None:
         assert node.role.history == ["open", "begin", "end", "begin", "end", "close"]
 
 
+async def test_a_restart_that_fails_is_tried_again_and_there_is_no_ready_file_meanwhile(tmp_path: Path) -> None:
+    async with node_of(tmp_path, entry=rank_entries.later_refused, restart={"backoff_s": 0.3, "max_restarts": 3}) as node:
+        await node.until_ready()
+        assert node.ready_file.exists()
+        os.kill(node.role.ranks.pids[0], signal.SIGKILL)
+        await until(lambda: node.role.errors)
+        assert not node.ready_file.exists() and node.daemon.state is NodeState.STARTING
+        await until(lambda: has_begun(node, 2) or node.life.done())
+        await node.until_ready()
+        assert node.daemon.num_restarts >= 2, "one of them failed"
+        assert node.ready_file.exists()
+
+
+async def test_restarts_that_fail_too_often_end_the_node(tmp_path: Path) -> None:
+    async with node_of(tmp_path, entry=rank_entries.later_refused, restart={"backoff_s": 0.01, "max_restarts": 1}) as node:
+        await node.until_ready()
+        os.kill(node.role.ranks.pids[0], signal.SIGKILL)
+        assert await node.exit_code() == exit_codes.ENGINE_FAILED
+        assert node.role.history.count("begin") == 1
+
+
+async def test_a_restart_that_can_never_succeed_ends_the_node_at_once(tmp_path: Path) -> None:
+    (tmp_path / "memory").touch()
+    async with node_of(tmp_path, entry=rank_entries.later_refused, restart={"backoff_s": 0.01, "max_restarts": 50}) as node:
+        await node.until_ready()
+        os.kill(node.role.ranks.pids[0], signal.SIGKILL)
+        assert await node.exit_code() == exit_codes.NO_MEMORY
+        assert node.daemon.num_restarts == 1
+
+
 async def test_a_stop_cuts_the_pause_before_a_restart_short(tmp_path: Path) -> None:
     async with node_of(tmp_path, restart={"backoff_s": 30.0}) as node:
         await node.until_ready()
