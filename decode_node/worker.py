@@ -64,6 +64,7 @@ class _Writer:
     instance: Instance
     rank: int
     plan: ChunkPlan
+    routes: tuple[Route, ...]  # from all ranks of its instance to this rank
     lane: str
 
 
@@ -153,11 +154,12 @@ class DecodeWorker:
 
     async def _on_attach(self, request: AttachRequest) -> AttachResponse:
         agreement = check_compatible(self._instance, request.prefill)
+        mine = self._routes_from(request.prefill)
         ring = self._receiver.ring
         most = largest_wire_bytes(
             request.chunk_plan,
             self._instance.layout,
-            self._routes_from(request.prefill, request.prefill_rank),
+            [route for route in mine if route.prefill_rank == request.prefill_rank],
             self._wire(request.prefill),
         )
         if most > ring.capacity_bytes:
@@ -169,7 +171,7 @@ class DecodeWorker:
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         number = secrets.randbits(62) + 1
         self._writers[number] = _Writer(
-            instance=request.prefill, rank=request.prefill_rank, plan=request.chunk_plan, lane=session.lane
+            instance=request.prefill, rank=request.prefill_rank, plan=request.chunk_plan, routes=mine, lane=session.lane
         )
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
@@ -190,9 +192,10 @@ class DecodeWorker:
             probe_bytes=probe_bytes,
         )
 
-    def _routes_from(self, prefill: Instance, prefill_rank: int) -> list[Route]:
+    def _routes_from(self, prefill: Instance) -> tuple[Route, ...]:
+        """From all ranks of the instance to this one; computed once per attach, for every request needs them."""
         every = routes(self._instance.layout, prefill.shard, self._instance.shard)
-        return [route for route in every if route.decode_rank == self._spec.rank and route.prefill_rank == prefill_rank]
+        return tuple(route for route in every if route.decode_rank == self._spec.rank)
 
     def _wire(self, prefill: Instance) -> DType:
         return wire_dtype(self._instance.layout, prefill.shard, self._instance.shard)
@@ -283,8 +286,7 @@ class DecodeWorker:
             return
         _, some = next(iter(writers.values()))
         prefill = some.instance
-        every = routes(self._instance.layout, prefill.shard, self._instance.shard)
-        mine = [route for route in every if route.decode_rank == self._spec.rank]
+        mine = some.routes
         absent = sorted({route.prefill_rank for route in mine} - writers.keys())
         if absent:
             self._requests[message.request_id].is_receiving = False

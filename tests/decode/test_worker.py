@@ -1,0 +1,60 @@
+"""What a decode rank does for each request, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from decode_node import worker as worker_module
+from decode_node.rank_messages import ExpectRequest, RequestExpected
+from decode_node.receiver_events import IncomingRequest, IncomingRoute
+from decode_node.worker import DecodeWorker, _Writer
+from tests.runtime.instances import instance
+from transfer.chunk import ChunkPlan
+from transfer.engine_types import SamplingParams
+from transfer.layout import DType, routes
+from transfer.page_allocator import PageAllocator
+
+PREFILL_LIFE = 11
+
+
+def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, prefill = instance(22), instance(PREFILL_LIFE, tp_size=2)
+    rank = SimpleNamespace(_instance=own, _spec=SimpleNamespace(rank=0))
+    mine = DecodeWorker._routes_from(cast(DecodeWorker, rank), prefill)
+    assert mine == tuple(routes(own.layout, prefill.shard, own.shard)) and {route.prefill_rank for route in mine} == {0, 1}
+    writers = {
+        50 + number: _Writer(instance=prefill, rank=number, plan=ChunkPlan(chunk_tokens=4), routes=mine, lane="inproc")
+        for number in range(2)
+    }
+    said: list[Any] = []
+    expected: list[IncomingRequest] = []
+    rank = SimpleNamespace(
+        _instance=own,
+        _spec=SimpleNamespace(rank=0),
+        _writers=writers,
+        _requests={},
+        _engine=SimpleNamespace(pool=SimpleNamespace(page_size=4)),
+        _allocator=PageAllocator(8),
+        _receiver=SimpleNamespace(is_known=lambda name: False, expect_request=expected.append),
+        _link=SimpleNamespace(send=said.append),
+        _wire=lambda instance: DType.FLOAT16,
+    )
+
+    def not_again(*args: Any) -> None:
+        raise AssertionError("routes() depends on the instances alone, and takes long for wide ones")
+
+    monkeypatch.setattr(worker_module, "routes", not_again)
+    message = ExpectRequest(
+        request_id="a",
+        prefill_incarnation=PREFILL_LIFE,
+        num_tokens=3,
+        start_token=0,
+        reserved_tokens=5,
+        sampling=SamplingParams(),
+    )
+    DecodeWorker._expect(cast(DecodeWorker, rank), message)
+    assert said == [RequestExpected(request_id="a")]
+    assert expected[0].routes == tuple(IncomingRoute(route=route, session=50 + route.prefill_rank) for route in mine)
