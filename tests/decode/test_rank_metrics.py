@@ -35,7 +35,9 @@ class OneSession:
         self.worker = DecodeWorker(spec, cast(RankLink, self), asyncio.get_running_loop())
         self.worker._receiver = cast(Any, self)
         self.worker._servicer = cast(Any, self)
-        self.worker._writers[SESSION] = _Writer(instance=instance(1), rank=1, plan=ChunkPlan(chunk_tokens=4), lane="ucx/shm")
+        self.worker._writers[SESSION] = _Writer(
+            instance=instance(1), rank=1, plan=ChunkPlan(chunk_tokens=4), routes=(), lane="ucx/shm"
+        )
 
     def send(self, message: object) -> None:
         self.sent.append(message)
