@@ -38,8 +38,6 @@ class OneSession:
         self.worker._writers[SESSION] = _Writer(
             instance=instance(1), rank=1, plan=ChunkPlan(chunk_tokens=4), routes=(), lane="ucx/shm"
         )
-            instance=instance(1), rank=1, plan=ChunkPlan(chunk_tokens=4), routes=(), lane="ucx/shm"
-        )
 
     def send(self, message: object) -> None:
         self.sent.append(message)
