@@ -209,9 +209,11 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             case StepDone():
                 life.requests.on_step_done(message)
             case StepFailed():
-                life.requests.on_step_failed(message)
                 if message.is_fatal:
+                    # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
                     self.lose(f"rank {rank}: {message.reason}")
+                else:
+                    life.requests.on_step_failed(message)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
             case RequestSent():

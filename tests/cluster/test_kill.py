@@ -82,7 +82,9 @@ async def test_a_rank_dies(cluster: LocalCluster, reference: Reference, role: Ro
         assert all(f"rank {rank} died: killed by signal 9" in answer.details for answer in answers), answers
     await until(lambda: not alive(pids), "the whole rank group ended", within_s=FADE_S)
     await until_idle(survivor)
-    await until(lambda: node.incarnation != incarnation, "another life of the ranks", within_s=RESTART_S)
+    await until(
+        lambda: node.ready_file is not None and node.incarnation != incarnation, "another life of the ranks", within_s=RESTART_S
+    )
     await cluster.wait_joined(RESTART_S)
     assert survivor.rank_pids == survivors, "the other tier's ranks were to live on"
     status = await status_of(node)

@@ -14,12 +14,12 @@ import pytest
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.joins import Join
 from prefill_node.node import PrefillNode, _Life
-from prefill_node.rank_messages import CODEC, DecodeAttached, RunStep, StepPart, check_step_fits
+from prefill_node.rank_messages import CODEC, DecodeAttached, RunStep, StepFailed, StepPart, check_step_fits
 from tests.prefill.leader_world import turns
 from tests.runtime.instances import hello, instance, prefill_config
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
-from transfer.errors import ConfigError, PeerUnreachable, TransferAborted
+from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
 
 DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY))
@@ -95,6 +95,22 @@ async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     assert leader.life.requests.num_in_flight == 0
+
+
+@pytest.mark.parametrize("is_fatal", [True, False])
+async def test_a_group_that_broke_ends_its_requests_as_unreachable_and_one_failed_step_its_own(
+    leader: Leader, is_fatal: bool
+) -> None:
+    lost: list[str] = []
+    leader.node._supervisor = cast(Any, SimpleNamespace(lose=lost.append, broadcast=lambda message: None))
+    request = leader.life.requests.submit("a", (1, 2), 0, SamplingParams(), await leader.joined(1))
+    failed = StepFailed(step=1, request_ids=("a",), reason="connection closed by peer", is_fatal=is_fatal)
+    leader.node._on_rank_message(0, failed)
+    assert lost == (["rank 0: connection closed by peer"] if is_fatal else [])
+    assert request.is_over is not is_fatal
+    await leader.node.end_life(PeerUnreachable("rank 1 died"))
+    error = request.progress.get_nowait()
+    assert isinstance(error, PeerUnreachable if is_fatal else EngineError)
 
 
 @pytest.mark.parametrize(
