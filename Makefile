@@ -39,7 +39,7 @@ demo: setup ## both tiers on this machine: prompts in, tokens out, proof and rep
 	@$(BIN)/kvferry demo $(DEMO_ARGS)
 
 test: setup ## every test
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 check: setup lint types spelling proto-check proto-lint ## everything that needs no run: lint, format, types, spelling, stubs
 
