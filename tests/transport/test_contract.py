@@ -129,7 +129,7 @@ def test_random_schedules(kind: str) -> None:
         handles = []
         first_key = base[0]
         base[0] += len(ranges)
-        # Everything is drawn before anything is done: an example that hypothesis gives up half way would leave its handles behind,
+        # Everything is drawn before anything is done: an example that is given up half way would leave handles behind,
         # to write into the next one's bytes.
         order = data.draw(st.permutations(steps))
         turns = data.draw(st.lists(st.integers(0, 3), min_size=len(steps), max_size=len(steps)))
