@@ -193,9 +193,11 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             case StepDone():
                 life.requests.on_step_done(message)
             case StepFailed():
-                life.requests.on_step_failed(message)
                 if message.is_fatal and self._supervisor is not None:
+                    # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
                     self._supervisor.lose(f"rank {rank}: {message.reason}")
+                else:
+                    life.requests.on_step_failed(message)
             case RequestExpected():
                 life.requests.on_expected(rank, message)
             case TransferComplete():
