@@ -314,7 +314,9 @@ class NodeConfig(_Section):
         default=EMBEDDED_ENGINE,
         description="What loads the engine of a rank, as module:function; the engine folders of both nodes say what it gives.",
     )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the ranks compute on: with cuda, rank i has GPU i.")
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu", description="What the ranks compute on. cuda is refused in this version."
+    )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
