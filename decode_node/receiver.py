@@ -10,10 +10,6 @@ fails it closed. Numbered rules are those of docs/protocol.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
-
 from decode_node.receiver_events import (
     Action,
     ChunkBroken,
@@ -40,9 +36,9 @@ from decode_node.receiver_events import (
     StartScatter,
     Tick,
 )
-from transfer.chunk import Chunk, split_into_chunks
+from decode_node.receiver_state import Piece, Request, RouteState, Stage
+from transfer.chunk import Chunk
 from transfer.errors import ChunkTooLarge, LocalProtocolError
-from transfer.layout import wire_bytes
 from transfer.messages import (
     MAX_CHUNKS_PER_MESSAGE,
     AbortTransfer,
@@ -59,51 +55,6 @@ from transfer.messages import (
 from transfer.ring import MAX_ATTEMPTS, Grant, StagingAllocator, grant_key
 
 
-class _Stage(Enum):
-    GRANTED = auto()
-    SCATTERING = auto()
-    RELEASED = auto()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Piece:
-    """One granted piece, from its grant to its release."""
-
-    request: _Request
-    route: IncomingRoute
-    chunk: Chunk
-    grant: Grant
-    num_bytes: int
-    stage: _Stage = _Stage.GRANTED
-    is_settled: bool = False  # the posted receive has ended
-    received_bytes: int = 0
-    attempt: int = 0
-    ready: ChunkReady | None = None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _RouteState:
-    incoming: IncomingRoute
-    is_drained: bool = False  # the writer said, or its session's end proves, that nothing more will come
-    asked_s: float = 0.0  # when the abort was last sent
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Request:
-    incoming: IncomingRequest
-    chunks: tuple[Chunk, ...]
-    routes: dict[int, _RouteState]
-    sizes: dict[tuple[int, int], int]  # (route index, chunk index) -> payload in bytes, of all that has to come
-    missing: set[tuple[int, int]]  # of those, not yet scattered
-    pieces: dict[tuple[int, int], _Piece] = field(default_factory=dict)
-    failure: str | None = None
-    has_drained: bool = False  # RequestDrained was said
-
-    @property
-    def request_id(self) -> str:
-        return self.incoming.request_id
-
-
 class Receiver:
     """See the module's docstring.
 
@@ -114,9 +65,9 @@ class Receiver:
         self._settings = settings
         self._ring = ring
         self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
-        self._requests: dict[str, _Request] = {}
-        self._live: dict[int, _Piece] = {}  # by grant.begin
-        self._unposted: dict[int, _Piece] = {}  # of those, without a receive; in the order of positions
+        self._requests: dict[str, Request] = {}
+        self._live: dict[int, Piece] = {}  # by grant.begin
+        self._unposted: dict[int, Piece] = {}  # of those, without a receive; in the order of positions
         self._actions: list[Action] = []
         self._now_s = 0.0
         self._may_post = False  # a grant came, or bytes were released
@@ -184,12 +135,7 @@ class Receiver:
             raise LocalProtocolError(
                 f"invariant broken: {self._ring.num_live_grants} live grants, {len(self._live)} pieces hold one"
             )
-        of_requests = {
-            piece.grant.begin
-            for r in self._requests.values()
-            for piece in r.pieces.values()
-            if piece.stage is not _Stage.RELEASED
-        }
+        of_requests = {piece.grant.begin for request in self._requests.values() for piece in request.unreleased()}
         if of_requests != self._live.keys():
             raise LocalProtocolError("invariant broken: live pieces and the pieces of the requests differ")
 
@@ -198,22 +144,7 @@ class Receiver:
     def _on_expected(self, incoming: IncomingRequest) -> None:
         if incoming.request_id in self._requests:
             raise LocalProtocolError(f"request {incoming.request_id} expected twice")
-        chunks = split_into_chunks(
-            incoming.plan, num_tokens=incoming.num_tokens, num_layers=incoming.layout.num_layers, start_token=incoming.start_token
-        )
-        sizes = {
-            (route.route.index, chunk.index): size
-            for route in incoming.routes
-            for chunk in chunks
-            if (size := _piece_bytes(incoming, route, chunk))
-        }
-        request = _Request(
-            incoming=incoming,
-            chunks=chunks,
-            routes={route.route.index: _RouteState(incoming=route) for route in incoming.routes},
-            sizes=sizes,
-            missing=set(sizes),
-        )
+        request = Request.of(incoming)
         self._requests[incoming.request_id] = request
         lost = [route.session for route in incoming.routes if route.session not in self._sessions]
         if lost:
@@ -223,29 +154,29 @@ class Receiver:
         elif not request.missing:
             self._complete(request)
 
-    def _complete(self, request: _Request) -> None:
+    def _complete(self, request: Request) -> None:
         """Rule 7 and 8: the set is whole, and no piece of it is outstanding."""
         del self._requests[request.request_id]
         self._actions.append(RequestComplete(request_id=request.request_id))
 
-    def _fail(self, request: _Request, reason: str, *, is_data_loss: bool = False) -> None:
+    def _fail(self, request: Request, reason: str, *, is_data_loss: bool = False) -> None:
         if request.failure is None:
             self._actions.append(RequestFailed(request_id=request.request_id, reason=reason, is_data_loss=is_data_loss))
             self._give_up(request, reason)
 
-    def _give_up(self, request: _Request, reason: str) -> None:
+    def _give_up(self, request: Request, reason: str) -> None:
         """Take no more of the request, quarantine what its writers may still write, and ask them to drain."""
         if request.failure is not None:
             return
         request.failure = reason
-        for piece in self._unreleased(request):
-            if piece.stage is _Stage.GRANTED:
+        for piece in request.unreleased():
+            if piece.stage is Stage.GRANTED:
                 self._ring.quarantine(piece.grant)
         for route in request.routes.values():
             self._ask_to_drain(request, route)
         self._settle(request)
 
-    def _ask_to_drain(self, request: _Request, route: _RouteState) -> None:
+    def _ask_to_drain(self, request: Request, route: RouteState) -> None:
         if route.is_drained:
             return
         route.asked_s = self._now_s
@@ -257,27 +188,24 @@ class Receiver:
         )
         self._actions.append(Send(session=route.incoming.session, message=message))
 
-    def _unreleased(self, request: _Request) -> Iterator[_Piece]:
-        return (piece for piece in request.pieces.values() if piece.stage is not _Stage.RELEASED)
-
-    def _settle(self, request: _Request) -> None:
+    def _settle(self, request: Request) -> None:
         """After a step of a request that was given up: release what is proven dead, say when its pages are safe, forget it."""
-        for piece in list(self._unreleased(request)):
+        for piece in list(request.unreleased()):
             route = request.routes[piece.route.route.index]
             # On a live two-sided session every key is received once and written or declined once, also where the receive can
             # only be posted later; otherwise a decline that nobody receives would stay in the transport for ever.
             is_over = piece.is_settled or self._settings.is_one_sided or piece.route.session not in self._sessions
-            if piece.stage is _Stage.GRANTED and route.is_drained and is_over:
+            if piece.stage is Stage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
-        if not request.has_drained and not any(piece.stage is _Stage.SCATTERING for piece in request.pieces.values()):
+        if not request.has_drained and not any(piece.stage is Stage.SCATTERING for piece in request.pieces.values()):
             request.has_drained = True
             self._actions.append(RequestDrained(request_id=request.request_id))
-        if all(route.is_drained for route in request.routes.values()) and not any(self._unreleased(request)):
+        if all(route.is_drained for route in request.routes.values()) and not any(request.unreleased()):
             del self._requests[request.request_id]
 
-    def _release(self, piece: _Piece) -> None:
+    def _release(self, piece: Piece) -> None:
         self._ring.release(piece.grant)
-        piece.stage = _Stage.RELEASED
+        piece.stage = Stage.RELEASED
         del self._live[piece.grant.begin]
         self._unposted.pop(piece.grant.begin, None)
         self._may_post = self._may_publish = True
@@ -315,7 +243,7 @@ class Receiver:
     def _drop(self, session: int, reason: str) -> None:
         self._actions.append(MessageDropped(session=session, reason=reason))
 
-    def _route_of(self, session: int, request_id: str, route_index: int) -> tuple[_Request, _RouteState] | None:
+    def _route_of(self, session: int, request_id: str, route_index: int) -> tuple[Request, RouteState] | None:
         """The request and its route, if it is this session's to speak of."""
         request = self._requests.get(request_id)
         route = request.routes.get(route_index) if request is not None else None
@@ -344,7 +272,7 @@ class Receiver:
             return
         self._issue(route.incoming, request.request_id, pieces)
 
-    def _problem_of(self, request: _Request, message: GrantRequest) -> str | None:
+    def _problem_of(self, request: Request, message: GrantRequest) -> str | None:
         """Why the request for grants cannot be served, whole; None when it can."""
         for wanted in message.chunks:
             size = request.sizes.get((message.route, wanted.chunk))
@@ -354,12 +282,12 @@ class Receiver:
                 return f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
         return None
 
-    def _piece_for(self, request: _Request, route: _RouteState, chunk: int) -> _Piece:
+    def _piece_for(self, request: Request, route: RouteState, chunk: int) -> Piece:
         """The piece that was granted before, or a new one: the answer to a repeated request is the same grant (R3)."""
         key = (route.incoming.route.index, chunk)
         return request.pieces.get(key) or self._grant(request, route, request.chunks[chunk], request.sizes[key])
 
-    def _issue(self, route: IncomingRoute, request_id: str, pieces: list[_Piece]) -> None:
+    def _issue(self, route: IncomingRoute, request_id: str, pieces: list[Piece]) -> None:
         grants = tuple(IssuedGrant(chunk=p.chunk.index, begin=p.grant.begin, end=p.grant.end) for p in pieces)
         message = GrantsIssued(incarnation=self._ring.incarnation, request_id=request_id, route=route.route.index, grants=grants)
         self._actions.append(Send(session=route.session, message=message))
@@ -370,9 +298,9 @@ class Receiver:
         )
         self._actions.append(Send(session=session, message=answer))
 
-    def _grant(self, request: _Request, route: _RouteState, chunk: Chunk, num_bytes: int) -> _Piece:
+    def _grant(self, request: Request, route: RouteState, chunk: Chunk, num_bytes: int) -> Piece:
         head, grant = self._ring.head, self._ring.assign(num_bytes)
-        piece = _Piece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
+        piece = Piece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
         request.pieces[route.incoming.route.index, chunk.index] = piece
         self._live[piece.grant.begin] = piece
         self._may_post = True
@@ -392,7 +320,7 @@ class Receiver:
             del self._unposted[piece.grant.begin]
             self._post(piece)
 
-    def _post(self, piece: _Piece) -> None:
+    def _post(self, piece: Piece) -> None:
         self._actions.append(
             PostReceive(
                 session=piece.route.session,
@@ -409,22 +337,22 @@ class Receiver:
             self._drop(session, "unknown_chunk")
         elif (message.begin, message.num_bytes) != (piece.grant.begin, piece.num_bytes):
             self._drop(session, "wrong_grant")
-        elif piece.stage is _Stage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
+        elif piece.stage is Stage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
             self._reject(piece, "said again, because the rejection was not heard")
-        elif piece.stage is not _Stage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
+        elif piece.stage is not Stage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
             self._drop(session, "repeated")  # rule 7: a set, not a count
         elif piece.request.failure is None:
             piece.ready = message
             self._scatter_if_here(piece)
 
-    def _scatter_if_here(self, piece: _Piece) -> None:
+    def _scatter_if_here(self, piece: Piece) -> None:
         """Scatter once the writer says that it wrote and, on a two-sided transport, the receive has ended."""
         if piece.ready is None or not (self._settings.is_one_sided or piece.is_settled):
             return
         if not self._settings.is_one_sided and piece.received_bytes != piece.num_bytes:
             self._on_broken(piece, f"received {piece.received_bytes} bytes of {piece.num_bytes}")
             return
-        piece.stage = _Stage.SCATTERING
+        piece.stage = Stage.SCATTERING
         self._actions.append(
             StartScatter(
                 grant=piece.grant,
@@ -451,7 +379,7 @@ class Receiver:
 
     # Outcomes
 
-    def _piece_at(self, grant: Grant) -> _Piece:
+    def _piece_at(self, grant: Grant) -> Piece:
         piece = self._live.get(grant.begin)
         if piece is None:
             raise LocalProtocolError(f"outcome for grant [{grant.begin}, {grant.end}), which is not live")
@@ -475,13 +403,13 @@ class Receiver:
 
     def _on_scatter_finished(self, event: ScatterFinished) -> None:
         piece = self._piece_at(event.grant)
-        if piece.stage is not _Stage.SCATTERING:
+        if piece.stage is not Stage.SCATTERING:
             raise LocalProtocolError(
                 f"scatter of grant [{event.grant.begin}, {event.grant.end}) finished, but none was under way"
             )
         request = piece.request
         if not event.is_intact:
-            piece.stage = _Stage.GRANTED
+            piece.stage = Stage.GRANTED
             self._on_broken(piece, "digest mismatch")
             return
         self._release(piece)  # rule 5: only now
@@ -491,7 +419,7 @@ class Receiver:
         elif not request.missing:
             self._complete(request)
 
-    def _on_broken(self, piece: _Piece, reason: str) -> None:
+    def _on_broken(self, piece: Piece, reason: str) -> None:
         """Bytes arrived that are not those that were sent: have them sent again, once."""
         request = piece.request
         self._actions.append(ChunkBroken(session=piece.route.session, request_id=request.request_id))
@@ -511,7 +439,7 @@ class Receiver:
             if not self._settings.is_one_sided:
                 self._post(piece)
 
-    def _reject(self, piece: _Piece, reason: str) -> None:
+    def _reject(self, piece: Piece, reason: str) -> None:
         message = ChunkRejected(
             incarnation=self._ring.incarnation,
             request_id=piece.request.request_id,
@@ -538,9 +466,9 @@ class Receiver:
                 else:
                     self._ask_to_drain(request, route)
 
-    def _remind(self, request: _Request, route: _RouteState) -> None:
+    def _remind(self, request: Request, route: RouteState) -> None:
         """Tell a drained writer again of what it may never have heard: it declines what it has not written."""
-        waiting = [p for p in self._unreleased(request) if p.route is route.incoming and p.stage is _Stage.GRANTED]
+        waiting = [p for p in request.unreleased() if p.route is route.incoming and p.stage is Stage.GRANTED]
         if not waiting:
             return
         route.asked_s = self._now_s
@@ -550,14 +478,3 @@ class Receiver:
         fresh = [piece for piece in waiting if not piece.attempt][:MAX_CHUNKS_PER_MESSAGE]
         if fresh:
             self._issue(route.incoming, request.request_id, fresh)
-
-
-def _piece_bytes(request: IncomingRequest, route: IncomingRoute, chunk: Chunk) -> int:
-    return wire_bytes(
-        request.layout,
-        route.route,
-        tokens=chunk.tokens,
-        layers=chunk.layers,
-        num_tokens=request.num_tokens,
-        dtype=request.wire_dtype,
-    )

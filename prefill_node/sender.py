@@ -10,11 +10,6 @@ docs/protocol.md.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
-
 from prefill_node.sender_events import (
     Action,
     ChunkComputed,
@@ -44,9 +39,8 @@ from prefill_node.sender_events import (
     WriteFailed,
     WriteFinished,
 )
-from transfer.chunk import Chunk, split_into_chunks
+from prefill_node.sender_state import Piece, Request, RouteState, SessionState, Stage, StagingSlots
 from transfer.errors import LocalProtocolError, RemoteProtocolError
-from transfer.layout import Route, wire_bytes
 from transfer.messages import (
     AbortTransfer,
     ChunkReady,
@@ -62,83 +56,6 @@ from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, grant_
 MAX_SPENT_KEYS = 4096  # of one session; an honest ring has far fewer unreleased grants
 
 
-class _Stage(Enum):
-    UNASKED = auto()
-    ASKED = auto()
-    GRANTED = auto()
-    GATHERING = auto()
-    WRITING = auto()
-    WRITTEN = auto()
-    RELEASED = auto()
-    DROPPED = auto()  # given up; no slot, no write
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Piece:
-    request: _Request
-    route: OutgoingRoute
-    chunk: Chunk
-    num_bytes: int
-    stage: _Stage = _Stage.UNASKED
-    grant: Grant | None = None
-    slot: int | None = None
-    digest: int = 0
-    attempt: int = 0
-    gathered: bool = False
-    since_s: float = 0.0  # when it entered its stage, or its message was last repeated
-    written_s: float = 0.0  # when its last write was done
-    ready_s: float | None = None  # when it was both granted and computed
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _RouteState:
-    outgoing: OutgoingRoute
-    pieces: dict[int, _Piece] = field(default_factory=dict)  # by chunk index, in the order of computation
-    unasked: deque[_Piece] = field(default_factory=deque)
-    num_outstanding: int = 0  # asked for and not released
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing of the route is under way."""
-        return not any(piece.stage in (_Stage.GATHERING, _Stage.WRITING) for piece in self.pieces.values())
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Request:
-    outgoing: OutgoingRequest
-    routes: dict[int, _RouteState]  # by route index
-    computed: dict[int, object] = field(default_factory=dict)  # chunk index -> device event
-    num_chunks: int
-    to_gather: int
-    to_release: int
-    computed_s: float | None = None
-    first_gather_s: float | None = None
-    failure: str | None = None
-    source_released: bool = False
-    num_bytes: int = 0
-    writes: int = 0
-    resends: int = 0
-    slices: int = 0
-
-    @property
-    def request_id(self) -> str:
-        return self.outgoing.request_id
-
-    def pieces(self) -> Iterator[_Piece]:
-        return (piece for route in self.routes.values() for piece in route.pieces.values())
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Session:
-    view: RingView
-    ready: list[_Piece] = field(default_factory=list)  # granted and computed, not begun
-    written: set[_Piece] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
-    # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
-    # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
-    spent: dict[int, Grant] = field(default_factory=dict)
-
-
 class Sender:
     """See the module's docstring.
 
@@ -149,10 +66,9 @@ class Sender:
     def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
         self._settings = settings
         self._incarnation = incarnation
-        self._sessions: dict[int, _Session] = {}
-        self._requests: dict[str, _Request] = {}
-        self._slots: list[_Piece | None] = [None] * settings.num_slots
-        self._free_slots: deque[int] = deque(range(settings.num_slots))
+        self._sessions: dict[int, SessionState] = {}
+        self._requests: dict[str, Request] = {}
+        self._slots = StagingSlots(settings.num_slots)
         self._actions: list[Action] = []
         self._now_s = 0.0
         self._turn = 0
@@ -163,7 +79,7 @@ class Sender:
 
     @property
     def num_slots_used(self) -> int:
-        return len(self._slots) - len(self._free_slots)
+        return self._slots.num_used
 
     @property
     def is_idle(self) -> bool:
@@ -206,17 +122,10 @@ class Sender:
 
     def check_invariants(self) -> None:
         """Raises LocalProtocolError when the state contradicts itself."""
-        held = {slot: piece for slot, piece in enumerate(self._slots) if piece is not None}
-        if sorted([*held, *self._free_slots]) != list(range(len(self._slots))):
-            raise LocalProtocolError(
-                f"invariant broken: slots held {sorted(held)} and free {sorted(self._free_slots)} do not add up"
-            )
-        for slot, piece in held.items():
-            if piece.slot != slot or piece.stage not in (_Stage.GATHERING, _Stage.WRITING, _Stage.WRITTEN):
-                raise LocalProtocolError(f"invariant broken: slot {slot} is held by a piece that is {piece.stage.name}")
+        self._slots.check_invariants()
         for request in self._requests.values():
             gathers = sum(not piece.gathered for piece in request.pieces())
-            releases = sum(piece.stage is not _Stage.RELEASED for piece in request.pieces())
+            releases = sum(piece.stage is not Stage.RELEASED for piece in request.pieces())
             if request.failure is None and (gathers, releases) != (request.to_gather, request.to_release):
                 raise LocalProtocolError(f"invariant broken: counts of request {request.request_id}")
 
@@ -226,7 +135,7 @@ class Sender:
         if event.session in self._sessions:
             raise LocalProtocolError(f"session {event.session:#x} opened twice")
         view = RingView(event.ring_capacity_bytes, incarnation=event.incarnation)
-        self._sessions[event.session] = _Session(view=view)
+        self._sessions[event.session] = SessionState(view=view)
 
     def _on_session_lost(self, event: SessionLost) -> None:
         if self._sessions.pop(event.session, None) is None:
@@ -236,10 +145,10 @@ class Sender:
             if not lost:
                 continue
             for piece in lost:
-                if piece.stage in (_Stage.WRITING, _Stage.WRITTEN):
-                    self._free_slot(piece)
-                if piece.stage not in (_Stage.GATHERING, _Stage.RELEASED):
-                    piece.stage = _Stage.DROPPED
+                if piece.stage in (Stage.WRITING, Stage.WRITTEN):
+                    self._slots.free(piece)
+                if piece.stage not in (Stage.GATHERING, Stage.RELEASED):
+                    piece.stage = Stage.DROPPED
             if request.failure is None:
                 self._fail(request, event.reason)
             else:
@@ -256,57 +165,31 @@ class Sender:
             return
         if not moved:
             return
-        for piece in [piece for piece in session.written if session.view.is_released(_grant_of(piece))]:
-            session.written.discard(piece)
+        for piece in session.take_released():
             self._release(piece)
-        for key in [key for key, grant in session.spent.items() if session.view.is_released(grant)]:
-            del session.spent[key]
 
-    def _release(self, piece: _Piece) -> None:
+    def _release(self, piece: Piece) -> None:
         """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
         request = piece.request
-        self._free_slot(piece)
+        self._slots.free(piece)
         self._let_go(piece)
-        piece.stage = _Stage.RELEASED
+        piece.stage = Stage.RELEASED
         self._actions.append(PieceReleased(ack_s=self._now_s - piece.written_s))
         request.to_release -= 1
         if request.to_release == 0:
             del self._requests[request.request_id]
-            self._actions.append(RequestSent(request_id=request.request_id, stats=self._stats(request)))
+            self._actions.append(RequestSent(request_id=request.request_id, stats=request.stats(self._now_s)))
         else:
             route = request.routes[piece.route.route.index]
             route.num_outstanding -= 1
             self._ask(request, route)
-
-    def _stats(self, request: _Request) -> SentStats:
-        first = request.first_gather_s if request.first_gather_s is not None else self._now_s
-        computed = request.computed_s if request.computed_s is not None else first
-        return SentStats(
-            num_bytes=request.num_bytes,
-            writes=request.writes,
-            writes_without_staging=request.slices,
-            transfer_s=self._now_s - first,
-            exposed_s=self._now_s - max(first, computed),
-            resends=request.resends,
-        )
 
     # Requests
 
     def _on_request_started(self, outgoing: OutgoingRequest) -> None:
         if outgoing.request_id in self._requests:
             raise LocalProtocolError(f"request {outgoing.request_id} started twice")
-        chunks = split_into_chunks(
-            outgoing.plan, num_tokens=outgoing.num_tokens, num_layers=outgoing.layout.num_layers, start_token=outgoing.start_token
-        )
-        request = _Request(outgoing=outgoing, routes={}, num_chunks=len(chunks), to_gather=0, to_release=0)
-        for route in outgoing.routes:
-            state = request.routes[route.route.index] = _RouteState(outgoing=route)
-            for chunk in chunks:
-                size = piece_bytes(outgoing, route.route, chunk)
-                if size:
-                    state.pieces[chunk.index] = _Piece(request=request, route=route, chunk=chunk, num_bytes=size)
-            state.unasked.extend(state.pieces.values())
-        request.to_gather = request.to_release = sum(len(state.pieces) for state in request.routes.values())
+        request = Request.of(outgoing)
         self._requests[outgoing.request_id] = request
         missing = [route.session for route in outgoing.routes if route.session not in self._sessions]
         if missing:
@@ -320,18 +203,18 @@ class Sender:
             for state in request.routes.values():
                 self._ask(request, state)
 
-    def _ask(self, request: _Request, route: _RouteState) -> None:
+    def _ask(self, request: Request, route: RouteState) -> None:
         """Ask for the route's next grants, as far as `grants_ahead` allows."""
         count = min(len(route.unasked), self._settings.grants_ahead - route.num_outstanding)
         fresh = [route.unasked.popleft() for _ in range(count)]
         route.num_outstanding += len(fresh)
         self._send_grant_request(request, route.outgoing, fresh)
 
-    def _send_grant_request(self, request: _Request, route: OutgoingRoute, pieces: list[_Piece]) -> None:
+    def _send_grant_request(self, request: Request, route: OutgoingRoute, pieces: list[Piece]) -> None:
         if not pieces:
             return
         for piece in pieces:
-            piece.stage, piece.since_s = _Stage.ASKED, self._now_s
+            piece.stage, piece.since_s = Stage.ASKED, self._now_s
         sizes = tuple(ChunkSize(chunk=piece.chunk.index, num_bytes=piece.num_bytes) for piece in pieces)
         message = GrantRequest(
             incarnation=self._incarnation, request_id=request.request_id, route=route.route.index, chunks=sizes
@@ -349,10 +232,10 @@ class Sender:
             request.computed_s = self._now_s
         for route in request.routes.values():
             piece = route.pieces.get(event.chunk)
-            if piece is not None and piece.stage is _Stage.GRANTED:
+            if piece is not None and piece.stage is Stage.GRANTED:
                 self._mark_ready(piece)
 
-    def _mark_ready(self, piece: _Piece) -> None:
+    def _mark_ready(self, piece: Piece) -> None:
         piece.ready_s = self._now_s
         session = self._sessions.get(piece.route.session)
         if session is not None:
@@ -364,7 +247,7 @@ class Sender:
         for step in range(len(numbers)):
             number = numbers[(self._turn + step) % len(numbers)]
             session = self._sessions[number]
-            if session.ready and self._free_slots:
+            if session.ready and self._slots.num_free:
                 session.ready = [piece for piece in session.ready if not self._begin(number, session, piece)]
         self._turn += 1
 
@@ -373,24 +256,23 @@ class Sender:
 
         A peer that takes nothing over would otherwise hold every slot, and so every other peer's transfers.
         """
-        if len(self._free_slots) != 1:
-            return bool(self._free_slots)
-        with_slot = {piece.route.session for piece in self._slots if piece is not None}
+        if self._slots.num_free != 1:
+            return self._slots.num_free > 1
+        with_slot = {piece.route.session for piece in self._slots.held().values()}
         if number not in with_slot:
             return True
         return not any(other.held for name, other in self._sessions.items() if name not in with_slot)
 
-    def _begin(self, number: int, session: _Session, piece: _Piece) -> bool:
+    def _begin(self, number: int, session: SessionState, piece: Piece) -> bool:
         """Start the piece's gather if it can be; True when it no longer waits."""
-        if piece.stage is not _Stage.GRANTED:
+        if piece.stage is not Stage.GRANTED:
             return True  # given up meanwhile
         # A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older
         # grant that is waited for (rule 2, and docs/adr/0010).
-        if not self._may_take_a_slot(number) or not session.view.is_writable(_grant_of(piece)):
+        if not self._may_take_a_slot(number) or not session.view.is_writable(piece.granted):
             return False
-        request, slot = piece.request, self._free_slots.popleft()
-        self._slots[slot] = piece
-        piece.slot, piece.stage = slot, _Stage.GATHERING
+        request, slot = piece.request, self._slots.take(piece)
+        piece.stage = Stage.GATHERING
         if request.first_gather_s is None:
             request.first_gather_s = self._now_s
         ready_s = piece.ready_s if piece.ready_s is not None else self._now_s
@@ -410,20 +292,15 @@ class Sender:
 
     # Gather and write
 
-    def _piece_in(self, slot: int, stage: _Stage) -> _Piece | None:
-        """The piece in the slot, if it is at that stage; None when its write ended with its session."""
-        piece = self._slots[slot]
-        return piece if piece is not None and piece.stage is stage else None
-
     def _on_gather_finished(self, event: GatherFinished) -> None:
-        piece = self._piece_in(event.slot, _Stage.GATHERING)
+        piece = self._slots.piece_in(event.slot, Stage.GATHERING)
         if piece is None:
             raise LocalProtocolError(f"gather into slot {event.slot} finished, but none was under way")
         request = piece.request
         piece.gathered, piece.digest = True, event.digest
         request.to_gather -= 1
         if request.failure is not None or piece.route.session not in self._sessions:
-            self._free_slot(piece)
+            self._slots.free(piece)
             self._give_up(piece)
             self._finish_failed(request)
             return
@@ -431,9 +308,9 @@ class Sender:
             self._release_source(request)
         self._write(piece)
 
-    def _write(self, piece: _Piece) -> None:
-        grant = _grant_of(piece)
-        piece.stage, piece.since_s = _Stage.WRITING, self._now_s
+    def _write(self, piece: Piece) -> None:
+        grant = piece.granted
+        piece.stage, piece.since_s = Stage.WRITING, self._now_s
         assert piece.slot is not None
         self._actions.append(
             StartWrite(
@@ -446,14 +323,14 @@ class Sender:
         )
 
     def _on_write_finished(self, event: WriteFinished) -> None:
-        piece = self._piece_in(event.slot, _Stage.WRITING)
+        piece = self._slots.piece_in(event.slot, Stage.WRITING)
         if piece is None:
             return  # its session was lost first
-        request, grant = piece.request, _grant_of(piece)
+        request, grant = piece.request, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
-        request.slices += _num_slices(piece)
-        piece.stage, piece.since_s, piece.written_s = _Stage.WRITTEN, self._now_s, self._now_s
+        request.slices += piece.num_slices
+        piece.stage, piece.since_s, piece.written_s = Stage.WRITTEN, self._now_s, self._now_s
         if request.failure is not None:
             # The peer will not take it over any more: the write has settled, that is all that was waited for.
             self._drop_written(piece)
@@ -466,13 +343,13 @@ class Sender:
             session.written.discard(piece)
             self._release(piece)
 
-    def _send_ready(self, piece: _Piece) -> None:
+    def _send_ready(self, piece: Piece) -> None:
         message = ChunkReady(
             incarnation=self._incarnation,
             request_id=piece.request.request_id,
             route=piece.route.route.index,
             chunk=piece.chunk.index,
-            begin=_grant_of(piece).begin,
+            begin=piece.granted.begin,
             num_bytes=piece.num_bytes,
             digest=piece.digest,
             attempt=piece.attempt,
@@ -480,7 +357,7 @@ class Sender:
         self._actions.append(Send(session=piece.route.session, message=message))
 
     def _on_write_failed(self, event: WriteFailed) -> None:
-        piece = self._piece_in(event.slot, _Stage.WRITING)
+        piece = self._slots.piece_in(event.slot, Stage.WRITING)
         if piece is not None:
             # A failed write leaves the session in an unknown state; only its end proves that nothing lands any more.
             self._actions.append(CloseSession(session=piece.route.session, reason=event.reason))
@@ -505,22 +382,17 @@ class Sender:
             case _:
                 self._actions.append(MessageDropped(session=event.session, reason="unexpected_type"))
 
-    def _route_of(self, request: _Request, session: int, route_index: int) -> _RouteState | None:
-        """The request's route, if it is this session's."""
-        route = request.routes.get(route_index)
-        return route if route is not None and route.outgoing.session == session else None
-
-    def _piece_of(self, session: int, request_id: str, route_index: int, chunk: int) -> _Piece | None:
+    def _piece_of(self, session: int, request_id: str, route_index: int, chunk: int) -> Piece | None:
         request = self._requests.get(request_id)
-        route = self._route_of(request, session, route_index) if request is not None else None
+        route = request.route_of(session, route_index) if request is not None else None
         return route.pieces.get(chunk) if route is not None else None
 
     def _on_refused(self, session: int, message: GrantRefused) -> None:
         request = self._requests.get(message.request_id)
-        route = self._route_of(request, session, message.route) if request is not None else None
+        route = request.route_of(session, message.route) if request is not None else None
         if request is None or route is None:
             return
-        if any(piece.stage is _Stage.ASKED for piece in route.pieces.values()):
+        if any(piece.stage is Stage.ASKED for piece in route.pieces.values()):
             self._fail(request, message.reason)
         else:
             # The answer to a repeated question: the target has everything, has forgotten the request, and the watermark says so.
@@ -540,17 +412,17 @@ class Sender:
                 self._actions.append(MessageDropped(session=session, reason="unknown_chunk"))
             elif not self._sessions[session].view.can_hold(Grant(issued.begin, issued.end), piece.num_bytes):
                 self._actions.append(MessageDropped(session=session, reason="impossible_grant"))
-            elif piece.stage is _Stage.ASKED and self._sessions[session].view.is_released(Grant(issued.begin, issued.end)):
+            elif piece.stage is Stage.ASKED and self._sessions[session].view.is_released(Grant(issued.begin, issued.end)):
                 self._actions.append(MessageDropped(session=session, reason="released_grant"))
-            elif piece.grant is None and self._is_taken(session, issued.begin):
+            elif piece.grant is None and self._sessions[session].is_taken(issued.begin):
                 self._actions.append(MessageDropped(session=session, reason="granted_twice"))
-            elif piece.stage is _Stage.ASKED:
+            elif piece.stage is Stage.ASKED:
                 piece.grant = Grant(issued.begin, issued.end)
                 self._sessions[session].held.add(issued.begin)
-                piece.stage, piece.since_s = _Stage.GRANTED, self._now_s
+                piece.stage, piece.since_s = Stage.GRANTED, self._now_s
                 if piece.chunk.index in request.computed:
                     self._mark_ready(piece)
-            elif piece.stage is _Stage.DROPPED and piece.grant is None:
+            elif piece.stage is Stage.DROPPED and piece.grant is None:
                 piece.grant = Grant(issued.begin, issued.end)
                 self._give_up(piece)
 
@@ -559,11 +431,11 @@ class Sender:
             self._actions.append(MessageDropped(session=session, reason="too_many_attempts"))
             return
         piece = self._piece_of(session, message.request_id, message.route, message.chunk)
-        if piece is None or piece.stage is _Stage.DROPPED:
+        if piece is None or piece.stage is Stage.DROPPED:
             # Given up meanwhile: the receive that was posted for the next attempt has to settle all the same.
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
-        elif piece.stage is _Stage.WRITTEN and message.attempt == piece.attempt:
+        elif piece.stage is Stage.WRITTEN and message.attempt == piece.attempt:
             # The slot still holds what was gathered: it is kept until the grant's release came back for just this.
             self._sessions[session].written.discard(piece)
             piece.attempt += 1
@@ -574,7 +446,7 @@ class Sender:
         request = self._requests.get(message.request_id)
         if request is None:
             self._send_drained(session, message.request_id, message.route)
-        elif (route := self._route_of(request, session, message.route)) is not None:
+        elif (route := request.route_of(session, message.route)) is not None:
             self._fail(request, message.reason)
             if message.request_id in self._requests and route.is_drained:
                 self._send_drained(session, message.request_id, message.route)
@@ -585,47 +457,42 @@ class Sender:
 
     # Failure
 
-    def _fail(self, request: _Request, reason: str) -> None:
+    def _fail(self, request: Request, reason: str) -> None:
         """Give the request up: start nothing more, let what is under way settle, hand unused grants back."""
         if request.failure is not None:
             return
         request.failure = reason
         for piece in request.pieces():
-            if piece.stage in (_Stage.UNASKED, _Stage.ASKED, _Stage.GRANTED):
+            if piece.stage in (Stage.UNASKED, Stage.ASKED, Stage.GRANTED):
                 self._give_up(piece)
-            elif piece.stage is _Stage.WRITTEN:
+            elif piece.stage is Stage.WRITTEN:
                 self._drop_written(piece)
         self._finish_failed(request)
 
-    def _give_up(self, piece: _Piece) -> None:
+    def _give_up(self, piece: Piece) -> None:
         """Drop a piece that was not written; its grant, if it has one, is declined."""
-        piece.stage = _Stage.DROPPED
+        piece.stage = Stage.DROPPED
         self._let_go(piece)
         if piece.grant is not None:
             self._decline(piece.route.session, piece.grant, attempt=piece.attempt)
 
-    def _drop_written(self, piece: _Piece) -> None:
+    def _drop_written(self, piece: Piece) -> None:
         """Drop a piece whose bytes were sent: its keys are spent, its slot is free."""
-        self._free_slot(piece)
+        self._slots.free(piece)
         self._let_go(piece)
-        piece.stage = _Stage.DROPPED
+        piece.stage = Stage.DROPPED
         session = self._sessions.get(piece.route.session)
         if session is not None:
             session.written.discard(piece)
-            grant = _grant_of(piece)
+            grant = piece.granted
             for attempt in range(piece.attempt + 1):
                 session.spent[grant_key(grant.begin, attempt)] = grant
 
-    def _let_go(self, piece: _Piece) -> None:
+    def _let_go(self, piece: Piece) -> None:
         """The piece's grant is no living piece's any more."""
         session = self._sessions.get(piece.route.session)
         if session is not None and piece.grant is not None:
             session.held.discard(piece.grant.begin)
-
-    def _is_taken(self, number: int, begin: int) -> bool:
-        """Whether a grant that begins there is a living piece's, or was declined and is not released yet."""
-        session = self._sessions[number]
-        return begin in session.held or grant_key(begin, 0) in session.spent
 
     def _decline_unknown(self, number: int, grant: Grant, *, attempt: int) -> None:
         """Decline what belongs to no request here, if it can be what it says: a peer may say anything."""
@@ -646,11 +513,11 @@ class Sender:
             session.spent[key] = grant
             self._actions.append(Decline(session=number, key=key))
 
-    def _finish_failed(self, request: _Request) -> None:
+    def _finish_failed(self, request: Request) -> None:
         """After a step of a failed request: say what has drained, and forget it when all has (rule 9)."""
-        if not any(piece.stage is _Stage.GATHERING for piece in request.pieces()):
+        if not any(piece.stage is Stage.GATHERING for piece in request.pieces()):
             self._release_source(request)
-        if any(piece.stage in (_Stage.GATHERING, _Stage.WRITING) for piece in request.pieces()):
+        if any(piece.stage in (Stage.GATHERING, Stage.WRITING) for piece in request.pieces()):
             return
         if self._requests.pop(request.request_id, None) is None:
             return
@@ -660,16 +527,10 @@ class Sender:
         assert request.failure is not None
         self._actions.append(RequestFailed(request_id=request.request_id, reason=request.failure))
 
-    def _release_source(self, request: _Request) -> None:
+    def _release_source(self, request: Request) -> None:
         if not request.source_released:
             request.source_released = True
             self._actions.append(SourceReleased(request_id=request.request_id))
-
-    def _free_slot(self, piece: _Piece) -> None:
-        if piece.slot is not None:
-            self._slots[piece.slot] = None
-            self._free_slots.append(piece.slot)
-            piece.slot = None
 
     # Time
 
@@ -677,7 +538,7 @@ class Sender:
         due_s = self._now_s - self._settings.repeat_after_s
         for request in list(self._requests.values()):
             for route in request.routes.values():
-                asked = [p for p in route.pieces.values() if p.stage is _Stage.ASKED and p.since_s <= due_s]
+                asked = [p for p in route.pieces.values() if p.stage is Stage.ASKED and p.since_s <= due_s]
                 self._send_grant_request(request, route.outgoing, asked)
         for number, session in list(self._sessions.items()):
             for piece in session.written:
@@ -688,37 +549,15 @@ class Sender:
 
     def _close_if_stuck(self, session: int) -> None:
         limit_s = self._settings.write_timeout_s
-        for piece in self._slots:
-            if piece is None or piece.route.session != session:
+        for piece in self._slots.held().values():
+            if piece.route.session != session:
                 continue
-            if piece.stage is _Stage.WRITING and self._now_s - piece.since_s > limit_s:
+            if piece.stage is Stage.WRITING and self._now_s - piece.since_s > limit_s:
                 what = "has been pending"
-            elif piece.stage is _Stage.WRITTEN and self._now_s - piece.written_s > limit_s:
+            elif piece.stage is Stage.WRITTEN and self._now_s - piece.written_s > limit_s:
                 what = "was not taken over"
             else:
                 continue
             reason = f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s"
             self._actions.append(CloseSession(session=session, reason=reason))
             return
-
-
-def piece_bytes(request: OutgoingRequest, route: Route, chunk: Chunk) -> int:
-    """Payload of the part of `chunk` that travels on `route`, in bytes; 0 where they share nothing."""
-    return wire_bytes(
-        request.layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=request.num_tokens, dtype=request.wire_dtype
-    )
-
-
-def _num_slices(piece: _Piece) -> int:
-    """Writes that the piece would have taken as token x layer x K/V slices."""
-    layers = piece.chunk.layers.intersect(piece.route.route.layers)
-    specs = piece.request.outgoing.layout.layers[layers.begin : layers.end]
-    return len(piece.chunk.tokens) * sum(spec.num_buffers for spec in specs)
-
-
-def _grant_of(piece: _Piece) -> Grant:
-    if piece.grant is None:
-        raise LocalProtocolError(
-            f"chunk {piece.chunk.index} of request {piece.request.request_id} has no grant at {piece.stage.name}"
-        )
-    return piece.grant

@@ -52,7 +52,9 @@ L1 = (
 )
 L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
 # Protocol state machines: layer 0, the messages, and nothing else.
-SANS_IO = ("prefill_node/sender.py", "prefill_node/sender_events.py", "decode_node/receiver.py", "decode_node/receiver_events.py")
+SANS_IO = tuple(
+    f"{machine}{part}.py" for machine in ("prefill_node/sender", "decode_node/receiver") for part in ("", "_events", "_state")
+)
 SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 
 # Logic has no clock, no chance, no threads, no sockets, no environment: those come to it as arguments and events. (The other

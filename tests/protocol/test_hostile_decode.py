@@ -62,7 +62,7 @@ def test_a_peer_that_takes_nothing_over_leaves_a_slot_to_the_others() -> None:
         sender.compute(chunk)
     sender.grant({0: cells(0, 1)}, route=1)  # the second peer has a grant and no slot yet: it gets one
     sender.grant({0: cells(0, 1), 1: cells(1, 2)}, route=0)
-    held = {piece.route.session for piece in sender.machine._slots if piece is not None}
+    held = {piece.route.session for piece in sender.machine._slots.held().values()}
     assert held == {1, 2}
 
 

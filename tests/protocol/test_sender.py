@@ -385,15 +385,14 @@ def test_a_spoilt_sender_is_noticed() -> None:
     sender = SenderHand()
     sender.to_writing(num_tokens=8)
     machine = sender.machine
-    machine._free_slots.append(0)
+    machine._slots._free.append(0)
     with pytest.raises(LocalProtocolError, match="do not add up"):
         machine.check_invariants()
-    machine._free_slots.pop()
+    machine._slots._free.pop()
     machine._requests["r"].to_release += 1
     with pytest.raises(LocalProtocolError, match="counts of request r"):
         machine.check_invariants()
-    held = machine._slots[0]
-    assert held is not None
+    held = machine._slots.held()[0]
     held.slot = 1
     with pytest.raises(LocalProtocolError, match="slot 0 is held by a piece that is WRITING"):
         machine.check_invariants()

@@ -1,0 +1,93 @@
+"""What a `Receiver` remembers of its requests: what has to come, on which route, and how far each piece has got.
+
+Data and the questions that it can answer of itself; every decision is the `Receiver`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decode_node.receiver_events import IncomingRequest, IncomingRoute
+from transfer.chunk import Chunk, split_into_chunks
+from transfer.layout import wire_bytes
+from transfer.messages import ChunkReady
+from transfer.ring import Grant
+
+
+class Stage(Enum):
+    """Where a granted piece stands."""
+
+    GRANTED = auto()
+    SCATTERING = auto()
+    RELEASED = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Piece:
+    """The part of a chunk that travels on one route, from its grant to its release."""
+
+    request: Request
+    route: IncomingRoute
+    chunk: Chunk
+    grant: Grant
+    num_bytes: int
+    stage: Stage = Stage.GRANTED
+    is_settled: bool = False  # the posted receive has ended
+    received_bytes: int = 0
+    attempt: int = 0
+    ready: ChunkReady | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RouteState:
+    """How far a request's writer on one route has got with going away."""
+
+    incoming: IncomingRoute
+    is_drained: bool = False  # the writer said, or its session's end proves, that nothing more will come
+    asked_s: float = 0.0  # when the abort was last sent
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request's transfer into this rank."""
+
+    incoming: IncomingRequest
+    chunks: tuple[Chunk, ...]
+    routes: dict[int, RouteState]
+    sizes: dict[tuple[int, int], int]  # (route index, chunk index) -> payload in bytes, of all that has to come
+    missing: set[tuple[int, int]]  # of those, not yet scattered
+    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)
+    failure: str | None = None
+    has_drained: bool = False  # RequestDrained was said
+
+    @classmethod
+    def of(cls, incoming: IncomingRequest) -> Request:
+        """The request before anything of it was granted; pieces of no bytes are left out."""
+        layout, num_tokens = incoming.layout, incoming.num_tokens
+        chunks = split_into_chunks(
+            incoming.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=incoming.start_token
+        )
+        sizes: dict[tuple[int, int], int] = {}
+        for route in incoming.routes:
+            for chunk in chunks:
+                size = wire_bytes(
+                    layout,
+                    route.route,
+                    tokens=chunk.tokens,
+                    layers=chunk.layers,
+                    num_tokens=num_tokens,
+                    dtype=incoming.wire_dtype,
+                )
+                if size:
+                    sizes[route.route.index, chunk.index] = size
+        routes = {route.route.index: RouteState(incoming=route) for route in incoming.routes}
+        return cls(incoming=incoming, chunks=chunks, routes=routes, sizes=sizes, missing=set(sizes))
+
+    @property
+    def request_id(self) -> str:
+        return self.incoming.request_id
+
+    def unreleased(self) -> Iterator[Piece]:
+        return (piece for piece in self.pieces.values() if piece.stage is not Stage.RELEASED)
