@@ -23,6 +23,7 @@ from decode_node.rank_messages import (
     StepFailed,
     TransferComplete,
     TransferFailed,
+    check_step_fits,
 )
 from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
 from decode_node.text import TextCodec
@@ -95,6 +96,8 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
     """A `node_runtime.daemon.Role` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: DecodeNodeConfig) -> None:
+        """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
+        check_step_fits(config)
         self.config = config
         self.metrics = NodeMetrics(role="decode")
         self.text = TextCodec(config.model)

@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from node_runtime.transfer_ids import MAX_TRANSFER_ID_BYTES
+from transfer.config import DecodeNodeConfig
+from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
+from transfer.errors import ConfigError
 from transfer.instance import Link
+
+PART_BYTES = MAX_TRANSFER_ID_BYTES + 64  # the most that a part of a step takes: an id, a token, a position, the fields' names
 
 # Leader -> rank
 
@@ -144,3 +150,18 @@ CODEC = RankCodec(
     RankReport,
     RankShutdown,
 )
+
+
+def check_step_fits(config: DecodeNodeConfig) -> None:
+    """Every step must fit a message to the ranks.
+
+    Raises:
+        ConfigError: A step of all requests that may run does not.
+    """
+    running = config.limits.max_running_requests
+    most = MAX_PAYLOAD_BYTES // PART_BYTES - 1  # the message's own fields are smaller than a part
+    if running > most:
+        raise ConfigError(
+            f"limits.max_running_requests is {running}; a step of so many can take {PART_BYTES * (running + 1)} bytes, and a "
+            f"message to the ranks takes {MAX_PAYLOAD_BYTES}: it can be at most {most}"
+        )

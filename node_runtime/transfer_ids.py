@@ -11,6 +11,7 @@ import secrets
 from transfer.errors import ConfigError
 
 MAX_REQUEST_ID_CHARS = 96  # a transfer's id adds 17, and messages carry at most 128
+MAX_TRANSFER_ID_BYTES = 4 * MAX_REQUEST_ID_CHARS + 17  # in UTF-8
 
 
 def new_transfer_id(request_id: str) -> str:
