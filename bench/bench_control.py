@@ -5,8 +5,9 @@
 "one process" is the protocol alone: both state machines and every message encoded and decoded, no sockets. "two processes" is
 what ranks have between them: control messages over ZeroMQ, watermark acks over the gRPC stream, one event loop each.
 
-Throughput: `IN_FLIGHT` requests of `CHUNKS` chunks at a time. Round trip: one request of one chunk at a time, from its
-GrantRequest to the ack that shows its grant released, so a request, a grant, a ready and an ack, with nothing else in the way.
+Throughput: requests of `CHUNKS` chunks, a few at a time; in one process also many at a time, which must cost no more a chunk.
+Round trip: one request of one chunk at a time, from its GrantRequest to the ack that shows its grant released, so a request, a
+grant, a ready and an ack, with nothing else in the way.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ RING_BYTES = 64 * CHUNK_BYTES
 CHUNKS = 32
 ROUNDS = tuple(f"round{number}" for number in range(5))
 IN_FLIGHT = 8
+MANY_IN_FLIGHT = 256  # with grants for 2,048 chunks, of which the ring holds 64
 SESSION = 7
 DECODE_LIFE = 22
 PREFILL_LIFE = 11
@@ -164,13 +166,13 @@ class Target:
                 pass
 
 
-async def sample_writer(writer: Writer, *, num_requests: int, num_round_trips: int) -> Samples:
+async def sample_writer(writer: Writer, *, num_requests: int, num_round_trips: int, num_in_flight: int = IN_FLIGHT) -> Samples:
     """Warm up, then move `num_requests` in each round, then `num_round_trips` one by one."""
-    await move_all(writer, request_names("warm", IN_FLIGHT))
+    await move_all(writer, request_names("warm", num_in_flight), num_in_flight)
     chunk_s: list[float] = []
     for round_name in ROUNDS:
         started = time.perf_counter()
-        await move_all(writer, request_names(round_name, num_requests))
+        await move_all(writer, request_names(round_name, num_requests), num_in_flight)
         chunk_s.append((time.perf_counter() - started) / (num_requests * CHUNKS))
     round_trip_s: list[float] = []
     for request_id in request_names("one", num_round_trips):
@@ -181,25 +183,25 @@ async def sample_writer(writer: Writer, *, num_requests: int, num_round_trips: i
     return Samples(chunk_s=chunk_s, round_trip_s=round_trip_s)
 
 
-async def move_all(writer: Writer, request_ids: list[str]) -> None:
-    """Move the requests, `IN_FLIGHT` at a time."""
+async def move_all(writer: Writer, request_ids: list[str], num_in_flight: int) -> None:
+    """Move the requests, `num_in_flight` at a time."""
     left = deque(request_ids)
 
     async def one_after_another() -> None:
         while left:
             await writer.move(left.popleft(), CHUNKS)
 
-    await asyncio.gather(*(one_after_another() for _ in range(IN_FLIGHT)))
+    await asyncio.gather(*(one_after_another() for _ in range(num_in_flight)))
 
 
-def expect_all(target: Target, *, num_requests: int, num_round_trips: int) -> None:
-    target.expect(request_names("warm", IN_FLIGHT), CHUNKS)
+def expect_all(target: Target, *, num_requests: int, num_round_trips: int, num_in_flight: int = IN_FLIGHT) -> None:
+    target.expect(request_names("warm", num_in_flight), CHUNKS)
     for round_name in ROUNDS:
         target.expect(request_names(round_name, num_requests), CHUNKS)
     target.expect(request_names("one", num_round_trips), 1)
 
 
-async def run_one_process(*, num_requests: int, num_round_trips: int) -> Samples:
+async def run_one_process(*, num_requests: int, num_round_trips: int, num_in_flight: int = IN_FLIGHT) -> Samples:
     """Both machines on one loop; what one sends is handled by the other in a later turn of the loop."""
     loop = asyncio.get_running_loop()
     writer = Writer(loop, lambda payload: loop.call_soon(target.on_payload, payload))
@@ -208,8 +210,8 @@ async def run_one_process(*, num_requests: int, num_round_trips: int) -> Samples
         loop.call_soon(writer.pump.feed, tx.WatermarkArrived(session=SESSION, watermark=ring.watermark()))
 
     target = Target(loop, lambda payload: loop.call_soon(writer.on_payload, payload), publish)
-    expect_all(target, num_requests=num_requests, num_round_trips=num_round_trips)
-    return await sample_writer(writer, num_requests=num_requests, num_round_trips=num_round_trips)
+    expect_all(target, num_requests=num_requests, num_round_trips=num_round_trips, num_in_flight=num_in_flight)
+    return await sample_writer(writer, num_requests=num_requests, num_round_trips=num_round_trips, num_in_flight=num_in_flight)
 
 
 def instance(incarnation: int) -> Instance:
@@ -304,8 +306,12 @@ def measure(*, is_quick: bool) -> Report:
     num_requests, num_round_trips = (8, 50) if is_quick else (64, 1000)
     for where, play in (("one process", run_one_process), ("two processes", run_two_processes)):
         samples = asyncio.run(play(num_requests=num_requests, num_round_trips=num_round_trips))
-        report.add(where, "chunk, many in flight", samples.chunk_s)
+        chunk = report.add(where, f"chunk, {IN_FLIGHT} requests in flight", samples.chunk_s)
         report.add(where, "grant, ready, ack of one chunk", samples.round_trip_s)
+        if play is run_one_process:
+            num_many = MANY_IN_FLIGHT // 8 if is_quick else MANY_IN_FLIGHT
+            many = asyncio.run(run_one_process(num_requests=num_many, num_round_trips=1, num_in_flight=num_many))
+            report.add(where, f"chunk, {num_many} requests in flight", many.chunk_s, against=chunk)
     return report
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.bench_control import TARGET_CHUNKS_PER_S, TARGET_ROUND_TRIP_S
+from bench.bench_control import IN_FLIGHT, TARGET_CHUNKS_PER_S, TARGET_ROUND_TRIP_S
 from bench.bench_idle import TARGET_SHARE
 from bench.bench_pool_to_pool import TARGET_RATIO
 from bench.bench_ring import LIVE_GRANTS, TARGET_PAIRS_PER_S
@@ -129,7 +129,7 @@ def _pool_to_pool(content: Content) -> list[Outcome]:
 
 
 def _control(content: Content) -> list[Outcome]:
-    (chunk,) = _rows(content, what="chunk, many in flight", case="two processes")
+    (chunk,) = _rows(content, what=f"chunk, {IN_FLIGHT} requests in flight", case="two processes")
     (trip,) = _rows(content, what="grant, ready, ack of one chunk", case="two processes")
     return [
         Outcome(what="control plane, two processes", measured=1 / chunk["median_s"], limit=TARGET_CHUNKS_PER_S, unit="chunks/s"),

@@ -10,6 +10,8 @@ fails it closed. Numbered rules are those of docs/protocol.md.
 
 from __future__ import annotations
 
+import itertools
+
 from decode_node.receiver_events import (
     Action,
     ChunkBroken,
@@ -316,7 +318,9 @@ class Receiver:
 
         Grants of a request that was given up are posted too: a write that is under way must be able to settle.
         """
-        for piece in [piece for piece in self._unposted.values() if self._ring.is_writable(piece.grant)]:
+        horizon = self._ring.horizon
+        waiting = itertools.takewhile(lambda piece: piece.grant.end <= horizon, self._unposted.values())
+        for piece in [piece for piece in waiting if self._ring.is_writable(piece.grant)]:
             del self._unposted[piece.grant.begin]
             self._post(piece)
 

@@ -239,7 +239,7 @@ class Sender:
         piece.ready_s = self._now_s
         session = self._sessions.get(piece.route.session)
         if session is not None:
-            session.ready.append(piece)
+            session.add_ready(piece)
 
     def _begin_ready_pieces(self) -> None:
         """Give free slots to pieces whose grants are writable now, the sessions taking turns."""
@@ -248,8 +248,30 @@ class Sender:
             number = numbers[(self._turn + step) % len(numbers)]
             session = self._sessions[number]
             if session.ready and self._slots.num_free:
-                session.ready = [piece for piece in session.ready if not self._begin(number, session, piece)]
+                self._begin_ready_of(number, session)
         self._turn += 1
+
+    def _begin_ready_of(self, number: int, session: SessionState) -> None:
+        """Begin the session's pieces whose turn it is, the oldest grants first.
+
+        A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older grant
+        that is waited for (rule 2, and docs/adr/0010). Hundreds of pieces can wait for a full ring, so none is looked at in vain.
+        """
+        horizon, may_take = session.view.horizon, self._may_take_a_slot(number)
+        waiting: list[Piece] = []
+        num_seen = 0
+        for piece in session.ready:
+            if not may_take or piece.granted.end > horizon:
+                break
+            num_seen += 1
+            if piece.stage is not Stage.GRANTED:
+                continue  # given up meanwhile
+            if session.view.is_writable(piece.granted):
+                self._begin(piece)
+                may_take = self._may_take_a_slot(number)
+            else:
+                waiting.append(piece)
+        session.ready[:num_seen] = waiting
 
     def _may_take_a_slot(self, number: int) -> bool:
         """Whether a free slot may go to the session: the last one is kept for those that have grants and no slot at all.
@@ -263,14 +285,8 @@ class Sender:
             return True
         return not any(other.held for name, other in self._sessions.items() if name not in with_slot)
 
-    def _begin(self, number: int, session: SessionState, piece: Piece) -> bool:
-        """Start the piece's gather if it can be; True when it no longer waits."""
-        if piece.stage is not Stage.GRANTED:
-            return True  # given up meanwhile
-        # A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older
-        # grant that is waited for (rule 2, and docs/adr/0010).
-        if not self._may_take_a_slot(number) or not session.view.is_writable(piece.granted):
-            return False
+    def _begin(self, piece: Piece) -> None:
+        """Start the piece's gather, into a free slot."""
         request, slot = piece.request, self._slots.take(piece)
         piece.stage = Stage.GATHERING
         if request.first_gather_s is None:
@@ -288,7 +304,6 @@ class Sender:
                 credit_wait_s=self._now_s - ready_s,
             )
         )
-        return True
 
     # Gather and write
 

@@ -5,6 +5,7 @@ Data and the questions that it can answer of itself; every decision is the `Send
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -155,12 +156,16 @@ class SessionState:
     """What is known of one decode rank's ring, and which of its grants are spoken for here."""
 
     view: RingView
-    ready: list[Piece] = field(default_factory=list)  # granted and computed, not begun
+    ready: list[Piece] = field(default_factory=list)  # granted and computed, not begun; in the order of positions
     written: set[Piece] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
     # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
     # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
     spent: dict[int, Grant] = field(default_factory=dict)
+
+    def add_ready(self, piece: Piece) -> None:
+        """The piece is granted and computed."""
+        insort(self.ready, piece, key=lambda one: one.granted.begin)
 
     def is_taken(self, begin: int) -> bool:
         """Whether a grant that begins there is a living piece's, or was declined and is not released yet."""

@@ -224,6 +224,11 @@ class StagingAllocator:
             grant, position=self._position, released=self._ranges_below(grant.begin), capacity_bytes=self.capacity_bytes
         )
 
+    @property
+    def horizon(self) -> int:
+        """Position above which nothing is writable: a grant that ends beyond it shares a byte with what is not released."""
+        return (self._range_ends[-1] if self._range_ends else self._position) + self.capacity_bytes
+
     def watermark(self) -> Watermark:
         """The state to publish, under the next sequence number."""
         self._sequence += 1
@@ -333,6 +338,11 @@ class RingView:
     def is_writable(self, grant: Grant) -> bool:
         """Whether the grant may be written now; "not yet" is False, never an error."""
         return is_writable(grant, position=self._watermark.position, released=self._released, capacity_bytes=self.capacity_bytes)
+
+    @property
+    def horizon(self) -> int:
+        """Position above which nothing may be written yet, so that grants in order need not be looked at beyond it."""
+        return (self._released[-1].end if self._released else self._watermark.position) + self.capacity_bytes
 
     def can_hold(self, grant: Grant, num_bytes: int) -> bool:
         """Whether the grant is one that this ring can give for `num_bytes`: aligned, large enough, not across its end."""

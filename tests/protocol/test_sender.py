@@ -8,7 +8,7 @@ from prefill_node import sender_events as tx
 from tests.protocol.machines import CELL, DECODE_LIFE, LAYOUT, PREFILL_LIFE, SenderHand, cells, messages, of_type
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDrained
-from transfer.ring import grant_key
+from transfer.ring import Grant, RingView, grant_key
 
 
 def declined(actions: list[tx.Action]) -> list[int]:
@@ -397,3 +397,42 @@ def test_a_spoilt_sender_is_noticed() -> None:
     with pytest.raises(LocalProtocolError, match="slot 0 is held by a piece that is WRITING"):
         machine.check_invariants()
     assert LAYOUT.num_layers == 2
+
+
+def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at all of them for every event cost four fifths of the chunks a second with 256 requests in flight."""
+    sender = SenderHand(ring_cells=4, num_slots=4)
+    for number in range(300):
+        sender.start(f"r{number}", num_tokens=4)
+        sender.compute(0, f"r{number}")
+        sender.grant({0: cells(2 * number, 2 * number + 2)}, f"r{number}")
+    looks: list[Grant] = []
+    honest = RingView.is_writable
+
+    def counted(view: RingView, grant: Grant) -> bool:
+        looks.append(grant)
+        return honest(view, grant)
+
+    monkeypatch.setattr(RingView, "is_writable", counted)
+    sender.tell(tx.Tick())
+    assert looks == []
+    for slot in (0, 1):  # the two that the ring holds
+        sender.gathered(slot)
+        sender.written(slot)
+    started = of_type(sender.watermark(4 * CELL), tx.StartGather)
+    assert [gather.request_id for gather in started] == ["r2", "r3"]
+    assert len(looks) <= 4
+
+
+def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
+    sender = SenderHand(ring_cells=4, num_slots=1)
+    sender.start("late", num_tokens=4)
+    sender.start("early", num_tokens=4)
+    sender.grant({0: cells(4, 6)}, "late")
+    sender.grant({0: cells(2, 4)}, "early")
+    sender.to_writing(cells(0, 2))
+    sender.compute(0, "late")
+    sender.compute(0, "early")
+    sender.written(0)
+    started = of_type(sender.watermark(2 * CELL), tx.StartGather)
+    assert [gather.request_id for gather in started] == ["early"]

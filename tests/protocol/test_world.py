@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -137,12 +138,14 @@ def play(num_seeds: int, *, is_one_sided: bool, faults: Faults | None = None) ->
 
 def test_the_world_notices_a_writer_that_does_not_ask_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RingView, "is_writable", lambda self, grant: True)
+    monkeypatch.setattr(RingView, "horizon", property(lambda self: math.inf))
     with pytest.raises(WorldError, match="R1"):
         play(20, is_one_sided=True)
 
 
 def test_the_world_notices_a_receive_that_is_posted_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagingAllocator, "is_writable", lambda self, grant: True)
+    monkeypatch.setattr(StagingAllocator, "horizon", property(lambda self: math.inf))
     monkeypatch.setattr(StagingAllocator, "check_invariants", lambda self: None)
     with pytest.raises(WorldError, match="R1"):
         play(20, is_one_sided=False)

@@ -372,6 +372,20 @@ class Oracle:
         return all(self.owners[cell][0] == grant for cell in self._cells_of(grant))
 
 
+def test_the_horizon_leaves_nothing_out_and_little_in() -> None:
+    """Of many grants that wait for a full ring, only those that the ring could hold next are worth a look."""
+    ring, view = ring_of(4), view_of(4)
+    grants = [ring.assign(CELL) for _ in range(100)]
+    assert ring.horizon == view.horizon == grants[3].end
+    ring.release(grants[0])
+    ring.release(grants[2])
+    view.update(ring.watermark())
+    assert ring.horizon == view.horizon == grants[6].end
+    writable = [number for number in range(7) if ring.is_writable(grants[number])]
+    assert writable == [0, 1, 2, 3, 4, 6]
+    assert not any(ring.is_writable(grant) for grant in grants[7:])
+
+
 class RingMachine(RuleBasedStateMachine):
     """An allocator and a writer's view, between them watermarks that are delayed, lost, repeated and reordered."""
 
@@ -439,6 +453,8 @@ class RingMachine(RuleBasedStateMachine):
             assert self.ring.is_writable(grant) is self.oracle.is_writable(grant), grant
             assert not self.view.is_released(grant), grant
             assert not self.view.is_writable(grant) or self.oracle.is_writable(grant), grant
+            assert grant.end <= self.ring.horizon or not self.oracle.is_writable(grant), grant
+            assert grant.end <= self.view.horizon or not self.view.is_writable(grant), grant
         assert all(grant in self.oracle.released for grant in self.oracle.released if self.view.is_released(grant))
         assert self.ring.position >= self.highest
         self.highest = self.ring.position
@@ -485,4 +501,6 @@ def test_long_range_lists_agree_with_the_oracle(seed: int, num_cells: int) -> No
                 assert ring.is_writable(grant) is oracle.is_writable(grant)
                 assert not view.is_released(grant)
                 assert not view.is_writable(grant) or oracle.is_writable(grant)
+                assert grant.end <= ring.horizon or not oracle.is_writable(grant)
+                assert grant.end <= view.horizon or not view.is_writable(grant)
     ring.check_invariants()
