@@ -113,8 +113,11 @@ def test_an_instance_keeps_its_own_copy_of_the_model_fields() -> None:
 
 
 def test_attach_values_are_checked() -> None:
+    asks = AttachRequest(prefill=instance(), prefill_rank=1, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
     with pytest.raises(LayoutError, match="prefill_rank is 2; the instance has 2 ranks"):
-        AttachRequest(prefill=instance(), prefill_rank=2, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
+        replace(asks, prefill_rank=2)
+    with pytest.raises(LayoutError, match="probe_bytes is 0; it must be positive"):
+        replace(asks, probe_bytes=0)
     good = AttachResponse(
         session_id=1,
         decode=instance(),
@@ -134,6 +137,7 @@ def test_attach_values_are_checked() -> None:
         {"heartbeat_s": 0.0},
         {"heartbeat_s": float("nan")},
         {"protocol_version": 2},
+        {"probe_bytes": 0},
     ):
         with pytest.raises(LayoutError, match=next(iter(wrong))):
             replace(good, **wrong)

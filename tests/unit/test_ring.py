@@ -154,6 +154,18 @@ def test_an_empty_grant_cannot_be_made(begin: int, end: int) -> None:
         Grant(begin, end)
 
 
+def test_a_grant_is_released_once_and_whole() -> None:
+    ring = ring_of(4)
+    grant = ring.assign(2 * CELL)
+    with pytest.raises(LocalProtocolError, match=r"release of grant \[0, 256\), which is not live \(R4"):
+        ring.release(cells(0, 1))
+    ring.release(grant)
+    with pytest.raises(LocalProtocolError, match="R4"):
+        ring.release(grant)
+    ring.check_invariants()
+    assert ring.position == 2 * CELL
+
+
 # Quarantine
 
 
