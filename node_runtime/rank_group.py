@@ -2,7 +2,7 @@
 
 A tensor-parallel group is of no use without one of its ranks, so the first exit ends the group's life. Ranks are forked from a
 server process that has imported torch and transformers once (seconds of work that every rank would repeat) and nothing else: no
-threads, no sockets, no CUDA context.
+threads, no sockets, no CUDA context. The first start waits for those imports, in a thread: the leader answers meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class RankGroup:
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._is_stopping = False
         self._watched: set[int] = set()
         self._processes: list[BaseProcess] = [
             context.Process(target=target, args=args, name=f"{name}-{rank}", daemon=True) for rank, args in enumerate(arguments)
@@ -44,14 +45,26 @@ class RankGroup:
     def pids(self) -> list[int]:
         return [process.pid or 0 for process in self._processes]
 
-    def start(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[int, int], None]) -> None:
-        """Start all ranks; `on_exit(rank, exit code)` is called on `loop` for each that ends, until `stop()`."""
-        self._loop = loop
-        _start_fork_server()
+    async def start(self, on_exit: Callable[[int, int], None]) -> None:
+        """Start all ranks; `on_exit(rank, exit code)` is called on this loop for each that ends, until `stop()`.
+
+        Cancelled, or not waited for, it may leave ranks, which `stop()` ends.
+        """
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_all))
+        await asyncio.shield(self._starting)
+        if self._is_stopping:
+            return
+        # Not before: a process that starts looks after those before it as well, and only one may read how a process ended.
         for rank, process in enumerate(self._processes):
-            process.start()
             self._watched.add(process.sentinel)
-            loop.add_reader(process.sentinel, self._exited, rank, on_exit)
+            asyncio.get_running_loop().add_reader(process.sentinel, self._exited, rank, on_exit)
+
+    def _start_all(self) -> None:
+        _start_fork_server()
+        for process in self._processes:
+            if self._is_stopping:
+                return
+            process.start()
 
     def _exited(self, rank: int, on_exit: Callable[[int, int], None]) -> None:
         process = self._processes[rank]
@@ -60,12 +73,18 @@ class RankGroup:
         on_exit(rank, process.exitcode if process.exitcode is not None else -1)
 
     def _unwatch(self, process: BaseProcess) -> None:
-        if self._loop is not None and process.sentinel in self._watched:
+        if process.sentinel in self._watched:
             self._watched.discard(process.sentinel)
-            self._loop.remove_reader(process.sentinel)
+            asyncio.get_running_loop().remove_reader(process.sentinel)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait up to `grace_s` for the ranks to end by themselves, then kill them. Afterwards none is left."""
+        """Wait up to `grace_s` for the ranks to end by themselves, then kill them. Afterwards none is left.
+
+        A start that is under way comes first to its end: a rank that is being forked has no number yet by which to kill it.
+        """
+        self._is_stopping = True
+        if self._starting is not None:
+            await asyncio.gather(asyncio.shield(self._starting), return_exceptions=True)  # what it raised is start()'s to raise
         started = [process for process in self._processes if process.pid is not None]
         for process in started:
             self._unwatch(process)
@@ -94,7 +113,7 @@ def _start_fork_server() -> None:
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # one that came meanwhile comes now
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_fork_server() -> None:

@@ -111,9 +111,9 @@ class RankSupervisor:
             for rank in range(self._num_ranks)
         ]
         self._group = RankGroup(self._config.role, self._entry, [(spec,) for spec in specs], preload=self._preload)
-        self._group.start(loop, self._on_exit)
         try:
-            await asyncio.wait_for(self._started, START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.gather(self._group.start(self._on_exit), self._started)
         except TimeoutError:
             missing = sorted(set(range(self._num_ranks)) - self._hellos.keys())
             raise RankStartError(f"ranks {missing} did not start within {START_TIMEOUT_S:g} s", exit_code=4) from None

@@ -16,7 +16,7 @@ async def main(folder: Path) -> None:
         prefill_config(folder, parallel={"tp_size": 2}),
         rank_entries.obedient,
         rank_entries.CODEC,
-        preload="tests.runtime.preloaded",
+        preload=["tests.runtime.preloaded"],
         on_message=lambda rank, message: None,
         on_lost=lambda reason: None,
     )

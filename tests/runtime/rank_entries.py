@@ -16,6 +16,8 @@ from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankSt
 from tests.runtime.instances import hello
 from transfer.errors import MemoryPlanError
 
+SLOW_IMPORT_S = 1.0  # of `slow_preload`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:

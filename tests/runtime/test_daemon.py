@@ -41,7 +41,7 @@ class QuietRole:
             config,
             entry,
             rank_entries.CODEC,
-            preload="tests.runtime.preloaded",
+            preload=["tests.runtime.preloaded"],
             on_message=lambda rank, message: None,
             on_lost=lambda reason: self.on_lost(reason),
         )

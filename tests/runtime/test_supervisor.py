@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,22 @@ import pytest
 
 from node_runtime import exit_codes
 from node_runtime import supervisor as supervisor_module
-from node_runtime.rank_group import RankGroup
+from node_runtime.rank_group import RankGroup, end_fork_server
 from node_runtime.rank_process import RankSpec
 from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
 from tests.runtime import rank_entries
 from tests.runtime.instances import hello, prefill_config, until
-from tests.runtime.rank_entries import Echo, Order, is_alive
+from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
 from transfer.errors import EngineError
 
-PRELOAD = "tests.runtime.preloaded"
+PRELOAD = ["tests.runtime.preloaded"]
+SLOW_PRELOAD = ["tests.runtime.slow_preload"]
 
 
 class Ranks:
     """A supervisor of two ranks, and what it said."""
 
-    def __init__(self, folder: Path, entry: Callable[[RankSpec], None]) -> None:
+    def __init__(self, folder: Path, entry: Callable[[RankSpec], None], preload: Sequence[str]) -> None:
         self.heard: list[tuple[int, Any]] = []
         self.lost: list[str] = []
         self.on_message: Callable[[int, Any], None] = lambda rank, message: self.heard.append((rank, message))
@@ -38,16 +40,25 @@ class Ranks:
             prefill_config(folder, parallel={"tp_size": 2}),
             entry,
             rank_entries.CODEC,
-            preload=PRELOAD,
+            preload=preload,
             on_message=lambda rank, message: self.on_message(rank, message),
             on_lost=self.lost.append,
         )
         self.folder = Path(self.supervisor._folder.name)
 
 
+def fork_server_pid() -> int:
+    pid: int = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @asynccontextmanager
-async def ranks_of(folder: Path, entry: Callable[[RankSpec], None]) -> AsyncIterator[Ranks]:
-    ranks = Ranks(folder, entry)
+async def ranks_of(folder: Path, entry: Callable[[RankSpec], None], *, preload: Sequence[str] = PRELOAD) -> AsyncIterator[Ranks]:
+    ranks = Ranks(folder, entry, preload)
     try:
         yield ranks
     finally:
@@ -74,6 +85,36 @@ async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) ->
         await ranks.supervisor.stop(is_graceful=True)
         assert asyncio.get_running_loop().time() - started_s < 5, "they ended when they were told to, before anyone killed them"
         assert not ranks.lost, "an end on request is no loss"
+
+
+async def test_the_leader_goes_on_while_its_ranks_start(tmp_path: Path) -> None:
+    end_fork_server()  # of an earlier test, which has imported already
+    loop = asyncio.get_running_loop()
+    async with ranks_of(tmp_path, rank_entries.obedient, preload=SLOW_PRELOAD) as ranks:
+        began_s = last_s = loop.time()
+        longest_s = 0.0
+        starting = asyncio.ensure_future(ranks.supervisor.start())
+        while not starting.done():
+            await asyncio.sleep(0.01)
+            longest_s, last_s = max(longest_s, loop.time() - last_s), loop.time()
+        assert len(starting.result()) == 2
+        assert last_s - began_s >= SLOW_IMPORT_S, "the fork server did import first"
+        assert longest_s < SLOW_IMPORT_S / 2
+
+
+async def test_a_stop_while_ranks_are_being_forked_leaves_none(tmp_path: Path) -> None:
+    end_fork_server()
+    async with ranks_of(tmp_path, rank_entries.obedient, preload=SLOW_PRELOAD) as ranks:
+        starting = asyncio.ensure_future(ranks.supervisor.start())
+        await asyncio.sleep(SLOW_IMPORT_S / 4)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await ranks.supervisor.stop(is_graceful=False)
+        await ranks.supervisor.start()  # its ranks are forked after whatever is left to be forked
+        left = set(children_of(fork_server_pid())) - set(ranks.supervisor.pids)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)  # the fork server would wait for it
+        assert not left
 
 
 async def test_a_new_life_has_a_new_incarnation_and_hears_nothing_of_the_old_one(tmp_path: Path) -> None:
@@ -198,13 +239,13 @@ async def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
 
 async def test_a_group_tells_of_each_exit_until_it_is_stopped() -> None:
     exits: list[tuple[int, int]] = []
-    group = RankGroup("test", rank_entries.end_with_code, [(0,), (5,)], preload=[PRELOAD])
-    group.start(asyncio.get_running_loop(), lambda rank, code: exits.append((rank, code)))
+    group = RankGroup("test", rank_entries.end_with_code, [(0,), (5,)], preload=PRELOAD)
+    await group.start(lambda rank, code: exits.append((rank, code)))
     await until(lambda: len(exits) == 2)
     assert sorted(exits) == [(0, 0), (1, 5)]
     await group.stop(0.0)
-    quiet = RankGroup("test", rank_entries.stay, [(0,)], preload=[PRELOAD])
-    quiet.start(asyncio.get_running_loop(), lambda rank, code: exits.append((rank, code)))
+    quiet = RankGroup("test", rank_entries.stay, [(0,)], preload=PRELOAD)
+    await quiet.start(lambda rank, code: exits.append((rank, code)))
     await quiet.stop(0.0)
     await asyncio.sleep(0.05)
     assert len(exits) == 2, "what was ended on request is no news"
