@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +30,7 @@ from transfer.layout import DType, KVLayout, Shard
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import SessionWatch, TransferControlClient, open_channel, wait_ready
+from transfer.registry.convert import attach_request_to_proto
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Grant, RingView, Watermark
 
@@ -286,6 +288,32 @@ async def test_a_writer_that_closes_is_lost_once_and_hears_nothing(rank: DecodeR
     assert len(rank.lost) == 1 and rank.lost[0][0] == 101
     assert writer.lost == []
     assert rank.servicer.session_ids == ()
+
+
+async def test_a_writer_that_leaves_before_it_heard_why_is_no_error_of_the_server(
+    rank: DecodeRank, server: RegistryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not read its acks, and what its session ended with waits behind them when it leaves."""
+    small_window = (("grpc.http2.lookahead_bytes", 16384), ("grpc.http2.bdp_probe", 0))
+    async with grpc.aio.insecure_channel(server.address, options=small_window) as channel:
+        stub: Any = pb_grpc.TransferControlStub(channel)
+        response = await stub.Attach(attach_request_to_proto(attach_request()))
+        call = stub.Watermarks()
+        released = tuple(Grant(number * 1024 + 512, number * 1024 + 1024) for number in range(64))
+        sequence, num_acks, moved_s = 1, -1, time.monotonic()
+        while time.monotonic() - moved_s < HEARTBEAT_S:  # until they are stuck
+            await call.write(pb.WriterBeat(session_id=response.session_id))
+            sequence += 1
+            rank.servicer.publish(watermark(sequence, 256, released))
+            if rank.servicer.num_acks != num_acks:
+                num_acks, moved_s = rank.servicer.num_acks, time.monotonic()
+            await asyncio.sleep(0.001)
+        rank.servicer.close_session(response.session_id, "quarantine is full")
+        await asyncio.sleep(0.05)
+        call.cancel()
+    await server.close()
+    assert rank.lost == [(response.session_id, "quarantine is full")]
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_a_session_closed_by_the_decode_rank_says_why(rank: DecodeRank, writer: Writer) -> None:

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -132,6 +132,17 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str) -> NoReturn:
+    """End the call with a status. That nobody is there any more to hear it is no error, and so none in the log."""
+    try:
+        await context.abort(code, details)
+    except grpc.aio.InternalError as error:
+        # The caller went away first, perhaps long after the abort: a status waits behind acks that the caller does not read.
+        # gRPC may not have noticed yet, and would log a failure; this it takes for the caller's own cancellation, which it is.
+        raise asyncio.CancelledError from error
+    raise AssertionError("abort() returned")
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Session:
     """One attached writer."""
@@ -229,10 +240,11 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         except TransferError as error:
             await end_with(context, error)
         if self._is_closed:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this rank is closing")
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, "this rank is closing")
         writer = (attach.prefill.incarnation, attach.prefill_rank)
         if writer in self._writers:
-            await context.abort(
+            await _abort(
+                context,
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"prefill rank {attach.prefill_rank} of incarnation {attach.prefill.incarnation:#018x} is attached already",
             )
@@ -260,12 +272,12 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         except TimeoutError:
             first = None
         if first is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no first beat; it must name the session")
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "no first beat; it must name the session")
         session = self._sessions.get(first.session_id)
         if session is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"session {first.session_id:#018x} is unknown or over; attach again")
+            await _abort(context, grpc.StatusCode.NOT_FOUND, f"session {first.session_id:#018x} is unknown or over; attach again")
         if session.has_stream:
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"session {first.session_id:#018x} has its stream already")
+            await _abort(context, grpc.StatusCode.ALREADY_EXISTS, f"session {first.session_id:#018x} has its stream already")
         session.has_stream = True
         both = (
             asyncio.ensure_future(self._read_beats(session, first, request_iterator)),
@@ -279,7 +291,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
             self._lose(session, "the writer's stream ended")
-        await context.abort(grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
+        await _abort(context, grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
 
     async def _open_session(self, attach: AttachRequest, writer: tuple[int, int]) -> AttachResponse:
         try:
