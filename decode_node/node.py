@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -30,20 +28,16 @@ from decode_node.text import TextCodec
 from decode_node.worker import run_decode_rank
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
+from node_runtime.leader_service import Leader
 from node_runtime.prompt import check_prompt
 from node_runtime.rank_report import RankHello
-from node_runtime.rank_setup import preloaded_modules
-from node_runtime.status import node_status
-from node_runtime.supervisor import RankSupervisor
-from node_runtime.transfer_ids import is_try_of, new_transfer_id
+from node_runtime.transfer_ids import new_transfer_id
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
-from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import sampling_from_proto
-from transfer.registry.server import RegistryServer, host_port, serve
 from transfer.registry.status import end_with
 
 log = structlog.get_logger(__name__)
@@ -92,40 +86,22 @@ class _Life:
         self.requests.on_peer_lost(peer, reason)
 
 
-class DecodeNode(pb_grpc.DecodeControlServicer):
+class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer):
     """A `node_runtime.daemon.Role` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: DecodeNodeConfig) -> None:
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
-        self.config = config
-        self.metrics = NodeMetrics(role="decode")
+        super().__init__(daemon, config, entry=run_decode_rank, codec=CODEC, on_rank_message=self._on_rank_message)
         self.text = TextCodec(config.model)
-        self._daemon = daemon
-        self._life: _Life | None = None
-        self._server: RegistryServer | None = None
         self._address = ""
-        self._supervisor: RankSupervisor | None = None
-        self._draining = asyncio.Event()
         self._in_flight: set[str] = set()  # request ids of clients
 
     # Role
 
     async def open(self) -> str:
-        server = self._server = await serve(self.config.server.host, self.config.server.port, decode_control=self)
-        self._address = host_port(self.config.server.advertised_host, server.port)
+        self._address = await self._listen(decode_control=self)
         return self._address
-
-    def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
-        self._supervisor = RankSupervisor(
-            self.config,
-            run_decode_rank,
-            CODEC,
-            preload=preloaded_modules(self.config),
-            on_message=self._on_rank_message,
-            on_lost=on_lost,
-        )
-        return self._supervisor
 
     async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
         self._life = _Life(self, hellos, self._address)
@@ -138,18 +114,6 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
         if life is not None:
             await life.requests.close(error)
             await life.peers.close()
-
-    async def drain(self) -> int:
-        self._draining.set()
-        await self._set_serving(False)
-        while self.num_in_flight:
-            await asyncio.sleep(0.02)
-        return 0
-
-    @property
-    def num_in_flight(self) -> int:
-        life = self._life
-        return 0 if life is None else life.requests.num_queued + life.requests.num_running
 
     def readiness(self) -> Readiness:
         if self._draining.is_set():
@@ -164,29 +128,9 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
         peers: dict[str, int] = {}
         for peer in life.peers.peers if life is not None else ():
             peers[peer.state] = peers.get(peer.state, 0) + 1
-        self.metrics.node_state(
-            state=str(self._daemon.state),
-            queued=life.requests.num_queued if life is not None else 0,
-            running=life.requests.num_running if life is not None else 0,
-            peers=peers,
-            restarts=self._daemon.num_restarts,
-        )
-        reports = self._supervisor.reports if self._supervisor is not None else {}
-        return self.metrics.render([report.metrics for report in reports.values()])
-
-    async def close(self) -> None:
-        if self._server is not None:
-            await self._server.close(grace_s=0.2)
-
-    async def _set_serving(self, is_serving: bool) -> None:
-        if self._server is not None:
-            await self._server.set_serving(is_serving and not self._draining.is_set())
+        return self._render_metrics(peers)
 
     # Ranks
-
-    def broadcast(self, message: object) -> None:
-        if self._supervisor is not None:
-            self._supervisor.broadcast(message)
 
     def _on_rank_message(self, rank: int, message: Any) -> None:
         life = self._life
@@ -196,9 +140,9 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             case StepDone():
                 life.requests.on_step_done(message)
             case StepFailed():
-                if message.is_fatal and self._supervisor is not None:
+                if message.is_fatal:
                     # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
-                    self._supervisor.lose(f"rank {rank}: {message.reason}")
+                    self.lose(f"rank {rank}: {message.reason}")
                 else:
                     life.requests.on_step_failed(message)
             case RequestExpected():
@@ -216,17 +160,10 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
 
     # DecodeControl
 
-    async def _life_or_end(self, context: grpc.aio.ServicerContext[Any, Any]) -> _Life:
-        if self._life is None:
-            await end_with(context, PeerUnreachable(f"the decode node is {self._daemon.state}"))
-        return self._life
-
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateEvent]:
-        life = await self._life_or_end(context)
-        if self._draining.is_set():
-            await end_with(context, PeerUnreachable("the decode node is draining"))
+        life = await self._life_or_end(context, is_new_work=True)
         try:
             accepted, request_id = await self._submit(life, request)
         except TransferError as error:
@@ -288,30 +225,16 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
         return accepted, request_id
 
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
-        life = await self._life_or_end(context)
+        life = await self._life_or_end(context, is_new_work=False)
         try:
             reserved = await life.requests.reserve(request.request_id, request.prefill_incarnation, request.decode_incarnation)
         except TransferError as error:
             await end_with(context, error)
         return pb.ReserveResponse(reserved=reserved)
 
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
-        life = self._life
-        reason = request.reason or "aborted by an operator"
-        tries = [] if life is None else [name for name in life.requests.request_ids if is_try_of(name, request.request_id)]
-        found = [life.requests.abort(name, TransferAborted(reason)) for name in tries if life is not None]
-        return pb.AbortResponse(found=any(found))
-
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
-        life = self._life
-        peers = life.peers.peers if life is not None else []
-        return node_status(
-            self._daemon,
-            role="decode",
-            instance=life.instance if life is not None else None,
-            reports=self._supervisor.reports if self._supervisor is not None else {},
-            queued=life.requests.num_queued if life is not None else 0,
-            running=life.requests.num_running if life is not None else 0,
+        peers = self._life.peers.peers if self._life is not None else []
+        return self._status(
             peers=[
                 pb.PeerStatus(
                     address=peer.address,
@@ -323,11 +246,3 @@ class DecodeNode(pb_grpc.DecodeControlServicer):
             ],
             links=[link for peer in peers for link in peer.links],
         )
-
-    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
-        log.info("drain_requested")
-        budget_s = context.time_remaining()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
-                await self.drain()
-        return pb.DrainResponse(remaining=self.num_in_flight)

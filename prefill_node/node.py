@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import structlog
 
-from node_runtime.daemon import Daemon, NodeState
+from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
+from node_runtime.leader_service import Leader
 from node_runtime.prompt import check_prompt
 from node_runtime.rank_report import RankHello
-from node_runtime.rank_setup import preloaded_modules
-from node_runtime.status import node_status
-from node_runtime.supervisor import RankSupervisor
-from node_runtime.transfer_ids import is_try_of
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import (
     CODEC,
@@ -38,7 +34,6 @@ from transfer.chunk import ChunkPlan
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance, check_compatible
-from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import open_channel
@@ -49,7 +44,6 @@ from transfer.registry.convert import (
     link_to_proto,
     sampling_from_proto,
 )
-from transfer.registry.server import RegistryServer, host_port, serve
 from transfer.registry.status import end_with, error_of
 
 if TYPE_CHECKING:
@@ -94,38 +88,20 @@ class _Life:
             self._forget_address(join.address)
 
 
-class PrefillNode(pb_grpc.PrefillControlServicer):
+class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServicer):
     """A `node_runtime.daemon.Role` and the servicer of its API."""
 
     def __init__(self, daemon: Daemon, config: PrefillNodeConfig) -> None:
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
-        self.config = config
-        self.metrics = NodeMetrics(role="prefill")
-        self._daemon = daemon
-        self._life: _Life | None = None
-        self._server: RegistryServer | None = None
-        self._supervisor: RankSupervisor | None = None
+        super().__init__(daemon, config, entry=run_prefill_rank, codec=CODEC, on_rank_message=self._on_rank_message)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._draining = asyncio.Event()
 
     # Role
 
     async def open(self) -> str:
-        server = self._server = await serve(self.config.server.host, self.config.server.port, prefill_control=self)
-        return host_port(self.config.server.advertised_host, server.port)
-
-    def supervisor(self, on_lost: Callable[[str], None]) -> RankSupervisor:
-        self._supervisor = RankSupervisor(
-            self.config,
-            run_prefill_rank,
-            CODEC,
-            preload=preloaded_modules(self.config),
-            on_message=self._on_rank_message,
-            on_lost=on_lost,
-        )
-        return self._supervisor
+        return await self._listen(prefill_control=self)
 
     async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
         self._life = _Life(self, hellos)
@@ -140,42 +116,17 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             life.joins.forget_all(error)
         await self._close_channels()
 
-    async def drain(self) -> int:
-        self._draining.set()
-        await self._set_serving(False)
-        while self.num_in_flight:
-            await asyncio.sleep(0.02)
-        return 0
-
-    @property
-    def num_in_flight(self) -> int:
-        life = self._life
-        return 0 if life is None else life.requests.num_in_flight
-
     def readiness(self) -> Readiness:
         return Readiness(is_ready=not self._draining.is_set(), reason="the node is draining")
 
     def render_metrics(self) -> bytes:
         life = self._life
         joined = sum(join.is_joined for join in life.joins) if life is not None else 0
-        self.metrics.node_state(
-            state=str(self._daemon.state),
-            queued=life.requests.num_queued if life is not None else 0,
-            running=life.requests.num_running if life is not None else 0,
-            peers={"joined": joined},
-            restarts=self._daemon.num_restarts,
-        )
-        reports = self._supervisor.reports if self._supervisor is not None else {}
-        return self.metrics.render([report.metrics for report in reports.values()])
+        return self._render_metrics({"joined": joined})
 
     async def close(self) -> None:
         await self._close_channels()
-        if self._server is not None:
-            await self._server.close(grace_s=0.2)
-
-    async def _set_serving(self, is_serving: bool) -> None:
-        if self._server is not None:
-            await self._server.set_serving(is_serving and not self._draining.is_set())
+        await super().close()
 
     async def _close_channels(self) -> None:
         for address in list(self._channels):
@@ -191,15 +142,6 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             closing.add_done_callback(self._closing.discard)
 
     # Ranks
-
-    def broadcast(self, message: object) -> None:
-        if self._supervisor is not None:
-            self._supervisor.broadcast(message)
-
-    def lose(self, reason: str) -> None:
-        """Give this life of the ranks up."""
-        if self._supervisor is not None:
-            self._supervisor.lose(reason)
 
     def _on_rank_message(self, rank: int, message: Any) -> None:
         life = self._life
@@ -248,15 +190,8 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
 
     # PrefillControl
 
-    async def _life_or_end(self, context: grpc.aio.ServicerContext[Any, Any]) -> _Life:
-        if self._life is None:
-            await end_with(context, PeerUnreachable(f"the prefill node is {self._daemon.state}"))
-        if self._draining.is_set():
-            await end_with(context, PeerUnreachable("the prefill node is draining"))
-        return self._life
-
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
-        life = await self._life_or_end(context)
+        life = await self._life_or_end(context, is_new_work=True)
         try:
             if not MIN_HEARTBEAT_S <= request.heartbeat_s <= MAX_HEARTBEAT_S:
                 raise ConfigError(
@@ -299,7 +234,7 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
-        life = await self._life_or_end(context)
+        life = await self._life_or_end(context, is_new_work=True)
         try:
             accepted = self._submit(life, request)
         except TransferError as error:
@@ -334,38 +269,15 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             request.request_id, token_ids, request.start_token, sampling_from_proto(request.sampling), join
         )
 
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
-        life = self._life
-        reason = request.reason or "aborted by an operator"
-        tries = [] if life is None else [name for name in life.requests.request_ids if is_try_of(name, request.request_id)]
-        found = [life.requests.abort(name, TransferAborted(reason)) for name in tries if life is not None]
-        return pb.AbortResponse(found=any(found))
-
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
-        life = self._life
-        joins = list(life.joins) if life is not None else []
-        return node_status(
-            self._daemon,
-            role="prefill",
-            instance=life.instance if life is not None else None,
-            reports=self._supervisor.reports if self._supervisor is not None else {},
-            queued=life.requests.num_queued if life is not None else 0,
-            running=life.requests.num_running if life is not None else 0,
+        joins = list(self._life.joins) if self._life is not None else []
+        return self._status(
             peers=[
                 pb.PeerStatus(address=join.address, incarnation=join.incarnation, state="joined" if join.is_joined else "joining")
                 for join in joins
             ],
             links=[link for join in joins for link in join.links],
         )
-
-    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
-        if self._daemon.state is NodeState.READY:
-            log.info("drain_requested")
-        budget_s = context.time_remaining()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
-                await self.drain()
-        return pb.DrainResponse(remaining=self.num_in_flight)
 
 
 def _stats_to_proto(stats: SentStats) -> pb.TransferStats:
