@@ -22,6 +22,7 @@ from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, Remo
 
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
 MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; ranges beyond it only delay a writer
+MAX_KEPT_RANGES = 16 * MAX_PUBLISHED_RANGES  # what a writer remembers of one ring; a peer must not be able to grow it
 MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
 
 
@@ -294,7 +295,8 @@ class StagingAllocator:
 class RingView:
     """What a writer knows of a peer's ring: never more than is true, so a yes is always safe.
 
-    What was once heard to be released stays so, also when a later watermark has no room to repeat it.
+    What was once heard to be released stays so, also when a later watermark has no room to repeat it. Only the lowest
+    `MAX_KEPT_RANGES` ranges are kept: forgetting delays, as not having heard does.
 
     Args:
         capacity_bytes: Size of the peer's ring.
@@ -331,7 +333,7 @@ class RingView:
         edge = watermark.released[-1].end if watermark.released else watermark.position
         above = tuple(span for span in self._released if span.begin > edge)
         self._watermark = watermark
-        self._released = watermark.released + above
+        self._released = (watermark.released + above)[:MAX_KEPT_RANGES]
         self._begins = [span.begin for span in self._released]
         return True
 

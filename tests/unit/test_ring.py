@@ -13,6 +13,7 @@ from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, Remo
 from transfer.ring import (
     ALIGNMENT_BYTES,
     MAX_ATTEMPTS,
+    MAX_KEPT_RANGES,
     MAX_PUBLISHED_RANGES,
     Grant,
     RingView,
@@ -233,6 +234,51 @@ def test_a_watermark_publishes_only_the_lowest_ranges_and_the_view_remembers_the
     assert view.is_released(high)  # heard before, though there is no room to repeat it
     assert not view.is_released(grants[2 * MAX_PUBLISHED_RANGES + 1])  # not heard of yet
     assert not view.is_released(grants[0])
+
+
+def test_a_view_keeps_the_lowest_ranges_only() -> None:
+    """A peer that publishes from high to low, so that nothing it said before is ever covered, grows no writer's memory."""
+    num_watermarks = 2 * MAX_KEPT_RANGES // MAX_PUBLISHED_RANGES
+    view = view_of(4)
+    spans = [cells(2 * number + 1, 2 * number + 2) for number in range(num_watermarks * MAX_PUBLISHED_RANGES)]
+    for sequence in range(1, num_watermarks + 1):
+        begin = len(spans) - sequence * MAX_PUBLISHED_RANGES
+        published = tuple(spans[begin : begin + MAX_PUBLISHED_RANGES])
+        assert view.update(Watermark(incarnation=7, sequence=sequence, position=0, released=published))
+        assert all(view.is_released(span) for span in published)
+    assert [view.is_released(span) for span in spans] == [True] * MAX_KEPT_RANGES + [False] * MAX_KEPT_RANGES
+    assert view.horizon == spans[MAX_KEPT_RANGES - 1].end + 4 * CELL
+    assert not view.is_writable(cells(2 * len(spans), 2 * len(spans) + 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_view_that_forgets_delays_and_never_misleads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring.MAX_KEPT_RANGES", 3)
+    monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 2)
+    chance, num_cells = random.Random(seed), 24
+    ring, view, oracle = ring_of(num_cells), view_of(num_cells), Oracle(num_cells)
+    live: list[Grant] = []
+    num_delayed = 0
+    for _ in range(800):
+        if len(live) < 2 * num_cells and chance.random() < 0.6:
+            live.append(ring.assign(CELL))
+            oracle.add(live[-1])
+        elif live:
+            grant = live.pop(chance.randrange(len(live)))
+            ring.release(grant)
+            oracle.release(grant)
+        if chance.random() < 0.3:
+            view.update(ring.watermark())
+        for grant in live:
+            assert not view.is_released(grant)
+            assert not view.is_writable(grant) or oracle.is_writable(grant)
+            assert grant.end <= view.horizon or not view.is_writable(grant)
+            num_delayed += oracle.is_writable(grant) and not view.is_writable(grant)
+    assert num_delayed
+    for grant in live:
+        ring.release(grant)
+    view.update(ring.watermark())
+    assert all(view.is_released(grant) for grant in live)
 
 
 def test_truncated_ranges_only_delay() -> None:
