@@ -7,41 +7,96 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import typer
 
 import transfer
 from node_runtime import exit_codes
+from node_runtime.daemon import Daemon, Role
 from node_runtime.rank_setup import check_before_start
 from transfer.config import NodeConfig
 from transfer.errors import TransferError
 from transfer.load_config import AnyNodeConfig, load_config
 from transfer.logs import configure_logging
 
+SETTING_OF_FLAG = {
+    "model": "model",
+    "tp": "parallel.tp_size",
+    "page_size": "pool.page_size",
+    "host": "server.host",
+    "port": "server.port",
+    "http_port": "server.http_port",
+    "transport": "transport.name",
+    "prefill_node": "peers.prefill_nodes",
+    "ready_file": "ready_file",
+    "log_level": "log.level",
+    "log_format": "log.format",
+}
+
+ConfigFile = Annotated[Path | None, typer.Option(help="YAML file of settings.")]
+Model = Annotated[Path | None, typer.Option(help="Hugging Face model directory (model).")]
+TensorParallel = Annotated[int | None, typer.Option(help="Tensor parallel degree (parallel.tp_size).")]
+PageSize = Annotated[int | None, typer.Option(help="Tokens per page (pool.page_size).")]
+Host = Annotated[str | None, typer.Option(help="Address to bind (server.host).")]
+Port = Annotated[int | None, typer.Option(help="gRPC port, 0 for a free one (server.port).")]
+HttpPort = Annotated[int | None, typer.Option(help="HTTP port (server.http_port).")]
+TransportName = Annotated[str | None, typer.Option(help="Data plane (transport.name).")]
+ReadyFile = Annotated[Path | None, typer.Option(help="Written once the node is ready (ready_file).")]
+LogLevel = Annotated[str | None, typer.Option(help="log.level")]
+LogFormat = Annotated[str | None, typer.Option(help="log.format")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Any setting, by its path.")]
+CheckConfig = Annotated[bool, typer.Option("--check-config", help="Say whether the settings are right, and end.")]
+
+
+def daemon_app(summary: str) -> typer.Typer:
+    """A daemon's command line, but for its one command."""
+    app = typer.Typer(add_completion=False, no_args_is_help=True, help=summary)
+    app.callback()(_callback)
+    return app
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"kvferry {transfer.__version__}")
+        sys.exit(exit_codes.OK)
+
+
+def _callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Settings: --set, named flags, KVFERRY_... in the environment, the file; see docs/configuration.md."""
+
 
 def run_daemon(
+    context: typer.Context,
     config_type: type[AnyNodeConfig],
+    make_role: Callable[[Daemon, AnyNodeConfig], Role],
     *,
     file: Path | None,
-    flags: dict[str, object],
-    overrides: list[str],
+    overrides: list[str] | None,
     is_check_only: bool,
-    serve: Callable[[AnyNodeConfig], Any],
 ) -> None:
     """Load the settings and be a node with them; ends the process with one of `exit_codes`.
 
     Args:
-        flags: Values of named flags by path of their setting; None where a flag was not given.
-        is_check_only: Say whether the settings are right, and end.
-        serve: Coroutine function: the node's life, which returns its exit code.
+        context: The command's; its named flags go over the file and the environment.
+        config_type: The role's settings.
+        make_role: The role's leader.
+        file, overrides, is_check_only: The flags that name no setting.
     """
+    # A flag that may come more than once is empty where it was not given; the others are None.
+    flags = {SETTING_OF_FLAG[name]: value for name, value in context.params.items() if name in SETTING_OF_FLAG and value != ()}
     try:
-        config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides)
+        config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides or [])
         check_before_start(config)
         if is_check_only:
             print(f"{config.role}: the settings are right")
             sys.exit(exit_codes.OK)
         prepare_process(config)
-        code = asyncio.run(serve(config))
+        code = asyncio.run(Daemon(config, lambda daemon: make_role(daemon, config)).run())
     except TransferError as error:
         for line in str(error).splitlines():
             print(f"{config_type.role}-node: {line}", file=sys.stderr)
@@ -57,10 +112,3 @@ def prepare_process(config: NodeConfig) -> None:
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def print_version(is_wanted: bool) -> None:
-    """Callback of ``--version``."""
-    if is_wanted:
-        print(f"kvferry {transfer.__version__}")
-        sys.exit(exit_codes.OK)
