@@ -21,6 +21,7 @@ from decode_node.rank_messages import (
     StepFailed,
     TransferComplete,
     TransferFailed,
+    WriterLost,
     check_step_fits,
 )
 from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
@@ -153,6 +154,9 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 life.requests.on_transfer_failed(rank, message)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
+            case WriterLost():
+                lost = f"decode rank {rank} has lost prefill rank {message.prefill_rank}: {message.reason}"
+                life.peers.break_join(message.incarnation, lost)
             case LinkProbed():
                 log.info("link_probed", **{name: getattr(message.link, name) for name in ("prefill_rank", "decode_rank", "lane")})
             case _:

@@ -41,6 +41,7 @@ class PrefillPeer:
     instance: Instance | None = None
     links: list[Link] = field(default_factory=list)
     outstanding_tokens: int = 0
+    broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
 
     @property
     def stub(self) -> PrefillControlAsyncStub:
@@ -127,6 +128,13 @@ class PrefillPeers:
             return "no prefill node is configured (peers.prefill_nodes)"
         return "no prefill node is joined: " + "; ".join(f"{peer.address} is {peer.state}: {peer.reason}" for peer in self.peers)
 
+    def break_join(self, incarnation: int, reason: str) -> None:
+        """A decode rank has lost its link with that prefill instance: leave it, and join again."""
+        for peer in self.peers:
+            is_meant = peer.instance is not None and peer.instance.incarnation == incarnation
+            if is_meant and peer.broken is not None and not peer.broken.done():
+                peer.broken.set_result(reason)
+
     async def _keep_joined(self, peer: PrefillPeer) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -154,9 +162,10 @@ class PrefillPeers:
             self._check_bandwidth(links)
             peer.instance, peer.links = instance_from_proto(event.joined.prefill), links
             peer.state, peer.reason = "joined", ""
+            broken = peer.broken = asyncio.get_running_loop().create_future()
             log.info("joined_prefill_node", address=peer.address, links=len(peer.links))
             while True:
-                event = await self._next_event(call, BeatWatch(self._heartbeat_s), peer)
+                event = await self._next_event(call, BeatWatch(self._heartbeat_s), peer, broken)
                 if event.HasField("draining"):
                     peer.state, peer.reason = "draining", "it drains"
         except grpc.aio.AioRpcError as error:
@@ -182,20 +191,27 @@ class PrefillPeers:
             raise PeerUnreachable(f"{peer.address} is silent: nothing for {JOIN_TIMEOUT_S:g} s") from None
 
     async def _next_event(
-        self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], beats: BeatWatch, peer: PrefillPeer
+        self,
+        call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent],
+        beats: BeatWatch,
+        peer: PrefillPeer,
+        broken: asyncio.Future[str],
     ) -> pb.JoinEvent:
         """The next event of a joined node. Ticks, not seconds, tell a silent one: this loop may have been busy meanwhile."""
         reading = asyncio.ensure_future(call.read())
+        waiting: set[asyncio.Future[Any]] = {reading, broken}
         try:
-            while not (await asyncio.wait({reading}, timeout=beats.tick_s))[0]:
+            while not (await asyncio.wait(waiting, timeout=beats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if beats.tick():
                     raise PeerUnreachable(f"{peer.address} is silent: {beats.describe()}")
+            if broken.done():
+                raise PeerUnreachable(f"{peer.address}: {broken.result()}")
             return _event_of(reading.result(), peer)
         finally:
             reading.cancel()
 
     def _lose(self, peer: PrefillPeer, reason: str) -> None:
-        instance, peer.instance = peer.instance, None
+        instance, peer.instance, peer.broken = peer.instance, None, None
         peer.state, peer.reason, peer.links = "lost", reason, []
         log.warning("prefill_node_lost", address=peer.address, reason=reason, was_joined=instance is not None)
         if instance is not None:

@@ -132,6 +132,18 @@ class LinkProbed:
     link: Link
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterLost:
+    """The session with a rank of that prefill instance is closed, so no request can come from there whole.
+
+    The prefill leader may know nothing of it: a rank that is frozen tells nobody.
+    """
+
+    incarnation: int
+    prefill_rank: int
+    reason: str
+
+
 CODEC = RankCodec(
     ExpectRequest,
     CancelRequest,
@@ -145,6 +157,7 @@ CODEC = RankCodec(
     StepDone,
     StepFailed,
     LinkProbed,
+    WriterLost,
     RankHello,
     RankStartFailed,
     RankReport,

@@ -31,6 +31,7 @@ from decode_node.rank_messages import (
     StepFailed,
     TransferComplete,
     TransferFailed,
+    WriterLost,
 )
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
@@ -46,6 +47,7 @@ from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
 from transfer.layout import DType, Route, routes, wire_dtype
+from transfer.messages import clip_reason
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import PageAllocator
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
@@ -242,6 +244,9 @@ class DecodeWorker:
         self._servicer.close_session(session, reason)
         if writer is not None:
             log.info("session_closed", prefill_rank=writer.rank, reason=reason)
+            name = (writer.instance.incarnation, writer.rank)
+            if all((other.instance.incarnation, other.rank) != name for other in self._writers.values()):
+                self._link.send(WriterLost(incarnation=name[0], prefill_rank=name[1], reason=clip_reason(reason)))
 
     def publish(self, watermark: Watermark) -> None:
         self._servicer.publish(watermark)

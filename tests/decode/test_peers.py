@@ -168,6 +168,22 @@ async def test_a_node_that_goes_away_is_lost_once_and_joined_again(mood: str, re
         assert one.peer.instance is not None and one.peer.instance.incarnation > 101, "another join"
 
 
+async def test_a_node_that_beats_on_while_a_link_to_it_is_lost_is_left_and_joined_again() -> None:
+    """Its leader may know nothing: a frozen rank tells nobody. Until it is joined again, it is given no requests."""
+    async with tier() as one:
+        await one.until("joined")
+        one.peers.break_join(999, "another life's link")
+        await asyncio.sleep(2 * BEAT_S)
+        assert one.peer.state == "joined" and not one.lost
+        one.peers.break_join(101, "decode rank 0 has lost prefill rank 1: silent")
+        one.peers.break_join(101, "decode rank 1 has lost prefill rank 1: silent")
+        await until(lambda: one.lost)
+        assert one.peers.pick() is None
+        assert one.lost == [(one.peer.address, 101, f"{one.peer.address}: decode rank 0 has lost prefill rank 1: silent")]
+        await one.until("joined")
+        assert one.node.num_joins == 2
+
+
 @pytest.mark.parametrize(
     ("mood", "reason"),
     [

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from decode_node import receiver_events as protocol
-from decode_node.rank_messages import LinkProbed
+from decode_node.rank_messages import LinkProbed, WriterLost
 from decode_node.receiver_loop import ReceiverLoop
 from decode_node.worker import DecodeWorker, _Writer
 from node_runtime.rank_link import RankLink
@@ -80,8 +80,18 @@ async def test_the_series_of_a_link_end_with_its_session(tmp_path: Path) -> None
     one.report()
     one.close_session(SESSION, "the writer is silent")
     assert one.labels == []
+    assert one.sent[1:] == [WriterLost(incarnation=1, prefill_rank=1, reason="the writer is silent")]
     one.report()
-    assert one.labels == [] and len(one.sent) == 1, "a report that comes too late is of no session"
+    assert one.labels == [] and len(one.sent) == 2, "a report that comes too late is of no session"
+
+
+async def test_the_end_of_a_session_that_its_writer_has_replaced_is_no_loss(tmp_path: Path) -> None:
+    one = OneSession(tmp_path)
+    one.worker._writers[SESSION + 1] = one.worker._writers[SESSION]
+    one.close_session(SESSION, "attached again")
+    assert one.sent == []
+    one.close_session(SESSION + 1, "gone")
+    assert one.sent == [WriterLost(incarnation=1, prefill_rank=1, reason="gone")]
 
 
 async def test_a_link_below_the_decode_nodes_floor_is_closed_with_both_numbers(tmp_path: Path) -> None:
@@ -94,7 +104,7 @@ async def test_a_link_below_the_decode_nodes_floor_is_closed_with_both_numbers(t
             "transport.min_bandwidth_bytes_per_s of the decode node is 3e+09",
         )
     ]
-    assert one.sent == [] and one.labels == []
+    assert [type(message) for message in one.sent] == [WriterLost] and one.labels == []
     fast = OneSession(tmp_path, floor_bytes_per_s=2e9)
     fast.report(bandwidth_bytes_per_s=2e9)
     assert fast.closed == [] and len(fast.sent) == 1
