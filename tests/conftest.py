@@ -1,8 +1,9 @@
-"""What holds for every test: deterministic hypothesis runs in CI, no thread storms on small machines, honest GPU skips."""
+"""What holds for every test: deterministic hypothesis runs in CI, no thread storms, honest GPU skips, and who runs when."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,43 @@ settings.register_profile("soak", settings.get_profile("kvferry"), max_examples=
 settings.load_profile("ci" if os.environ.get("CI") else "kvferry")
 
 
+CLUSTERS = "tests/cluster/"
+# The longest first, so that no worker is left with them when the others are done. Of the clusters those that are held to a time
+# come last: the other worker is then past its own clusters, and starts no dozen of processes beside them.
+FIRST = (
+    "tests/cluster/test_tokens.py",
+    "tests/cluster/test_bad_start.py",
+    "tests/cluster/test_serving.py",
+    "tests/cluster/test_cancel.py",
+    "tests/cluster/test_stop.py",
+    "tests/cluster/test_kill.py",
+    "tests/cli/test_demo.py",
+    "tests/cli/test_local_cluster.py",
+    "tests/protocol/test_world.py",
+    "tests/bench/",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # by number of tests, which would put the longest files last
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> object | None:
+    """For ``--dist loadfile``: a file to a worker, and all of `CLUSTERS` to one, which so has one model and one `steady`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return CLUSTERS if nodeid.startswith(CLUSTERS) else nodeid.split("::", 1)[0]
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where the driver has no device node (told without importing torch)."""
+    """Sort by `FIRST`; skip tests marked `gpu` where the driver has no device node (told without importing torch)."""
+    items.sort(key=lambda item: next((rank for rank, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU: there is no /dev/nvidia0 here")

@@ -17,6 +17,8 @@ from tests.cluster.calls import Reference
 Start = Callable[[ClusterSpec], AbstractContextManager[LocalCluster]]
 
 START_TIMEOUT_S = 150.0  # ten seconds on two quiet cores
+HEARTBEAT_S = 1.0  # twice the default: a rank that a loaded machine does not run for a second and a half is not dead
+POOL_TOKENS = 4096  # one whole context; every page of a pool is touched at the start
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +54,9 @@ def start() -> Start:
 
 @pytest.fixture(scope="session")
 def steady(model: Path) -> Iterator[LocalCluster]:
-    """A 2 -> 2 cluster that no test may leave in another state than idle and joined."""
-    tier = TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192)
-    spec = ClusterSpec(prefill=tier, decode=tier, start_timeout_s=START_TIMEOUT_S)
+    """A 2 -> 2 cluster that no test may leave in another state than idle and joined; its ranks may have had several lives."""
+    settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 10}
+    tier = TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192, settings=settings)
+    spec = ClusterSpec(prefill=tier, decode=tier, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)
     with running(spec) as cluster:
         yield cluster

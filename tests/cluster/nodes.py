@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,12 +27,22 @@ class Nodes:
         self._folder = folder
         self._token = secrets.token_hex(16)
         self.nodes: list[ClusterNode] = []
+        self._ports: list[socket.socket] = []
 
     def environment(self) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         environment["PYTHONPATH"] = str(Path(kvferry.__file__).parents[1])
         environment[process_guard.MARK] = self._token
         return environment
+
+    def hold_ports(self, number: int) -> list[int]:
+        """Ports that nobody else gets while these nodes live, so that nodes can be told of each other before they start."""
+        for _ in range(number):
+            held = socket.socket()  # bound, not listening, and with SO_REUSEADDR, as LocalCluster holds its own
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            self._ports.append(held)
+        return [held.getsockname()[1] for held in self._ports[-number:]]
 
     def launch(self, role: Role, settings: Mapping[str, object], *prefill_nodes: str) -> ClusterNode:
         """Start a node and do not wait for it."""
@@ -66,6 +77,8 @@ class Nodes:
         process_guard.kill_all(self._token)
         for node in self.nodes:
             node.reap(10)
+        for held in self._ports:
+            held.close()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import pytest
 
 from kvferry.local_cluster import ClusterNode
 from tests.cluster.calls import Caller, prompt, status_of, until
+from tests.cluster.conftest import POOL_TOKENS
 from tests.cluster.nodes import Nodes, open_nodes
 
 pytestmark = pytest.mark.timeout(240)
@@ -132,14 +133,16 @@ async def test_nodes_that_do_not_fit_do_not_join_and_say_why(tmp_path: Path, mod
     with socket.socket() as closed, open_nodes(tmp_path) as nodes:
         closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
         dead = f"127.0.0.1:{closed.getsockname()[1]}"
-        prefill = nodes.launch("prefill", {"model": model})
-        await nodes.until_started(prefill)
-        small = {"model": model, "ring.capacity_bytes": 65536}
-        tight = nodes.launch("decode", small, prefill.address)
-        other = nodes.launch("decode", {"model": other_model(model, tmp_path)}, prefill.address, dead)
-        await nodes.until_started(tight, other)
+        (port,) = nodes.hold_ports(1)
+        address = f"127.0.0.1:{port}"
+        pool = {"pool.num_tokens": POOL_TOKENS}
+        prefill = nodes.launch("prefill", pool | {"model": model, "server.port": port})
+        tight = nodes.launch("decode", pool | {"model": model, "ring.capacity_bytes": 65536}, address)
+        other = nodes.launch("decode", pool | {"model": other_model(model, tmp_path)}, address, dead)
+        await nodes.until_started(prefill, tight, other)
+        assert prefill.address == address
 
-        reason = await reason_for(other, prefill.address, "do not fit")
+        reason = await reason_for(other, address, "do not fit")
         mine, theirs = await model_fingerprint(other), await model_fingerprint(prefill)
         assert mine != theirs
         assert mine in reason and theirs in reason
@@ -148,7 +151,7 @@ async def test_nodes_that_do_not_fit_do_not_join_and_say_why(tmp_path: Path, mod
         assert dead in await reason_for(other, dead, "")
         await is_up_but_not_ready(other, reason)
 
-        reason = await reason_for(tight, prefill.address, "ring.capacity_bytes")
+        reason = await reason_for(tight, address, "ring.capacity_bytes")
         assert "ring.capacity_bytes is 65536" in reason
         assert str(128 * 8 * 12 * 2 * 32 * 4) in reason, reason
         await is_up_but_not_ready(tight, reason)

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Caller, Reference, decode_control, prompt, status_of, until, until_arriving, until_idle
-from tests.cluster.conftest import START_TIMEOUT_S, Start
+from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
 from transfer.pb import kvferry_pb2 as pb
 
 pytestmark = pytest.mark.timeout(240)
@@ -24,8 +24,8 @@ DRAINED, CUT_OFF = 0, 5
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, start: Start) -> Iterator[LocalCluster]:
-    tier = TierSpec(model=model)
-    with start(ClusterSpec(prefill=tier, decode=tier, start_timeout_s=START_TIMEOUT_S)) as cluster:
+    tier = TierSpec(model=model, pool_tokens=POOL_TOKENS)
+    with start(ClusterSpec(prefill=tier, decode=tier, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)) as cluster:
         yield cluster
 
 
@@ -104,7 +104,6 @@ async def test_requests_are_cut_off_when_the_time_is_over(cluster: LocalCluster)
 
 
 async def test_drain_call_of_an_operator(cluster: LocalCluster, reference: Reference) -> None:
-
     cluster.launch("decode")
     await cluster.wait_joined()
     async with Caller(cluster.decode.address) as caller:

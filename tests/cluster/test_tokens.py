@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_idle
-from tests.cluster.conftest import START_TIMEOUT_S, Start
+from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
 from tests.cluster.nodes import open_nodes
 from transfer.pb import kvferry_pb2 as pb
 
@@ -30,20 +30,20 @@ def _spec(model: Path, name: str) -> ClusterSpec:
     """Each cluster covers several differences between the tiers at once; starting one is what costs."""
     tiers = {
         "4 to 2, pages 16 to 32, NHD to HND": (
-            TierSpec(model=model, tp_size=4, page_size=16),
-            TierSpec(model=model, tp_size=2, page_size=32, order="HND"),
+            TierSpec(model=model, tp_size=4, page_size=16, pool_tokens=POOL_TOKENS),
+            TierSpec(model=model, tp_size=2, page_size=32, order="HND", pool_tokens=POOL_TOKENS),
         ),
         "2 to 4, pages 64 to 1, two layers at a time": (
-            TierSpec(model=model, tp_size=2, page_size=64),
-            TierSpec(model=model, tp_size=4, page_size=1, pool_tokens=4096),
+            TierSpec(model=model, tp_size=2, page_size=64, pool_tokens=POOL_TOKENS),
+            TierSpec(model=model, tp_size=4, page_size=1, pool_tokens=POOL_TOKENS),
         ),
         "1 to 2, pools too small for all": (
             TierSpec(model=model, tp_size=1, page_size=16, order="HND", pool_tokens=704),
             TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=640),
         ),
         "3 to 2, a ring of two chunks": (
-            TierSpec(model=model, tp_size=3, page_size=8),
-            TierSpec(model=model, tp_size=2, page_size=24),
+            TierSpec(model=model, tp_size=3, page_size=8, pool_tokens=POOL_TOKENS),
+            TierSpec(model=model, tp_size=2, page_size=24, pool_tokens=POOL_TOKENS),
         ),
     }
     prefill, decode = tiers[name]
@@ -55,6 +55,7 @@ def _spec(model: Path, name: str) -> ClusterSpec:
         chunk_tokens=32 if is_tight else None,
         ring_bytes=RING_BYTES if is_tight else None,
         staging_slots=2 if is_tight else None,
+        heartbeat_s=HEARTBEAT_S,
         start_timeout_s=START_TIMEOUT_S,
     )
 
@@ -122,10 +123,11 @@ async def test_sampling_with_a_seed_repeats_itself(cluster: LocalCluster) -> Non
 async def test_requests_spread_over_two_prefill_nodes(tmp_path: Path, model: Path, reference: Reference) -> None:
     """One decode node behind two prefill nodes; when one of them goes, the other takes all."""
     with open_nodes(tmp_path) as nodes:
-        prefills = [nodes.launch("prefill", {"model": model}) for _ in range(2)]
-        await nodes.until_started(*prefills)
-        decode = nodes.launch("decode", {"model": model}, *(node.address for node in prefills))
-        await nodes.until_started(decode)
+        settings = {"model": model, "pool.num_tokens": POOL_TOKENS}
+        addresses = [f"127.0.0.1:{port}" for port in nodes.hold_ports(2)]
+        prefills = [nodes.launch("prefill", settings | {"server.port": address.rpartition(":")[2]}) for address in addresses]
+        decode = nodes.launch("decode", settings, *addresses)
+        await nodes.until_started(*prefills, decode)
         await until(lambda: num_joined(decode, 2), "both prefill nodes joined")
         async with Caller(decode.address) as caller:
             prompts = [prompt(200, variant) for variant in range(6)]
