@@ -14,7 +14,7 @@ from enum import Enum, auto
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
 from transfer.chunk import Chunk, split_into_chunks
 from transfer.errors import LocalProtocolError
-from transfer.layout import wire_bytes
+from transfer.layout import LayerKind, wire_buffers, wire_bytes
 from transfer.ring import Grant, RingView, grant_key
 
 
@@ -60,10 +60,20 @@ class Piece:
 
     @property
     def num_slices(self) -> int:
-        """Writes that the piece would have taken as token x layer x K/V slices."""
-        layers = self.chunk.layers.intersect(self.route.route.layers)
-        specs = self.request.outgoing.layout.layers[layers.begin : layers.end]
-        return len(self.chunk.tokens) * sum(spec.num_buffers for spec in specs)
+        """Writes that the piece would have taken as token x layer x K/V slices; what a window leaves out is none."""
+        outgoing = self.request.outgoing
+        if self.request.sends_every_token:  # cheaper, and asked after every write
+            layers = self.chunk.layers.intersect(self.route.route.layers)
+            return len(self.chunk.tokens) * sum(spec.num_buffers for spec in outgoing.layout.layers[layers.begin : layers.end])
+        buffers = wire_buffers(
+            outgoing.layout,
+            self.route.route,
+            tokens=self.chunk.tokens,
+            layers=self.chunk.layers,
+            num_tokens=outgoing.num_tokens,
+            dtype=outgoing.wire_dtype,
+        )
+        return sum(len(buffer.tokens) for buffer in buffers)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,6 +99,7 @@ class Request:
     routes: dict[int, RouteState] = field(default_factory=dict)  # by route index
     computed: dict[int, object] = field(default_factory=dict)  # chunk index -> device event
     num_chunks: int
+    sends_every_token: bool  # no layer leaves out tokens: neither windows nor recurrent states
     to_gather: int = 0
     to_release: int = 0
     computed_s: float | None = None
@@ -107,7 +118,8 @@ class Request:
         chunks = split_into_chunks(
             outgoing.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=outgoing.start_token
         )
-        request = cls(outgoing=outgoing, num_chunks=len(chunks))
+        sends_every_token = all(spec.kind in (LayerKind.ATTENTION, LayerKind.MLA) for spec in layout.layers)
+        request = cls(outgoing=outgoing, num_chunks=len(chunks), sends_every_token=sends_every_token)
         for route in outgoing.routes:
             state = request.routes[route.route.index] = RouteState(outgoing=route)
             for chunk in chunks:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from prefill_node import sender_events as tx
-from tests.protocol.machines import CELL, DECODE_LIFE, LAYOUT, PREFILL_LIFE, SenderHand, cells, messages, of_type
+from prefill_node.sender_state import Request
+from tests.protocol.machines import CELL, DECODE_LIFE, LAYOUT, PLAN, PREFILL_LIFE, SenderHand, cells, messages, of_type
 from transfer.errors import ConfigError, LocalProtocolError
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, routes
 from transfer.messages import AbortTransfer, ChunkReady, GrantRequest, WriterDrained
 from transfer.ring import Grant, RingView, grant_key
 
@@ -34,6 +36,34 @@ def test_a_request_goes_from_start_to_sent() -> None:
     (sent,) = of_type(sender.watermark(2 * CELL), tx.RequestSent)
     assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.writes_without_staging, sent.stats.resends) == (512, 1, 16, 0)
     assert sender.machine.is_idle
+
+
+MIXED = KVLayout(
+    layers=(
+        LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=4),
+        LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=4, v_head_dim=4, window_tokens=5),
+        LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=4, v_head_dim=0),
+    ),
+    dtype=DType.FLOAT16,
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_slices"),
+    [(LAYOUT, 13 * 2 * 2), (MIXED, 13 * 2 + 5 * 2 + 1)],
+    ids=["every token of every layer", "windows and a state"],
+)
+def test_slices_are_counted_where_they_travel(layout: KVLayout, num_slices: int) -> None:
+    outgoing = tx.OutgoingRequest(
+        request_id="r",
+        layout=layout,
+        plan=PLAN,
+        wire_dtype=layout.dtype,
+        num_tokens=13,
+        start_token=0,
+        routes=tuple(tx.OutgoingRoute(route=route, session=1) for route in routes(layout, Shard(), Shard())),
+    )
+    assert sum(piece.num_slices for piece in Request.of(outgoing).pieces()) == num_slices
 
 
 def test_the_times_of_a_transfer() -> None:
