@@ -24,6 +24,9 @@ CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_relea
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.
 """
 
+MAX_DIFFERENCES_CHARS: Final = 4000
+"""Of the list of what differs: it goes into logs, and most of it is the peer's words."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
@@ -175,7 +178,7 @@ def check_compatible(ours: Instance, theirs: Instance) -> Agreement:
 
     Raises:
         LayoutError: They do not fit. One line that names both fingerprints and every differing field with both values,
-            ours first.
+            ours first, as far as `MAX_DIFFERENCES_CHARS` go.
     """
     differences = ours.layout.differences(theirs.layout)
     differences += [f"model {text}" for text in named_differences(dict(ours.model_fields), dict(theirs.model_fields))]
@@ -193,9 +196,12 @@ def check_compatible(ours: Instance, theirs: Instance) -> Agreement:
         except LayoutError as error:
             differences.append(str(error))
     if differences:
+        listed = "; ".join(differences)
+        if len(listed) > MAX_DIFFERENCES_CHARS:
+            listed = f"{listed[:MAX_DIFFERENCES_CHARS]}... ({len(differences)} differences in all)"
         raise LayoutError(
             f"the instances do not fit: layout {ours.layout.fingerprint()} and {theirs.layout.fingerprint()}, "
-            f"model {ours.model_fingerprint()} and {theirs.model_fingerprint()} (ours and theirs): {'; '.join(differences)}"
+            f"model {ours.model_fingerprint()} and {theirs.model_fingerprint()} (ours and theirs): {listed}"
         )
     return Agreement(protocol_version=max(common), capabilities=ours.capabilities & theirs.capabilities)
 

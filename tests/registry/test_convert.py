@@ -197,6 +197,17 @@ def _set(path: str, value: Any) -> Callable[[pb.InstanceInfo], None]:
         (lambda info: info.shard.stage_layers.append(7), "add up to 7"),
         (lambda info: info.ClearField("protocol_versions"), "protocol_versions"),
         (lambda info: info.layout.ClearField("runs"), "layers is empty"),
+        (lambda info: info.layout.runs.extend([pb.LayerRun()] * 4096), "runs has 4097 entries; there can be 4096"),
+        (lambda info: info.protocol_versions.extend(range(2, 258)), "protocol_versions has 257 entries; there can be 256"),
+        (lambda info: info.capabilities.extend(["a"] * 257), "capabilities has 257 entries"),
+        (lambda info: info.capabilities.append("a" * 257), "capabilities has a text of 257 characters; it can have 256"),
+        (lambda info: info.shard.stage_layers.extend([1] * 1025), "shard.stage_layers has 1025 entries; there can be 1024"),
+        (lambda info: info.model_fields.update({str(i): "" for i in range(257)}), "model_fields has 257 entries"),
+        (lambda info: info.model_fields.update({"k" * 257: ""}), "model_fields has a text of 257 characters"),
+        (lambda info: info.model_fields.update(k="v" * 8193), "model_fields has a text of 8193 characters; it can have 8192"),
+        (_set("transport", "u" * 257), "transport has a text of 257 characters"),
+        (_set("digest", "x" * 257), "digest has a text of 257 characters"),
+        (_set("version", "0" * 257), "version has a text of 257 characters"),
         (lambda info: info.Clear(), "layout"),
     ],
 )
@@ -222,6 +233,10 @@ def test_a_broken_attach_is_refused_and_the_field_named() -> None:
     for name, wrong in (
         ("session_id", 0),
         ("heartbeat_s", 0.0),
+        ("heartbeat_s", 1e-9),
+        ("heartbeat_s", 10.1),
+        ("heartbeat_s", float("nan")),
+        ("control_address", "tcp://" + "a" * 251),
         ("ring_capacity", 0),
         ("decode_rank", 5),
         ("protocol_version", 7),
@@ -230,3 +245,23 @@ def test_a_broken_attach_is_refused_and_the_field_named() -> None:
         setattr(told, name, wrong)
         with pytest.raises(RemoteProtocolError, match=name):
             convert.attach_response_from_proto(told)
+
+
+def test_the_largest_instance_of_a_peer_is_taken() -> None:
+    """Every list and text at its bound."""
+    fields = {f"{number:03}" + "k" * 253: "v" * 8192 for number in range(256)}
+    largest = instance(
+        model_fields=fields,
+        version="0" * 256,
+        protocol_versions=tuple(range(1, 257)),
+        capabilities=frozenset(f"{number:03}" + "c" * 253 for number in range(256)),
+        shard=Shard(pp_size=8, stage_layers=(1,) * 8, dtype=DType.FLOAT32),
+    )
+    assert convert.instance_from_proto(convert.instance_to_proto(largest)) == largest
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.05, 10.0])
+def test_the_range_of_heartbeats_is_that_of_the_setting(heartbeat_s: float) -> None:
+    told = convert.attach_response_to_proto(answer())
+    told.heartbeat_s = heartbeat_s
+    assert convert.attach_response_from_proto(told).heartbeat_s == heartbeat_s

@@ -71,6 +71,15 @@ def test_every_difference_is_named_with_both_values_in_one_line() -> None:
     assert "vocab_size" not in text
 
 
+def test_a_peer_cannot_make_the_list_of_differences_long() -> None:
+    """It is logged, once for each try."""
+    theirs = instance(model_fields={f"name{number}": "v" * 8000 for number in range(250)})
+    with pytest.raises(LayoutError, match=r"\(252 differences in all\)$") as caught:
+        check_compatible(instance(), theirs)
+    assert "model architecture: LlamaForCausalLM != absent; " in str(caught.value)
+    assert len(str(caught.value)) < 4500
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -8,6 +8,7 @@ Conventions
 - Every size is in bytes unless its name says tokens, pages or seconds.
 - Errors are gRPC statuses with one line of text; the codes are listed at each method.
 - A field that is 0 or empty means what its comment says, never "unknown".
+- A list of an InstanceInfo has at most 256 entries unless its comment says otherwise, a text 256 characters.
 """
 
 import abc

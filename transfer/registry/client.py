@@ -68,7 +68,12 @@ class TransferControlClient:
             answer = await self._stub.Attach(attach_request_to_proto(request), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=self.address) from error
-        return attach_response_from_proto(answer)
+        response = attach_response_from_proto(answer)
+        if response.probe_bytes > request.probe_bytes:
+            raise RemoteProtocolError(
+                f"{self.address}: probe_bytes is {response.probe_bytes}; this writer can probe with {request.probe_bytes}"
+            )
+        return response
 
     def watch(
         self,

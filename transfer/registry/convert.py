@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Final, TypeVar
 
 from transfer.chunk import ChunkPlan
+from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
 from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link
-from transfer.layout import MAX_LAYERS, DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.layout import MAX_LAYERS, MAX_RANKS, DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.pb import kvferry_pb2 as pb
 from transfer.ring import MAX_PUBLISHED_RANGES, Grant, Watermark
+
+MAX_NAMES: Final = 256
+MAX_NAME_CHARS: Final = 256
+MAX_MODEL_FIELD_CHARS: Final = 8192
+"""Bounds of the lists and texts that an instance tells of itself: looked at before anything is copied, and far above every
+model (the longest field is a table of rotary factors, 3,000 characters)."""
 
 _MAX_POSITION: Final = 1 << 63
 
@@ -52,6 +59,7 @@ def instance_from_proto(info: pb.InstanceInfo) -> Instance:
         RemoteProtocolError: A field cannot be; it is named, with its value.
     """
     with _refusing("instance"):
+        _check_sizes(info)
         layout = layout_from_proto(info.layout)
         instance = Instance(
             incarnation=info.incarnation,
@@ -100,6 +108,7 @@ def layout_from_proto(info: pb.LayoutInfo) -> KVLayout:
         RemoteProtocolError: A field cannot be; it is named, with its value.
     """
     with _refusing("layout"):
+        _check_count("runs", len(info.runs), MAX_LAYERS)
         num_layers = sum(run.num_layers for run in info.runs)
         if num_layers > MAX_LAYERS or any(run.num_layers == 0 for run in info.runs):
             raise LayoutError(f"runs have {num_layers} layers; each must have 1 or more, all at most {MAX_LAYERS}")
@@ -199,6 +208,9 @@ def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
         RemoteProtocolError: A field cannot be; it is named, with its value.
     """
     with _refusing("attach answer"):
+        _check_texts("control_address", (info.control_address,), MAX_NAME_CHARS)
+        if not MIN_HEARTBEAT_S <= info.heartbeat_s <= MAX_HEARTBEAT_S:
+            raise LayoutError(f"heartbeat_s is {info.heartbeat_s}; it must be in [{MIN_HEARTBEAT_S:g}, {MAX_HEARTBEAT_S:g}]")
         return AttachResponse(
             session_id=info.session_id,
             decode=instance_from_proto(info.decode),
@@ -254,6 +266,30 @@ def _shard_from_proto(info: pb.ShardInfo) -> Shard:
         order=_known(TokenOrder, "shard.order", info.order),
         stage_layers=tuple(info.stage_layers) or None,
     )
+
+
+def _check_sizes(info: pb.InstanceInfo) -> None:
+    """Refuse an instance with more lists and texts than one can need: their copies and their way into the log cost memory."""
+    _check_count("protocol_versions", len(info.protocol_versions), MAX_NAMES)
+    _check_count("model_fields", len(info.model_fields), MAX_NAMES)
+    _check_count("capabilities", len(info.capabilities), MAX_NAMES)
+    _check_count("shard.stage_layers", len(info.shard.stage_layers), MAX_RANKS)
+    for name in ("transport", "digest", "version"):
+        _check_texts(name, (getattr(info, name),), MAX_NAME_CHARS)
+    _check_texts("capabilities", info.capabilities, MAX_NAME_CHARS)
+    _check_texts("model_fields", info.model_fields, MAX_NAME_CHARS)
+    _check_texts("model_fields", info.model_fields.values(), MAX_MODEL_FIELD_CHARS)
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise LayoutError(f"{name} has {count} entries; there can be {most}")
+
+
+def _check_texts(name: str, texts: Iterable[str], most: int) -> None:
+    longest = max(map(len, texts), default=0)
+    if longest > most:
+        raise LayoutError(f"{name} has a text of {longest} characters; it can have {most}")
 
 
 def _known(kind: type[_Choice], name: str, value: str) -> _Choice:
