@@ -62,7 +62,6 @@ def test_four_to_two_is_right_and_leaves_nothing(tmp_path: Path, demo_dir: Path)
     [
         (("--transport", "inproc"), 2, "one process"),
         (("--decode-tp", "5"), 2, "5"),
-        (("--prefill-page-size", "0"), 2, "page_size is 0"),
     ],
 )
 def test_a_start_that_fails_is_one_line(

@@ -79,7 +79,7 @@ from pathlib import Path
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 
 async def main():
-    tier = TierSpec(model=Path(sys.argv[1]), tp_size=1)
+    tier = TierSpec(model=Path(sys.argv[1]), tp_size=1, pool_tokens=2048)
     cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier))
     print(cluster._token, flush=True)
     starting = asyncio.create_task(cluster.start())
@@ -114,8 +114,8 @@ def test_nothing_is_left_when_the_owner_is_killed(demo_dir: Path) -> None:
 
 async def test_whole_life(demo_dir: Path) -> None:
     spec = ClusterSpec(
-        prefill=TierSpec(model=demo_dir, page_size=16),
-        decode=TierSpec(model=demo_dir, page_size=8, order="HND", settings={"limits.max_running_requests": 4}),
+        prefill=TierSpec(model=demo_dir, page_size=16, pool_tokens=2048),
+        decode=TierSpec(model=demo_dir, page_size=8, order="HND", pool_tokens=2048, settings={"limits.max_running_requests": 4}),
         chunk_tokens=64,
         layers_per_group=4,
         ring_bytes=8 << 20,

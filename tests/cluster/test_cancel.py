@@ -109,7 +109,7 @@ async def test_deadline_passes(steady: LocalCluster, reference: Reference, when:
     timeout_s = 1.5
     async with others(steady, reference) as caller:
         since_s = time.monotonic() + timeout_s
-        token_ids, new = (prompt(LONG), 16) if when == "mid-transfer" else (prompt(20), 3000)
+        token_ids, new = (prompt(LONG), 1000) if when == "mid-transfer" else (prompt(20), 3000)  # more than can be had in time
         answer, task = caller.begin(token_ids, new, timeout_s=timeout_s)
         await quickly(task, since_s)
         assert answer.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -19,6 +19,7 @@ from transfer.pb import kvferry_pb2 as pb
 pytestmark = pytest.mark.timeout(240)
 
 LONG = 1500
+LONGER = 3000  # its prefill outlasts several calls, on a fast machine too
 DRAINED, CUT_OFF = 0, 5
 
 
@@ -46,7 +47,7 @@ async def until_draining(node: ClusterNode) -> None:
 
 
 async def test_prefill_node_finishes_what_it_sends(cluster: LocalCluster, reference: Reference) -> None:
-    token_ids = prompt(LONG)
+    token_ids = prompt(LONGER)
     async with Caller(cluster.decode.address) as caller:
         _, task = caller.begin(token_ids, 16)
         await until_arriving(cluster.decode)
