@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -30,7 +30,7 @@ from decode_node.worker import run_decode_rank
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.prompt import check_prompt
+from node_runtime.prompt import checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
 from node_runtime.transfer_ids import new_transfer_id
 from transfer.config import DecodeNodeConfig
@@ -204,20 +204,23 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         """The queued request, and the id that its client knows it by."""
         request_id = request.request_id or secrets.token_hex(8)
         transfer_id = new_transfer_id(request_id)
+        given: Sequence[int]
         match request.WhichOneof("input"):
             case "prompt":
-                token_ids = await self.text.encode(request.prompt, max_tokens=life.max_context_tokens)
+                given = await self.text.encode(request.prompt, max_tokens=life.max_context_tokens)
             case "token_ids":
-                token_ids = tuple(request.token_ids.ids)
+                given = request.token_ids.ids
             case _:
                 raise ConfigError("prompt is missing; give either prompt or token_ids")
-        check_prompt(token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
+        token_ids = checked_prompt(given, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
         room = life.max_context_tokens - len(token_ids)
         if not 1 <= request.max_new_tokens <= room:
             raise ConfigError(
                 f"max_new_tokens is {request.max_new_tokens}; after a prompt of {len(token_ids)} tokens it must be in [1, {room}]"
             )
-        end_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else life.eos_token_ids)
+        end_ids = checked_stop_tokens(request.stop_token_ids, vocab_size=life.vocab_size)
+        if not request.ignore_eos:
+            end_ids |= life.eos_token_ids
         sampling = sampling_from_proto(request.sampling)
         # Both may have changed while a long text was tokenised.
         if life is not self._life:

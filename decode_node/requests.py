@@ -35,6 +35,7 @@ from transfer.errors import (
     TransferError,
     TransportClosed,
 )
+from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 
 REASON_GRACE_S = 0.3
@@ -461,7 +462,7 @@ class DecodeRequests:
         else:
             request.stage = _Stage.LEAVING
             self._answer_reserve(request, str(error))
-            self._broadcast(CancelRequest(request_id=request.request_id, reason=str(error)))
+            self._broadcast(CancelRequest(request_id=request.request_id, reason=clip_reason(str(error))))
 
     def _answer_reserve(self, request: Request, reason: str) -> None:
         if request.expected is not None and not request.expected.done():

@@ -68,6 +68,7 @@ class _Writer:
     plan: ChunkPlan
     routes: tuple[Route, ...]  # from all ranks of its instance to this rank
     lane: str
+    is_measured: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,8 +217,9 @@ class DecodeWorker:
 
     def _on_link(self, number: int, reported: Link) -> None:
         writer = self._writers.get(number)
-        if writer is None:
-            return  # the session was closed meanwhile
+        if writer is None or writer.is_measured:
+            return  # the session was closed meanwhile; or said it before: a link is measured once, when it is attached
+        writer.is_measured = True
         # Only the numbers are the writer's to tell: who it is and what carries its bytes is known here.
         link = Link(
             prefill_rank=writer.rank,

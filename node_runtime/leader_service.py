@@ -20,6 +20,7 @@ from node_runtime.transfer_ids import is_try_of
 from transfer.config import NodeConfig
 from transfer.errors import PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance, Link
+from transfer.messages import clip_reason
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -191,7 +192,7 @@ class Leader(Generic[ConfigT, LifeT]):
         if self._life is None:
             return pb.AbortResponse(found=False)
         requests = self._life.requests
-        reason = request.reason or "aborted by an operator"
+        reason = clip_reason(request.reason) or "aborted by an operator"
         tries = [name for name in requests.request_ids if is_try_of(name, request.request_id)]
         found = [requests.abort(name, TransferAborted(reason)) for name in tries]
         return pb.AbortResponse(found=any(found))

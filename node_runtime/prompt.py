@@ -1,22 +1,47 @@
-"""What a prompt must be, on either tier."""
+"""What a prompt and its end must be, on either tier."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from transfer.errors import ConfigError
 
+MAX_STOP_TOKENS: Final = 256
+"""Token ids that may end one request: they are kept for as long as it is there. The longest lists in use have a few dozen."""
 
-def check_prompt(token_ids: tuple[int, ...], *, max_context_tokens: int, vocab_size: int) -> None:
-    """Refuse a prompt that the model cannot take.
+
+def checked_prompt(token_ids: Sequence[int], *, max_context_tokens: int, vocab_size: int) -> tuple[int, ...]:
+    """The prompt, if the model can take it.
+
+    Args:
+        token_ids: As they came; nothing is made of them before their number is known to be right.
 
     Raises:
         ConfigError: It is empty, too long, or has an id out of range.
     """
-    if not token_ids:
+    if not len(token_ids):
         raise ConfigError("prompt is empty; it must have at least one token")
     if len(token_ids) >= max_context_tokens:
         raise ConfigError(
             f"prompt has {len(token_ids)} tokens; the model's context of {max_context_tokens} must leave room for one more"
         )
-    worst = max(token_ids)
+    prompt = tuple(token_ids)
+    worst = max(prompt)
     if worst >= vocab_size:
-        raise ConfigError(f"token_ids has {worst} at {token_ids.index(worst)}; ids must be below the vocabulary's {vocab_size}")
+        raise ConfigError(f"token_ids has {worst} at {prompt.index(worst)}; ids must be below the vocabulary's {vocab_size}")
+    return prompt
+
+
+def checked_stop_tokens(token_ids: Sequence[int], *, vocab_size: int) -> frozenset[int]:
+    """The token ids that end a generation.
+
+    Raises:
+        ConfigError: There are too many, or one is out of range.
+    """
+    if len(token_ids) > MAX_STOP_TOKENS:
+        raise ConfigError(f"stop_token_ids has {len(token_ids)} entries; it can have at most {MAX_STOP_TOKENS}")
+    stop = frozenset(token_ids)
+    if stop and max(stop) >= vocab_size:
+        raise ConfigError(f"stop_token_ids has {max(stop)}; ids must be below the vocabulary's {vocab_size}")
+    return stop

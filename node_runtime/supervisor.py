@@ -17,7 +17,7 @@ from node_runtime.rank_link import LeaderLink, RankCodec
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
 from transfer.config import NodeConfig
-from transfer.errors import EngineError, TransferError
+from transfer.errors import EngineError, LocalProtocolError, TransferError
 
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 10.0
@@ -120,8 +120,20 @@ class RankSupervisor:
         return tuple(self._hellos[rank] for rank in range(self._num_ranks))
 
     def broadcast(self, message: object) -> None:
-        """To every rank, in the same order as all broadcasts. A rank that does not take it ends the life."""
-        if self._link is not None and not self._link.broadcast(message):
+        """To every rank, in the same order as all broadcasts. A rank that does not take it ends the life.
+
+        Raises:
+            LocalProtocolError: No message can carry it. The life ends here too: the ranks do not know what the leader takes for
+                said, and what they hold for it would never be given back.
+        """
+        if self._link is None:
+            return
+        try:
+            is_taken = self._link.broadcast(message)
+        except LocalProtocolError as error:
+            self.lose(f"a message to the ranks cannot be sent: {error}")
+            raise
+        if not is_taken:
             self.lose("a rank does not take messages")
 
     def send(self, rank: int, message: object) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from transfer.errors import LayoutError, PeerUnreachable, TransferError
 from transfer.instance import Instance, Link
+from transfer.messages import clip_reason
 
 ATTACH_ALL_TIMEOUT_S = 30.0
 
@@ -84,8 +85,8 @@ class Joins:
             lost=loop.create_future(),
             waiting_for=set(range(self._num_ranks)),
         )
-        self._joins[instance.incarnation] = join
         self._broadcast(AttachDecode(join=join.number, instance=instance, rank_addresses=rank_addresses))
+        self._joins[instance.incarnation] = join  # not before: one that the ranks were never told of would stay for ever
         outcomes: list[asyncio.Future[Any]] = [join.attached, join.lost]
         try:
             await asyncio.wait(outcomes, timeout=ATTACH_ALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +127,7 @@ class Joins:
         if join is None:
             return
         join.lost.set_result(error)
-        self._broadcast(DetachDecode(incarnation=incarnation, reason=str(error)))
+        self._broadcast(DetachDecode(incarnation=incarnation, reason=clip_reason(str(error))))
         self._on_lost(join, error)
 
     def forget_all(self, error: TransferError) -> None:

@@ -12,7 +12,7 @@ import structlog
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.prompt import check_prompt
+from node_runtime.prompt import checked_prompt
 from node_runtime.rank_report import RankHello
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import (
@@ -34,6 +34,7 @@ from transfer.chunk import ChunkPlan
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance, check_compatible
+from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import open_channel
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
 
 RESERVE_TIMEOUT_S = 5.0
+MAX_ADDRESS_CHARS = 300  # a DNS name has at most 253
 
 log = structlog.get_logger(__name__)
 
@@ -199,11 +201,10 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                 )
             decode = instance_from_proto(request.decode)
             check_compatible(life.instance, decode)
-            if len(request.rank_addresses) != decode.shard.num_ranks:
-                raise LayoutError(f"rank_addresses has {len(request.rank_addresses)} entries for {decode.shard.num_ranks} ranks")
+            _check_addresses(request, num_ranks=decode.shard.num_ranks)
             join = await life.joins.open(decode, request.decode_address, tuple(request.rank_addresses))
         except TransferError as error:
-            log.error("join_refused", address=request.decode_address, reason=str(error))
+            log.error("join_refused", address=clip_reason(request.decode_address), reason=clip_reason(str(error)))
             await end_with(context, error)
         log.info("decode_instance_joined", address=join.address, links=len(join.links))
         draining: asyncio.Future[Any] | None = None
@@ -256,15 +257,15 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             life.requests.give_up(accepted, TransferAborted("the decode node gave the request up"))
 
     def _submit(self, life: _Life, request: pb.PrefillRequest) -> Request:
-        token_ids = tuple(request.token_ids)
         if not 1 <= len(request.request_id) <= 128:
             raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to 128")
-        check_prompt(token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
+        token_ids = checked_prompt(request.token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
         if request.start_token >= len(token_ids):
             raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
         join = life.joins.find(request.decode_incarnation)
         if join is None:
-            raise LayoutError(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill node")
+            # Perhaps it had, a moment ago: it joins again by itself, so this is no misfit.
+            raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill node")
         return life.requests.submit(
             request.request_id, token_ids, request.start_token, sampling_from_proto(request.sampling), join
         )
@@ -278,6 +279,15 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             ],
             links=[link for join in joins for link in join.links],
         )
+
+
+def _check_addresses(request: pb.JoinRequest, *, num_ranks: int) -> None:
+    if len(request.rank_addresses) != num_ranks:
+        raise LayoutError(f"rank_addresses has {len(request.rank_addresses)} entries for {num_ranks} ranks")
+    named = [("decode_address", request.decode_address), *(("rank_addresses", address) for address in request.rank_addresses)]
+    for name, address in named:
+        if not 1 <= len(address) <= MAX_ADDRESS_CHARS:
+            raise ConfigError(f"{name} has {len(address)} characters; it must have 1 to {MAX_ADDRESS_CHARS}")
 
 
 def _stats_to_proto(stats: SentStats) -> pb.TransferStats:

@@ -30,6 +30,7 @@ from transfer.errors import (
     TransferAborted,
     TransferError,
 )
+from transfer.messages import clip_reason
 
 STEPS_AHEAD = 2  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
 RETRY_RESERVE_S = 0.05
@@ -274,7 +275,7 @@ class PrefillRequests:
             self._wake.set()  # if it was accepted, others may have waited behind it
         elif not request.is_aborted:
             request.is_aborted = True
-            self._broadcast(AbortRequest(request_id=request.request_id, reason=str(error)))
+            self._broadcast(AbortRequest(request_id=request.request_id, reason=clip_reason(str(error))))
         self._forget_if_done(request)  # its pages may be back already, and then nobody speaks of it again
 
     def _end(self, request: Request, error: TransferError) -> None:

@@ -77,6 +77,7 @@ class PrefillWorker:
         self._metrics = RankMetrics(role="prefill", rank=spec.rank)
         self._engine_lane = Lane("engine", loop, self._crash)
         self._requests: dict[str, _Request] = {}
+        self._attaching: set[asyncio.Task[None]] = set()
         self._plan = ChunkPlan(chunk_tokens=spec.config.chunk.chunk_tokens, layers_per_group=spec.config.chunk.layers_per_group)
         self._engine: PrefillEngine
         self._instance: Instance
@@ -147,7 +148,9 @@ class PrefillWorker:
     def on_message(self, message: Any) -> None:
         match message:
             case AttachDecode():
-                self._loop.create_task(self._attach(message))
+                attaching = self._loop.create_task(self._attach(message))
+                self._attaching.add(attaching)
+                attaching.add_done_callback(self._on_attach_over)
             case DetachDecode():
                 self._sessions.close(message.incarnation, message.reason)
             case StartRequest():
@@ -168,6 +171,11 @@ class PrefillWorker:
             self._link.send(DecodeLost(join=message.join, incarnation=incarnation, reason=str(error), is_refused=refused))
         else:
             self._link.send(DecodeAttached(join=message.join, incarnation=incarnation, links=links))
+
+    def _on_attach_over(self, task: asyncio.Task[None]) -> None:
+        self._attaching.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crash(error)  # the leader would wait for an answer that never comes
 
     def _start_request(self, message: StartRequest) -> None:
         layout = self._engine.layout
@@ -247,13 +255,14 @@ class PrefillWorker:
 
     def _on_layers_written(self, step: RunStep, layers_done: int, event: object) -> None:
         """The first `layers_done` layers of this rank have the step's KV: tell the sender which chunks that completes."""
-        end_layer = self._engine.shard.layers(self._engine.layout).begin + layers_done
+        mine = self._engine.shard.layers(self._engine.layout)  # other pipeline stages compute the rest of a chunk's layers
+        end_layer = mine.begin + layers_done
         for part in step.parts:
             request = self._requests.get(part.request_id)
             if request is None:
                 continue
             for chunk in request.chunks.get(part.first_token // self._plan.chunk_tokens, []):
-                if chunk.layers.end <= end_layer and chunk.index not in request.reported:
+                if min(chunk.layers.end, mine.end) <= end_layer and chunk.index not in request.reported:
                     request.reported.add(chunk.index)
                     self._sender.chunk_computed(part.request_id, chunk.index, event)
 
@@ -326,6 +335,8 @@ class PrefillWorker:
         return self._metrics.snapshot(self.status())
 
     async def close(self) -> None:
+        for attaching in list(self._attaching):
+            attaching.cancel()
         await self._sessions.close_all("the prefill node shuts down")
         self._sender.close()
         await self._engine_lane.call(self._engine.close)

@@ -92,7 +92,7 @@ async def test_what_the_pool_can_never_hold_is_refused_at_once(steady: LocalClus
         stub = prefill_control(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Prefill(pb.PrefillRequest(request_id="a", token_ids=prompt(5), decode_incarnation=17)).read()
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "has not joined" in (refused.value.details() or "")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Prefill(pb.PrefillRequest(request_id="a", decode_incarnation=steady.decode.incarnation)).read()

@@ -75,6 +75,13 @@ async def test_who_has_a_link_is_known_here_and_only_its_numbers_are_the_writers
     assert one.labels == 2 * [{"role": "decode", "prefill_rank": "1", "decode_rank": "3", "lane": "ucx/shm"}]
 
 
+async def test_a_writer_that_reports_its_link_again_and_again_is_heard_once(tmp_path: Path) -> None:
+    one = OneSession(tmp_path)
+    for _ in range(3):
+        one.report()
+    assert len(one.sent) == 1
+
+
 async def test_the_series_of_a_link_end_with_its_session(tmp_path: Path) -> None:
     one = OneSession(tmp_path)
     one.report()

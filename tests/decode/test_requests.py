@@ -254,6 +254,16 @@ async def test_an_abort_ends_a_request_wherever_it_stands(world: World, stage: s
     assert world.outcomes == ["aborted"]
 
 
+async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World) -> None:
+    world.submit("a", 3, new=3)
+    await turns()
+    world.reserve("a")
+    await turns()
+    assert world.leader.abort("a", TransferAborted("why\n" * (1 << 20)))
+    (cancel,) = [message for message in world.sent if isinstance(message, CancelRequest)]
+    assert len(cancel.reason) <= 512 and "\n" not in cancel.reason
+
+
 async def test_a_lost_prefill_node_fails_what_has_not_arrived_and_nothing_else(world: World) -> None:
     whole = await received(world, "whole", new=2)
     world.call("whole").first_token()

@@ -225,6 +225,14 @@ async def test_an_abort_ends_a_request_wherever_it_stands(world: World, stage: s
     assert world.outcomes == ["aborted"]
 
 
+async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World) -> None:
+    world.submit("a", 3)
+    await turns()
+    assert world.leader.abort("a", TransferAborted("why\n" * (1 << 20)))
+    (abort,) = [message for message in world.sent if isinstance(message, AbortRequest)]
+    assert len(abort.reason) <= 512 and "\n" not in abort.reason
+
+
 async def test_a_first_token_after_the_end_is_not_told(world: World) -> None:
     request = world.submit("a", 3)
     await turns()

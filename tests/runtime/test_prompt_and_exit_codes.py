@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from node_runtime import exit_codes
-from node_runtime.prompt import check_prompt
+from node_runtime.prompt import MAX_STOP_TOKENS, checked_prompt, checked_stop_tokens
 from transfer import errors
 
 CONTEXT, VOCABULARY = 8, 100
@@ -24,13 +26,37 @@ CONTEXT, VOCABULARY = 8, 100
 )
 def test_a_bad_prompt_is_refused_with_what_would_be_right(token_ids: tuple[int, ...], complaint: str) -> None:
     with pytest.raises(errors.ConfigError) as refusal:
-        check_prompt(token_ids, max_context_tokens=CONTEXT, vocab_size=VOCABULARY)
+        checked_prompt(token_ids, max_context_tokens=CONTEXT, vocab_size=VOCABULARY)
     assert complaint in str(refusal.value)
+
+
+class Endless(list[int]):
+    """A list of which nobody may look at an element."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("copied before its length was looked at")
+
+
+def test_a_prompt_that_is_far_too_long_is_not_even_copied() -> None:
+    with pytest.raises(errors.ConfigError, match="prompt has 1000000000 tokens"):
+        checked_prompt(Endless(), max_context_tokens=CONTEXT, vocab_size=VOCABULARY)
+
+
+def test_stop_tokens_are_few_and_of_the_vocabulary() -> None:
+    assert checked_stop_tokens([3, 99, 3], vocab_size=VOCABULARY) == {3, 99}
+    assert checked_stop_tokens([], vocab_size=VOCABULARY) == frozenset()
+    with pytest.raises(errors.ConfigError, match="stop_token_ids has 257 entries; it can have at most 256"):
+        checked_stop_tokens([1] * (MAX_STOP_TOKENS + 1), vocab_size=VOCABULARY)
+    with pytest.raises(errors.ConfigError, match="stop_token_ids has 100; ids must be below the vocabulary's 100"):
+        checked_stop_tokens([5, 100], vocab_size=VOCABULARY)
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=CONTEXT - 1))
 def test_every_other_prompt_is_taken(token_ids: list[int]) -> None:
-    check_prompt(tuple(token_ids), max_context_tokens=CONTEXT, vocab_size=VOCABULARY)
+    assert checked_prompt(token_ids, max_context_tokens=CONTEXT, vocab_size=VOCABULARY) == tuple(token_ids)
 
 
 @pytest.mark.parametrize(

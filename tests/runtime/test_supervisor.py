@@ -23,7 +23,8 @@ from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
 from tests.runtime import rank_entries
 from tests.runtime.instances import hello, prefill_config, until
 from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
-from transfer.errors import EngineError
+from transfer.control.base import MAX_PAYLOAD_BYTES
+from transfer.errors import EngineError, LocalProtocolError
 
 PRELOAD = ["tests.runtime.preloaded"]
 SLOW_PRELOAD = ["tests.runtime.slow_preload"]
@@ -85,6 +86,16 @@ async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) ->
         await ranks.supervisor.stop(is_graceful=True)
         assert asyncio.get_running_loop().time() - started_s < 5, "they ended when they were told to, before anyone killed them"
         assert not ranks.lost, "an end on request is no loss"
+
+
+async def test_a_message_that_cannot_be_sent_ends_the_life(tmp_path: Path) -> None:
+    """The ranks would not know what the leader takes for said, and keep for ever what they hold for it."""
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        with pytest.raises(LocalProtocolError):
+            ranks.supervisor.broadcast(Order(what="x" * (MAX_PAYLOAD_BYTES + 1)))
+        await until(lambda: len(ranks.lost) == 1)
+        assert "a message to the ranks cannot be sent" in ranks.lost[0]
 
 
 async def test_the_leader_goes_on_while_its_ranks_start(tmp_path: Path) -> None:
