@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from embedded_engine.model_files import ModelFiles, one_line, read_model_files
 from embedded_engine.paged_attention import ATTENTION_NAME, AttentionPlan, DecodePlan, PrefillPlan
@@ -35,22 +35,6 @@ def preload() -> None:
     """Import everything that an engine needs at run time; for a fork server, before it forks ranks."""
     for architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
         _model_class(architecture)
-
-
-def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local model directory.
-
-    Raises:
-        ConfigError: There is none, or it is damaged.
-    """
-    directory = Path(directory)
-    if not (directory / "tokenizer.json").exists():
-        raise ConfigError(f"{directory / 'tokenizer.json'} is missing; the model directory must hold its tokenizer")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # whatever the loader raises means: this tokenizer cannot be used
-        raise ConfigError(f"{directory}: the tokenizer cannot be loaded: {one_line(error)}") from error
-    return tokenizer
 
 
 class EmbeddedEngine:

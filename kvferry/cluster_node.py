@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import urllib.error
@@ -155,10 +154,6 @@ class ClusterNode:
         """What `/readyz` says."""
         status, text = await self.http("/readyz")
         return Readiness(is_ready=status == 200, reason="" if status == 200 else text.strip())
-
-    def signal_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to one rank process: SIGKILL, or SIGSTOP and SIGCONT."""
-        os.kill(self.rank_pids[rank], number)
 
     def terminate(self) -> None:
         """Ask it to drain and end; nothing if it has ended."""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from embedded_engine.engine import EmbeddedEngine, load_tokenizer
+from embedded_engine.engine import EmbeddedEngine
 from kvferry.demo_model import make_demo_model
 from tests.engine.conftest import Generate
 from tests.engine.steps import bind_pages, decode_all, prefill_all
@@ -96,7 +97,7 @@ class Patient:
 @pytest.fixture(scope="module", params=range(len(TEXTS)))
 def patient(request: pytest.FixtureRequest, demo_dir: Path) -> Patient:
     engine = EmbeddedEngine(demo_dir, shard=Shard(page_size=PAGE_SIZE), num_pages=1700)
-    return Patient(engine, tuple(load_tokenizer(demo_dir)(TEXTS[request.param])["input_ids"]))
+    return Patient(engine, tuple(AutoTokenizer.from_pretrained(demo_dir)(TEXTS[request.param])["input_ids"]))
 
 
 def untouched(pool: PagedKVPool, table: Sequence[int]) -> None:
@@ -202,9 +203,11 @@ def test_the_demo_model_is_the_same_every_time_and_different_for_another_seed(de
 
 
 def test_the_demo_model_speaks_printable_words_and_does_not_stop_at_once(demo_dir: Path, generate: Generate) -> None:
-    tokenizer = load_tokenizer(demo_dir)
+    tokenizer = AutoTokenizer.from_pretrained(demo_dir)
     for text in TEXTS:
-        tokens = generate(demo_dir, tuple(tokenizer(text)["input_ids"]), 64)
+        prompt = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(prompt, skip_special_tokens=True).strip() == text
+        tokens = generate(demo_dir, tuple(prompt), 64)
         assert tokenizer.eos_token_id not in tokens
         spoken = tokenizer.decode(tokens)
         assert spoken.isascii() and spoken.isprintable() and len(spoken.split()) > 20

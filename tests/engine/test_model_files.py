@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from decode_node.engine import DecodeEngine
 from embedded_engine import model_files
-from embedded_engine.engine import BadLogits, EmbeddedEngine, load_tokenizer
+from embedded_engine.engine import BadLogits, EmbeddedEngine
 from embedded_engine.model_files import ModelFiles, read_model_files
 from prefill_node.engine import PrefillEngine
 from transfer.engine_types import DecodeItem, PrefillItem
@@ -166,16 +166,6 @@ def test_each_cut_size_is_checked(demo_dir: Path, copied: Path) -> None:
 def test_wrong_settings_are_refused_before_weights_are_loaded(demo_dir: Path, settings: dict[str, Any], named: str) -> None:
     values: dict[str, Any] = {"shard": Shard(), "num_pages": 1} | settings
     assert named in message_of(ConfigError, lambda: EmbeddedEngine(demo_dir, **values))
-
-
-def test_tokenizers(demo_dir: Path, copied: Path) -> None:
-    tokenizer = load_tokenizer(demo_dir)
-    text = "The ferry crosses the river at night, isn't it?"
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).strip() == text
-    (copied / "tokenizer.json").write_text("{}")
-    assert "tokenizer cannot be loaded" in message_of(ConfigError, lambda: load_tokenizer(copied))
-    (copied / "tokenizer.json").unlink()
-    assert "tokenizer.json is missing" in message_of(ConfigError, lambda: load_tokenizer(copied))
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ async def test_deadline(pair: Pair) -> None:
     assert time.monotonic() - begun < 1.0
     # The handle stays usable.
     waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
-    pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
-    driver.poke(pair.writer)
+    write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
+    driver.watch(pair.writer, write, lambda *_: None)
     await waiting
     remove_all(driver, pair)
 
@@ -133,7 +133,7 @@ async def test_close_without_remove_is_heard(pair: Pair) -> None:
     waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
     await asyncio.sleep(0.01)
     pair.target.close()
-    driver.poke(pair.target)
+    driver.watch(pair.target, receive, lambda *_: None)  # whatever is asked of it next
     with pytest.raises(TransportClosed):
         await waiting
     remove_all(driver, pair)
@@ -180,9 +180,8 @@ async def test_mistakes_are_refused(pair: Pair) -> None:
         driver.add(pair.writer)
     driver.remove(pair.writer)
     write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
-    for act in (lambda: driver.watch(pair.writer, write, lambda *_: None), lambda: driver.poke(pair.writer)):
-        with pytest.raises(LocalProtocolError, match="not driven"):
-            act()
+    with pytest.raises(LocalProtocolError, match="not driven"):
+        driver.watch(pair.writer, write, lambda *_: None)
     driver.remove(pair.target)
 
 

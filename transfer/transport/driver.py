@@ -100,10 +100,6 @@ class SessionDriver:
             self._call(watch, TransportClosed(f"session {session.lane} was removed from its driver while a handle was pending"))
         driven.watches = []
 
-    def poke(self, session: Session) -> None:
-        """Move a session soon: needed after an operation that nobody watches, for example a decline."""
-        self._schedule(self._find(session))
-
     def watch(self, session: Session, handle: _Handle, callback: Callback[_Handle]) -> Watch:
         """Call `callback(handle, error)` once, from the loop, when `handle` is settled (error None) or failed.
 

@@ -66,10 +66,6 @@ class _Handle:
         self._failure: TransportError | None = None
 
     @property
-    def is_pending(self) -> bool:
-        return not self._settled
-
-    @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
