@@ -206,7 +206,7 @@ def test_the_demo_model_speaks_printable_words_and_does_not_stop_at_once(demo_di
     tokenizer = AutoTokenizer.from_pretrained(demo_dir)
     for text in TEXTS:
         prompt = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(prompt, skip_special_tokens=True).strip() == text
+        assert tokenizer.decode(prompt, skip_special_tokens=True).strip() == text.strip()
         tokens = generate(demo_dir, tuple(prompt), 64)
         assert tokenizer.eos_token_id not in tokens
         spoken = tokenizer.decode(tokens)
