@@ -72,7 +72,9 @@ class _Life:
             incarnation=first.instance.incarnation,
             max_queued=config.limits.max_queued_requests,
             queue_timeout_s=config.limits.queue_timeout_s,
+            step_timeout_s=config.limits.step_timeout_s,
             broadcast=node.broadcast,
+            on_broken=node.lose,
             observer=Observer(
                 on_outcome=node.metrics.request_ended,
                 on_queue_seconds=node.metrics.queue_seconds,

@@ -24,6 +24,7 @@ from decode_node.rank_messages import (
     TransferFailed,
 )
 from decode_node.text import TextCodec, TextStream
+from node_runtime.step_watch import StepWatch
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -130,7 +131,10 @@ class DecodeRequests:
         num_ranks: Ranks of this instance.
         incarnation: This life of theirs.
         max_queued: Requests that may wait.
+        queue_timeout_s: How long one may.
+        step_timeout_s: How long a step may take.
         broadcast: Sends a message to every rank.
+        on_broken: Called with why when the engine hangs; the life is of no more use.
         observer: Hears of what happens.
     """
 
@@ -144,7 +148,9 @@ class DecodeRequests:
         incarnation: int,
         max_queued: int,
         queue_timeout_s: float,
+        step_timeout_s: float,
         broadcast: Callable[[object], None],
+        on_broken: Callable[[str], None],
         observer: Observer,
     ) -> None:
         self._admission = admission
@@ -154,6 +160,7 @@ class DecodeRequests:
         self._incarnation = incarnation
         self._max_queued = max_queued
         self._queue_timeout_s = queue_timeout_s
+        self._watch = StepWatch(step_timeout_s, on_broken)
         self._broadcast = broadcast
         self._observer = observer
         self._requests: dict[str, Request] = {}
@@ -183,6 +190,7 @@ class DecodeRequests:
         self._requests.clear()
         self._running.clear()
         self._step = None
+        self._watch.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -356,6 +364,7 @@ class DecodeRequests:
         if self._step is None or message.step != self._step.step:
             raise LocalProtocolError(f"step {message.step} is done, but it is not the one under way")
         self._step = None
+        self._watch.step_over(num_left=0)
         for request_id, token in message.tokens.items():
             request = self._running.get(request_id)
             if request is not None:
@@ -369,6 +378,7 @@ class DecodeRequests:
     def on_step_failed(self, message: StepFailed) -> None:
         if self._step is not None and message.step == self._step.step:
             self._step = None
+            self._watch.step_over(num_left=0)
         for request_id in message.request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.stage is _Stage.RUNNING:
@@ -445,6 +455,7 @@ class DecodeRequests:
         )
         self._step = RunStep(step=self._num_steps, parts=parts)
         self._broadcast(self._step)
+        self._watch.step_sent()
 
     # Failure
 

@@ -75,6 +75,7 @@ class _Life:
             num_ranks=len(hellos),
             max_queued=config.limits.max_queued_requests,
             queue_timeout_s=config.limits.queue_timeout_s,
+            step_timeout_s=config.limits.step_timeout_s,
             broadcast=node.broadcast,
             reserve=node.reserve,
             on_broken=node.lose,

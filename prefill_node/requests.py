@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from node_runtime.step_watch import StepWatch
 from prefill_node.joins import Join
 from prefill_node.rank_messages import (
     AbortRequest,
@@ -86,6 +87,7 @@ class PrefillRequests:
         num_ranks: Ranks of this instance.
         max_queued: Requests that may wait.
         queue_timeout_s: How long one may.
+        step_timeout_s: How long no step may end while one is under way.
         broadcast: Sends a message to every rank.
         reserve: Asks the decode leader for room; False is "not yet".
         on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
@@ -99,6 +101,7 @@ class PrefillRequests:
         num_ranks: int,
         max_queued: int,
         queue_timeout_s: float,
+        step_timeout_s: float,
         broadcast: Callable[[object], None],
         reserve: Callable[[Join, str], Awaitable[bool]],
         on_broken: Callable[[str], None],
@@ -108,6 +111,7 @@ class PrefillRequests:
         self._num_ranks = num_ranks
         self._max_queued = max_queued
         self._queue_timeout_s = queue_timeout_s
+        self._watch = StepWatch(step_timeout_s, on_broken)
         self._broadcast = broadcast
         self._reserve = reserve
         self._on_broken = on_broken
@@ -151,6 +155,7 @@ class PrefillRequests:
             self._end(request, error)
         self._requests.clear()
         self._steps.clear()
+        self._watch.close()
 
     def submit(
         self, request_id: str, token_ids: tuple[int, ...], start_token: int, sampling: SamplingParams, join: Join
@@ -206,6 +211,7 @@ class PrefillRequests:
 
     def on_step_done(self, message: StepDone) -> None:
         step = self._steps.pop(message.step, None)
+        self._watch.step_over(num_left=len(self._steps))
         for part in step.parts if step is not None else ():
             request = self._requests.get(part.request_id)
             if request is None or request.is_over:
@@ -225,6 +231,7 @@ class PrefillRequests:
 
     def on_step_failed(self, message: StepFailed) -> None:
         self._steps.pop(message.step, None)
+        self._watch.step_over(num_left=len(self._steps))
         for request_id in message.request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -370,6 +377,7 @@ class PrefillRequests:
             )
             step = self._steps[self._step] = RunStep(step=self._step, parts=parts)
             self._broadcast(step)
+            self._watch.step_sent()
 
 
 def _summed(parts: list[SentStats]) -> SentStats:

@@ -113,13 +113,16 @@ class Rank:
 
 
 class World:
-    def __init__(self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, max_running: int = 4) -> None:
+    def __init__(
+        self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, step_timeout_s: float = 60.0, max_running: int = 4
+    ) -> None:
         self.admission = Admission(pool_pages=POOL_PAGES, page_size=PAGE_SIZE, max_running=max_running)
         self.peer, self.other = Peer("prefill:1"), Peer("prefill:2")
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.sent: list[object] = []
         self.step: RunStep | None = None
         self.outcomes: list[str] = []
+        self.hung: list[str] = []
         self.queue_seconds: list[float] = []
         self.first_tokens: list[float] = []
         self.accepted: list[Request] = []
@@ -133,7 +136,9 @@ class World:
             incarnation=DECODE_LIFE,
             max_queued=max_queued,
             queue_timeout_s=queue_timeout_s,
+            step_timeout_s=step_timeout_s,
             broadcast=self._broadcast,
+            on_broken=self.hung.append,
             observer=Observer(
                 on_outcome=self.outcomes.append,
                 on_queue_seconds=self.queue_seconds.append,

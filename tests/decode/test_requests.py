@@ -374,6 +374,21 @@ async def test_a_failed_step_fails_its_requests(world: World) -> None:
     await drained(world)
 
 
+async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not() -> None:
+    world = World(step_timeout_s=0.2)
+    await received(world, new=4)
+    world.call("a").first_token()
+    await turns()
+    for _ in range(2):
+        await asyncio.sleep(0.15)
+        assert world.step is not None
+        world.finish_step()
+    assert not world.hung
+    await until(lambda: bool(world.hung))
+    assert world.hung == ["no step of the engine has ended for 0.2 s (limits.step_timeout_s)"]
+    await world.leader.close(PeerUnreachable("the life was given up"))
+
+
 async def test_a_step_that_nobody_asked_for_is_a_bug(world: World) -> None:
     with pytest.raises(LocalProtocolError, match="step 4 is done, but it is not the one under way"):
         world.leader.on_step_done(StepDone(step=4, tokens={}, compute_s=0.0))

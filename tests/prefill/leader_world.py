@@ -49,7 +49,9 @@ class Rank:
 class World:
     """The leader's side is real, the ranks and the decode leader are this."""
 
-    def __init__(self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, max_running: int = 4) -> None:
+    def __init__(
+        self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, step_timeout_s: float = 60.0, max_running: int = 4
+    ) -> None:
         self.scheduler = PrefillScheduler(
             pool_pages=POOL_PAGES, page_size=PAGE_SIZE, chunk_tokens=CHUNK, max_step_tokens=2 * CHUNK, max_running=max_running
         )
@@ -67,6 +69,7 @@ class World:
             num_ranks=NUM_RANKS,
             max_queued=max_queued,
             queue_timeout_s=queue_timeout_s,
+            step_timeout_s=step_timeout_s,
             broadcast=self._broadcast,
             reserve=self._reserve,
             on_broken=self.broken.append,

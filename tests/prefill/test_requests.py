@@ -233,6 +233,24 @@ async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World
     assert len(abort.reason) <= 512 and "\n" not in abort.reason
 
 
+async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not() -> None:
+    world = World(step_timeout_s=0.2)
+    world.submit("a", 8)
+    world.submit("b", 8)
+    world.submit("c", 8)
+    for _ in range(3):  # 0.3 s in all, but never 0.2 s without the end of a step
+        await turns()
+        assert world.steps
+        await asyncio.sleep(0.1)
+        world.finish_step()
+    await asyncio.sleep(0.3)
+    assert not world.broken, "nothing is under way"
+    world.submit("d", 8)
+    await until(lambda: bool(world.broken))
+    assert world.broken == ["no step of the engine has ended for 0.2 s (limits.step_timeout_s)"]
+    await world.leader.close(PeerUnreachable("the life was given up"))
+
+
 async def test_a_first_token_after_the_end_is_not_told(world: World) -> None:
     request = world.submit("a", 3)
     await turns()
