@@ -21,10 +21,12 @@ from typing import Any, Final
 from kvferry import exit_codes
 from kvferry.loopback import LoopbackResult, measure_loopback
 from transfer.errors import ConfigError, TransferError
+from transfer.registry.options import FILES_OF_A_RANK, FILES_PER_SESSION, MAX_SESSIONS, most_sessions
 
 MIN_SHM_BYTES: Final = 256 << 20
 """Triton's and torch's own needs and UCX's queues fit; a container's default of 64 MiB is known to be too little for NCCL."""
-MIN_OPEN_FILES: Final = 1024
+MIN_OPEN_FILES: Final = FILES_OF_A_RANK + MAX_SESSIONS * FILES_PER_SESSION
+"""For as many sessions as a decode rank ever takes."""
 SLOW_BYTES_PER_S: Final = 0.5e9  # UCX over loopback TCP gives 1 to 2.7 GB/s, shared memory 4 to 7
 NEEDED: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "numpy", "msgpack", "xxhash")
 _RDMA: Final = re.compile(r"\b(?:rc|ud|dc|mlx5|rdmacm|srd|efa|gga)[a-z_0-9]*/")
@@ -191,7 +193,7 @@ def check_memlock(limit_bytes: int, *, has_rdma: bool) -> Finding:
 def check_open_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
         return Finding(name="open files", state=State.OK, text="unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")
-    text = f"{limit:,}; each peer rank takes about ten"
+    text = f"{limit:,}, with which a decode rank takes {most_sessions(limit)} prefill ranks instead of {MAX_SESSIONS}"
     return Finding(name="open files", state=State.WARN, text=text, mend=f"ulimit -n {MIN_OPEN_FILES}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +24,7 @@ from transfer.errors import (
     LocalProtocolError,
     PeerUnreachable,
     RemoteProtocolError,
+    StagingError,
     TransportTimeout,
 )
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
@@ -31,6 +33,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import SessionWatch, TransferControlClient, open_channel, wait_ready
 from transfer.registry.convert import attach_request_to_proto
+from transfer.registry.options import most_sessions
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Grant, RingView, Watermark
 
@@ -89,6 +92,7 @@ class DecodeRank:
     next_session_id: int = 100
     probe_bytes: int = 4096
     heartbeat_s: float = HEARTBEAT_S
+    max_sessions: int | None = None
 
     def __post_init__(self) -> None:
         self.servicer = TransferControlServicer(
@@ -98,6 +102,7 @@ class DecodeRank:
             on_attach=self.on_attach,
             on_session_lost=lambda session_id, reason: self.lost.append((session_id, reason)),
             on_link=lambda session_id, link: self.links.append((session_id, link)),
+            max_sessions=self.max_sessions,
         )
 
     async def on_attach(self, request: AttachRequest) -> AttachResponse:
@@ -222,6 +227,86 @@ async def test_a_writer_that_gives_up_in_mid_attach_leaves_nothing(rank: DecodeR
     await until(lambda: bool(rank.lost), "the loss")
     assert rank.lost == [(101, "the writer went away while it attached")]
     assert rank.servicer.session_ids == ()
+
+
+async def test_the_sessions_of_a_rank_are_limited() -> None:
+    """Attaches under way count; a session that ends makes room."""
+    rank = DecodeRank(max_sessions=3)
+    server = await serve("127.0.0.1", 0, transfer_control=rank.servicer)
+    client = TransferControlClient(server.address)
+    try:
+        rank.before_answer = lambda: asyncio.sleep(0.02)
+        asked = (client.attach(attach_request(incarnation=50 + number), timeout_s=DEADLINE_S) for number in range(8))
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [str(result) for result in results if isinstance(result, StagingError)]
+        assert len(refused) == 5 and len(rank.servicer.session_ids) == len(rank.attached) == 3
+        assert all("this rank has 3 sessions, and takes 3 with its limit of" in text for text in refused)
+        rank.servicer.close_session(rank.servicer.session_ids[0], "makes room")
+        await client.attach(attach_request(incarnation=99), timeout_s=DEADLINE_S)
+    finally:
+        await client.close()
+        await server.close()
+
+
+async def test_attaches_are_handled_one_at_a_time(rank: DecodeRank, writer: Writer) -> None:
+    running, most = 0, 0
+
+    async def open_slowly() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+
+    rank.before_answer = open_slowly
+    asked = (writer.client.attach(attach_request(incarnation=50 + number), timeout_s=DEADLINE_S) for number in range(5))
+    assert len({response.session_id for response in await asyncio.gather(*asked)}) == 5
+    assert most == 1
+
+
+async def test_a_writer_that_gives_up_before_its_turn_costs_nothing(rank: DecodeRank, writer: Writer) -> None:
+    has_begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        has_begun.set()
+        await go_on.wait()
+
+    rank.before_answer = wait
+    first = asyncio.ensure_future(writer.client.attach(attach_request(), timeout_s=DEADLINE_S))
+    await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
+    with pytest.raises(TransportTimeout):
+        await writer.client.attach(attach_request(incarnation=6), timeout_s=0.1)
+    await asyncio.sleep(0.1)  # until the server has noticed
+    again = asyncio.ensure_future(writer.client.attach(attach_request(incarnation=6), timeout_s=DEADLINE_S))
+    await asyncio.sleep(0.1)
+    go_on.set()
+    assert [(await attached).session_id for attached in (first, again)] == [101, 102]
+    assert len(rank.attached) == 2 and rank.lost == []
+
+
+async def test_an_attach_that_waits_while_the_rank_closes_is_refused(rank: DecodeRank, writer: Writer) -> None:
+    has_begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        has_begun.set()
+        await go_on.wait()
+
+    rank.before_answer = wait
+    asked = [asyncio.ensure_future(writer.client.attach(attach_request(incarnation=n), timeout_s=DEADLINE_S)) for n in (50, 51)]
+    await asyncio.wait_for(has_begun.wait(), DEADLINE_S)
+    await asyncio.sleep(0.1)  # the other one waits by now
+    rank.servicer.close("shutting down")
+    go_on.set()
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert "this rank is closing" in next(str(result) for result in results if isinstance(result, PeerUnreachable))
+    assert len(rank.attached) == 1 and rank.lost == [(101, "this rank is closing")]
+
+
+@pytest.mark.parametrize(
+    ("open_files", "sessions"), [(64, 1), (1024, 38), (5375, 255), (5376, 256), (1 << 20, 256), (resource.RLIM_INFINITY, 256)]
+)
+def test_what_a_limit_of_open_files_is_good_for(open_files: int, sessions: int) -> None:
+    assert most_sessions(open_files) == sessions
 
 
 async def test_an_owners_bug_ends_the_attach_and_not_the_server(rank: DecodeRank, writer: Writer) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from transfer.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransferError
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.beats import MISSED_BEATS, BeatWatch
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
-from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS
+from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_sessions
 from transfer.registry.status import end_with
 from transfer.ring import Watermark
 
@@ -166,6 +167,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
 
     A session begins when `on_attach` has answered, and ends exactly once, with `on_session_lost`: when its stream ends, when
     the writer misses three beats (its first beat included), or when the owner calls `close_session()` or `close()`.
+    Attaches are handled one at a time, and the sessions are limited: opening one takes memory, files and the loop's time.
 
     Args:
         watermark: The ring's state now; later ones come through `publish()`.
@@ -175,6 +177,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             meanwhile; the session is then reported lost at once.
         on_session_lost: The session is over, and why.
         on_link: A writer reports its measured link.
+        max_sessions: Sessions at once; None takes what the process's limit of open files is good for.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         on_attach: Callable[[AttachRequest], Awaitable[AttachResponse]],
         on_session_lost: Callable[[int, str], None],
         on_link: Callable[[int, Link], None] | None = None,
+        max_sessions: int | None = None,
     ) -> None:
         BeatWatch(heartbeat_s)  # refuses what cannot be an interval
         self.heartbeat_s = heartbeat_s
@@ -196,6 +200,9 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         self._sessions: dict[int, _Session] = {}
         self._writers: dict[tuple[int, int], int] = {}  # 0: attaching
         self._attaching: set[asyncio.Task[AttachResponse]] = set()
+        self._turn = asyncio.Lock()  # of the attach that is being handled
+        self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_sessions = most_sessions(self._open_files) if max_sessions is None else max_sessions
         self._is_closed = False
         self.num_acks = 0
         self.num_refused_beats = 0
@@ -239,8 +246,6 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             attach = attach_request_from_proto(request)
         except TransferError as error:
             await end_with(context, error)
-        if self._is_closed:
-            await _abort(context, grpc.StatusCode.UNAVAILABLE, "this rank is closing")
         writer = (attach.prefill.incarnation, attach.prefill_rank)
         if writer in self._writers:
             await _abort(
@@ -248,7 +253,19 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"prefill rank {attach.prefill_rank} of incarnation {attach.prefill.incarnation:#018x} is attached already",
             )
+        if len(self._writers) >= self._max_sessions:
+            await _abort(
+                context,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"this rank has {len(self._writers)} sessions, and takes {self._max_sessions} with its limit of "
+                f"{self._open_files} open files (ulimit -n)",
+            )
         self._writers[writer] = 0
+        try:
+            await self._turn.acquire()
+        except asyncio.CancelledError:
+            del self._writers[writer]
+            raise
         opening = asyncio.ensure_future(self._open_session(attach, writer))
         self._attaching.add(opening)
         opening.add_done_callback(self._attaching.discard)
@@ -294,13 +311,18 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         await _abort(context, grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
 
     async def _open_session(self, attach: AttachRequest, writer: tuple[int, int]) -> AttachResponse:
+        """Opens the session in this attach's turn, and ends the turn."""
         try:
+            if self._is_closed:
+                raise PeerUnreachable("this rank is closing")
             response = await self._on_attach(attach)
             if response.session_id in self._sessions:
                 raise LocalProtocolError(f"session {response.session_id:#018x} was given out twice")
         except BaseException:
             del self._writers[writer]
             raise
+        finally:
+            self._turn.release()
         session = _Session(session_id=response.session_id, writer=writer, beats=BeatWatch(self.heartbeat_s))
         self._sessions[session.session_id] = session
         self._writers[writer] = session.session_id
