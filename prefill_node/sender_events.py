@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transfer.chunk import Chunk, ChunkPlan
+from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Route
 from transfer.messages import MAX_CHUNKS_PER_MESSAGE, Message
@@ -88,11 +89,11 @@ class RequestStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkComputed:
-    """The chunk's KV is in the pool, or will be once `event` (a device event, or None) has fired."""
+    """The chunk's KV is in the pool, or will be once `event` has fired."""
 
     request_id: str
     chunk: int
-    event: object = None
+    event: DeviceEvent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ class StartGather:
     chunk: Chunk
     num_tokens: int
     num_bytes: int
-    event: object
+    event: DeviceEvent | None
     credit_wait_s: float
 
 

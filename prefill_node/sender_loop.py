@@ -19,6 +19,7 @@ from prefill_node import sender_events as protocol
 from prefill_node.sender import Sender
 from prefill_node.sender_events import SenderSettings, SentStats
 from transfer.control.base import ControlClient
+from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.kernels.digest import digest
 from transfer.kv_pool import PagedKVPool
@@ -155,7 +156,8 @@ class SenderLoop:
         self._layouts[request.request_id] = request
         self._pump.feed(protocol.RequestStarted(request=request))
 
-    def chunk_computed(self, request_id: str, chunk: int, event: object) -> None:
+    def chunk_computed(self, request_id: str, chunk: int, event: DeviceEvent | None) -> None:
+        """The chunk's KV is in the pool (None), or will be once `event` has fired: it is gathered then, and not before."""
         self._pump.feed(protocol.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
 
     def abort_request(self, request_id: str, reason: str) -> None:
@@ -232,6 +234,8 @@ class SenderLoop:
         self._metrics.credit_wait_seconds(action.credit_wait_s)
 
         def work() -> tuple[int, float]:
+            if action.event is not None:
+                action.event.synchronize()
             started = time.monotonic()
             piece.gather(out)
             return digest(out), time.monotonic() - started

@@ -13,6 +13,7 @@ from enum import Enum, auto
 
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
 from transfer.chunk import Chunk, split_into_chunks
+from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layout import LayerKind, wire_buffers, wire_bytes
 from transfer.ring import Grant, RingView, grant_key
@@ -97,7 +98,7 @@ class Request:
 
     outgoing: OutgoingRequest
     routes: dict[int, RouteState] = field(default_factory=dict)  # by route index
-    computed: dict[int, object] = field(default_factory=dict)  # chunk index -> device event
+    computed: dict[int, DeviceEvent | None] = field(default_factory=dict)  # by chunk index
     num_chunks: int
     sends_every_token: bool  # no layer leaves out tokens: neither windows nor recurrent states
     to_gather: int = 0

@@ -41,7 +41,7 @@ from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSet
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
 from transfer.config import PrefillNodeConfig
-from transfer.engine_types import PrefillItem, RequestFault, SamplingParams
+from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError, TransferError
 from transfer.instance import Instance
 from transfer.layout import routes, wire_dtype
@@ -253,7 +253,7 @@ class PrefillWorker:
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
-    def _on_layers_written(self, step: RunStep, layers_done: int, event: object) -> None:
+    def _on_layers_written(self, step: RunStep, layers_done: int, event: DeviceEvent | None) -> None:
         """The first `layers_done` layers of this rank have the step's KV: tell the sender which chunks that completes."""
         mine = self._engine.shard.layers(self._engine.layout)  # other pipeline stages compute the rest of a chunk's layers
         end_layer = mine.begin + layers_done

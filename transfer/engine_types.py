@@ -9,8 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from transfer.errors import ConfigError, EngineError
+
+
+class DeviceEvent(Protocol):
+    """A point in a device's work, such as a recorded `torch.cuda.Event`."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until everything before that point is done."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

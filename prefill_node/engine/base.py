@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from transfer.engine_types import PrefillItem
+from transfer.engine_types import DeviceEvent, PrefillItem
 from transfer.layout import KVLayout, Shard
 
 if TYPE_CHECKING:
     from transfer.kv_pool import PagedKVPool
 
-OnLayersWritten = Callable[[int, Any], None]
+OnLayersWritten = Callable[[int, DeviceEvent | None], None]
 """``(layers_done, event)``: the KV of this step is in the pool for the first `layers_done` layers of the rank.
 
-`event` is a recorded CUDA event behind which the pool may be read, or None where it may be read at once (CPU)."""
+`event` is a recorded `torch.cuda.Event` behind which the pool may be read, or None where it may be read at once (CPU)."""
 
 
 class PrefillEngine(Protocol):
