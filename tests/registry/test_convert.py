@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.chunk import ChunkPlan
-from transfer.errors import RemoteProtocolError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder, routes
+from transfer.chunk import ChunkPlan, largest_wire_bytes
+from transfer.errors import LayoutError, RemoteProtocolError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder, routes, wire_dtype
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry import convert
 from transfer.ring import Grant, Watermark
@@ -265,3 +266,43 @@ def test_the_range_of_heartbeats_is_that_of_the_setting(heartbeat_s: float) -> N
     told = convert.attach_response_to_proto(answer())
     told.heartbeat_s = heartbeat_s
     assert convert.attach_response_from_proto(told).heartbeat_s == heartbeat_s
+
+
+NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 8, 9, 1024, 4096, 2**31, 2**32 - 1])
+TEXTS = st.sampled_from(["", "x", "int8", "bfloat16", "float8_e4m3fn", "HND", "mla", "sliding_window", "\ud7ff", "a" * 300])
+
+
+@st.composite
+def hostile_attaches(draw: st.DrawFn) -> pb.AttachRequest:
+    """An attach that fits, with some of its fields put out of their range."""
+    request = convert.attach_request_to_proto(
+        AttachRequest(prefill=instance(), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
+    )
+    shard, run = request.prefill.shard, request.prefill.layout.runs[0]
+    for _ in range(draw(st.integers(1, 4))):
+        target = draw(st.sampled_from([request, request.prefill, shard, request.prefill.layout, run, request.chunk_plan]))
+        spoilable = [field for field in target.DESCRIPTOR.fields if field.message_type is None]
+        field = draw(st.sampled_from(spoilable))
+        kinds: dict[int, st.SearchStrategy[Any]] = {field.TYPE_STRING: TEXTS, field.TYPE_BYTES: st.binary(max_size=8)}
+        value = draw(kinds.get(field.type, NUMBERS))
+        if isinstance(getattr(target, field.name), str | bytes | int):
+            setattr(target, field.name, value)
+        else:
+            getattr(target, field.name).extend(draw(st.lists(kinds.get(field.type, NUMBERS), max_size=4)))
+    if draw(st.booleans()):  # told right, so that what lies behind the fingerprint is reached
+        with contextlib.suppress(RemoteProtocolError):
+            request.prefill.layout_fingerprint = convert.layout_from_proto(request.prefill.layout).fingerprint()
+    return request
+
+
+@given(request=hostile_attaches())
+def test_a_hostile_attach_is_computed_with_or_refused_and_never_a_bug(request: pb.AttachRequest) -> None:
+    """All that a decode rank works out of an attach; any other error would stop the rank."""
+    ours = instance(shard=Shard(tp_size=4))
+    try:
+        attach = convert.attach_request_from_proto(request)
+        check_compatible(ours, attach.prefill)
+        sent = [route for route in routes(LLAMA, attach.prefill.shard, ours.shard) if route.prefill_rank == attach.prefill_rank]
+        largest_wire_bytes(attach.chunk_plan, LLAMA, sent, wire_dtype(LLAMA, attach.prefill.shard, ours.shard))
+    except (RemoteProtocolError, LayoutError) as error:
+        assert len(str(error)) < 6000

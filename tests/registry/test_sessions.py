@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import statistics
@@ -14,17 +15,20 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from transfer.chunk import ChunkPlan
 from transfer.errors import (
     ConfigError,
+    EngineError,
     LayoutError,
     LocalProtocolError,
     PeerUnreachable,
     RemoteProtocolError,
     StagingError,
+    TransferError,
     TransportTimeout,
 )
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
@@ -309,16 +313,57 @@ def test_what_a_limit_of_open_files_is_good_for(open_files: int, sessions: int) 
     assert most_sessions(open_files) == sessions
 
 
-async def test_an_owners_bug_ends_the_attach_and_not_the_server(rank: DecodeRank, writer: Writer) -> None:
+@pytest.fixture
+async def complaints() -> list[str]:
+    """What the loop's exception handler was told of: it ends a rank."""
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(repr(context.get("exception"))))
+    return told
+
+
+@pytest.mark.parametrize("bug", [KeyError("secret"), LocalProtocolError("a bug here")])
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_an_owners_bug_in_attach_is_loud(
+    rank: DecodeRank, writer: Writer, complaints: list[str], bug: Exception, is_awaited: bool
+) -> None:
     async def fail() -> None:
-        raise KeyError("secret")
+        await asyncio.sleep(0 if is_awaited else 0.2)
+        raise bug
 
     rank.before_answer = fail
-    with pytest.raises(Exception, match="unexpected KeyError") as caught:
-        await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+    with pytest.raises(TransferError) as caught:
+        await writer.client.attach(attach_request(), timeout_s=DEADLINE_S if is_awaited else 0.1)
+    assert isinstance(caught.value, EngineError if is_awaited else TransportTimeout)
     assert "secret" not in str(caught.value)
+    await until(lambda: bool(complaints), "the complaint")
+    assert complaints == [repr(bug)]
     rank.before_answer = None
     await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+
+async def test_what_others_can_bring_about_is_no_bug(rank: DecodeRank, writer: Writer, complaints: list[str]) -> None:
+    """Neither a writer that does not fit, nor whoever has taken the last open file, ends the rank."""
+    errors = [OSError(errno.EMFILE, "Too many open files"), ConfigError("blob"), PeerUnreachable("x"), LayoutError("y")]
+
+    async def fail() -> None:
+        raise errors[0]
+
+    rank.before_answer = fail
+    for kind in (PeerUnreachable, ConfigError, PeerUnreachable, LayoutError):
+        with pytest.raises(kind):
+            await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+        errors.append(errors.pop(0))
+    async with open_channel(writer.client.address) as channel:
+        stub: Any = pb_grpc.TransferControlStub(channel)
+        for number in range(64):
+            request = attach_request_to_proto(attach_request())
+            spoilt = bytearray(request.SerializeToString())
+            spoilt[number * len(spoilt) // 64] ^= 0xFF
+            with contextlib.suppress(DecodeError):
+                request = pb.AttachRequest.FromString(bytes(spoilt))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Attach(request)
+    assert complaints == [] and rank.servicer.session_ids == ()
 
 
 async def test_a_session_that_never_opens_its_stream_is_lost(rank: DecodeRank, writer: Writer) -> None:

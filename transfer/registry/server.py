@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,8 +27,6 @@ from transfer.registry.convert import attach_request_from_proto, attach_response
 from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_sessions
 from transfer.registry.status import end_with
 from transfer.ring import Watermark
-
-logger = logging.getLogger(__name__)
 
 MIN_ACK_INTERVAL_S: Final = 0.001
 """Watermarks that change faster than this share an ack."""
@@ -173,8 +170,9 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         watermark: The ring's state now; later ones come through `publish()`.
         ring_capacity_bytes: Size of the ring.
         heartbeat_s: Seconds between beats, in both directions.
-        on_attach: Opens a session for a writer, or raises a `TransferError`. Runs to its end even if the caller goes away
-            meanwhile; the session is then reported lost at once.
+        on_attach: Opens a session for a writer, or raises a `TransferError`; whatever the writer sent, never a
+            `LocalProtocolError`, which goes to the loop's exception handler as any other bug does. Runs to its end even if the
+            caller goes away meanwhile; the session is then reported lost at once.
         on_session_lost: The session is over, and why.
         on_link: A writer reports its measured link.
         max_sessions: Sessions at once; None takes what the process's limit of open files is good for.
@@ -274,10 +272,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         except asyncio.CancelledError:
             opening.add_done_callback(self._lose_unclaimed)
             raise
-        except TransferError as error:
-            await end_with(context, error)
         except Exception as error:
-            logger.exception("attach failed", extra={"prefill_rank": attach.prefill_rank, "writer_incarnation": writer[0]})
             await end_with(context, error)
         return attach_response_to_proto(response)
 
@@ -318,8 +313,13 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             response = await self._on_attach(attach)
             if response.session_id in self._sessions:
                 raise LocalProtocolError(f"session {response.session_id:#018x} was given out twice")
-        except BaseException:
+        except BaseException as error:
             del self._writers[writer]
+            if isinstance(error, OSError):  # no descriptor or memory left: whoever took them, it is no bug of this process
+                raise PeerUnreachable(f"this rank cannot open a session now: {error}") from error
+            if isinstance(error, LocalProtocolError) or not isinstance(error, TransferError | asyncio.CancelledError):
+                # What a writer sends is refused with the other errors, so this is a bug here, and its owner must hear of it.
+                asyncio.get_running_loop().call_exception_handler({"message": "attach failed", "exception": error})
             raise
         finally:
             self._turn.release()
