@@ -22,7 +22,7 @@ import transfer
 from kvferry import exit_codes
 from kvferry.demo_cache import cached_demo_model
 from kvferry.demo_print import print_report
-from kvferry.demo_prompts import load_prompts
+from kvferry.demo_prompts import check_prompts_fit, load_prompts
 from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, make_report
 from kvferry.demo_view import DemoView, RequestProgress, make_view
 from kvferry.local_cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
@@ -142,6 +142,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
         if model is None:
             view.phase("the demo model")
             model = await cached_demo_model()
+        await check_prompts_fit(model, prompts, options.max_new_tokens)
         cluster = LocalCluster(options.cluster(model, len(prompts)))
         with ReferenceRun(model, prompts, options.max_new_tokens, cluster.environment) as reference:
             view.phase(
@@ -151,11 +152,12 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
             async with cluster:
                 view.phase(f"{len(prompts)} prompts at once")
                 generate_begun_s = time.monotonic()
-                outcomes = await _generate_all(cluster, prompts, options.max_new_tokens, view)
+                outcomes = await _generate_all(cluster, prompts, options.max_new_tokens, view, reference)
                 generate_s = time.monotonic() - generate_begun_s
                 leaked = await _wait_idle(cluster)
                 decode = await cluster.decode.status()
-                view.phase("waiting for the single process that the tokens are compared with")
+                if not any(outcome.error for outcome in outcomes):
+                    view.phase("waiting for the single process that the tokens are compared with")
                 results = await reference.results()
                 view.phase("stopping")
                 stopped = await cluster.stop()
@@ -174,7 +176,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
 
 
 async def _generate_all(
-    cluster: LocalCluster, prompts: Sequence[str], max_new_tokens: int, view: DemoView
+    cluster: LocalCluster, prompts: Sequence[str], max_new_tokens: int, view: DemoView, reference: ReferenceRun
 ) -> list[RequestOutcome]:
     progress = [
         RequestProgress(number=number, max_new_tokens=max_new_tokens, token_ids=[]) for number in range(1, len(prompts) + 1)
@@ -184,7 +186,8 @@ async def _generate_all(
     try:
         async with NodeClient(cluster.decode.address) as client, asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_generate(client, prompt, one, view)) for prompt, one in zip(prompts, progress, strict=True)
+                group.create_task(_generate(client, prompt, one, view, reference))
+                for prompt, one in zip(prompts, progress, strict=True)
             ]
         return [task.result() for task in tasks]
     finally:
@@ -192,7 +195,9 @@ async def _generate_all(
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _generate(client: NodeClient, prompt: str, progress: RequestProgress, view: DemoView) -> RequestOutcome:
+async def _generate(
+    client: NodeClient, prompt: str, progress: RequestProgress, view: DemoView, reference: ReferenceRun
+) -> RequestOutcome:
     """One request to its end; an error of it is its outcome, and nobody else's."""
     request = pb.GenerateRequest(
         request_id=f"demo-{secrets.token_hex(4)}-{progress.number}",
@@ -218,6 +223,7 @@ async def _generate(client: NodeClient, prompt: str, progress: RequestProgress, 
                         done = event.done
     except TransferError as failure:
         error = str(failure)
+        reference.cancel()  # the run has failed by now, and what a large model has left to compute could take minutes
     progress.error, progress.state = error, "failed" if error else "done"
     view.finished(progress)
     return RequestOutcome(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +21,7 @@ def print_report(console: Console, report: DemoReport) -> None:
     for name, value in _rows(report):
         table.add_row(name, value)
     console.print(table)
-    for title, lines in (("tokens differ", report.mismatches), ("left over", report.leaked)):
+    for title, lines in _complaints(report):
         for line in lines[:_MAX_LINES]:
             console.print(f"{title}: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
         if len(lines) > _MAX_LINES:
@@ -30,6 +32,17 @@ def print_report(console: Console, report: DemoReport) -> None:
         console.print(text, style="green", markup=False, soft_wrap=True)
     else:
         console.print(verdict(report), style="bold red", markup=False, soft_wrap=True)
+
+
+def _complaints(report: DemoReport) -> list[tuple[str, Sequence[str]]]:
+    """What went wrong, by kind; a request that failed has made too few tokens, and no wrong ones."""
+    differing = [line for line in report.mismatches if line not in (*report.refusals, *report.failures)]
+    return [
+        ("refused", report.refusals),
+        ("failed", report.failures),
+        ("tokens differ", differing),
+        ("left over", report.leaked),
+    ]
 
 
 def cost_line(report: DemoReport) -> str:
@@ -47,8 +60,10 @@ def cost_line(report: DemoReport) -> str:
 def verdict(report: DemoReport) -> str:
     """One line on what is wrong with a run that did not succeed."""
     parts = []
-    if report.failed:
-        parts.append(f"{report.failed} of {report.requests} requests failed")
+    if report.refusals:
+        parts.append(f"{len(report.refusals)} of {report.requests} requests were refused")
+    if report.failures:
+        parts.append(f"{len(report.failures)} of {report.requests} requests failed")
     differing = len(report.mismatches) - report.failed
     if differing > 0:
         parts.append(f"{differing} of {report.requests} requests have other tokens than a single process")
@@ -61,7 +76,7 @@ def _rows(report: DemoReport) -> list[tuple[str, str]]:
     bandwidth = report.link_bandwidth_bytes_per_s / 1e9
     return [
         ("requests", f"{report.requests:,}"),
-        ("tokens match a single process", "yes" if report.tokens_match else "NO"),
+        ("tokens match a single process", _tokens_match(report)),
         ("prompt tokens", f"{report.prompt_tokens:,}"),
         ("generated tokens", f"{report.generated_tokens:,}"),
         ("bytes moved", in_bytes(report.bytes_moved)),
@@ -78,6 +93,14 @@ def _rows(report: DemoReport) -> list[tuple[str, str]]:
         ("prompts to last token", f"{report.generate_seconds:.1f} s"),
         ("whole run", f"{report.seconds:.1f} s"),
     ]
+
+
+def _tokens_match(report: DemoReport) -> str:
+    if report.tokens_match:
+        return "yes"
+    if len(report.mismatches) > report.failed:
+        return "NO"
+    return f"{report.compared} compared, none differs" if report.compared else "not compared"
 
 
 def _seconds(values: Percentiles) -> str:

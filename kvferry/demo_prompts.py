@@ -1,10 +1,13 @@
-"""The prompts of the demo: built in, or a text file with one a line."""
+"""The prompts of the demo: built in, or a text file with one a line; and whether the model has room for them."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from decode_node.text import TextCodec
 from transfer.errors import ConfigError
 
 _PASSAGE: Final = (
@@ -51,6 +54,37 @@ def load_prompts(file: Path | None, num_requests: int | None) -> list[str]:
         prompts[index] if index < len(prompts) else f"{index + 1}. {prompts[index % len(prompts)]}"
         for index in range(num_requests)
     ]
+
+
+async def check_prompts_fit(model: Path, prompts: Sequence[str], max_new_tokens: int) -> None:
+    """Refuse prompts whose requests the nodes would refuse, one by one and only once they have started.
+
+    Does nothing where the model's configuration does not tell its context: the nodes judge model directories.
+
+    Raises:
+        ConfigError: A prompt and what is generated from it are longer than the model's context; the longest one is named.
+    """
+    max_tokens = _max_context_tokens(model)
+    if max_tokens is None:
+        return
+    codec = TextCodec(model)
+    lengths = [len(await codec.encode(prompt, max_tokens=max_tokens)) for prompt in prompts]
+    longest = max(lengths)
+    if longest + max_new_tokens > max_tokens:
+        raise ConfigError(
+            f"prompt {lengths.index(longest) + 1} has {longest} tokens and --max-new-tokens is {max_new_tokens}, "
+            f"together {longest + max_new_tokens}; the model's context is {max_tokens} tokens"
+        )
+
+
+def _max_context_tokens(model: Path) -> int | None:
+    """As the model's configuration says it; None where it does not. Read by hand: transformers takes seconds to load."""
+    try:
+        config = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    found = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    return found if isinstance(found, int) else None
 
 
 def _read(file: Path) -> list[str]:

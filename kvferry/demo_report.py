@@ -47,6 +47,9 @@ class DemoReport:
     Args:
         requests: Requests that were sent.
         failed: Of them, those that ended in an error.
+        refusals: Why some of these were never accepted, one line each.
+        failures: Why the others of these ended, one line each.
+        compared: Requests whose tokens were compared; where one failed, the single process is not waited for.
         tokens_match: Whether every token of every request, and each prompt's length, is what a single process made.
         prompt_tokens, generated_tokens: Sums.
         bytes_moved: Payload, resent chunks included.
@@ -71,6 +74,9 @@ class DemoReport:
 
     requests: int
     failed: int
+    refusals: tuple[str, ...]
+    failures: tuple[str, ...]
+    compared: int
     tokens_match: bool
     prompt_tokens: int
     generated_tokens: int
@@ -129,7 +135,7 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 def make_report(
     outcomes: Sequence[RequestOutcome],
-    reference: Sequence[ReferenceResult],
+    reference: Sequence[ReferenceResult | None],
     *,
     decode: pb.NodeStatus,
     leaked: Sequence[str],
@@ -141,7 +147,7 @@ def make_report(
 
     Args:
         outcomes: Of each request.
-        reference: What a single process made of the same prompts, in the same order.
+        reference: What a single process made of the same prompts, in the same order; None where it was not waited for.
         decode: The decode node's status after the last request.
         leaked: What is left over.
 
@@ -154,6 +160,9 @@ def make_report(
     return DemoReport(
         requests=len(outcomes),
         failed=len(outcomes) - len(dones),
+        refusals=_errors(outcomes, after_acceptance=False),
+        failures=_errors(outcomes, after_acceptance=True),
+        compared=sum(one.done is not None and wanted is not None for one, wanted in zip(outcomes, reference, strict=True)),
         tokens_match=not mismatches,
         prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
         generated_tokens=sum(len(outcome.token_ids) for outcome in outcomes),
@@ -178,8 +187,16 @@ def make_report(
     )
 
 
-def find_mismatches(outcomes: Sequence[RequestOutcome], reference: Sequence[ReferenceResult]) -> list[str]:
-    """One line for each request that is not exactly what the reference made, in order.
+def _errors(outcomes: Sequence[RequestOutcome], *, after_acceptance: bool) -> tuple[str, ...]:
+    return tuple(
+        f"request {number}: {outcome.error}"
+        for number, outcome in enumerate(outcomes, start=1)
+        if outcome.error and (outcome.prompt_tokens > 0) is after_acceptance
+    )
+
+
+def find_mismatches(outcomes: Sequence[RequestOutcome], reference: Sequence[ReferenceResult | None]) -> list[str]:
+    """One line for each request that failed or is not exactly what the reference made, in order.
 
     Raises:
         ConfigError: The two sequences are not equally long.
@@ -194,8 +211,8 @@ def find_mismatches(outcomes: Sequence[RequestOutcome], reference: Sequence[Refe
     return lines
 
 
-def _difference(outcome: RequestOutcome, wanted: ReferenceResult) -> str:
-    if outcome.error:
+def _difference(outcome: RequestOutcome, wanted: ReferenceResult | None) -> str:
+    if outcome.error or wanted is None:
         return outcome.error
     if outcome.prompt_tokens != wanted.prompt_tokens:
         return f"its prompt has {outcome.prompt_tokens} tokens, and {wanted.prompt_tokens} in a single process"

@@ -40,6 +40,7 @@ class ReferenceRun:
         self._environment = dict(environment) | _QUIET
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-reference-")
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_cancelled = False
 
     def __enter__(self) -> Self:
         folder = Path(self._folder.name)
@@ -56,13 +57,16 @@ class ReferenceRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        self._kill()
         self._folder.cleanup()
 
-    async def results(self) -> list[ReferenceResult]:
-        """Wait until it has ended; one result for each prompt, in order.
+    def cancel(self) -> None:
+        """End it now: nothing waits for the results that it has not made yet."""
+        self._is_cancelled = True
+        self._kill()
+
+    async def results(self) -> list[ReferenceResult | None]:
+        """Wait until it has ended; one result for each prompt, in order, None for those that it had not made when cancelled.
 
         Raises:
             EngineError: It failed; its last line is named.
@@ -71,11 +75,19 @@ class ReferenceRun:
         while self._process.poll() is None:
             await asyncio.sleep(_POLL_S)
         lines = _lines_of(Path(self._folder.name) / "results")
+        if self._is_cancelled:
+            made = [result_of(line) for line in lines if line.endswith("}")]  # the last line may be cut off
+            return [*made, *[None] * (self._num_prompts - len(made))]
         if self._process.returncode or len(lines) != self._num_prompts:
             errors = _lines_of(Path(self._folder.name) / "errors")
             why = errors[-1] if errors else f"exit code {self._process.returncode}, {len(lines)} of {self._num_prompts} results"
             raise EngineError(f"the single process that the tokens are compared with failed: {why}")
         return [result_of(line) for line in lines]
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
 
 def _lines_of(file: Path) -> list[str]:
