@@ -113,7 +113,7 @@ class StagingAllocator:
         self.incarnation = incarnation
         self._head = 0
         self._position = 0
-        self._live: dict[int, Grant] = {}
+        self._live: dict[int, int] = {}  # begin -> end; less to touch than grants, with thousands of them
         self._quarantined: dict[int, Grant] = {}
         # Released ranges above the watermark, ascending and apart: two parallel lists, so that bisect needs no key.
         self._range_begins: list[int] = []
@@ -161,7 +161,7 @@ class StagingAllocator:
             self._add_released(self._head, begin)  # padding: consumed, and free at once
         self._head = begin + size
         grant = Grant(begin, self._head)
-        self._live[begin] = grant
+        self._live[begin] = grant.end
         self._live_bytes += size
         return grant
 
@@ -198,7 +198,7 @@ class StagingAllocator:
         Raises:
             LocalProtocolError: The grant is not live (R4).
         """
-        if self._live.get(grant.begin) != grant:
+        if self._live.get(grant.begin) != grant.end:
             raise LocalProtocolError(
                 f"release of grant [{grant.begin}, {grant.end}), which is not live (R4: released exactly once)"
             )
@@ -211,7 +211,7 @@ class StagingAllocator:
 
     def quarantine(self, grant: Grant) -> None:
         """Mark a live grant whose writer may still write; only `release()` ends it, on proof and never by elapsed time."""
-        if self._live.get(grant.begin) != grant:
+        if self._live.get(grant.begin) != grant.end:
             raise LocalProtocolError(f"quarantine of grant [{grant.begin}, {grant.end}), which is not live")
         if grant.begin not in self._quarantined:
             self._quarantined[grant.begin] = grant
@@ -253,7 +253,7 @@ class StagingAllocator:
             edge = end
         unreleased = self._head - self._position - sum(self._range_ends) + sum(self._range_begins)
         _require(unreleased == self._live_bytes, f"R4: {unreleased} bytes are unreleased, live grants hold {self._live_bytes}")
-        _require(self._live_bytes == sum(g.end - g.begin for g in self._live.values()), "live bytes are counted right")
+        _require(self._live_bytes == sum(end - begin for begin, end in self._live.items()), "live bytes are counted right")
         _require(self._quarantined.keys() <= self._live.keys(), "a quarantined grant is live")
         _require(
             self._quarantined_bytes == sum(g.end - g.begin for g in self._quarantined.values()),
@@ -262,8 +262,9 @@ class StagingAllocator:
         _require(
             bool(self._live) or self._position == self._head, f"R5: no live grant, watermark {self._position}, head {self._head}"
         )
-        writable = sorted((g.begin % self.capacity_bytes, g) for g in self._live.values() if self.is_writable(g))
-        for (_, first), (offset, second) in itertools.pairwise(writable):
+        live = (Grant(begin, end) for begin, end in self._live.items())
+        writable = sorted((g.begin % self.capacity_bytes, g.begin, g) for g in live if self.is_writable(g))
+        for (_, _, first), (offset, _, second) in itertools.pairwise(writable):
             _require(_end_offset(first, self.capacity_bytes) <= offset, f"R1: writable grants {first} and {second} share a byte")
 
     def _add_released(self, begin: int, end: int) -> None:
