@@ -12,7 +12,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -25,7 +25,8 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.beats import MISSED_BEATS, BeatWatch
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
 from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_sessions
-from transfer.registry.status import end_with
+from transfer.registry.status import end_call, end_with
+from transfer.registry.streams import QuietStreams
 from transfer.ring import Watermark
 
 MIN_ACK_INTERVAL_S: Final = 0.001
@@ -80,7 +81,7 @@ async def serve(
     Raises:
         ConfigError: The address cannot be bound; it is named.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=[QuietStreams()])
     services = pb.DESCRIPTOR.services_by_name
     names: list[str] = []
     if transfer_control is not None:
@@ -128,17 +129,6 @@ def _check_free(host: str, port: int) -> None:
 def host_port(host: str, port: int) -> str:
     """``host:port``, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str) -> NoReturn:
-    """End the call with a status. That nobody is there any more to hear it is no error, and so none in the log."""
-    try:
-        await context.abort(code, details)
-    except grpc.aio.InternalError as error:
-        # The caller went away first, perhaps long after the abort: a status waits behind acks that the caller does not read.
-        # gRPC may not have noticed yet, and would log a failure; this it takes for the caller's own cancellation, which it is.
-        raise asyncio.CancelledError from error
-    raise AssertionError("abort() returned")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -246,13 +236,13 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
             await end_with(context, error)
         writer = (attach.prefill.incarnation, attach.prefill_rank)
         if writer in self._writers:
-            await _abort(
+            await end_call(
                 context,
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"prefill rank {attach.prefill_rank} of incarnation {attach.prefill.incarnation:#018x} is attached already",
             )
         if len(self._writers) >= self._max_sessions:
-            await _abort(
+            await end_call(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"this rank has {len(self._writers)} sessions, and takes {self._max_sessions} with its limit of "
@@ -284,12 +274,14 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         except TimeoutError:
             first = None
         if first is None:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "no first beat; it must name the session")
+            await end_call(context, grpc.StatusCode.INVALID_ARGUMENT, "no first beat; it must name the session")
         session = self._sessions.get(first.session_id)
         if session is None:
-            await _abort(context, grpc.StatusCode.NOT_FOUND, f"session {first.session_id:#018x} is unknown or over; attach again")
+            await end_call(
+                context, grpc.StatusCode.NOT_FOUND, f"session {first.session_id:#018x} is unknown or over; attach again"
+            )
         if session.has_stream:
-            await _abort(context, grpc.StatusCode.ALREADY_EXISTS, f"session {first.session_id:#018x} has its stream already")
+            await end_call(context, grpc.StatusCode.ALREADY_EXISTS, f"session {first.session_id:#018x} has its stream already")
         session.has_stream = True
         both = (
             asyncio.ensure_future(self._read_beats(session, first, request_iterator)),
@@ -303,7 +295,7 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
             self._lose(session, "the writer's stream ended")
-        await _abort(context, grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
+        await end_call(context, grpc.StatusCode.UNAVAILABLE, f"session {session.session_id:#018x} is over: {session.lost_reason}")
 
     async def _open_session(self, attach: AttachRequest, writer: tuple[int, int]) -> AttachResponse:
         """Opens the session in this attach's turn, and ends the turn."""

@@ -39,6 +39,7 @@ UNKNOWN, anything else                  `TransportError`         nobody can say
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -117,7 +118,17 @@ def clip_details(text: str) -> str:
 
 async def end_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
     """End the call of `context` with the status of `error`; never returns."""
-    await context.abort(status_of(error), details_of(error))
+    await end_call(context, status_of(error), details_of(error))
+
+
+async def end_call(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str) -> NoReturn:
+    """End the call of `context`; never returns. That nobody is there any more to hear it is no error, and so none in the log."""
+    try:
+        await context.abort(code, details)
+    except grpc.aio.InternalError as error:
+        # The caller went away first, perhaps long after the abort: a status waits behind messages that the caller does not read.
+        # gRPC may not have noticed yet, and would log a failure; this it takes for the caller's own cancellation, which it is.
+        raise asyncio.CancelledError from error
     raise AssertionError("abort() returned")
 
 

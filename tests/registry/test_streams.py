@@ -1,0 +1,92 @@
+"""Calls whose callers leave without a word, over a real server: nothing of it is an error of this side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+
+from transfer.errors import EngineError
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.server import serve
+from transfer.registry.status import end_with
+
+SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16384), ("grpc.http2.bdp_probe", 0))
+DEADLINE_S = 10.0
+
+
+class Talks(pb_grpc.DecodeControlServicer):
+    """Says `num_events` of 8,000 bytes each, then fails."""
+
+    def __init__(self, num_events: int) -> None:
+        self.num_events = num_events
+        self.num_said = 0
+        self.is_over = asyncio.Event()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        try:
+            for number in range(self.num_events):
+                self.num_said = number + 1
+                yield pb.GenerateEvent(tokens=pb.GeneratedTokens(text="x" * 8000))
+            await end_with(context, EngineError("the step failed"))
+        finally:
+            self.is_over.set()
+
+
+class Speaks(Talks):
+    """The same as a coroutine that writes, the status while its last word is still stuck."""
+
+    async def Generate(  # type: ignore[override]  # grpc.aio takes a coroutine that writes as well as a generator
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        async def say() -> None:
+            with suppress(grpc.aio.InternalError):
+                for number in range(self.num_events):
+                    self.num_said = number + 1
+                    await context.write(pb.GenerateEvent(tokens=pb.GeneratedTokens(text="x" * 8000)))
+
+        saying = asyncio.create_task(say())
+        await asyncio.wait({saying}, timeout=0.2)
+        try:
+            saying.cancel()
+            await end_with(context, EngineError("the step failed"))
+        finally:
+            self.is_over.set()
+
+
+@pytest.mark.parametrize("kind", [Talks, Speaks])
+async def test_a_caller_that_reads_nothing_and_leaves_is_no_error(kind: type[Talks], caplog: pytest.LogCaptureFixture) -> None:
+    servicer = kind(num_events=100)  # type: ignore[abstract]  # the other calls are answered UNIMPLEMENTED
+    server = await serve("127.0.0.1", 0, decode_control=servicer)
+    async with grpc.aio.insecure_channel(server.address, options=SMALL_WINDOW) as channel:
+        stub: Any = pb_grpc.DecodeControlStub(channel)
+        call = stub.Generate(pb.GenerateRequest())
+        await asyncio.sleep(0.4)
+        assert 0 < servicer.num_said < 20, "it is stuck behind what the caller does not read"
+        call.cancel()
+        await asyncio.wait_for(servicer.is_over.wait(), DEADLINE_S)
+        await asyncio.sleep(0.05)
+    await server.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_a_caller_that_reads_hears_everything_and_why_it_ended() -> None:
+    servicer = Talks(num_events=20)  # type: ignore[abstract]
+    server = await serve("127.0.0.1", 0, decode_control=servicer)
+    heard = 0
+    async with grpc.aio.insecure_channel(server.address, options=SMALL_WINDOW) as channel:
+        stub: Any = pb_grpc.DecodeControlStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for event in stub.Generate(pb.GenerateRequest()):
+                heard += len(event.tokens.text)
+    await server.close()
+    assert heard == 20 * 8000
+    assert caught.value.code() is grpc.StatusCode.INTERNAL and caught.value.details() == "the step failed"
