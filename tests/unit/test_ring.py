@@ -383,7 +383,7 @@ def test_a_spoilt_ring_is_noticed(spoil: object, message: str) -> None:
 
 def test_writable_grants_that_overlap_are_noticed() -> None:
     ring = ring_of(4)
-    ring._live = {0: cells(0, 2), CELL: cells(1, 3)}
+    ring._live = {0: 2 * CELL, CELL: 3 * CELL}
     ring._live_bytes, ring._head = 4 * CELL, 4 * CELL
     with pytest.raises(LocalProtocolError, match="R1"):
         ring.check_invariants()
