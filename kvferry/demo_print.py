@@ -46,13 +46,13 @@ def _complaints(report: DemoReport) -> list[tuple[str, Sequence[str]]]:
 
 
 def cost_line(report: DemoReport) -> str:
-    """What the same transfer would have cost if every token x layer slice were a write."""
+    """What the same transfer would have cost if every token x layer x K/V slice of a route were a write."""
     if not report.writes:
         return "Nothing was moved."
     factor = report.writes_without_staging / report.writes
     return (
-        f"Without staging, one write for each token and layer: {report.writes_without_staging:,} writes of "
-        f"{report.bytes_moved / max(report.writes_without_staging, 1):,.0f} bytes. "
+        "Without staging, each route takes one write for each token, layer and K or V: "
+        f"{report.writes_without_staging:,} writes of {report.bytes_moved / max(report.writes_without_staging, 1):,.0f} bytes. "
         f"Here: {report.writes:,} writes of {in_bytes(report.bytes_moved / report.writes)}, {factor:,.0f} times fewer."
     )
 

@@ -54,7 +54,7 @@ class DemoReport:
         prompt_tokens, generated_tokens: Sums.
         bytes_moved: Payload, resent chunks included.
         writes: Bulk writes.
-        writes_without_staging: Writes that each token x layer x K/V slice by itself would have taken.
+        writes_without_staging: Writes that each token x layer x K/V slice of each route by itself would have taken.
         resends: Chunks that were sent again.
         transport: Lanes of all links, as measured at attach.
         links: Number of (prefill rank, decode rank) links.
