@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from decode_node.requests import DecodeRequests
+from prefill_node.joins import Joins
+from transfer import errors
+from transfer.instance import check_compatible
 from transfer.messages import MESSAGE_TYPES, ChunkSize, IssuedGrant, Message
+from transfer.registry.convert import instance_from_proto
+from transfer.registry.server import TransferControlServicer
+from transfer.registry.status import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -81,3 +91,32 @@ def test_the_method_table_agrees_with_the_contract() -> None:
     for method, (expected_kind, codes) in found.items():
         assert documented[method][1] == expected_kind, method
         assert set(re.findall(r"\b[A-Z_]{6,}\b", documented[method][2])) == codes, method
+
+
+def codes_raised_by(function: Callable[..., Any]) -> set[str]:
+    """Codes that a method ends with for the errors that the docstring of what it calls names."""
+    raises = (inspect.getdoc(function) or "").split("Raises:")[1]
+    return {status_of(getattr(errors, name)("")).name for name in re.findall(r"^ +(\w+): ", raises, re.M)}
+
+
+def codes_written_in(method: Callable[..., Any]) -> set[str]:
+    return set(re.findall(r"StatusCode\.(\w+)", inspect.getsource(method)))
+
+
+def test_the_status_codes_are_those_that_the_code_ends_with() -> None:
+    """A method that passes on whatever failed its request can end with the code of every error that there is."""
+    of_any = {status_of(kind("")).name for kind in vars(errors).values() if isinstance(kind, type)}
+    assert len(of_any) == 7
+    attach, watermarks = TransferControlServicer.Attach, TransferControlServicer.Watermarks
+    expected = {
+        "PrefillControl_Join": set().union(*map(codes_raised_by, (instance_from_proto, check_compatible, Joins.open))),
+        "PrefillControl_Prefill": of_any,
+        "DecodeControl_Generate": of_any | {"CANCELLED", "DEADLINE_EXCEEDED"},
+        "DecodeControl_Reserve": codes_raised_by(DecodeRequests.reserve),
+        "TransferControl_Attach": codes_written_in(attach) | of_any - {"ABORTED", "DATA_LOSS"},
+        "TransferControl_Watermarks": codes_written_in(watermarks),
+    }
+    documented = {
+        names(row[0].replace(".", "_"))[0]: set(re.findall(r"\b[A-Z_]{6,}\b", row[2])) for row in rows("Registry plane")
+    }
+    assert {method: codes for method, codes in documented.items() if codes} == expected

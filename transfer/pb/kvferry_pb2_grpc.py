@@ -73,7 +73,8 @@ class PrefillControlServicer(object):
         every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
         FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-        version, another transport or digest. UNAVAILABLE: a rank could not attach, or the node is draining.
+        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
+        could not attach or has lost its session, or the node is starting or draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,9 +84,10 @@ class PrefillControlServicer(object):
         """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
         means that nothing of the request may be used.
 
-        INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the decode instance has not joined.
-        RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: a rank or the peer died, or draining.
-        ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine failed.
+        INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the two tiers do not fit each other.
+        RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
+        the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+        failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -334,8 +336,9 @@ class DecodeControlServicer(object):
         """Generate tokens for a prompt. The first event with tokens comes once the whole KV has arrived and every digest agreed.
 
         INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
-        or the deadline passed before the request got room. UNAVAILABLE: no prefill node is attached, a rank died, or draining.
-        ABORTED: aborted by an operator. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice.
+        or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
+        UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
+        already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -345,7 +348,8 @@ class DecodeControlServicer(object):
         """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
         starts to compute. `reserved` false means "not yet": start another request and ask again.
 
-        NOT_FOUND: the request is not waiting here (it was cancelled, or never asked for).
+        UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
+        has no ranks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -577,7 +581,9 @@ class TransferControlServicer(object):
     def Attach(self, request, context):
         """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
 
-        FAILED_PRECONDITION: as for Join. ALREADY_EXISTS: this incarnation of the writer is attached already.
+        FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
+        ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
+        takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -587,6 +593,9 @@ class TransferControlServicer(object):
         """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
         `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
         the death of the session. The first beat names the session.
+
+        INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+        UNAVAILABLE: the session has ended; the text says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

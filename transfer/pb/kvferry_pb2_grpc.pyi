@@ -6,7 +6,8 @@ The registry plane of kvferry: request control, attach, watermark acks.
 Conventions
 - Every id of a life of a process ("incarnation") is a random 64-bit number above 0; a restart is another incarnation.
 - Every size is in bytes unless its name says tokens, pages or seconds.
-- Errors are gRPC statuses with one line of text; the codes are listed at each method.
+- Errors are gRPC statuses with one line of text; the codes are listed at each method. gRPC itself adds RESOURCE_EXHAUSTED for
+  a message above 16 MiB or a call beyond the 4096 that a server takes at once, and UNIMPLEMENTED.
 - A field that is 0 or empty means what its comment says, never "unknown".
 - A list of an InstanceInfo has at most 256 entries unless its comment says otherwise, a text 256 characters.
 """
@@ -39,7 +40,8 @@ class PrefillControlStub:
     every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
     FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-    version, another transport or digest. UNAVAILABLE: a rank could not attach, or the node is draining.
+    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
+    could not attach or has lost its session, or the node is starting or draining.
     """
 
     Prefill: grpc.UnaryStreamMultiCallable[
@@ -49,9 +51,10 @@ class PrefillControlStub:
     """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
     means that nothing of the request may be used.
 
-    INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the decode instance has not joined.
-    RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: a rank or the peer died, or draining.
-    ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine failed.
+    INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the two tiers do not fit each other.
+    RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
+    the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+    failed.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -85,7 +88,8 @@ class PrefillControlAsyncStub:
     every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
     FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-    version, another transport or digest. UNAVAILABLE: a rank could not attach, or the node is draining.
+    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
+    could not attach or has lost its session, or the node is starting or draining.
     """
 
     Prefill: grpc.aio.UnaryStreamMultiCallable[
@@ -95,9 +99,10 @@ class PrefillControlAsyncStub:
     """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
     means that nothing of the request may be used.
 
-    INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the decode instance has not joined.
-    RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: a rank or the peer died, or draining.
-    ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine failed.
+    INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the two tiers do not fit each other.
+    RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
+    the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+    failed.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -133,7 +138,8 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
         FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-        version, another transport or digest. UNAVAILABLE: a rank could not attach, or the node is draining.
+        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
+        could not attach or has lost its session, or the node is starting or draining.
         """
 
     @abc.abstractmethod
@@ -145,9 +151,10 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
         means that nothing of the request may be used.
 
-        INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the decode instance has not joined.
-        RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: a rank or the peer died, or draining.
-        ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine failed.
+        INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the two tiers do not fit each other.
+        RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
+        the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
+        failed.
         """
 
     @abc.abstractmethod
@@ -187,8 +194,9 @@ class DecodeControlStub:
     """Generate tokens for a prompt. The first event with tokens comes once the whole KV has arrived and every digest agreed.
 
     INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
-    or the deadline passed before the request got room. UNAVAILABLE: no prefill node is attached, a rank died, or draining.
-    ABORTED: aborted by an operator. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice.
+    or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
+    UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
+    already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
     """
 
     Reserve: grpc.UnaryUnaryMultiCallable[
@@ -198,7 +206,8 @@ class DecodeControlStub:
     """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
     starts to compute. `reserved` false means "not yet": start another request and ask again.
 
-    NOT_FOUND: the request is not waiting here (it was cancelled, or never asked for).
+    UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
+    has no ranks.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -229,8 +238,9 @@ class DecodeControlAsyncStub:
     """Generate tokens for a prompt. The first event with tokens comes once the whole KV has arrived and every digest agreed.
 
     INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
-    or the deadline passed before the request got room. UNAVAILABLE: no prefill node is attached, a rank died, or draining.
-    ABORTED: aborted by an operator. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice.
+    or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
+    UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
+    already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
     """
 
     Reserve: grpc.aio.UnaryUnaryMultiCallable[
@@ -240,7 +250,8 @@ class DecodeControlAsyncStub:
     """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
     starts to compute. `reserved` false means "not yet": start another request and ask again.
 
-    NOT_FOUND: the request is not waiting here (it was cancelled, or never asked for).
+    UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
+    has no ranks.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -273,8 +284,9 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         """Generate tokens for a prompt. The first event with tokens comes once the whole KV has arrived and every digest agreed.
 
         INVALID_ARGUMENT: prompt empty, longer than the context, ids out of range, bad sampling. RESOURCE_EXHAUSTED: queue full,
-        or the deadline passed before the request got room. UNAVAILABLE: no prefill node is attached, a rank died, or draining.
-        ABORTED: aborted by an operator. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice.
+        or the deadline passed before the request got room. FAILED_PRECONDITION: the two tiers do not fit each other.
+        UNAVAILABLE: no prefill node is attached, a rank died, or draining. ABORTED: aborted by an operator, or the id is in flight
+        already. CANCELLED / DEADLINE_EXCEEDED: by the client. DATA_LOSS: bytes arrived broken twice. INTERNAL: an engine failed.
         """
 
     @abc.abstractmethod
@@ -286,7 +298,8 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         """Hold room in every rank's KV pool for a request, all or nothing, by count. Called by a prefill leader right before it
         starts to compute. `reserved` false means "not yet": start another request and ask again.
 
-        NOT_FOUND: the request is not waiting here (it was cancelled, or never asked for).
+        UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
+        has no ranks.
         """
 
     @abc.abstractmethod
@@ -325,7 +338,9 @@ class TransferControlStub:
     ]
     """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
 
-    FAILED_PRECONDITION: as for Join. ALREADY_EXISTS: this incarnation of the writer is attached already.
+    FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
+    ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
+    takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
     """
 
     Watermarks: grpc.StreamStreamMultiCallable[
@@ -335,6 +350,9 @@ class TransferControlStub:
     """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
     `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
     the death of the session. The first beat names the session.
+
+    INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+    UNAVAILABLE: the session has ended; the text says why.
     """
 
 class TransferControlAsyncStub:
@@ -346,7 +364,9 @@ class TransferControlAsyncStub:
     ]
     """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
 
-    FAILED_PRECONDITION: as for Join. ALREADY_EXISTS: this incarnation of the writer is attached already.
+    FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
+    ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
+    takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
     """
 
     Watermarks: grpc.aio.StreamStreamMultiCallable[
@@ -356,6 +376,9 @@ class TransferControlAsyncStub:
     """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
     `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
     the death of the session. The first beat names the session.
+
+    INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+    UNAVAILABLE: the session has ended; the text says why.
     """
 
 class TransferControlServicer(metaclass=abc.ABCMeta):
@@ -369,7 +392,9 @@ class TransferControlServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[transfer.pb.kvferry_pb2.AttachResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AttachResponse]]:
         """Open a session: exchange identities, cuts and transport addresses, and check that both ends fit.
 
-        FAILED_PRECONDITION: as for Join. ALREADY_EXISTS: this incarnation of the writer is attached already.
+        FAILED_PRECONDITION: as for Join, or a chunk does not fit the ring. INVALID_ARGUMENT: a field cannot be; it is named.
+        ALREADY_EXISTS: this incarnation of the writer is attached already. RESOURCE_EXHAUSTED: the rank has as many sessions as it
+        takes. UNAVAILABLE: no transport joins the two, or the rank is closing. INTERNAL: a bug of the rank, which ends it.
         """
 
     @abc.abstractmethod
@@ -381,6 +406,9 @@ class TransferControlServicer(metaclass=abc.ABCMeta):
         """The session's life line. The decode rank sends its watermark at once, when it changes (coalesced) and at least every
         `heartbeat_s`; the writer sends a beat at least as often. Either side takes three missed beats, or the stream's end, as
         the death of the session. The first beat names the session.
+
+        INVALID_ARGUMENT: no first beat. NOT_FOUND: the session is unknown or over. ALREADY_EXISTS: it has its stream already.
+        UNAVAILABLE: the session has ended; the text says why.
         """
 
 def add_TransferControlServicer_to_server(servicer: TransferControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
