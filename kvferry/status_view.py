@@ -61,9 +61,10 @@ async def _watch_json(client: NodeClient) -> None:
 def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
     """Every field under its name in the wire contract, also those that are 0; incarnations as 16 hex digits."""
     instance = status.instance
-    content: dict[str, Any] = {
-        name: getattr(status, name) for name in ("role", "state", "uptime_s", "queued_requests", "running_requests", "restarts")
-    }
+    names = (
+        "role", "state", "ready", "not_ready_reason", "uptime_s", "queued_requests", "running_requests", "restarts",
+    )  # fmt: skip
+    content: dict[str, Any] = {name: getattr(status, name) for name in names}
     content["instance"] = {
         "incarnation": f"{instance.incarnation:016x}",
         "version": instance.version,
@@ -103,11 +104,15 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
 
 def _head(status: pb.NodeStatus, address: str) -> Text:
     shard = status.instance.shard
-    text = Text.assemble((f"{status.role} node {address} ", "bold"), (status.state, _STYLES.get(status.state, "yellow")))
+    is_idle = status.state == "ready" and not status.ready  # its ranks are there, but it can serve nobody
+    state = "not ready" if is_idle else status.state
+    text = Text.assemble((f"{status.role} node {address} ", "bold"), (state, _STYLES.get(state, "yellow")))
     text.append(
         f"  up {status.uptime_s:,.0f} s, {status.queued_requests} queued, {status.running_requests} running, "
         f"{status.restarts} restarts"
     )
+    if is_idle:
+        text.append(f"\n{status.not_ready_reason}", "yellow")
     if status.HasField("instance"):
         text.append(
             f"\nincarnation {status.instance.incarnation:016x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "

@@ -173,6 +173,7 @@ class Leader(Generic[ConfigT, LifeT]):
         """What the node says of itself; what a rank said last, at most `rank_process.REPORT_S` old."""
         life = self._life
         reports = self._supervisor.reports if self._supervisor is not None else {}
+        readiness = self._daemon.readiness()
         return pb.NodeStatus(
             role=self.config.role,
             state=str(self._daemon.state),
@@ -184,6 +185,8 @@ class Leader(Generic[ConfigT, LifeT]):
             peers=peers,
             links=[link_to_proto(link) for link in links],
             restarts=self._daemon.num_restarts,
+            ready=readiness.is_ready,
+            not_ready_reason="" if readiness.is_ready else readiness.reason,
         )
 
     # Both roles' API

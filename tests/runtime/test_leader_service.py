@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from node_runtime.daemon import Daemon, NodeState
+from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from tests.runtime import rank_entries
 from tests.runtime.instances import instance, prefill_config
@@ -58,7 +59,9 @@ def a_call(remaining_s: float | None = None) -> Any:
 
 @pytest.fixture
 def leader(tmp_path: Path) -> Leader[PrefillNodeConfig, Life]:
-    daemon = cast(Daemon, SimpleNamespace(state=NodeState.STARTING, started_s=0.0, num_restarts=4))
+    asked = SimpleNamespace(state=NodeState.STARTING, started_s=0.0, num_restarts=4, ready=Readiness(is_ready=True))
+    asked.readiness = lambda: asked.ready
+    daemon = cast(Daemon, asked)
     one: Leader[PrefillNodeConfig, Life] = Leader(
         daemon,
         prefill_config(tmp_path),
@@ -112,3 +115,13 @@ def test_a_status_says_what_is_there(leader: Leader[PrefillNodeConfig, Life]) ->
     leader._life = None
     without = leader._status(peers=[], links=[])
     assert not without.HasField("instance") and without.running_requests == 0
+
+
+def test_a_status_says_whether_the_node_is_ready_as_readyz_does(leader: Leader[PrefillNodeConfig, Life]) -> None:
+    ready = leader._status(peers=[], links=[])
+    assert (ready.ready, ready.not_ready_reason) == (True, "")
+    cast(Any, leader._daemon).ready = Readiness(is_ready=False, reason="no prefill node is joined")
+    idle = leader._status(peers=[], links=[])
+    assert (idle.ready, idle.not_ready_reason) == (False, "no prefill node is joined")
+    cast(Any, leader._daemon).ready = Readiness(is_ready=True, reason="the node is draining")
+    assert leader._status(peers=[], links=[]).not_ready_reason == ""

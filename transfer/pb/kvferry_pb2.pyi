@@ -375,7 +375,7 @@ class DrainResponse(_message.Message):
     def __init__(self, remaining: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts")
+    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts", "ready", "not_ready_reason")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +386,8 @@ class NodeStatus(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
     role: str
     state: str
     instance: InstanceInfo
@@ -396,7 +398,9 @@ class NodeStatus(_message.Message):
     peers: _containers.RepeatedCompositeFieldContainer[PeerStatus]
     links: _containers.RepeatedCompositeFieldContainer[LinkStatus]
     restarts: int
-    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ...) -> None: ...
+    ready: bool
+    not_ready_reason: str
+    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
     __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages")
