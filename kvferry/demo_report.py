@@ -62,7 +62,7 @@ class DemoReport:
         transfer_seconds: First gather to last release.
         ttft_seconds: Acceptance to first token.
         overlap_ratio: Share of the transfer time during which the prompt was still being computed; 0 without transfers.
-        ring_peak_bytes: The fullest that any decode rank's ring was.
+        ring_peak_bytes: The fullest that any decode rank's ring was; its capacity once grants had to wait for room.
         watermark_acks: Sent by all decode ranks, heartbeats included.
         leaks: Things left over; 0.
         leaked: What they are, one line each.
