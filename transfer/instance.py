@@ -17,7 +17,7 @@ from transfer.errors import LayoutError
 from transfer.layout import KVLayout, Shard, named_differences, wire_dtype
 
 CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_release"})
-"""Optional abilities of this version.
+"""Abilities that a later version could do without, so that it can find out what a peer has. Whoever speaks version 1 has all.
 
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
 - resend_once: a chunk whose bytes arrive broken is sent a second time.
@@ -40,7 +40,7 @@ class Instance:
         transport: Name of the data plane, for example ``ucx``.
         digest: Name of the payload digest, for example ``xxh3-64``.
         protocol_versions: Versions spoken, ascending.
-        capabilities: Optional abilities; used only where both sides name them.
+        capabilities: Abilities by name, told for later versions and for people: version 1 decides nothing by them.
         version: kvferry's version, for people.
     """
 
@@ -76,11 +76,9 @@ class Agreement:
 
     Args:
         protocol_version: The highest version that both speak.
-        capabilities: The abilities that both have.
     """
 
     protocol_version: int
-    capabilities: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +201,7 @@ def check_compatible(ours: Instance, theirs: Instance) -> Agreement:
             f"the instances do not fit: layout {ours.layout.fingerprint()} and {theirs.layout.fingerprint()}, "
             f"model {ours.model_fingerprint()} and {theirs.model_fingerprint()} (ours and theirs): {listed}"
         )
-    return Agreement(protocol_version=max(common), capabilities=ours.capabilities & theirs.capabilities)
+    return Agreement(protocol_version=max(common))
 
 
 def check_id(name: str, value: int) -> None:

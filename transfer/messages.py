@@ -30,8 +30,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from transfer.errors import RemoteProtocolError
 
-PROTOCOL_VERSIONS: Final = (1,)
-"""Versions that this build speaks, ascending. Both sides of a session use the highest common one."""
+PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSIONS: Final = (PROTOCOL_VERSION,)
+"""Versions that this build speaks, ascending; both sides of a session use the highest common one. With a second one `encode()`
+has to be told the session's."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_CHUNKS_PER_MESSAGE: Final = 1024
@@ -225,13 +227,9 @@ def clip_reason(text: str) -> str:
     return line if len(line) <= MAX_REASON_CHARS else line[: MAX_REASON_CHARS - 1] + "…"
 
 
-def encode(message: Message, *, version: int = PROTOCOL_VERSIONS[-1]) -> bytes:
-    """The message's bytes: always decodable, and under `MAX_MESSAGE_BYTES`.
-
-    Args:
-        version: Protocol version of the session, one of `PROTOCOL_VERSIONS`.
-    """
-    return _CODECS[message.tag].pack(version, message)
+def encode(message: Message) -> bytes:
+    """The message's bytes: always decodable, and under `MAX_MESSAGE_BYTES`."""
+    return _CODECS[message.tag].pack(message)
 
 
 def decode(payload: bytes) -> Message:
@@ -280,12 +278,12 @@ class _Codec:
                 self._nested_names = tuple(nested.model_fields)
                 self._nested_values: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*self._nested_names)
 
-    def pack(self, version: int, message: Message) -> bytes:
+    def pack(self, message: Message) -> bytes:
         values = self._values(message)
         if self._nested_at >= 0:
             at = self._nested_at
             values = (*values[:at], tuple(map(self._nested_values, values[at])), *values[at + 1 :])
-        packed: bytes = msgpack.packb((version, self._tag, *values))
+        packed: bytes = msgpack.packb((PROTOCOL_VERSION, self._tag, *values))
         return packed
 
     def unpack(self, parts: tuple[Any, ...]) -> Message:

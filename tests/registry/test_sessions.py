@@ -95,6 +95,7 @@ class DecodeRank:
     before_answer: Callable[[], Awaitable[None]] | None = None
     next_session_id: int = 100
     probe_bytes: int = 4096
+    protocol_version: int | None = None
     heartbeat_s: float = HEARTBEAT_S
     max_sessions: int | None = None
 
@@ -123,7 +124,7 @@ class DecodeRank:
             ring_capacity_bytes=CAPACITY,
             control_address="tcp://127.0.0.1:1",
             heartbeat_s=self.heartbeat_s,
-            protocol_version=agreement.protocol_version,
+            protocol_version=self.protocol_version or agreement.protocol_version,
             probe_bytes=self.probe_bytes,
         )
 
@@ -201,6 +202,13 @@ async def test_attach_of_another_model_is_refused_with_everything_named(rank: De
 async def test_an_answer_beyond_what_was_asked_for_is_refused(rank: DecodeRank, writer: Writer) -> None:
     rank.probe_bytes = 4097
     with pytest.raises(RemoteProtocolError, match="probe_bytes is 4097; this writer can probe with 4096"):
+        await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
+
+
+async def test_a_version_that_the_writer_does_not_speak_is_refused(rank: DecodeRank, writer: Writer) -> None:
+    rank.decode = instance(9, protocol_versions=(1, 2))
+    rank.protocol_version = 2
+    with pytest.raises(RemoteProtocolError, match="protocol_version is 2; this writer speaks 1"):
         await writer.client.attach(attach_request(), timeout_s=DEADLINE_S)
 
 

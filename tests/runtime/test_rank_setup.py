@@ -8,6 +8,7 @@ from node_runtime.rank_setup import own_instance
 from tests.runtime.instances import LAYOUT
 from transfer.instance import CAPABILITIES, check_compatible
 from transfer.layout import KVLayout, Shard
+from transfer.messages import PROTOCOL_VERSION
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 
@@ -18,8 +19,9 @@ class NoEngine:
     model_fields: dict[str, str] = field(default_factory=dict)
 
 
-def test_two_ranks_of_this_version_agree_on_every_capability() -> None:
+def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
     transport = InprocTransport(InprocHub())
     ours, theirs = (own_instance(NoEngine(), transport, incarnation=life) for life in (1, 2))
-    assert check_compatible(ours, theirs).capabilities == CAPABILITIES
+    assert check_compatible(ours, theirs).protocol_version == PROTOCOL_VERSION
+    assert ours.capabilities == theirs.capabilities == CAPABILITIES
     assert {"layer_groups", "resend_once", "selective_release"} == CAPABILITIES

@@ -29,15 +29,10 @@ def instance(**changes: Any) -> Instance:
 
 
 def test_cuts_may_differ_and_the_highest_common_version_is_spoken() -> None:
-    ours = instance(protocol_versions=(1, 2, 3), capabilities=frozenset({"a", "b"}))
-    theirs = instance(
-        shard=Shard(tp_size=4, page_size=32, dtype=DType.BFLOAT16),
-        protocol_versions=(2, 3, 4),
-        capabilities=frozenset({"b", "c"}),
-    )
+    ours = instance(protocol_versions=(1, 2, 3), capabilities=frozenset({"a"}))
+    theirs = instance(shard=Shard(tp_size=4, page_size=32, dtype=DType.BFLOAT16), protocol_versions=(2, 3, 4))
     agreement = check_compatible(ours, theirs)
     assert agreement.protocol_version == 3
-    assert agreement.capabilities == {"b"}
     assert check_compatible(theirs, ours) == agreement
 
 

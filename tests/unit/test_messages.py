@@ -285,5 +285,7 @@ def test_a_message_takes_microseconds() -> None:
     assert best_s < 60e-6, f"encode + decode took {best_s * 1e6:.1f} us; about 6 us is normal"
 
 
-def test_versions_ascend() -> None:
-    assert list(PROTOCOL_VERSIONS) == sorted(set(PROTOCOL_VERSIONS))
+def test_there_is_one_version_and_every_message_is_of_it() -> None:
+    """`encode()` does not ask for the session's version: with a second one it must, on every side that sends."""
+    assert PROTOCOL_VERSIONS == (1,)
+    assert {msgpack.unpackb(encode(message))[0] for message, _ in GOLDEN.values()} == {1}

@@ -69,6 +69,11 @@ class TransferControlClient:
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=self.address) from error
         response = attach_response_from_proto(answer)
+        if response.protocol_version not in request.prefill.protocol_versions:
+            spoken = ", ".join(map(str, request.prefill.protocol_versions))
+            raise RemoteProtocolError(
+                f"{self.address}: protocol_version is {response.protocol_version}; this writer speaks {spoken}"
+            )
         if response.probe_bytes > request.probe_bytes:
             raise RemoteProtocolError(
                 f"{self.address}: probe_bytes is {response.probe_bytes}; this writer can probe with {request.probe_bytes}"
