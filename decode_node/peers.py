@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -11,7 +12,7 @@ import grpc
 import structlog
 
 from transfer.engine_types import SamplingParams
-from transfer.errors import LayoutError, PeerUnreachable, TransferError, TransportError
+from transfer.errors import LayoutError, PeerUnreachable, TransferError, TransportError, TransportTimeout
 from transfer.instance import Instance, Link
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 JOIN_TIMEOUT_S = 60.0  # every rank attaches and probes its links before the first event
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
+REMINDER_S = 60.0  # a node that stays away for one and the same reason is spoken of this often
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +44,7 @@ class PrefillPeer:
     links: list[Link] = field(default_factory=list)
     outstanding_tokens: int = 0
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
+    logged_s: dict[str, float] = field(default_factory=dict)  # since it was joined: why a join failed -> when that was logged
 
     @property
     def stub(self) -> PrefillControlAsyncStub:
@@ -143,7 +146,7 @@ class PrefillPeers:
                 await self._join_once(peer)
             except TransferError as error:
                 was_joined = peer.instance is not None
-                self._lose(peer, str(error))
+                self._lose(peer, error)
                 # A peer that does not fit will not fit in a moment either; somebody has to deploy something.
                 if isinstance(error, LayoutError):
                     backoff_s = MAX_BACKOFF_S
@@ -162,6 +165,7 @@ class PrefillPeers:
             self._check_bandwidth(links)
             peer.instance, peer.links = instance_from_proto(event.joined.prefill), links
             peer.state, peer.reason = "joined", ""
+            peer.logged_s.clear()
             broken = peer.broken = asyncio.get_running_loop().create_future()
             log.info("joined_prefill_node", address=peer.address, links=len(peer.links))
             while True:
@@ -210,12 +214,27 @@ class PrefillPeers:
         finally:
             reading.cancel()
 
-    def _lose(self, peer: PrefillPeer, reason: str) -> None:
+    def _lose(self, peer: PrefillPeer, error: TransferError) -> None:
         instance, peer.instance, peer.broken = peer.instance, None, None
-        peer.state, peer.reason, peer.links = "lost", reason, []
-        log.warning("prefill_node_lost", address=peer.address, reason=reason, was_joined=instance is not None)
+        peer.state, peer.reason, peer.links = "lost", str(error), []
         if instance is not None:
-            self._on_lost(peer, instance.incarnation, reason)
+            log.warning("prefill_node_lost", address=peer.address, reason=peer.reason)
+            self._on_lost(peer, instance.incarnation, peer.reason)
+        else:
+            _log_failed_join(peer, error)
+
+
+def _log_failed_join(peer: PrefillPeer, error: TransferError) -> None:
+    """Say it once for each reason, and again now and then: a node may be away for days, and is asked every other second."""
+    now_s = time.monotonic()
+    peer.logged_s = {reason: at_s for reason, at_s in peer.logged_s.items() if now_s - at_s < REMINDER_S}
+    if peer.reason in peer.logged_s:
+        return
+    peer.logged_s[peer.reason] = now_s
+    if isinstance(error, PeerUnreachable | TransportTimeout):
+        log.warning("prefill_node_unreachable", address=peer.address, reason=peer.reason)
+    else:
+        log.warning("prefill_node_refuses", address=peer.address, reason=peer.reason)
 
 
 def _event_of(read: object, peer: PrefillPeer) -> pb.JoinEvent:

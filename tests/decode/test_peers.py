@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
 from decode_node.peers import PrefillPeer, PrefillPeers
@@ -207,6 +208,39 @@ async def test_a_node_that_does_not_fit_is_asked_rarely() -> None:
     async with tier("refuses") as one:
         await asyncio.sleep(0.45)
         assert 2 <= one.node.num_joins <= 6, "every 0.1 s, the longest pause, from the first refusal on"
+
+
+@pytest.mark.parametrize(("mood", "event"), [("refuses", "prefill_node_refuses"), ("busy", "prefill_node_unreachable")])
+async def test_a_node_that_was_never_joined_is_spoken_of_once_for_each_reason_and_then_now_and_then(
+    mood: str, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with capture_logs() as lines:
+        async with tier(mood) as one:
+            await until(lambda: one.node.num_joins >= 6)
+            assert [line["event"] for line in lines] == [event]
+            assert lines[0]["address"] == one.peer.address and lines[0]["reason"] == one.peer.reason
+            one.node.mood = "beats first"
+            await until(lambda: len(lines) > 1)
+            one.node.mood = mood
+            joins = one.node.num_joins
+            await until(lambda: one.node.num_joins >= joins + 3)
+            assert [line["event"] for line in lines] == [event, "prefill_node_unreachable"], "that reason is known"
+            monkeypatch.setattr(peers_module, "REMINDER_S", 0.0)
+            await until(lambda: len(lines) > 3)
+            assert lines[-1]["reason"] == lines[0]["reason"]
+
+
+async def test_a_node_that_was_joined_is_lost_and_its_absence_is_news_again() -> None:
+    with capture_logs() as lines:
+        async with tier("busy") as one:
+            await until(lambda: lines)
+            one.node.mood = "joined"
+            await one.until("joined")
+            one.node.mood = "busy"
+            await until(lambda: len(lines) >= 4)
+    events = ["prefill_node_unreachable", "joined_prefill_node", "prefill_node_lost", "prefill_node_unreachable"]
+    assert [line["event"] for line in lines] == events
+    assert lines[0]["reason"] == lines[3]["reason"]
 
 
 class StalledCall:
