@@ -15,7 +15,7 @@ from decode_node.worker import DecodeWorker, _Writer
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_process import RankSpec
 from tests.runtime.instances import LAYOUT, decode_config, instance, until
-from tests.runtime.one_process import TwoTiers
+from tests.runtime.scattered_tiers import ScatteredTiers
 from transfer.chunk import ChunkPlan
 from transfer.instance import Link
 from transfer.layout import Shard
@@ -138,7 +138,7 @@ def counts(metrics: RankMetrics) -> dict[str, float]:
 async def test_only_intact_pieces_count_as_transferred(is_broken: bool) -> None:
     num_tokens, num_chunks = 60, 3  # chunks of 24 tokens, both layers in each
     receiver_type = FirstIsBroken if is_broken else ReceiverLoop
-    tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=8), is_one_sided=True, receiver_type=receiver_type)
+    tiers = ScatteredTiers(LAYOUT, Shard(page_size=16), Shard(page_size=8), is_one_sided=True, receiver_type=receiver_type)
     (receiver,) = tiers.receivers
     tiers.start("a", num_tokens)
     await tiers.compute("a", num_tokens)

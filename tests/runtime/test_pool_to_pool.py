@@ -1,4 +1,4 @@
-"""From four pools of one cut into two of another, through the whole machinery but for processes; see one_process.py."""
+"""From four pools of one cut into two of another, through the whole machinery but for processes; see examples/one_process.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from decode_node import receiver_events as protocol
 from decode_node.receiver_loop import ReceiverLoop
 from tests.runtime.instances import until
-from tests.runtime.one_process import TwoTiers
+from tests.runtime.scattered_tiers import ScatteredTiers
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
 
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
@@ -20,22 +20,22 @@ DECODE = Shard(tp_size=2, page_size=32, order=TokenOrder.HND)
 
 
 @pytest.fixture(params=[True, False], ids=["one-sided", "two-sided"])
-async def tiers(request: pytest.FixtureRequest) -> AsyncIterator[TwoTiers]:
-    one = TwoTiers(LAYOUT, PREFILL, DECODE, is_one_sided=request.param)
+async def tiers(request: pytest.FixtureRequest) -> AsyncIterator[ScatteredTiers]:
+    one = ScatteredTiers(LAYOUT, PREFILL, DECODE, is_one_sided=request.param)
     yield one
     one.close()
 
 
-def is_complete(tiers: TwoTiers, request_id: str) -> bool:
+def is_complete(tiers: ScatteredTiers, request_id: str) -> bool:
     return all(request_id in receiver.complete for receiver in tiers.receivers)
 
 
-async def settled(tiers: TwoTiers) -> None:
+async def settled(tiers: ScatteredTiers) -> None:
     await until(tiers.is_idle)
     tiers.assert_nothing_is_left()
 
 
-async def test_a_prompt_arrives_bit_for_bit(tiers: TwoTiers) -> None:
+async def test_a_prompt_arrives_bit_for_bit(tiers: ScatteredTiers) -> None:
     tiers.start("a", 100)
     await tiers.compute("a", 100)
     await until(lambda: all("a" in receiver.complete for receiver in tiers.receivers))
@@ -48,7 +48,15 @@ async def test_a_prompt_arrives_bit_for_bit(tiers: TwoTiers) -> None:
     await settled(tiers)
 
 
-async def test_many_prompts_at_once_share_a_small_ring(tiers: TwoTiers) -> None:
+async def test_pages_come_in_no_order(tiers: ScatteredTiers) -> None:
+    for rank in (*tiers.senders, *tiers.receivers):
+        assert rank.pages.allocator.reserve("a", 8)
+        pages = rank.pages.allocator.bind("a", 8)
+        assert pages != sorted(pages), "the tests beside this one would not notice copies that rely on runs"
+        rank.pages.allocator.release("a")
+
+
+async def test_many_prompts_at_once_share_a_small_ring(tiers: ScatteredTiers) -> None:
     lengths = {f"r{index}": 1 + 37 * index % 150 for index in range(12)}
     for name, num_tokens in lengths.items():
         tiers.start(name, num_tokens)
@@ -72,7 +80,7 @@ async def test_many_prompts_at_once_share_a_small_ring(tiers: TwoTiers) -> None:
 )
 async def test_other_cuts(prefill: Shard, decode: Shard) -> None:
     layout = KVLayout.uniform(num_layers=4, num_kv_heads=12, head_dim=4, dtype=DType.FLOAT16)
-    tiers = TwoTiers(layout, prefill, decode, is_one_sided=False)
+    tiers = ScatteredTiers(layout, prefill, decode, is_one_sided=False)
     tiers.start("a", 50)
     await tiers.compute("a", 50)
     await until(lambda: all("a" in receiver.complete for receiver in tiers.receivers))
@@ -82,7 +90,7 @@ async def test_other_cuts(prefill: Shard, decode: Shard) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it is computed", "half way", "after it arrived on one"])
-async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(tiers: TwoTiers, when: str) -> None:
+async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(tiers: ScatteredTiers, when: str) -> None:
     tiers.start("cancelled", 140)
     tiers.start("kept", 90)
     computing = asyncio.ensure_future(tiers.compute("cancelled", 140)) if when != "before it is computed" else None
@@ -105,7 +113,7 @@ async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(tiers: TwoTie
     await settled(tiers)
 
 
-async def test_a_prefill_failure_reaches_every_decode_rank_with_its_reason(tiers: TwoTiers) -> None:
+async def test_a_prefill_failure_reaches_every_decode_rank_with_its_reason(tiers: ScatteredTiers) -> None:
     tiers.start("a", 60)
     for sender in tiers.senders:
         sender.loop.abort_request("a", "the engine failed")
@@ -115,7 +123,7 @@ async def test_a_prefill_failure_reaches_every_decode_rank_with_its_reason(tiers
     await settled(tiers)
 
 
-async def test_a_closed_session_fails_what_used_it_on_both_sides(tiers: TwoTiers) -> None:
+async def test_a_closed_session_fails_what_used_it_on_both_sides(tiers: ScatteredTiers) -> None:
     tiers.start("a", 100)
     session = tiers.senders[0].sessions[0]
     tiers.receivers[0].loop.close_session(session, "the writer is silent")
@@ -147,7 +155,7 @@ class CorruptedReceiver(ReceiverLoop):
 @pytest.mark.parametrize("num_flips", [1, 2])
 async def test_broken_bytes_heal_once_and_are_data_loss_twice(num_flips: int, is_one_sided: bool) -> None:
     prefill, decode = Shard(page_size=16), Shard(page_size=8)
-    tiers = TwoTiers(LAYOUT, prefill, decode, is_one_sided=is_one_sided, receiver_type=CorruptedReceiver)
+    tiers = ScatteredTiers(LAYOUT, prefill, decode, is_one_sided=is_one_sided, receiver_type=CorruptedReceiver)
     (sender,), (receiver,) = tiers.senders, tiers.receivers
     assert isinstance(receiver.loop, CorruptedReceiver)
     receiver.loop.num_flips = num_flips

@@ -1,5 +1,7 @@
 """Both tiers of a transfer in one process, put together from the library: this is how an engine of yours would use it.
 
+    $ .venv/bin/python examples/one_process.py
+
 A `SendingRank` has a pool that some engine fills, a `ReceivingRank` one that some engine reads. Each owns a loop object that
 speaks the protocol (`SenderLoop`, `ReceiverLoop`), is asked by it for pages, and is told what became of a request. Here they are
 joined over in-process channels; between processes the same calls are made with what `Attach` has agreed.
@@ -8,7 +10,6 @@ joined over in-process channels; between processes the same calls are made with 
 from __future__ import annotations
 
 import asyncio
-import random
 import zlib
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.kv_pool import PagedKVPool
-from transfer.layout import KVLayout, Shard, routes, wire_dtype
+from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import PageAllocator
 from transfer.ring import Watermark
@@ -41,12 +42,11 @@ def crash(error: BaseException) -> None:
 
 
 class Pages:
-    """A pool and who has which pages of it, in shuffled order: neither side may rely on runs of pages."""
+    """A pool, and who has which pages of it."""
 
     def __init__(self, layout: KVLayout, shard: Shard, rank: int) -> None:
         self.pool = PagedKVPool(layout=layout, shard=shard.at(rank), num_pages=NUM_PAGES)
         self.allocator = PageAllocator(NUM_PAGES)
-        random.Random(rank).shuffle(self.allocator._unbound)
 
     def up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
         missing = -(-num_tokens // self.pool.page_size) - len(self.allocator.pages(request_id))
@@ -204,23 +204,38 @@ class TwoTiers:
     def start(self, request_id: str, num_tokens: int) -> None:
         """Expect a request on every decode rank, then start it on every prefill rank; nothing of it is computed yet."""
         dtype = wire_dtype(self.layout, self.prefill, self.decode)
-        values = {"layout": self.layout, "plan": self.plan, "wire_dtype": dtype, "num_tokens": num_tokens, "start_token": 0}
         for rank, receiver in enumerate(self.receivers):
             assert receiver.pages.allocator.reserve(request_id, -(-num_tokens // self.decode.page_size))
-            into = tuple(
-                IncomingRoute(route=route, session=self.senders[route.prefill_rank].sessions[rank])
-                for route in self.routes
-                if route.decode_rank == rank
+            incoming = IncomingRequest(
+                request_id=request_id,
+                layout=self.layout,
+                plan=self.plan,
+                wire_dtype=dtype,
+                num_tokens=num_tokens,
+                start_token=0,
+                routes=tuple(
+                    IncomingRoute(route=route, session=self.senders[route.prefill_rank].sessions[rank])
+                    for route in self.routes
+                    if route.decode_rank == rank
+                ),
             )
-            receiver.loop.expect_request(IncomingRequest(request_id=request_id, routes=into, **values))  # type: ignore[arg-type]
+            receiver.loop.expect_request(incoming)
         for rank, sender in enumerate(self.senders):
             assert sender.pages.allocator.reserve(request_id, -(-num_tokens // self.prefill.page_size))
-            out = tuple(
-                OutgoingRoute(route=route, session=sender.sessions[route.decode_rank])
-                for route in self.routes
-                if route.prefill_rank == rank
+            outgoing = OutgoingRequest(
+                request_id=request_id,
+                layout=self.layout,
+                plan=self.plan,
+                wire_dtype=dtype,
+                num_tokens=num_tokens,
+                start_token=0,
+                routes=tuple(
+                    OutgoingRoute(route=route, session=sender.sessions[route.decode_rank])
+                    for route in self.routes
+                    if route.prefill_rank == rank
+                ),
             )
-            sender.loop.start_request(OutgoingRequest(request_id=request_id, routes=out, **values))  # type: ignore[arg-type]
+            sender.loop.start_request(outgoing)
 
     async def compute(self, request_id: str, num_tokens: int) -> None:
         """The engine: write KV chunk by chunk into the prefill pools, and say so after each."""
@@ -277,3 +292,26 @@ class TwoTiers:
             sender.loop.close()
         for receiver in self.receivers:
             receiver.loop.close()
+
+
+async def main() -> None:
+    """Move one prompt from four prefill ranks into two decode ranks whose pages are larger and ordered otherwise."""
+    layout = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
+    prefill, decode = Shard(tp_size=4, page_size=16), Shard(tp_size=2, page_size=32, order=TokenOrder.HND)
+    tiers = TwoTiers(layout, prefill, decode, is_one_sided=False)
+    tiers.start("a prompt", 100)
+    await tiers.compute("a prompt", 100)
+    async with asyncio.timeout(30):
+        while not tiers.is_idle():
+            await asyncio.sleep(0.001)
+    tiers.assert_arrived("a prompt", 100)
+    tiers.assert_nothing_is_left()
+    for rank, sender in enumerate(tiers.senders):
+        stats = sender.sent["a prompt"]
+        print(f"prefill rank {rank} sent {stats.num_bytes:,} bytes in {stats.writes} writes, not {stats.writes_without_staging}")
+    print("every decode rank has the KV of its heads, bit for bit")
+    tiers.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
