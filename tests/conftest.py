@@ -30,6 +30,7 @@ FIRST = (
     "tests/cluster/test_cancel.py",
     "tests/cluster/test_stop.py",
     "tests/cluster/test_kill.py",
+    "tests/cluster/test_two_prefill_nodes.py",
     "tests/cli/test_demo.py",
     "tests/cli/test_local_cluster.py",
     "tests/protocol/test_world.py",

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
-from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_idle
+from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
-from tests.cluster.nodes import open_nodes
 from transfer.pb import kvferry_pb2 as pb
 
 pytestmark = pytest.mark.timeout(240)
@@ -118,34 +114,3 @@ async def test_sampling_with_a_seed_repeats_itself(cluster: LocalCluster) -> Non
     assert answers[0].tokens == answers[1].tokens == answers[2].tokens
     assert len(answers[0].tokens) == 12
     assert other.tokens != answers[0].tokens
-
-
-async def test_requests_spread_over_two_prefill_nodes(tmp_path: Path, model: Path, reference: Reference) -> None:
-    """One decode node behind two prefill nodes; when one of them goes, the other takes all."""
-    with open_nodes(tmp_path) as nodes:
-        settings = {"model": model, "pool.num_tokens": POOL_TOKENS}
-        addresses = [f"127.0.0.1:{port}" for port in nodes.hold_ports(2)]
-        prefills = [nodes.launch("prefill", settings | {"server.port": address.rpartition(":")[2]}) for address in addresses]
-        decode = nodes.launch("decode", settings, *addresses)
-        await nodes.until_started(*prefills, decode)
-        await until(lambda: num_joined(decode, 2), "both prefill nodes joined")
-        async with Caller(decode.address) as caller:
-            prompts = [prompt(200, variant) for variant in range(6)]
-            answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in prompts))
-            for token_ids, answer in zip(prompts, answers, strict=True):
-                reference.check(token_ids, answer)
-            served = Counter(answer.done.prefill_node for answer in answers if answer.done is not None)
-            assert served == {node.address: 3 for node in prefills}
-
-            os.kill(prefills[0].pid, signal.SIGKILL)
-            await until(lambda: num_joined(decode, 1), "the killed node noticed", within_s=3)
-            answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in prompts[:3]))
-            for token_ids, answer in zip(prompts, answers, strict=False):
-                reference.check(token_ids, answer)
-                assert answer.done is not None and answer.done.prefill_node == prefills[1].address
-        await until_idle(decode, prefills[1])
-
-
-async def num_joined(decode: ClusterNode, number: int) -> bool:
-    status = await status_of(decode)
-    return status is not None and sum(peer.state == "joined" for peer in status.peers) == number
