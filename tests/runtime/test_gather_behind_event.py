@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from examples.one_process import TwoTiers
 from tests.runtime.instances import until
-from tests.runtime.one_process import TwoTiers
 from transfer.layout import DType, KVLayout, Shard
 
 LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
