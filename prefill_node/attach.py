@@ -13,7 +13,7 @@ from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan
 from transfer.config import NodeConfig
 from transfer.control.zmq_channel import ZmqControlClient
-from transfer.errors import PeerUnreachable, TransportError
+from transfer.errors import PeerUnreachable, StagingError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
 from transfer.layout import routes
 from transfer.registry.client import SessionWatch, TransferControlClient
@@ -56,7 +56,7 @@ class DecodeSessions:
         on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
-    PASSING = (TransportError,)
+    PASSING = (TransportError, StagingError)
     """Errors of `open()` after which it is worth trying again."""
 
     def __init__(

@@ -36,6 +36,7 @@ L0 = (
     "transfer/chunk.py",
     "transfer/ring.py",
     "transfer/instance.py",
+    "transfer/engine_types.py",
     "transfer/transport/base.py",
     "transfer/control/base.py",
     "transfer/memory/plan.py",

@@ -15,7 +15,7 @@ from prefill_node.attach import DecodeSessions
 from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import instance, prefill_config, until
 from transfer.chunk import ChunkPlan
-from transfer.errors import LayoutError, PeerUnreachable, TransferError
+from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import AttachRequest, AttachResponse
 from transfer.registry.client import TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
@@ -46,6 +46,7 @@ class Attaching:
         self.ring = self.target.register(StagingBuffer(num_bytes=4096).tensor)
         self.gate = asyncio.Event()
         self.answer: dict[str, Any] = {}  # what it answers differently from what is right
+        self.refusal: TransferError | None = None
         self.num_attaches = 0
         self.lost: list[tuple[int, int, str]] = []
         self.sessions = DecodeSessions(
@@ -63,6 +64,8 @@ class Attaching:
     async def on_attach(self, request: AttachRequest) -> AttachResponse:
         self.num_attaches += 1
         await self.gate.wait()
+        if self.refusal is not None:
+            raise self.refusal
         _, answer = self.target.accept(request.offer, self.ring)
         right: dict[str, Any] = {
             "session_id": self.num_attaches,
@@ -173,3 +176,12 @@ async def test_instances_that_do_not_fit_are_refused_before_anyone_is_called(tmp
         with pytest.raises(LayoutError, match="weights"):
             await one.sessions.open(instance(LIFE, weights="other"), (one.address,), join=1)
         assert one.num_attaches == 0 and one.sessions.of(LIFE) == (None, {})
+
+
+async def test_a_decode_rank_without_room_for_another_session_is_asked_again_later(tmp_path: Path) -> None:
+    """No room now is no misfit: the decode leader joins again soon, and is not told that the two can never fit."""
+    async with attaching(tmp_path) as one:
+        one.gate.set()
+        one.refusal = StagingError("256 sessions are open")
+        with pytest.raises(DecodeSessions.PASSING, match="256 sessions are open"):
+            await one.sessions.open(instance(LIFE), (one.address,), join=1)
