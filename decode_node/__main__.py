@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decode_node.node import DecodeNode
+from decode_node.rank_messages import check_step_fits
 from node_runtime import command
 from transfer.config import DecodeNodeConfig
+
+if TYPE_CHECKING:
+    from decode_node.node import DecodeNode
 
 app = command.daemon_app("Receives the KV of prompts and generates from it.")
 
@@ -34,7 +37,21 @@ def serve(
     check_config: command.CheckConfig = False,
 ) -> None:
     """Run a decode node until SIGTERM or SIGINT."""
-    command.run_daemon(context, DecodeNodeConfig, DecodeNode, file=config, overrides=set_, is_check_only=check_config)
+    command.run_daemon(
+        context,
+        DecodeNodeConfig,
+        load_leader,
+        check_step_fits=check_step_fits,
+        file=config,
+        overrides=set_,
+        is_check_only=check_config,
+    )
+
+
+def load_leader() -> type[DecodeNode]:
+    from decode_node.node import DecodeNode
+
+    return DecodeNode
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The embedded engine: a Hugging Face model whose attention reads and writes kvferry's own paged pool.
 
+- `model_config`: what config.json alone already forbids, for a node that has not started yet.
 - `model_files`: what a local model directory says about itself, checked before anything is loaded.
 - `tensor_parallel`: the process group of one instance, and loading a model cut over it.
 - `paged_attention`: one step's attention over the pool.

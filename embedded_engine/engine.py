@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from embedded_engine.model_files import ModelFiles, one_line, read_model_files
+from embedded_engine.model_config import one_line
+from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.paged_attention import ATTENTION_NAME, AttentionPlan, DecodePlan, PrefillPlan
 from embedded_engine.sampling import sample
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm

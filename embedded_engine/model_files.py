@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
+from embedded_engine.model_config import CUT_SIZES, check_tp_size, one_line, read_config, read_json
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
 
@@ -133,15 +134,7 @@ class ModelFiles:
             raise ConfigError(
                 f"pp_size is {shard.pp_size}; the embedded engine cuts by tensor parallelism only, pp_size must be 1"
             )
-        cut = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
-        values = {name: int(getattr(self.config, name)) for name in cut}
-        for name, value in values.items():
-            if value % shard.tp_size:
-                fitting = [tp for tp in range(1, min(values.values()) + 1) if all(v % tp == 0 for v in values.values())]
-                raise ConfigError(
-                    f"tp_size is {shard.tp_size}, which does not divide the model's {name} {value}; "
-                    f"must be one of {', '.join(map(str, fitting))}"
-                )
+        check_tp_size(shard.tp_size, {name: int(getattr(self.config, name)) for name in CUT_SIZES})
 
 
 def read_model_files(directory: Path | str) -> ModelFiles:
@@ -154,7 +147,7 @@ def read_model_files(directory: Path | str) -> ModelFiles:
     directory = Path(directory)
     if not directory.is_dir():
         raise ConfigError(f"model is {str(directory)!r}, which is not a directory; must be a local Hugging Face model directory")
-    raw = _read_json(directory / "config.json", hint="a Hugging Face model directory has one")
+    raw = read_config(directory)
     architecture = _architecture(directory, raw)
     config = _config(directory, architecture, raw)
     _check_supported(directory, config)
@@ -165,20 +158,6 @@ def read_model_files(directory: Path | str) -> ModelFiles:
         tensors=tuple(_stored_tensors(directory)),
         eos_token_ids=_eos_token_ids(directory, raw),
     )
-
-
-def _read_json(path: Path, *, hint: str) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; {hint}") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {one_line(error)}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a JSON {type(raw).__name__}; must be an object")
-    return raw
 
 
 def _architecture(directory: Path, raw: dict[str, Any]) -> str:
@@ -231,7 +210,7 @@ def _check_supported(directory: Path, config: PretrainedConfig) -> None:
 def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     if path.exists():
-        raw = {**raw, **{k: v for k, v in _read_json(path, hint="").items() if k == "eos_token_id" and v is not None}}
+        raw = {**raw, **{k: v for k, v in read_json(path, hint="").items() if k == "eos_token_id" and v is not None}}
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and token >= 0 for token in ids):
@@ -248,7 +227,7 @@ def _stored_tensors(directory: Path) -> Iterator[StoredTensor]:
         raise ConfigError(
             f"{directory} has neither model.safetensors nor {index_path.name}; weights must be in safetensors files"
         )
-    weight_map = _read_json(index_path, hint="").get("weight_map")
+    weight_map = read_json(index_path, hint="").get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in weight_map.values()
     ):
@@ -312,9 +291,3 @@ def _digested_ranges(tensor: StoredTensor, *, is_whole: bool) -> list[tuple[int,
     last = tensor.num_bytes - SAMPLE_BYTES
     begins = [tensor.begin + last * index // (SAMPLES_PER_TENSOR - 1) for index in range(SAMPLES_PER_TENSOR)]
     return [(begin, begin + SAMPLE_BYTES) for begin in begins]
-
-
-def one_line(error: BaseException, limit: int = 240) -> str:
-    """An exception of a foreign library as one line of bounded length, for our own messages."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."

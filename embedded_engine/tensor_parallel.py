@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from embedded_engine.model_files import ModelFiles, one_line
+from embedded_engine.model_config import one_line
+from embedded_engine.model_files import ModelFiles
 from transfer.errors import ConfigError, EngineError
 
 DEFAULT_TIMEOUT_S = 30.0

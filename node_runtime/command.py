@@ -15,7 +15,7 @@ import transfer
 from node_runtime import exit_codes
 from node_runtime.daemon import Daemon, Role
 from node_runtime.rank_setup import check_before_start
-from transfer.config import NodeConfig
+from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
 from transfer.load_config import AnyNodeConfig, load_config
 from transfer.logs import configure_logging
@@ -73,8 +73,9 @@ def _callback(
 def run_daemon(
     context: typer.Context,
     config_type: type[AnyNodeConfig],
-    make_role: Callable[[Daemon, AnyNodeConfig], Role],
+    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], Role]],
     *,
+    check_step_fits: Callable[[AnyNodeConfig], None],
     file: Path | None,
     overrides: list[str] | None,
     is_check_only: bool,
@@ -84,18 +85,23 @@ def run_daemon(
     Args:
         context: The command's; its named flags go over the file and the environment.
         config_type: The role's settings.
-        make_role: The role's leader.
+        load_role: Imports the role's leader. Called late: it brings torch and gRPC, of which wrong settings need nothing.
+        check_step_fits: Raises ConfigError where a step of the role can be larger than a message.
         file, overrides, is_check_only: The flags that name no setting.
     """
     # A flag that may come more than once is empty where it was not given; the others are None.
     flags = {SETTING_OF_FLAG[name]: value for name, value in context.params.items() if name in SETTING_OF_FLAG and value != ()}
     try:
         config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides or [])
+        check_step_fits(config)
         check_before_start(config)
         if is_check_only:
+            if isinstance(config, DecodeNodeConfig) and not config.peers.prefill_nodes:
+                print("decode-node: warning: peers.prefill_nodes is empty; the node will never be ready", file=sys.stderr)
             print(f"{config.role}: the settings are right")
             sys.exit(exit_codes.OK)
         prepare_process(config)
+        make_role = load_role()
         code = asyncio.run(Daemon(config, lambda daemon: make_role(daemon, config)).run())
     except TransferError as error:
         for line in str(error).splitlines():

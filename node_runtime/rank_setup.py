@@ -13,7 +13,6 @@ import transfer
 from transfer.config import EMBEDDED_ENGINE, NodeConfig, TransportConfig
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, Instance
-from transfer.kernels.digest import DIGEST_ALGORITHM
 from transfer.layout import KVLayout, Shard
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.transport.base import Transport
@@ -36,7 +35,7 @@ def check_before_start(config: NodeConfig) -> None:
     """What can be refused before any rank is started, which takes seconds.
 
     Raises:
-        ConfigError: The model directory is none, or the transport cannot serve a node.
+        ConfigError: The model directory is none, does not fit the parallel degree, or the transport or the engine cannot be had.
     """
     if not (config.model / "config.json").is_file():
         what = "it has no config.json" if config.model.is_dir() else "there is no such directory"
@@ -52,6 +51,11 @@ def check_before_start(config: NodeConfig) -> None:
         raise ConfigError(f"transport.name is {name}, which this version does not serve yet; choose ucx")
     if importlib.util.find_spec("ucxx") is None:
         raise ConfigError("transport.name is ucx, and UCXX is not installed: pip install 'kvferry[ucx-cu13]' (or ucx-cu12)")
+    if config.engine == EMBEDDED_ENGINE:
+        embedded: Any = importlib.import_module("embedded_engine.model_config")
+        embedded.check_before_start(config.model, config.parallel.tp_size)
+    else:
+        engine_loader(config)
 
 
 def engine_loader(config: NodeConfig) -> Callable[..., Any]:
@@ -103,6 +107,9 @@ def is_loopback(host: str) -> bool:
 
 def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> Instance:
     """This rank's instance, as it tells its peers."""
+    # Loads torch, for which a command line with wrong settings does not wait.
+    from transfer.kernels.digest import DIGEST_ALGORITHM
+
     return Instance(
         incarnation=incarnation,
         layout=engine.layout,

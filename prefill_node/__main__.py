@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from node_runtime import command
-from prefill_node.node import PrefillNode
+from prefill_node.rank_messages import check_step_fits
 from transfer.config import PrefillNodeConfig
+
+if TYPE_CHECKING:
+    from prefill_node.node import PrefillNode
 
 app = command.daemon_app("Computes prompts and moves their KV to decode nodes.")
 
@@ -29,7 +34,21 @@ def serve(
     check_config: command.CheckConfig = False,
 ) -> None:
     """Run a prefill node until SIGTERM or SIGINT."""
-    command.run_daemon(context, PrefillNodeConfig, PrefillNode, file=config, overrides=set_, is_check_only=check_config)
+    command.run_daemon(
+        context,
+        PrefillNodeConfig,
+        load_leader,
+        check_step_fits=check_step_fits,
+        file=config,
+        overrides=set_,
+        is_check_only=check_config,
+    )
+
+
+def load_leader() -> type[PrefillNode]:
+    from prefill_node.node import PrefillNode
+
+    return PrefillNode
 
 
 def main() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -43,6 +47,21 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[NodeConfig]:
     return configs
 
 
+HEAVY = ("torch", "transformers", "grpc", "numpy", "ucxx")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """As much of a model directory as the settings are checked against."""
+    sizes = {"num_attention_heads": 24, "num_key_value_heads": 12, "intermediate_size": 240, "vocab_size": 4800}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    return tmp_path
+
+
+def check(app: Typer, model: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", "--check-config", "--model", str(model), *arguments])
+
+
 def run(app: Typer, *arguments: str) -> None:
     ended = CliRunner().invoke(app, ["serve", *arguments])
     assert ended.exit_code == exit_codes.BAD_CONFIG and "model is " in ended.output, "there is no model, so no node"
@@ -68,3 +87,72 @@ def test_a_flag_that_is_not_given_leaves_what_the_file_says(loaded: list[NodeCon
     run(decode_app, "--config", str(settings), "--prefill-node", "b:1", "--prefill-node", "c:1", "--set", "server.port=8")
     assert [value_of(config, "peers.prefill_nodes") for config in loaded] == [("a:1",), ("b:1", "c:1")]
     assert [value_of(config, "server.port") for config in loaded] == [7, 8]
+
+
+APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill", "decode"])
+
+
+@APPS
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        (
+            ("--tp", "5"),
+            "the model's num_key_value_heads 12; must be one of 1, 2, 3, 4, 6, 12",
+        ),
+        (("--tp", "24"), "tp_size is 24, which does not divide the model's num_key_value_heads 12"),
+        (("--set", "engine=foo:bar"), "engine is foo:bar, which cannot be imported: No module named 'foo'"),
+        (("--set", "engine=json:no_such"), "engine is json:no_such, which cannot be imported: "),
+    ],
+)
+def test_what_no_rank_could_start_with_is_refused(app: Typer, model: Path, arguments: tuple[str, ...], refusal: str) -> None:
+    ended = check(app, model, *arguments)
+    assert ended.exit_code == exit_codes.BAD_CONFIG and refusal in ended.output, ended.output
+    assert len(ended.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("app", "setting"),
+    [(prefill_app, "limits.max_step_tokens=1000000"), (decode_app, "limits.max_running_requests=1000000")],
+    ids=["prefill", "decode"],
+)
+def test_a_step_larger_than_a_message_is_refused(app: Typer, setting: str, model: Path) -> None:
+    ended = check(app, model, "--set", setting)
+    assert ended.exit_code == exit_codes.BAD_CONFIG and "a message to the ranks takes 1048576" in " ".join(ended.output.split())
+
+
+def test_a_damaged_configuration_of_the_model_is_refused(model: Path) -> None:
+    (model / "config.json").write_text("{ this is no JSON")
+    ended = check(prefill_app, model)
+    assert ended.exit_code == exit_codes.BAD_CONFIG and "config.json is not valid JSON" in ended.output
+
+
+@APPS
+@pytest.mark.parametrize("arguments", [("--tp", "4"), ("--set", "engine=json:loads")])
+def test_settings_that_are_right_are_called_so(app: Typer, model: Path, arguments: tuple[str, ...]) -> None:
+    named = ("--prefill-node", "a:1") if app is decode_app else ()
+    ended = check(app, model, *arguments, *named)
+    assert ended.exit_code == exit_codes.OK
+    assert ended.output == f"{'decode' if app is decode_app else 'prefill'}: the settings are right\n"
+
+
+def test_a_decode_node_without_prefill_nodes_is_warned_of(model: Path) -> None:
+    ended = check(decode_app, model)
+    assert ended.exit_code == exit_codes.OK and ended.stdout == "decode: the settings are right\n"
+    assert ended.stderr == "decode-node: warning: peers.prefill_nodes is empty; the node will never be ready\n"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_wrong_settings_are_refused_before_anything_heavy_is_loaded(role: str, model: Path) -> None:
+    serve = ["serve", "--model", str(model), "--tp", "5"]
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print([name for name in {HEAVY} if name in sys.modules]))
+sys.argv = ["{role}-node", *{serve}]
+from {role}_node.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == exit_codes.BAD_CONFIG
+    assert ended.stderr.startswith(f"{role}-node: tp_size is 5, ") and len(ended.stderr.splitlines()) == 1
+    assert ended.stdout == "[]\n"
