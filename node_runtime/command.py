@@ -111,10 +111,15 @@ def run_daemon(
 
 
 def prepare_process(config: NodeConfig) -> None:
-    """What only a daemon may do to its process: logging, and the environment of libraries that read nothing else."""
+    """What only a daemon may do to its process: logging, and the environment of libraries that read nothing else.
+
+    Called before those libraries are loaded.
+    """
     configure_logging(config.log, role=config.role)
     # UCX writes its own log to standard output, and warns about peers that have died, which this node notices by itself.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    # gRPC's core writes lines of its own form to standard error, of what its callers are told anyway; it reads this when loaded.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from node_runtime import command, exit_codes
 from prefill_node.__main__ import app as prefill_app
 from transfer.config import NodeConfig
 
+ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {
     "model": "elsewhere",
     "parallel.tp_size": 2,
@@ -156,3 +158,31 @@ main()
     assert ended.returncode == exit_codes.BAD_CONFIG
     assert ended.stderr.startswith(f"{role}-node: tp_size is 5, ") and len(ended.stderr.splitlines()) == 1
     assert ended.stdout == "[]\n"
+
+
+SPEAKS = """
+import sys
+from pathlib import Path
+from node_runtime.command import prepare_process
+from tests.runtime.instances import prefill_config
+prepare_process(prefill_config(Path(".")))
+import asyncio, grpc
+async def main():
+    try:
+        grpc.aio.server().add_insecure_port("192.0.2.1:1")  # of no machine
+    except RuntimeError:
+        print("refused")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("verbosity", "is_quiet"), [(None, True), ("ERROR", False)])
+def test_grpc_writes_no_lines_of_its_own_unless_an_operator_wants_them(verbosity: str | None, is_quiet: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    if verbosity is not None:
+        environment["GRPC_VERBOSITY"] = verbosity
+    ended = subprocess.run(
+        [sys.executable, "-c", SPEAKS], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout == "refused\n", ended.stderr
+    assert ("add_port.cc" not in ended.stderr) is is_quiet
