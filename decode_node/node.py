@@ -11,6 +11,7 @@ import structlog
 
 from decode_node.admission import Admission
 from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
     CODEC,
     ForgetPrefill,
@@ -26,7 +27,6 @@ from decode_node.rank_messages import (
 )
 from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
 from decode_node.text import TextCodec
-from decode_node.worker import run_decode_rank
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader

@@ -18,7 +18,6 @@ import structlog
 
 from decode_node.engine import DecodeEngine
 from decode_node.rank_messages import (
-    CODEC,
     CancelRequest,
     ExpectRequest,
     FinishRequest,
@@ -37,7 +36,7 @@ from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
-from node_runtime.rank_process import RankSpec, run_rank
+from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from transfer.chunk import ChunkPlan, largest_wire_bytes
@@ -429,8 +428,3 @@ class DecodeWorker:
         self._receiver.close()
         await self._engine_lane.call(self._engine.close)
         self._engine_lane.close(timeout_s=5.0)
-
-
-def run_decode_rank(spec: RankSpec) -> None:
-    """Entry point of a decode rank's process."""
-    run_rank(spec, CODEC, DecodeWorker)

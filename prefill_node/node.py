@@ -15,6 +15,7 @@ from node_runtime.leader_service import Leader
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_report import RankHello
 from prefill_node.joins import Join, Joins
+from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import (
     CODEC,
     DecodeAttached,
@@ -29,7 +30,6 @@ from prefill_node.rank_messages import (
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender_events import SentStats
-from prefill_node.worker import run_prefill_rank
 from transfer.chunk import ChunkPlan
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError

@@ -17,13 +17,12 @@ import structlog
 
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
-from node_runtime.rank_process import RankSpec, run_rank
+from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from prefill_node.attach import DecodeSessions
 from prefill_node.engine import PrefillEngine
 from prefill_node.rank_messages import (
-    CODEC,
     AbortRequest,
     AttachDecode,
     DecodeAttached,
@@ -341,8 +340,3 @@ class PrefillWorker:
         self._sender.close()
         await self._engine_lane.call(self._engine.close)
         self._engine_lane.close(timeout_s=5.0)
-
-
-def run_prefill_rank(spec: RankSpec) -> None:
-    """Entry point of a prefill rank's process."""
-    run_rank(spec, CODEC, PrefillWorker)
