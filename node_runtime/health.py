@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from transfer.errors import ConfigError
@@ -18,6 +22,14 @@ class Readiness:
 
     is_ready: bool
     reason: str = ""
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """The server's log, with what is no HTTP at DEBUG: port scanners, and clients of gRPC or TLS that took the wrong port."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **fields: Any) -> None:
+        level = logging.DEBUG if isinstance(exc_info, HttpProcessingError) else logging.ERROR
+        self.log(level, msg, *args, exc_info=exc_info, **fields)
 
 
 class HealthServer:
@@ -35,7 +47,7 @@ class HealthServer:
         app.add_routes(
             [web.get("/healthz", self._healthz), web.get("/readyz", self._readyz), web.get("/metrics", self._serve_metrics)]
         )
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, logger=_ServerLog(server_logger))
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port (port 0 takes a free one).
