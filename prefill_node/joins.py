@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
-from transfer.errors import LayoutError, PeerUnreachable, TransferError
+from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import Instance, Link
 from transfer.messages import clip_reason
 
 ATTACH_ALL_TIMEOUT_S = 30.0
+MAX_JOINS = 256  # a session costs each rank some 14 descriptors and a gRPC channel; clusters have tens of decode nodes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,10 +72,13 @@ class Joins:
         Raises:
             LayoutError: A rank found that the two do not fit.
             PeerUnreachable: A rank could not attach.
+            StagingError: There are too many of them.
         """
         if instance.incarnation in self._joins:
             # The same life joins again: its old stream died on the way, and so have its sessions.
             self.close(instance.incarnation, PeerUnreachable("the decode instance has joined again"))
+        if len(self._joins) >= MAX_JOINS:
+            raise StagingError(f"{len(self._joins)} decode instances have joined this prefill node, as many as it takes")
         loop = asyncio.get_running_loop()
         self._num_opened += 1
         join = Join(

@@ -11,7 +11,7 @@ from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from tests.prefill.leader_world import turns
 from tests.runtime.instances import instance
-from transfer.errors import LayoutError, LocalProtocolError, PeerUnreachable, TransferError
+from transfer.errors import LayoutError, LocalProtocolError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import Link
 
 LIFE = 5
@@ -159,3 +159,18 @@ async def test_a_join_that_the_ranks_cannot_be_told_of_leaves_nothing() -> None:
     with pytest.raises(LocalProtocolError):
         await joins.open(instance(LIFE), "decode:1", ("a:1",))
     assert not list(joins)
+
+
+async def test_joins_are_limited_and_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joins_module, "MAX_JOINS", 2)
+    leader = Leader()
+    openings = [leader.opening(life) for life in (1, 2)]
+    await turns()
+    with pytest.raises(StagingError, match="2 decode instances have joined this prefill node"):
+        await leader.opening(3)
+    leader.joins.close(1, PeerUnreachable("it left"))
+    openings.append(leader.opening(3))
+    await turns()
+    assert [join.incarnation for join in leader.joins] == [2, 3]
+    leader.joins.forget_all(PeerUnreachable("the test is over"))
+    assert all(isinstance(one, PeerUnreachable) for one in await asyncio.gather(*openings, return_exceptions=True))

@@ -73,8 +73,9 @@ class PrefillControlServicer(object):
         every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
         FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
-        could not attach or has lost its session, or the node is starting or draining.
+        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
+        as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
+        or draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,8 +40,9 @@ class PrefillControlStub:
     every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
     FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
-    could not attach or has lost its session, or the node is starting or draining.
+    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
+    as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
+    or draining.
     """
 
     Prefill: grpc.UnaryStreamMultiCallable[
@@ -88,8 +89,9 @@ class PrefillControlAsyncStub:
     every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
     FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
-    could not attach or has lost its session, or the node is starting or draining.
+    version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
+    as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
+    or draining.
     """
 
     Prefill: grpc.aio.UnaryStreamMultiCallable[
@@ -138,8 +140,9 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         every decode rank they have a route to; the first event says that they have, and events go on as a heartbeat.
 
         FAILED_PRECONDITION: another model or layout (both fingerprints and every differing field are named), another protocol
-        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. UNAVAILABLE: a rank
-        could not attach or has lost its session, or the node is starting or draining.
+        version, another transport or digest. INVALID_ARGUMENT: a field of the request cannot be; it is named. RESOURCE_EXHAUSTED:
+        as many have joined as the node takes. UNAVAILABLE: a rank could not attach or has lost its session, or the node is starting
+        or draining.
         """
 
     @abc.abstractmethod
