@@ -155,7 +155,7 @@ class DecodeWorker:
     # Sessions
 
     async def _on_attach(self, request: AttachRequest) -> AttachResponse:
-        agreement = check_compatible(self._instance, request.prefill)
+        agreement = check_compatible(request.prefill, self._instance)
         mine = self._routes_from(request.prefill)
         ring = self._receiver.ring
         most = largest_wire_bytes(

@@ -171,26 +171,26 @@ class AttachResponse:
             raise LayoutError(f"protocol_version is {self.protocol_version}; the decode instance speaks {spoken}")
 
 
-def check_compatible(ours: Instance, theirs: Instance) -> Agreement:
-    """What the two instances will speak.
+def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
+    """What the two instances will speak. The sides are named, not "ours": each tells the other, and its operator, the same line.
 
     Raises:
         LayoutError: They do not fit. One line that names both fingerprints and every differing field with both values,
-            ours first, as far as `MAX_DIFFERENCES_CHARS` go.
+            prefill's first, as far as `MAX_DIFFERENCES_CHARS` go.
     """
-    differences = ours.layout.differences(theirs.layout)
-    differences += [f"model {text}" for text in named_differences(dict(ours.model_fields), dict(theirs.model_fields))]
+    differences = prefill.layout.differences(decode.layout)
+    differences += [f"model {text}" for text in named_differences(dict(prefill.model_fields), dict(decode.model_fields))]
     differences += [
-        f"{name}: {getattr(ours, name)} != {getattr(theirs, name)}"
+        f"{name}: {getattr(prefill, name)} != {getattr(decode, name)}"
         for name in ("transport", "digest")
-        if getattr(ours, name) != getattr(theirs, name)
+        if getattr(prefill, name) != getattr(decode, name)
     ]
-    common = set(ours.protocol_versions) & set(theirs.protocol_versions)
+    common = set(prefill.protocol_versions) & set(decode.protocol_versions)
     if not common:
-        differences.append(f"protocol_versions: {_listed(ours.protocol_versions)} != {_listed(theirs.protocol_versions)}")
+        differences.append(f"protocol_versions: {_listed(prefill.protocol_versions)} != {_listed(decode.protocol_versions)}")
     if not differences:
         try:
-            wire_dtype(ours.layout, ours.shard, theirs.shard)
+            wire_dtype(prefill.layout, prefill.shard, decode.shard)
         except LayoutError as error:
             differences.append(str(error))
     if differences:
@@ -198,8 +198,8 @@ def check_compatible(ours: Instance, theirs: Instance) -> Agreement:
         if len(listed) > MAX_DIFFERENCES_CHARS:
             listed = f"{listed[:MAX_DIFFERENCES_CHARS]}... ({len(differences)} differences in all)"
         raise LayoutError(
-            f"the instances do not fit: layout {ours.layout.fingerprint()} and {theirs.layout.fingerprint()}, "
-            f"model {ours.model_fingerprint()} and {theirs.model_fingerprint()} (ours and theirs): {listed}"
+            f"the instances do not fit: layout prefill {prefill.layout.fingerprint()}, decode {decode.layout.fingerprint()}; "
+            f"model prefill {prefill.model_fingerprint()}, decode {decode.model_fingerprint()}; prefill != decode: {listed}"
         )
     return Agreement(protocol_version=max(common))
 

@@ -14,6 +14,7 @@ from decode_node.worker import DecodeWorker, _Writer
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
+from transfer.errors import LayoutError
 from transfer.layout import DType, routes
 from transfer.page_allocator import PageAllocator
 
@@ -58,3 +59,10 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
     DecodeWorker._expect(cast(DecodeWorker, rank), message)
     assert said == [RequestExpected(request_id="a")]
     assert expected[0].routes == tuple(IncomingRoute(route=route, session=50 + route.prefill_rank) for route in mine)
+
+
+async def test_an_attach_that_does_not_fit_names_the_sides_as_the_prefill_node_does() -> None:
+    rank = SimpleNamespace(_instance=instance(22, weights="decode's"))
+    request = SimpleNamespace(prefill=instance(PREFILL_LIFE, weights="prefill's"))
+    with pytest.raises(LayoutError, match="prefill != decode: model weights: prefill's != decode's"):
+        await DecodeWorker._on_attach(cast(DecodeWorker, rank), cast(Any, request))

@@ -51,10 +51,8 @@ def test_every_difference_is_named_with_both_values_in_one_line() -> None:
     text = str(caught.value)
     assert "\n" not in text
     for part in (
-        LLAMA.fingerprint(),
-        other.fingerprint(),
-        ours.model_fingerprint(),
-        theirs.model_fingerprint(),
+        f"layout prefill {LLAMA.fingerprint()}, decode {other.fingerprint()}; ",
+        f"model prefill {ours.model_fingerprint()}, decode {theirs.model_fingerprint()}; prefill != decode: ",
         "dtype: float32 != bfloat16",
         "layers[0:8]: attention kv_heads=12 k_dim=32 v_dim=32 window=0 != attention kv_heads=6",
         "model architecture: LlamaForCausalLM != Qwen3ForCausalLM",
