@@ -111,7 +111,7 @@ class ClusterNode:
             rank_pids=tuple(content["rank_pids"]),
             address=content["address"],
             http_address=content["http_address"],
-            incarnation=content["incarnation"],
+            incarnation=int(content["incarnation"], 16),
         )
 
     @property

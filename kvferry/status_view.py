@@ -59,14 +59,14 @@ async def _watch_json(client: NodeClient) -> None:
 
 
 def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
-    """Every field under its name in the wire contract, also those that are 0; incarnations as 16 hex digits."""
+    """Every field under its name in the wire contract, also those that are 0; incarnations as text, 0x and 16 hex digits."""
     instance = status.instance
     names = (
         "role", "state", "ready", "not_ready_reason", "uptime_s", "queued_requests", "running_requests", "restarts",
     )  # fmt: skip
     content: dict[str, Any] = {name: getattr(status, name) for name in names}
     content["instance"] = {
-        "incarnation": f"{instance.incarnation:016x}",
+        "incarnation": f"{instance.incarnation:#018x}",
         "version": instance.version,
         "layout_fingerprint": instance.layout_fingerprint,
         "model_fingerprint": instance.model_fingerprint,
@@ -78,7 +78,7 @@ def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
         "capabilities": list(instance.capabilities),
     }
     content["ranks"] = [_fields(rank) for rank in status.ranks]
-    content["peers"] = [_fields(peer) | {"incarnation": f"{peer.incarnation:016x}"} for peer in status.peers]
+    content["peers"] = [_fields(peer) | {"incarnation": f"{peer.incarnation:#018x}"} for peer in status.peers]
     content["links"] = [_fields(link) for link in status.links]
     return content
 
@@ -115,7 +115,7 @@ def _head(status: pb.NodeStatus, address: str) -> Text:
         text.append(f"\n{status.not_ready_reason}", "yellow")
     if status.HasField("instance"):
         text.append(
-            f"\nincarnation {status.instance.incarnation:016x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
+            f"\nincarnation {status.instance.incarnation:#018x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
             f"{shard.dtype}), transport {status.instance.transport}, model {status.instance.model_fingerprint}"
         )
         text.append(f"\ncapabilities: {', '.join(status.instance.capabilities) or 'none'}")
@@ -143,7 +143,7 @@ def _peer_table(status: pb.NodeStatus) -> Table:
     table = _table("peers", "address", "state", "incarnation", "reason", num_left=4)
     for peer in status.peers:
         state = Text(peer.state, style=_STYLES.get(peer.state, "yellow"))
-        table.add_row(Text(peer.address), state, f"{peer.incarnation:016x}" if peer.incarnation else "-", Text(peer.reason))
+        table.add_row(Text(peer.address), state, f"{peer.incarnation:#018x}" if peer.incarnation else "-", Text(peer.reason))
     return table
 
 

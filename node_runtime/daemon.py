@@ -231,7 +231,7 @@ class Daemon:
             "rank_pids": supervisor.pids,
             "address": self.address,
             "http_address": f"{self.config.server.advertised_host}:{self._http_port}",
-            "incarnation": supervisor.incarnation,
+            "incarnation": f"{supervisor.incarnation:#018x}",  # as in the log; as a number, JSON readers would round it
         }
         temporary = Path(f"{path}.new")
         try:

@@ -30,7 +30,7 @@ def configure_logging(
         config: Level and format.
         role: "prefill" or "decode"; bound to every line.
         rank: Of a rank process; a leader has none.
-        incarnation: This life of the rank group, shown as 16 hex digits.
+        incarnation: This life of the rank group, shown as 0x and 16 hex digits.
         stream: Standard error by default.
     """
     target = stream if stream is not None else sys.stderr
@@ -38,7 +38,7 @@ def configure_logging(
     if rank is not None:
         bound["rank"] = rank
     if incarnation is not None:
-        bound["incarnation"] = f"{incarnation:016x}"
+        bound["incarnation"] = f"{incarnation:#018x}"
 
     def bind(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         for name, value in bound.items():

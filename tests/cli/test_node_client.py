@@ -197,14 +197,14 @@ async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None
         assert json.loads(capsys.readouterr().out) == status_to_json(STATUS)
         assert await run_status(address, is_json=False, is_watching=False) == 0
         shown = capsys.readouterr().out
-    for text in ("ready", "00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.0 GiB/s", "[bold]it died[/bold]"):
+    for text in ("ready", "0x00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.0 GiB/s", "[bold]it died[/bold]"):
         assert text in shown
     assert "capabilities: layer_groups, resend_once" in shown
 
 
 def test_status_as_json_has_zeros_and_hexadecimal_incarnations() -> None:
     content = status_to_json(STATUS)
-    assert content["instance"]["incarnation"] == "00000000000000ff" and content["instance"]["shard"]["tp_size"] == 2
+    assert content["instance"]["incarnation"] == "0x00000000000000ff" and content["instance"]["shard"]["tp_size"] == 2
     assert content["ranks"][0]["requests"] == 0 and content["queued_requests"] == 0
     assert content["links"][0]["lane"] == "ucx/shm"
     assert content["instance"]["capabilities"] == ["layer_groups", "resend_once"]

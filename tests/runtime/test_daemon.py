@@ -130,7 +130,7 @@ async def test_a_node_tells_when_it_is_ready_and_removes_what_it_told(tmp_path: 
         await node.until_ready()
         told = json.loads(node.ready_file.read_text())
         assert told["role"] == "prefill" and told["pid"] == os.getpid() and told["address"] == "127.0.0.1:1234"
-        assert told["rank_pids"] == node.role.ranks.pids and told["incarnation"] == node.role.ranks.incarnation
+        assert told["rank_pids"] == node.role.ranks.pids and told["incarnation"] == f"{node.role.ranks.incarnation:#018x}"
         assert not Path(f"{node.ready_file}.new").exists()
         async with aiohttp.ClientSession() as session, session.get(f"http://{told['http_address']}/readyz") as response:
             assert (response.status, await response.text()) == (200, "ready\n")

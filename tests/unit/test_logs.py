@@ -40,7 +40,7 @@ def test_every_line_is_json_and_says_who_wrote_it() -> None:
     logging.getLogger("some.library").warning("disk %s is full", "sda", extra={"free_bytes": 0})
     first, second, third = lines(stream)
     for line in (first, second, third):
-        assert (line["role"], line["rank"], line["incarnation"]) == ("decode", 1, "0000000000000abc")
+        assert (line["role"], line["rank"], line["incarnation"]) == ("decode", 1, "0x0000000000000abc")
         assert line["timestamp"].endswith("Z")
     assert (first["event"], first["session"], first["level"], first["logger"]) == ("session_opened", 7, "info", "node.early")
     assert (second["event"], second["reason"], second["level"]) == ("session_lost", "beats missed", "warning")
