@@ -17,6 +17,7 @@ from rich.text import Text
 from transfer.pb import kvferry_pb2 as pb
 
 _REFRESH_HZ = 8
+_BAR_COLUMNS = 24
 _ROWS_BESIDE_REQUESTS = 10  # phase, headings, ring bars
 
 
@@ -164,12 +165,15 @@ def ring_table(status: pb.NodeStatus) -> Table:
     """The rings of a decode node's ranks, with a bar for what is live."""
     table = Table(box=None, padding=(0, 1))
     for heading in ("ring", "live", "", "peak", "of", "watermark"):
-        table.add_column(heading, justify="left" if heading in ("ring", "") else "right")
+        if heading:
+            table.add_column(heading, justify="left" if heading == "ring" else "right", no_wrap=True)
+        else:
+            table.add_column(max_width=_BAR_COLUMNS)  # on a narrow terminal the bar gives way, and no number is cut
     for rank in status.ranks:
         table.add_row(
             f"rank {rank.rank}",
             in_bytes(rank.ring_live_bytes),
-            ProgressBar(total=max(rank.ring_capacity, 1), completed=rank.ring_live_bytes, width=24),
+            ProgressBar(total=max(rank.ring_capacity, 1), completed=rank.ring_live_bytes),
             in_bytes(rank.ring_peak_bytes),
             in_bytes(rank.ring_capacity),
             f"{rank.watermark_position:,}",

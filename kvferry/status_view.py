@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry import exit_codes
-from kvferry.demo_view import in_bytes, ring_table
+from kvferry.demo_view import ring_table
 from kvferry.node_client import NodeClient
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
@@ -92,7 +92,7 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
     """The node, its ranks, its peers and its links."""
     parts: list[RenderableType] = [_head(status, address)]
     if status.ranks:
-        parts.append(_rank_table(status))
+        parts += [_rank_table(status), _pool_table(status)]
     if any(rank.ring_capacity for rank in status.ranks):
         parts.append(ring_table(status))
     if status.peers:
@@ -125,17 +125,24 @@ def _head(status: pb.NodeStatus, address: str) -> Text:
 def _table(title: str, *headings: str, num_left: int = 1) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < num_left else "right")
+        table.add_column(heading, justify="left" if index < num_left else "right", overflow="fold")  # nothing is cut off
     return table
 
 
 def _rank_table(status: pb.NodeStatus) -> Table:
-    table = _table("ranks", "rank", "pid", "pages", "reserved", "bound", "slots used", "requests", "sessions", "acks", "dropped")
+    table = _table("ranks", "rank", "pid", "requests", "sessions", "acks", "dropped")
     for rank in status.ranks:
-        slots = f"{rank.staging_slots_used} of {rank.staging_slots}" if rank.staging_slots else "-"
-        numbers = (rank.pool_pages, rank.pool_pages_reserved, rank.pool_pages_bound)
         counts = (rank.requests, rank.sessions, rank.watermark_acks, rank.dropped_messages)
-        table.add_row(str(rank.rank), str(rank.pid), *(f"{one:,}" for one in numbers), slots, *(f"{one:,}" for one in counts))
+        table.add_row(str(rank.rank), str(rank.pid), *(f"{one:,}" for one in counts))
+    return table
+
+
+def _pool_table(status: pb.NodeStatus) -> Table:
+    table = _table("pools", "rank", "pages", "reserved", "bound", "slots used")
+    for rank in status.ranks:
+        pages = (rank.pool_pages, rank.pool_pages_reserved, rank.pool_pages_bound)
+        slots = f"{rank.staging_slots_used:,} of {rank.staging_slots:,}" if rank.staging_slots else "-"
+        table.add_row(str(rank.rank), *(f"{one:,}" for one in pages), slots)
     return table
 
 
@@ -150,6 +157,6 @@ def _peer_table(status: pb.NodeStatus) -> Table:
 def _link_table(status: pb.NodeStatus) -> Table:
     table = _table("links", "prefill rank -> decode rank", "lane", "latency", "bandwidth", num_left=2)
     for link in sorted(status.links, key=lambda one: (one.prefill_rank, one.decode_rank)):
-        bandwidth = f"{in_bytes(link.bandwidth_bytes_per_s)}/s"
+        bandwidth = f"{link.bandwidth_bytes_per_s / 1e9:,.2f} GB/s"
         table.add_row(f"{link.prefill_rank} -> {link.decode_rank}", link.lane, f"{link.latency_s * 1e6:,.0f} us", bandwidth)
     return table

@@ -31,3 +31,32 @@ def test_every_other_state_is_shown_as_it_is(state: str, is_ready: bool) -> None
     status = pb.NodeStatus(role="decode", state=state, ready=is_ready)
     assert f"decode node h:1 {state} " in shown(status)
     assert status_to_json(status)["ready"] is is_ready
+
+
+def test_on_80_columns_nothing_is_cut_off() -> None:
+    address = "prefill-node-0.prefill-nodes.inference.svc.cluster.local:7001"
+    large = 1_234_567_890_123
+    status = pb.NodeStatus(
+        role="decode",
+        state="ready",
+        ready=True,
+        ranks=[
+            pb.RankStatus(
+                rank=7, pid=4194304, pool_pages=1048575, pool_pages_reserved=1048574, pool_pages_bound=1048573, sessions=256,
+                ring_capacity=1023 << 20, ring_live_bytes=1022 << 20, ring_peak_bytes=1021 << 20, watermark_position=large,
+                staging_slots=4096, staging_slots_used=4095, requests=10000, watermark_acks=12345678, dropped_messages=1234567,
+            )
+        ],
+        peers=[pb.PeerStatus(address=address, incarnation=2**64 - 1, state="draining", reason="it drains")],
+        links=[pb.LinkStatus(prefill_rank=10, decode_rank=11, lane="ucx/shm", latency_s=0.1, bandwidth_bytes_per_s=4.5e11)],
+    )  # fmt: skip
+    text = shown(status)
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    for whole in (
+        "4194304", "1,048,575", "1,048,574", "1,048,573", "4,095 of 4,096", "10,000", "256", "12,345,678", "1,234,567",
+        "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "450.00 GB/s",
+        "sessions", "dropped", "incarnation", "watermark",
+    ):  # fmt: skip
+        assert whole in text, whole
+    rows = text[text.index("peers") : text.index("links")].splitlines()[2:]
+    assert "".join(row.split(" ")[0] for row in rows) == address, "folded, and whole"
