@@ -22,7 +22,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test check lint types spelling proto proto-check proto-lint bench clean
+.PHONY: help setup demo test check lint types spelling proto proto-check proto-lint coverage bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ demo: setup ## both tiers on this machine: prompts in, tokens out, proof and rep
 test: setup ## every test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
-check: setup lint types spelling proto-check proto-lint ## everything that needs no run: lint, format, types, spelling, stubs
+check: setup lint types spelling proto-check proto-lint coverage ## lint, format, types, spelling, stubs; every branch of the pure core
 
 lint: setup
 	$(BIN)/ruff check .
@@ -52,6 +52,17 @@ types: setup
 
 spelling: setup
 	$(BIN)/codespell
+
+# The pure core and the protocol machines, by their own tests alone: a branch that no test takes is a rule that nobody has written.
+CORE_TESTS := tests/unit/test_{layout,chunk,ring,messages,page_allocator,instance}.py \
+	tests/protocol/test_{sender,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_admission.py tests/prefill/test_scheduler.py
+CORE := transfer/layout.py,transfer/chunk.py,transfer/ring.py,transfer/messages.py,transfer/page_allocator.py,transfer/instance.py,$\
+	decode_node/admission.py,decode_node/receiver.py,decode_node/receiver_events.py,decode_node/receiver_state.py,$\
+	prefill_node/scheduler.py,prefill_node/sender.py,prefill_node/sender_events.py,prefill_node/sender_state.py
+
+coverage: setup ## every branch of the pure core is taken by a test
+	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=
+	@$(BIN)/coverage report --skip-covered --show-missing --fail-under=100 --include='$(CORE)'
 
 bench: setup ## the benchmarks; they record hardware, command and numbers
 	@$(BIN)/python -m bench $(BENCH_ARGS)

@@ -11,6 +11,7 @@ fails it closed. Numbered rules are those of docs/protocol.md.
 from __future__ import annotations
 
 import itertools
+from typing import assert_never
 
 from decode_node.receiver_events import (
     Action,
@@ -109,7 +110,7 @@ class Receiver:
             case RequestExpected():
                 self._on_expected(event.request)
             case RequestCancelled():
-                if (request := self._requests.get(event.request_id)) is not None:
+                if (request := self._requests.get(event.request_id)) is not None and request.failure is None:
                     self._give_up(request, event.reason)
             case MessageArrived():
                 self._on_message(event.session, event.message)
@@ -121,6 +122,8 @@ class Receiver:
                 self._on_scatter_finished(event)
             case Tick():
                 self._on_tick()
+            case _:
+                assert_never(event)
         if self._may_post:
             self._may_post = False
             self._post_writable()
@@ -162,14 +165,11 @@ class Receiver:
         self._actions.append(RequestComplete(request_id=request.request_id))
 
     def _fail(self, request: Request, reason: str, *, is_data_loss: bool = False) -> None:
-        if request.failure is None:
-            self._actions.append(RequestFailed(request_id=request.request_id, reason=reason, is_data_loss=is_data_loss))
-            self._give_up(request, reason)
+        self._actions.append(RequestFailed(request_id=request.request_id, reason=reason, is_data_loss=is_data_loss))
+        self._give_up(request, reason)
 
     def _give_up(self, request: Request, reason: str) -> None:
         """Take no more of the request, quarantine what its writers may still write, and ask them to drain."""
-        if request.failure is not None:
-            return
         request.failure = reason
         for piece in request.unreleased():
             if piece.stage is Stage.GRANTED:

@@ -10,6 +10,8 @@ docs/protocol.md.
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from prefill_node.sender_events import (
     Action,
     ChunkComputed,
@@ -116,6 +118,8 @@ class Sender:
                     self._fail(request, event.reason)
             case Tick():
                 self._on_tick()
+            case _:
+                assert_never(event)
         self._begin_ready_pieces()
         actions, self._actions = self._actions, []
         return actions
@@ -237,9 +241,7 @@ class Sender:
 
     def _mark_ready(self, piece: Piece) -> None:
         piece.ready_s = self._now_s
-        session = self._sessions.get(piece.route.session)
-        if session is not None:
-            session.add_ready(piece)
+        self._sessions[piece.route.session].add_ready(piece)
 
     def _begin_ready_pieces(self) -> None:
         """Give free slots to pieces whose grants are writable now, the sessions taking turns."""
@@ -496,12 +498,10 @@ class Sender:
         self._slots.free(piece)
         self._let_go(piece)
         piece.stage = Stage.DROPPED
-        session = self._sessions.get(piece.route.session)
-        if session is not None:
-            session.written.discard(piece)
-            grant = piece.granted
-            for attempt in range(piece.attempt + 1):
-                session.spent[grant_key(grant.begin, attempt)] = grant
+        session, grant = self._sessions[piece.route.session], piece.granted
+        session.written.discard(piece)
+        for attempt in range(piece.attempt + 1):
+            session.spent[grant_key(grant.begin, attempt)] = grant
 
     def _let_go(self, piece: Piece) -> None:
         """The piece's grant is no living piece's any more."""
@@ -534,8 +534,7 @@ class Sender:
             self._release_source(request)
         if any(piece.stage in (Stage.GATHERING, Stage.WRITING) for piece in request.pieces()):
             return
-        if self._requests.pop(request.request_id, None) is None:
-            return
+        del self._requests[request.request_id]
         for route in request.outgoing.routes:
             if route.session in self._sessions:
                 self._send_drained(route.session, request.request_id, route.route.index)

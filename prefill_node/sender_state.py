@@ -215,11 +215,11 @@ class StagingSlots:
         return slot
 
     def free(self, piece: Piece) -> None:
-        """Take the piece's slot back, if it has one."""
-        if piece.slot is not None:
-            self._pieces[piece.slot] = None
-            self._free.append(piece.slot)
-            piece.slot = None
+        """Take the piece's slot back."""
+        slot, piece.slot = piece.slot, None
+        assert slot is not None, "a piece between its gather and its release holds a slot"
+        self._pieces[slot] = None
+        self._free.append(slot)
 
     def piece_in(self, slot: int, stage: Stage) -> Piece | None:
         """The piece in the slot, if it is at that stage; None when its write ended with its session."""

@@ -7,8 +7,8 @@ import pytest
 from decode_node import receiver_events as rx
 from tests.protocol.machines import CELL, PREFILL_LIFE, WHOLE_CHUNK, ReceiverHand, cells, messages, of_type
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.messages import AbortTransfer, ChunkRejected, GrantRefused, GrantsIssued
-from transfer.ring import grant_key
+from transfer.messages import AbortTransfer, ChunkRejected, GrantRefused, GrantsIssued, WriterDrained
+from transfer.ring import Grant, grant_key
 
 
 def drops(actions: list[rx.Action]) -> list[str]:
@@ -328,3 +328,30 @@ def test_a_spoilt_receiver_is_noticed() -> None:
     receiver.ring.assign(CELL)
     with pytest.raises(LocalProtocolError, match="2 live grants, 1 pieces hold one"):
         receiver.machine.check_invariants()
+
+
+def test_a_session_that_carries_nothing_of_a_request_is_lost_without_it() -> None:
+    receiver = ReceiverHand()
+    receiver.open(9)
+    receiver.expect()
+    assert receiver.tell(rx.SessionLost(session=9, reason="gone")) == []
+    assert receiver.machine.is_known("r") and not receiver.machine.is_known("other")
+
+
+def test_a_request_that_has_failed_is_not_cancelled_again() -> None:
+    receiver = ReceiverHand()
+    receiver.expect()
+    receiver.ask(0)
+    first = receiver.tell(rx.RequestCancelled(request_id="r", reason="the client went away"))
+    assert first
+    assert receiver.tell(rx.RequestCancelled(request_id="r", reason="an operator")) == []
+
+
+def test_a_drained_writer_is_not_reminded_of_what_is_being_scattered() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    receiver.expect(num_tokens=4)
+    (issued,) = messages(receiver.ask(0), GrantsIssued)[0].grants
+    assert of_type(receiver.ready(0, Grant(issued.begin, issued.end)), rx.StartScatter)
+    receiver.tell(rx.RequestCancelled(request_id="r", reason="the client went away"))
+    receiver.hear(WriterDrained(incarnation=PREFILL_LIFE, request_id="r", route=0))
+    assert receiver.tell(rx.Tick(), now_s=60.0) == []

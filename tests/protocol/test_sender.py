@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from decode_node import receiver_events as rx
+from decode_node.receiver_state import Request as IncomingState
 from prefill_node import sender_events as tx
 from prefill_node.sender_state import Request
 from tests.protocol.machines import CELL, DECODE_LIFE, LAYOUT, PLAN, PREFILL_LIFE, SenderHand, cells, messages, of_type
@@ -466,3 +468,77 @@ def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
     sender.written(0)
     started = of_type(sender.watermark(2 * CELL), tx.StartGather)
     assert [gather.request_id for gather in started] == ["early"]
+
+
+def test_a_session_that_carries_nothing_of_a_request_is_lost_without_it() -> None:
+    sender = SenderHand()
+    sender.open(9)
+    sender.to_writing()
+    assert sender.tell(tx.SessionLost(session=9, reason="gone")) == []
+    assert sender.machine.num_requests == 1
+
+
+def test_a_piece_that_was_given_up_while_it_waited_for_a_slot_is_passed_over() -> None:
+    sender = SenderHand(num_slots=1, ring_cells=8)
+    sender.to_writing(cells(0, 2))
+    for name, grant in (("given up", cells(2, 4)), ("next", cells(4, 6))):
+        sender.start(name, num_tokens=4)
+        sender.compute(0, name)
+        sender.grant({0: grant}, name)
+    sender.abort("given up")
+    sender.written(0)
+    started = of_type(sender.watermark(2 * CELL), tx.StartGather)
+    assert [gather.request_id for gather in started] == ["next"]
+
+
+def test_a_write_that_fails_after_its_session_was_lost_is_no_news() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.tell(tx.SessionLost(session=1, reason="gone"))
+    assert sender.tell(tx.WriteFailed(slot=0, reason="endpoint closed")) == []
+
+
+def test_only_the_session_whose_write_hangs_is_closed() -> None:
+    sender = SenderHand(decode_tp=2, num_slots=4, write_timeout_s=5.0)
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 1)}, route=0)
+    sender.grant({0: cells(0, 1)}, route=1)
+    sender.compute(0)
+    sender.gathered(0)  # slot 0 hangs in its write; slot 1, of the other session, is still being gathered
+    closed = of_type(sender.tell(tx.Tick(), now_s=6.0), tx.CloseSession)
+    assert len(closed) == 1 and closed[0].session == sender.machine._slots.held()[0].route.session
+
+
+def test_a_piece_without_a_grant_says_so() -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=4)
+    (piece,) = sender.machine._requests["r"].pieces()
+    with pytest.raises(LocalProtocolError, match="chunk 0 of request r has no grant at ASKED"):
+        _ = piece.granted
+
+
+def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
+    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=4, v_head_dim=4, window_tokens=4)
+    layout = KVLayout(layers=(window,), dtype=DType.FLOAT16)
+    (route,) = routes(layout, Shard(), Shard())
+    outgoing = tx.OutgoingRequest(
+        request_id="r",
+        layout=layout,
+        plan=PLAN,
+        wire_dtype=layout.dtype,
+        num_tokens=20,
+        start_token=0,
+        routes=(tx.OutgoingRoute(route=route, session=1),),
+    )
+    incoming = rx.IncomingRequest(
+        request_id="r",
+        layout=layout,
+        plan=PLAN,
+        wire_dtype=layout.dtype,
+        num_tokens=20,
+        start_token=0,
+        routes=(rx.IncomingRoute(route=route, session=1),),
+    )
+    asked = sorted(piece.chunk.index for piece in Request.of(outgoing).pieces())
+    assert asked == sorted(index for _, index in IncomingState.of(incoming).sizes)
+    assert 0 not in asked and 4 in asked

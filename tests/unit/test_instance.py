@@ -154,5 +154,6 @@ def test_an_impossible_link_is_refused(wrong: dict[str, Any]) -> None:
         "latency_s": 1e-5,
         "bandwidth_bytes_per_s": 1e9,
     }
+    Link(**values)
     with pytest.raises(LayoutError):
         Link(**values | wrong)
