@@ -8,7 +8,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from transfer.config import NodeConfig, PrefillNodeConfig
-from transfer.layout import Shard
+from transfer.layout import DType, Shard
 
 
 def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedEngine:
@@ -35,6 +35,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         shard=shard,
         num_pages=config.pool.num_pages,
         device=device,
+        dtype=None if config.dtype is None else DType(config.dtype),
         group=group,
         layers_per_group=(config.chunk.layers_per_group or None) if isinstance(config, PrefillNodeConfig) else None,
         num_threads=config.parallel.threads_per_rank,

@@ -21,6 +21,7 @@ from rich.console import Console
 import transfer
 from kvferry import exit_codes
 from kvferry.demo_cache import cached_demo_model
+from kvferry.demo_dtype import EXACT_DTYPE, chosen_dtype, model_dtype
 from kvferry.demo_print import print_report
 from kvferry.demo_prompts import check_prompts_fit, load_prompts
 from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, make_report
@@ -46,6 +47,8 @@ class DemoOptions:
 
     Args:
         model: Hugging Face directory; None makes the demo model.
+        dtype: What both tiers and the single process compute in: "float32", in which tokens are comparable, or "model", the
+            directory's own.
         prompts_file: One prompt a line; None takes those built in.
         num_requests: None sends each prompt once.
         max_new_tokens: Tokens to generate for each prompt, exactly.
@@ -58,6 +61,7 @@ class DemoOptions:
     decode_page_size: int = 32
     transport: str = "ucx"
     model: Path | None = None
+    dtype: str = EXACT_DTYPE
     prompts_file: Path | None = None
     num_requests: int | None = None
     max_new_tokens: int = 32
@@ -66,6 +70,8 @@ class DemoOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.dtype not in (EXACT_DTYPE, "model"):
+            raise ConfigError(f"--dtype is {self.dtype}; it must be {EXACT_DTYPE} or model")
         if self.json_file is not None and not self.is_json_on_stdout:
             _check_writable(self.json_file)
 
@@ -75,10 +81,16 @@ class DemoOptions:
 
     def cluster(self, model: Path, num_requests: int) -> ClusterSpec:
         """The two tiers, with queues that take every request at once."""
-        limits = {"limits.max_queued_requests": max(256, num_requests), "limits.queue_timeout_s": REQUEST_TIMEOUT_S}
+        settings: dict[str, object] = {
+            "limits.max_queued_requests": max(256, num_requests),
+            "limits.queue_timeout_s": REQUEST_TIMEOUT_S,
+        }
+        dtype = chosen_dtype(self.dtype, model)
+        if dtype is not None:
+            settings["dtype"] = dtype
         return ClusterSpec(
-            prefill=TierSpec(model=model, tp_size=self.prefill_tp, page_size=self.prefill_page_size, settings=limits),
-            decode=TierSpec(model=model, tp_size=self.decode_tp, page_size=self.decode_page_size, settings=limits),
+            prefill=TierSpec(model=model, tp_size=self.prefill_tp, page_size=self.prefill_page_size, settings=settings),
+            decode=TierSpec(model=model, tp_size=self.decode_tp, page_size=self.decode_page_size, settings=settings),
             transport=self.transport,
         )
 
@@ -143,8 +155,13 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
             view.phase("the demo model")
             model = await cached_demo_model()
         await check_prompts_fit(model, prompts, options.max_new_tokens)
+        dtype, own_dtype = chosen_dtype(options.dtype, model), model_dtype(model)
+        if dtype == EXACT_DTYPE and own_dtype not in (None, EXACT_DTYPE):
+            view.phase(
+                f"the model is {own_dtype}; computing in {dtype}, where tokens are comparable (--dtype model keeps its own)"
+            )
         cluster = LocalCluster(options.cluster(model, len(prompts)))
-        with ReferenceRun(model, prompts, options.max_new_tokens, cluster.environment) as reference:
+        with ReferenceRun(model, prompts, options.max_new_tokens, cluster.environment, dtype=dtype) as reference:
             view.phase(
                 f"starting prefill TP {options.prefill_tp} (pages of {options.prefill_page_size}) "
                 f"and decode TP {options.decode_tp} (pages of {options.decode_page_size})"
@@ -171,6 +188,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
         leaked=leaked,
         seconds=time.monotonic() - begun_s,
         generate_seconds=generate_s,
+        dtype=dtype or "as stored",
         environment=_environment(options, model),
     )
 

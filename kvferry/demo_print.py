@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.demo_dtype import EXACT_DTYPE
 from kvferry.demo_report import DemoReport, Percentiles
 from kvferry.demo_view import in_bytes
 
 _MAX_LINES = 10
+
+TIES = (
+    "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
+    "Without --dtype model, all compute in float32."
+)
 
 
 def print_report(console: Console, report: DemoReport) -> None:
@@ -26,6 +32,8 @@ def print_report(console: Console, report: DemoReport) -> None:
             console.print(f"{title}: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
         if len(lines) > _MAX_LINES:
             console.print(f"{title}: and {len(lines) - _MAX_LINES} more", style="red", markup=False)
+    if report.dtype != EXACT_DTYPE:
+        console.print(TIES.format(dtype=report.dtype), markup=False, highlight=False, soft_wrap=True)
     console.print(cost_line(report), markup=False, highlight=False, soft_wrap=True)
     if report.is_success:
         text = f"All {report.generated_tokens:,} tokens of {report.requests} requests are those that a single process made."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from decode_node.text import TextCodec
 from transfer.errors import ConfigError
@@ -77,13 +77,18 @@ async def check_prompts_fit(model: Path, prompts: Sequence[str], max_new_tokens:
         )
 
 
-def _max_context_tokens(model: Path) -> int | None:
-    """As the model's configuration says it; None where it does not. Read by hand: transformers takes seconds to load."""
+def read_config(model: Path) -> dict[str, Any]:
+    """The model's configuration, without transformers, which takes seconds to load; empty where it cannot be read."""
     try:
         config = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
-        return None
-    found = config.get("max_position_embeddings") if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _max_context_tokens(model: Path) -> int | None:
+    """As the model's configuration says it; None where it does not."""
+    found = read_config(model).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 

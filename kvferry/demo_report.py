@@ -69,6 +69,7 @@ class DemoReport:
         mismatches: Requests whose tokens differ or that failed, one line each.
         seconds: The whole run, from the command's start to the last process's end.
         generate_seconds: Of it, from the first request to the last token.
+        dtype: What both tiers and the single process computed in.
         environment: Versions and machine, for the record.
     """
 
@@ -97,6 +98,7 @@ class DemoReport:
     mismatches: tuple[str, ...]
     seconds: float
     generate_seconds: float
+    dtype: str
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -141,6 +143,7 @@ def make_report(
     leaked: Sequence[str],
     seconds: float,
     generate_seconds: float,
+    dtype: str,
     environment: Mapping[str, Any],
 ) -> DemoReport:
     """Add up a run.
@@ -150,6 +153,7 @@ def make_report(
         reference: What a single process made of the same prompts, in the same order; None where it was not waited for.
         decode: The decode node's status after the last request.
         leaked: What is left over.
+        dtype: What both tiers and the single process computed in.
 
     Raises:
         ConfigError: The two sequences are not equally long.
@@ -183,6 +187,7 @@ def make_report(
         mismatches=tuple(mismatches),
         seconds=seconds,
         generate_seconds=generate_seconds,
+        dtype=dtype,
         environment=dict(environment),
     )
 

@@ -1,7 +1,7 @@
 """What one process makes of the same prompts: transformers' own `generate`, greedy, with its own attention and cache.
 
 Run as a program it reads one JSON object from standard input and writes one line of JSON for each prompt, in order:
-``{"model": DIR, "max_new_tokens": N, "prompts": [text, ...]}`` gives ``{"prompt_tokens": P, "token_ids": [...]}``.
+``{"model": DIR, "dtype": NAME, "max_new_tokens": N, "prompts": [text, ...]}`` gives ``{"prompt_tokens": P, "token_ids": [...]}``.
 It shares nothing with the tiers but the model directory, its tokenizer's Python half included.
 """
 
@@ -27,19 +27,20 @@ class ReferenceResult:
     token_ids: tuple[int, ...]
 
 
-def generate_all(model_dir: Path, prompts: Sequence[str], max_new_tokens: int) -> Iterator[ReferenceResult]:
+def generate_all(model_dir: Path, prompts: Sequence[str], max_new_tokens: int, *, dtype: str) -> Iterator[ReferenceResult]:
     """Generate for each prompt by itself, greedily, past the model's own end token.
 
     Args:
         model_dir: Hugging Face directory.
         max_new_tokens: Tokens to generate for each, exactly.
+        dtype: What the model computes in, by torch's name for it; ``auto`` leaves it to the directory.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
     no_end = [model.config.vocab_size]  # an id that no token has: nothing ends the generation early
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -73,7 +74,7 @@ def _main() -> None:
     task = json.load(sys.stdin)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    for result in generate_all(Path(task["model"]), task["prompts"], task["max_new_tokens"]):
+    for result in generate_all(Path(task["model"]), task["prompts"], task["max_new_tokens"], dtype=task["dtype"]):
         print(json.dumps({"prompt_tokens": result.prompt_tokens, "token_ids": result.token_ids}), flush=True)
 
 

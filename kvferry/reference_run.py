@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from kvferry.demo_dtype import EXACT_DTYPE
 from kvferry.reference_generate import ReferenceResult, result_of
 from transfer.errors import EngineError
 
@@ -32,11 +33,25 @@ class ReferenceRun:
         prompts: Texts.
         max_new_tokens: Tokens to generate for each.
         environment: Of its process.
+        dtype: What the model computes in; None leaves it to the directory.
     """
 
-    def __init__(self, model: Path, prompts: Sequence[str], max_new_tokens: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        environment: Mapping[str, str],
+        *,
+        dtype: str | None = EXACT_DTYPE,
+    ) -> None:
         self._num_prompts = len(prompts)
-        self._task = {"model": str(model), "max_new_tokens": max_new_tokens, "prompts": list(prompts)}
+        self._task = {
+            "model": str(model),
+            "dtype": dtype or "auto",
+            "max_new_tokens": max_new_tokens,
+            "prompts": list(prompts),
+        }
         self._environment = dict(environment) | _QUIET
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-reference-")
         self._process: subprocess.Popen[bytes] | None = None

@@ -142,7 +142,7 @@ class PoolConfig(_Section):
         default=None, description="Tokens of each rank's pool, rounded up to whole pages; instead of pool.num_pages."
     )
     order: TokenOrder = Field(default=TokenOrder.NHD, description="Order of the dimensions inside a page.")
-    dtype: DType | None = Field(default=None, description="Element type of the pool; null takes the model's.")
+    dtype: DType | None = Field(default=None, description="Element type of the pool; null takes what the model computes in.")
 
     @model_validator(mode="after")
     def _resolve_pages(self) -> Self:
@@ -320,6 +320,9 @@ class NodeConfig(_Section):
     )
     device: Literal["cpu", "cuda"] = Field(
         default="cpu", description="What the ranks compute on. cuda is refused in this version."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="What the model computes in, the same on both nodes; null takes what its weights are stored in."
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")

@@ -100,7 +100,9 @@ async def test_what_a_cancelled_reference_has_made_is_kept(demo_dir: Path) -> No
 
 
 def report_of(outcomes: list[RequestOutcome], reference: list[ReferenceResult | None]) -> DemoReport:
-    return make_report(outcomes, reference, decode=pb.NodeStatus(), leaked=(), seconds=2.0, generate_seconds=1.0, environment={})
+    return make_report(
+        outcomes, reference, decode=pb.NodeStatus(), leaked=(), seconds=2.0, generate_seconds=1.0, dtype="float32", environment={}
+    )
 
 
 def printed(report: DemoReport) -> str:

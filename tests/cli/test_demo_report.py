@@ -45,9 +45,17 @@ def report_of(
     *,
     leaked: tuple[str, ...] = (),
     decode: pb.NodeStatus = DECODE,
+    dtype: str = "float32",
 ) -> DemoReport:
     return make_report(
-        outcomes, reference, decode=decode, leaked=leaked, seconds=9.0, generate_seconds=3.0, environment={"cpu_cores": 2}
+        outcomes,
+        reference,
+        decode=decode,
+        leaked=leaked,
+        seconds=9.0,
+        generate_seconds=3.0,
+        dtype=dtype,
+        environment={"cpu_cores": 2},
     )
 
 

@@ -43,6 +43,7 @@ def test_the_sentence_names_what_is_counted() -> None:
         leaked=(),
         seconds=1.0,
         generate_seconds=1.0,
+        dtype="float32",
         environment={},
     )
     each_route = NUM_TOKENS * NUM_LAYERS * 2  # K and V

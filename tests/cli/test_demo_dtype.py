@@ -1,0 +1,111 @@
+"""A model stored in bfloat16 is compared in float32: in its own dtype, two correct runs may differ in a token."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from embedded_engine.loading import load_engine
+from kvferry.cluster_spec import child_environment
+from kvferry.demo import DemoOptions
+from kvferry.demo_dtype import chosen_dtype, model_dtype
+from kvferry.demo_print import print_report
+from kvferry.demo_prompts import BUILT_IN
+from kvferry.demo_report import RequestOutcome, make_report
+from kvferry.reference_generate import ReferenceResult
+from kvferry.reference_run import ReferenceRun
+from tests.engine.steps import generate_all
+from tests.runtime.instances import prefill_config
+from transfer.errors import ConfigError
+from transfer.layout import DType
+from transfer.pb import kvferry_pb2 as pb
+
+NUM_TOKENS = 10
+PROMPTS = BUILT_IN[:6]
+
+
+@pytest.fixture(scope="module")
+def bfloat16_dir(demo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "bfloat16"
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.bfloat16, local_files_only=True)
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(demo_dir, local_files_only=True).save_pretrained(directory)
+    return directory
+
+
+def test_both_nodes_are_told_the_same(bfloat16_dir: Path, demo_dir: Path) -> None:
+    for model, option, dtype in (
+        (bfloat16_dir, "float32", "float32"),
+        (bfloat16_dir, "model", "bfloat16"),
+        (demo_dir, "float32", "float32"),
+    ):
+        cluster = DemoOptions(model=model, dtype=option).cluster(model, 1)
+        assert {cluster.settings_of(role)["dtype"] for role in ("prefill", "decode")} == {dtype}
+    with pytest.raises(ConfigError, match="--dtype is float64; it must be float32 or model"):
+        DemoOptions(dtype="float64")
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float8_e4m3fn"}, None),
+        ({}, None),
+    ],
+)
+def test_the_models_own_dtype_is_what_its_configuration_names(tmp_path: Path, config: dict[str, str], dtype: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_dtype(tmp_path) == chosen_dtype("model", tmp_path) == dtype
+    assert chosen_dtype("float32", tmp_path) == "float32"
+
+
+async def test_engine_and_reference_agree_in_float32_token_for_token(bfloat16_dir: Path, tmp_path: Path) -> None:
+    with ReferenceRun(bfloat16_dir, PROMPTS, NUM_TOKENS, child_environment()) as run:
+        results = await run.results()
+    tokenizer: Any = AutoTokenizer.from_pretrained(bfloat16_dir, local_files_only=True)
+    tokens = {str(number): tuple(tokenizer(prompt).input_ids) for number, prompt in enumerate(PROMPTS)}
+    engine = load_engine(
+        prefill_config(bfloat16_dir, dtype="float32", pool={"num_tokens": 4096}), rank=0, rendezvous=tmp_path / "unused"
+    )
+    try:
+        assert engine.layout.dtype is DType.FLOAT32
+        generated = generate_all(engine, tokens, NUM_TOKENS)
+    finally:
+        engine.close()
+    assert [tuple(generated[str(number)]) for number in range(len(PROMPTS))] == [
+        result.token_ids for result in results if result is not None
+    ]
+
+
+async def test_the_reference_computes_in_the_models_own_dtype_when_asked(bfloat16_dir: Path) -> None:
+    with ReferenceRun(bfloat16_dir, PROMPTS, NUM_TOKENS, child_environment(), dtype="bfloat16") as run:
+        narrow = await run.results()
+    with ReferenceRun(bfloat16_dir, PROMPTS, NUM_TOKENS, child_environment()) as run:
+        assert await run.results() != narrow, "no token depends on the dtype: this test can say nothing"
+
+
+@pytest.mark.parametrize(("dtype", "is_said"), [("float32", False), ("bfloat16", True), ("as stored", True)])
+@pytest.mark.parametrize("token", [1, 2])
+def test_the_report_says_when_tokens_may_differ(dtype: str, is_said: bool, token: int) -> None:
+    report = make_report(
+        [RequestOutcome(prompt_tokens=1, token_ids=(token,), done=pb.GenerateDone())],
+        [ReferenceResult(prompt_tokens=1, token_ids=(1,))],
+        decode=pb.NodeStatus(),
+        leaked=(),
+        seconds=1.0,
+        generate_seconds=1.0,
+        dtype=dtype,
+        environment={},
+    )
+    output = io.StringIO()
+    print_report(Console(file=output, width=200), report)
+    assert (f"own dtype ({dtype})" in output.getvalue()) is is_said
+    assert report.is_success is (token == 1) and report.to_json()["dtype"] == dtype
