@@ -13,6 +13,10 @@ from kvferry.demo_view import in_bytes
 
 _MAX_LINES = 10
 
+LEGEND = (
+    "transfer: from a prompt's first gather, while later chunks are still being computed, to its last release; "
+    "exposed: what of it comes after the last computed chunk; overlap: the rest."
+)
 TIES = (
     "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
     "Without --dtype model, all compute in float32."
@@ -27,6 +31,8 @@ def print_report(console: Console, report: DemoReport) -> None:
     for name, value in _rows(report):
         table.add_row(name, value)
     console.print(table)
+    if report.writes:
+        console.print(LEGEND, markup=False, highlight=False, soft_wrap=True)
     for title, lines in _complaints(report):
         for line in lines[:_MAX_LINES]:
             console.print(f"{title}: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -93,6 +99,7 @@ def _rows(report: DemoReport) -> list[tuple[str, str]]:
         ("chunks sent again", f"{report.resends:,}"),
         ("transport", f"{report.transport}, {report.links} links, median {bandwidth:.1f} GB/s"),
         ("transfer p50 / p99", _seconds(report.transfer_seconds)),
+        ("exposed p50 / p99", _seconds(report.exposed_seconds)),
         ("time to first token p50 / p99", _seconds(report.ttft_seconds)),
         ("overlap with compute", f"{report.overlap_ratio:.0%}"),
         ("ring peak", in_bytes(report.ring_peak_bytes)),

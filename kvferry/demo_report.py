@@ -59,7 +59,8 @@ class DemoReport:
         transport: Lanes of all links, as measured at attach.
         links: Number of (prefill rank, decode rank) links.
         link_bandwidth_bytes_per_s: Median over the links, as measured at attach.
-        transfer_seconds: First gather to last release.
+        transfer_seconds: First gather, while later chunks are still being computed, to last release.
+        exposed_seconds: What of it came after the last chunk had been computed.
         ttft_seconds: Acceptance to first token.
         overlap_ratio: Share of the transfer time during which the prompt was still being computed; 0 without transfers.
         ring_peak_bytes: The fullest that any decode rank's ring was; its capacity once grants had to wait for room.
@@ -89,6 +90,7 @@ class DemoReport:
     links: int
     link_bandwidth_bytes_per_s: float
     transfer_seconds: Percentiles
+    exposed_seconds: Percentiles
     ttft_seconds: Percentiles
     overlap_ratio: float
     ring_peak_bytes: int
@@ -161,6 +163,7 @@ def make_report(
     mismatches = find_mismatches(outcomes, reference)
     dones = [outcome.done for outcome in outcomes if outcome.done is not None]
     transfer_s = [done.stats.transfer_s for done in dones]
+    exposed_s = [done.stats.exposed_s for done in dones]
     return DemoReport(
         requests=len(outcomes),
         failed=len(outcomes) - len(dones),
@@ -178,8 +181,9 @@ def make_report(
         links=len(decode.links),
         link_bandwidth_bytes_per_s=percentile([link.bandwidth_bytes_per_s for link in decode.links], 0.5),
         transfer_seconds=percentiles(transfer_s),
+        exposed_seconds=percentiles(exposed_s),
         ttft_seconds=percentiles([done.ttft_s for done in dones]),
-        overlap_ratio=1 - sum(done.stats.exposed_s for done in dones) / sum(transfer_s) if sum(transfer_s) else 0.0,
+        overlap_ratio=1 - sum(exposed_s) / sum(transfer_s) if sum(transfer_s) else 0.0,
         ring_peak_bytes=max((rank.ring_peak_bytes for rank in decode.ranks), default=0),
         watermark_acks=sum(rank.watermark_acks for rank in decode.ranks),
         leaks=len(leaked),

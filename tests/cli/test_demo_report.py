@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from kvferry.demo_print import cost_line, verdict
+from kvferry.demo_print import LEGEND, cost_line, print_report, verdict
 from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, find_mismatches, make_report, percentile
 from kvferry.reference_generate import ReferenceResult
 from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def outcome(*token_ids: int, prompt_tokens: int = 10, **stats: float) -> RequestOutcome:
@@ -77,6 +83,7 @@ def test_sums_peaks_and_shares() -> None:
     assert (report.transport, report.links, report.link_bandwidth_bytes_per_s) == ("ucx/net, ucx/shm", 3, 3e9)
     assert report.overlap_ratio == pytest.approx(1 - 0.2 / 0.4)
     assert (report.transfer_seconds.p50, report.transfer_seconds.p99) == (0.1, 0.3)
+    assert (report.exposed_seconds.p50, report.exposed_seconds.p99) == (0.1, 0.1)
     assert (report.ttft_seconds.p50, report.ttft_seconds.p99) == (1.0, 2.0)
 
 
@@ -84,11 +91,23 @@ def test_json_has_every_name_that_the_issue_lists_and_survives_json() -> None:
     content = json.loads(json.dumps(report_of(*GOOD).to_json()))
     names = (
         "requests tokens_match prompt_tokens generated_tokens bytes_moved writes writes_without_staging transport "
-        "transfer_seconds ttft_seconds overlap_ratio ring_peak_bytes watermark_acks leaks leaked seconds"
+        "transfer_seconds exposed_seconds ttft_seconds overlap_ratio ring_peak_bytes watermark_acks leaks leaked seconds"
     )
     assert set(names.split()) <= set(content)
     assert content["transfer_seconds"] == {"p50": 0.1, "p99": 0.3}
     assert content["leaks"] == 0 and content["leaked"] == [] and content["environment"] == {"cpu_cores": 2}
+
+
+def test_the_times_are_printed_with_what_they_mean() -> None:
+    output = io.StringIO()
+    print_report(Console(file=output, width=120), report_of(*GOOD))
+    shown = output.getvalue()
+    assert re.search(r"transfer p50 / p99 +│ +100\.0 / 300\.0 ms", shown) and re.search(
+        r"exposed p50 / p99 +│ +100\.0 / 100\.0 ms", shown
+    )
+    assert re.search(r"overlap with compute +│ +50%", shown) and LEGEND in shown
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert LEGEND in readme and "exposed p50 / p99" in readme
 
 
 def test_overlap_of_a_run_that_moved_nothing() -> None:
