@@ -4,9 +4,10 @@ The setting `engine` names what loads it, as ``module:function``, called once in
 
     def load(config: PrefillNodeConfig, *, rank: int, rendezvous: Path) -> PrefillEngine
 
-`config` is the node's settings (`transfer.config`), `rank` this process's place in the instance, from 0, and `rendezvous` the path
-of a file that does not exist yet, at which the ranks of a group can meet; it is fresh in each life of the group. A `TransferError`
-that the loader raises ends the node with its exit code and its one line. A whole engine with its loader: docs/integration.md.
+`config` is the node's settings (`transfer.config`), `rank` this process's place in the instance, from 0, and `rendezvous` the
+path of a file that does not exist yet, at which the ranks of a group can meet; it is fresh in each life of the group. A
+`TransferError` that the loader raises ends the node with its exit code and its one line. A whole engine with its loader:
+docs/integration.md.
 """
 
 from __future__ import annotations
