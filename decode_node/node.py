@@ -209,6 +209,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         given: Sequence[int]
         match request.WhichOneof("input"):
             case "prompt":
+                if not request.prompt:  # the tokenizer may add a token that begins every text
+                    raise ConfigError("prompt is empty; it must have at least one character")
                 given = await self.text.encode(request.prompt, max_tokens=life.max_context_tokens)
             case "token_ids":
                 given = request.token_ids.ids

@@ -132,6 +132,9 @@ async def run_demo(options: DemoOptions) -> int:
     except TransferError as error:
         print(f"kvferry demo: {error}", file=sys.stderr)
         return exit_codes.exit_code_of(error)
+    except asyncio.CancelledError:
+        print("kvferry demo: interrupted", file=sys.stderr)
+        raise
     print_report(console, report)
     if options.json_file is not None:
         text = json.dumps(report.to_json(), indent=2) + "\n"

@@ -90,7 +90,9 @@ async def run_generate(target: str, request: pb.GenerateRequest, *, timeout_s: f
     except TransferError as error:
         if text and not is_json:
             print()
-        print(f"kvferry generate: {error}", file=sys.stderr)
+        # A request that was accepted is in the node's log under its id.
+        which = f" (request {answer['request_id']})" if "request_id" in answer else ""
+        print(f"kvferry generate: {error}{which}", file=sys.stderr)
         return exit_codes.exit_code_of(error)
     print(json.dumps(answer | {"text": text, "token_ids": token_ids}) if is_json else "")
     return exit_codes.OK

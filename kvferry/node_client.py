@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Self, cast
 
 import grpc
 
-from transfer.errors import ConfigError, RemoteProtocolError, TransportTimeout
+from transfer.errors import ConfigError, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import open_channel
@@ -65,7 +65,7 @@ class NodeClient:
                     raise
             return await self._prefill.Status(pb.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, peer=self.address) from error
+            raise self._error_of(error, timeout_s) from error
 
     async def abort(self, request_id: str, *, reason: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
         """Abort a request at the decode node; whether it was in flight.
@@ -77,7 +77,7 @@ class NodeClient:
         try:
             return (await self._decode.Abort(question, timeout=timeout_s)).found
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, peer=self.address) from error
+            raise self._error_of(error, timeout_s) from error
 
     async def generate(
         self, request: pb.GenerateRequest, *, accept_timeout_s: float = ANSWER_TIMEOUT_S, timeout_s: float | None = None
@@ -92,6 +92,7 @@ class NodeClient:
             TransferError: The call failed, or ended without a last event.
         """
         call = self._decode.Generate(request, timeout=timeout_s)
+        event = None
         is_done = False
         try:
             try:
@@ -108,6 +109,12 @@ class NodeClient:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise RemoteProtocolError(f"{self.address} is no decode node; give the address of one") from error
-            raise error_of(error, peer=self.address) from error
+            raise self._error_of(error, timeout_s, what="no answer" if event is None else "not finished") from error
         finally:
             call.cancel()
+
+    def _error_of(self, error: grpc.aio.AioRpcError, timeout_s: float | None, *, what: str = "no answer") -> TransferError:
+        """What a failed call is for the caller; our own deadline in words, for gRPC calls it a removed stream."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+            return TransportTimeout(f"{self.address}: {what} within {timeout_s:g} s")
+        return error_of(error, peer=self.address)

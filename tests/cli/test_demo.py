@@ -78,13 +78,16 @@ def test_interrupted_demo_leaves_nothing(tmp_path: Path, demo_dir: Path) -> None
     value = secrets.token_hex(8)
     command = [sys.executable, "-m", "kvferry", "demo", "--model", str(demo_dir)]
     environment = child_environment() | {"STARTED_BY_TEST": value}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
         while len(processes_with(f"STARTED_BY_TEST={value}")) < 5:  # itself, its guard, the reference, two leaders
             assert process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        assert process.wait(15) == 130
+        assert process.communicate(timeout=15)[1] == b"kvferry demo: interrupted\n"
+        assert process.returncode == 130
         assert processes_with(f"STARTED_BY_TEST={value}") == set()
     finally:
         process.kill()

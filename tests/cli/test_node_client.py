@@ -45,6 +45,7 @@ class FakeDecode(pb_grpc.DecodeControlServicer):
     events: list[pb.GenerateEvent] = field(default_factory=list)
     code: grpc.StatusCode | None = None
     is_hanging: bool = False
+    is_frozen: bool = False
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[pb.GenerateRequest] = field(default_factory=list)
 
@@ -62,6 +63,8 @@ class FakeDecode(pb_grpc.DecodeControlServicer):
             raise
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
+        if self.is_frozen:
+            await asyncio.sleep(60)
         return STATUS
 
 
@@ -124,7 +127,8 @@ async def test_each_status_has_its_exit_code_and_one_line(
     async with serving(FakeDecode(events=events, code=code)) as address:
         assert await run_generate(address, REQUEST, timeout_s=None, is_json=False) == exit_code
         printed = capsys.readouterr()
-        assert printed.err == f"kvferry generate: {address}: the reason, in one line\n"
+        which = " (request r1)" if events else ""  # as the node's log names it
+        assert printed.err == f"kvferry generate: {address}: the reason, in one line{which}\n"
         assert printed.out == (" a b\n" if events else "")  # what came stays readable, the error is not glued to it
 
 
@@ -142,10 +146,16 @@ async def test_a_node_that_accepts_nothing_is_given_up() -> None:
         await asyncio.wait_for(node.cancelled.wait(), 5)
 
 
-async def test_a_deadline_ends_the_request_on_both_sides() -> None:
-    node = FakeDecode(events=[ACCEPTED], is_hanging=True)
+@pytest.mark.parametrize(
+    ("events", "said"), [([], "no answer within 0.3 s"), ([ACCEPTED], "not finished within 0.3 s (request r1)")]
+)
+async def test_a_deadline_ends_the_request_on_both_sides(
+    events: list[pb.GenerateEvent], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = FakeDecode(events=events, is_hanging=True)
     async with serving(node) as address:
         assert await run_generate(address, REQUEST, timeout_s=0.3, is_json=False) == exit_codes.TOO_LATE
+        assert capsys.readouterr().err == f"kvferry generate: {address}: {said}\n"
         await asyncio.wait_for(node.cancelled.wait(), 5)
 
 
@@ -200,6 +210,12 @@ async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None
     for text in ("ready", "0x00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.15 GB/s", "[bold]it died[/bold]"):
         assert text in shown
     assert "capabilities: layer_groups, resend_once" in shown
+
+
+async def test_a_status_that_does_not_come_is_a_timeout_in_words() -> None:
+    async with serving(FakeDecode(is_frozen=True)) as address, NodeClient(address) as client:
+        with pytest.raises(TransportTimeout, match=r"^127.0.0.1:\d+: no answer within 0.2 s$"):
+            await client.status(timeout_s=0.2)
 
 
 def test_status_as_json_has_zeros_and_hexadecimal_incarnations() -> None:
