@@ -65,6 +65,16 @@ def test_pins_that_must_move_together() -> None:
     assert (_pins()["torch"], _pins()["triton"]) == ("2.13.0", "3.7.1")
 
 
+def test_the_oldest_ucxx_is_the_one_that_the_transport_takes() -> None:
+    source = (ROOT / "transfer" / "transport" / "ucx_library.py").read_text(encoding="utf-8")
+    (oldest,) = re.findall(r"needs ucxx ([\d.]+) or newer", source)
+    assert [one for one in _requirements() if one.startswith("ucxx")] == [f"ucxx-cu12>={oldest}", f"ucxx-cu13>={oldest}"]
+
+
+def test_type_checks_see_all_our_code() -> None:
+    assert {*PACKAGES, "bench", "examples"} == set(PYPROJECT["tool"]["mypy"]["files"])
+
+
 def test_one_version() -> None:
     declared = re.search(r'^__version__ = "(.+)"$', (ROOT / "transfer" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     assert declared is not None

@@ -35,7 +35,7 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.client import SessionWatch, TransferControlClient, open_channel, wait_ready
+from transfer.registry.client import SessionWatch, TransferControlClient, open_channel
 from transfer.registry.convert import attach_request_to_proto
 from transfer.registry.options import most_sessions
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
@@ -609,13 +609,6 @@ async def test_an_unreachable_peer_is_an_error_and_not_a_hang() -> None:
     with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1"):
         await client.attach(attach_request(), timeout_s=DEADLINE_S)
     await client.close()
-
-
-async def test_wait_ready_says_not_yet(server: RegistryServer) -> None:
-    async with open_channel("127.0.0.1:1") as channel:
-        assert not await wait_ready(channel, timeout_s=0.2)
-    async with open_channel(server.address) as channel:
-        assert await wait_ready(channel, timeout_s=DEADLINE_S)
 
 
 async def test_a_port_in_use_is_named(server: RegistryServer) -> None:

@@ -211,13 +211,3 @@ class SessionWatch:
         self._call.cancel()
         if reason is not None:
             self._on_lost(reason)
-
-
-async def wait_ready(channel: grpc.aio.Channel, *, timeout_s: float) -> bool:
-    """Whether the channel has a connection within `timeout_s`; False is "not yet"."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await channel.channel_ready()
-    except TimeoutError:
-        return False
-    return True
