@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from transfer.errors import ConfigError
 
@@ -87,6 +88,7 @@ def make_demo_model(directory: Path | str, *, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
     model = _make_weights(tokenizer, seed)
+    disable_progress_bar()  # for one small file, in the midst of the demo's own lines
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
     return directory

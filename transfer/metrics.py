@@ -135,6 +135,9 @@ class TransferStats(Protocol):
     def transfer_s(self) -> float: ...
 
 
+CREATED = "_created"  # series of the Prometheus client that double a page and that no dashboard reads
+
+
 class _Series:
     """The declared metrics of one process, in a registry of their own."""
 
@@ -259,9 +262,7 @@ class RankMetrics:
         families: dict[str, list[list[Any]]] = {}
         for family in self._series.registry.collect():
             samples = [
-                [sample.name, dict(sample.labels), sample.value]
-                for sample in family.samples
-                if not sample.name.endswith("_created")
+                [sample.name, dict(sample.labels), sample.value] for sample in family.samples if not sample.name.endswith(CREATED)
             ]
             if samples:
                 families[family.name] = samples
@@ -357,9 +358,11 @@ class NodeMetrics:
         Args:
             snapshots: The newest `RankMetrics.snapshot()` of each rank; None where a rank has not reported.
         """
-        own: bytes = generate_latest(self._series.registry)
-        ranks: bytes = generate_latest(_Snapshots(merge(snapshots)))
-        return own + ranks
+        own = list(self._series.registry.collect())
+        for family in own:
+            family.samples = [sample for sample in family.samples if not sample.name.endswith(CREATED)]
+        page: bytes = generate_latest(_Snapshots([*own, *merge(snapshots)]))
+        return page
 
 
 def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:

@@ -257,3 +257,11 @@ def test_a_metric_keeps_the_conventions(spec: Any) -> None:
 def test_names_are_declared_once() -> None:
     names = [spec.name for spec in (*RANK_METRICS, *NODE_METRICS)]
     assert len(names) == len(set(names))
+
+
+def test_the_page_has_no_times_of_creation() -> None:
+    rank = RankMetrics(role="prefill", rank=0)
+    rank.gather_seconds(0.1)
+    page = NodeMetrics(role="prefill").render([rank.snapshot({})]).decode()
+    assert "kvferry_requests_total" in page and "kvferry_stage_seconds_bucket" in page
+    assert "_created" not in page
