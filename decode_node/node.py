@@ -157,8 +157,9 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
             case WriterLost():
-                lost = f"decode rank {rank} has lost prefill rank {message.prefill_rank}: {message.reason}"
-                life.peers.break_join(message.incarnation, lost)
+                life.peers.break_join(
+                    message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
+                )
             case LinkProbed():
                 log.info("link_probed", **{name: getattr(message.link, name) for name in ("prefill_rank", "decode_rank", "lane")})
             case _:

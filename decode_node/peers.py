@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 JOIN_TIMEOUT_S = 60.0  # every rank attaches and probes its links before the first event
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
+REASON_GRACE_S = 0.2
+"""How long the prefill node's own reason for a loss is waited for before a decode rank's is taken, which only sees a link end."""
 REMINDER_S = 60.0  # a node that stays away for one and the same reason is spoken of this often
 
 log = structlog.get_logger(__name__)
@@ -131,12 +133,18 @@ class PrefillPeers:
             return "no prefill node is configured (peers.prefill_nodes)"
         return "no prefill node is joined: " + "; ".join(f"{peer.address} is {peer.state}: {peer.reason}" for peer in self.peers)
 
-    def break_join(self, incarnation: int, reason: str) -> None:
-        """A decode rank has lost its link with that prefill instance: leave it, and join again."""
+    def break_join(self, incarnation: int, *, prefill_rank: int, decode_rank: int, reason: str) -> None:
+        """A decode rank has lost its link with that prefill rank: leave the instance, and join again.
+
+        Only a link that the join has counts: anybody can attach in the name of a rank that does not exist, and go silent. Where
+        the join ends by itself within `REASON_GRACE_S`, its own reason is the better one.
+        """
         for peer in self.peers:
-            is_meant = peer.instance is not None and peer.instance.incarnation == incarnation
-            if is_meant and peer.broken is not None and not peer.broken.done():
-                peer.broken.set_result(reason)
+            if peer.instance is None or peer.instance.incarnation != incarnation or peer.broken is None:
+                continue
+            if any((link.prefill_rank, link.decode_rank) == (prefill_rank, decode_rank) for link in peer.links):
+                lost = f"decode rank {decode_rank} has lost prefill rank {prefill_rank}: {reason}"
+                asyncio.get_running_loop().call_later(REASON_GRACE_S, _break, peer.broken, lost)
 
     async def _keep_joined(self, peer: PrefillPeer) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -235,6 +243,11 @@ def _log_failed_join(peer: PrefillPeer, error: TransferError) -> None:
         log.warning("prefill_node_unreachable", address=peer.address, reason=peer.reason)
     else:
         log.warning("prefill_node_refuses", address=peer.address, reason=peer.reason)
+
+
+def _break(broken: asyncio.Future[str], reason: str) -> None:
+    if not broken.done():
+        broken.set_result(reason)
 
 
 def _event_of(read: object, peer: PrefillPeer) -> pb.JoinEvent:

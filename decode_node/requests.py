@@ -11,7 +11,7 @@ from enum import Enum, auto
 import structlog
 
 from decode_node.admission import Admission
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
     ExpectRequest,
@@ -38,9 +38,6 @@ from transfer.errors import (
 )
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
-
-REASON_GRACE_S = 0.3
-"""How long the prefill node's own reason for a failed transfer is waited for before a rank's is taken."""
 
 log = structlog.get_logger(__name__)
 

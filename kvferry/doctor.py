@@ -93,7 +93,7 @@ def examine() -> Iterator[Finding]:
     yield check_shared_memory(*_shared_memory())
     yield check_ptrace_scope(_read(Path("/proc/sys/kernel/yama/ptrace_scope")))
     yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_rdma=has_rdma)
-    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # the hard limit, to which each rank raises its own
     yield check_ports()
     yield check_gpu(bool(list(Path("/dev").glob("nvidia[0-9]*"))), installed_version("torch"))
     yield check_loopback(measure_loopback)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from transfer.errors import PeerUnreachable, StagingError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
 from transfer.layout import routes
 from transfer.registry.client import SessionWatch, TransferControlClient
+from transfer.registry.options import most_sessions
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import Session, Transport
@@ -105,12 +107,16 @@ class DecodeSessions:
 
         Raises:
             LayoutError: The two do not fit; what differs is named.
+            StagingError: There are as many sessions as the process's limit of open files is good for.
             TransportError: A rank cannot be reached, its link is slower than the configured floor, or the instance was closed
                 meanwhile.
         """
         check_compatible(self._own, instance)
+        most = most_sessions(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         mine = {r.decode_rank for r in routes(self._own.layout, self._own.shard, instance.shard) if r.prefill_rank == self._rank}
         self.close(instance.incarnation, "attached again")
+        if len(self._open) + len(mine) > most:
+            raise StagingError(f"prefill rank {self._rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}")
         peer = self._peers[instance.incarnation] = _Peer(join=join, instance=instance)
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]

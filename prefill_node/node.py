@@ -289,6 +289,8 @@ def _check_addresses(request: pb.JoinRequest, *, num_ranks: int) -> None:
     for name, address in named:
         if not 1 <= len(address) <= MAX_ADDRESS_CHARS:
             raise ConfigError(f"{name} has {len(address)} characters; it must have 1 to {MAX_ADDRESS_CHARS}")
+        if not address.isascii():
+            raise ConfigError(f"{name} is {address!a}; it must be ASCII")
 
 
 def _stats_to_proto(stats: SentStats) -> pb.TransferStats:

@@ -266,7 +266,7 @@ class LimitsConfig(_Section):
     max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
     queue_timeout_s: Seconds = Field(default=60.0, description="Longest wait for room before a request is refused.")
     step_timeout_s: Seconds = Field(
-        default=120.0,
+        default=600.0,
         description="An engine of which no step ends for so long is taken to hang: its ranks are started again.",
     )
 

@@ -297,7 +297,8 @@ class RingView:
     """What a writer knows of a peer's ring: never more than is true, so a yes is always safe.
 
     What was once heard to be released stays so, also when a later watermark has no room to repeat it. Only the lowest
-    `MAX_KEPT_RANGES` ranges are kept: forgetting delays, as not having heard does.
+    `MAX_KEPT_RANGES` ranges are kept. Forgetting delays, as not having heard does; and where a grant that was declined is said
+    once more, it may be declined once more.
 
     Args:
         capacity_bytes: Size of the peer's ring.

@@ -283,6 +283,42 @@ async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: L
     await until_idle(steady.prefill, steady.decode)
 
 
+async def test_a_silent_stranger_in_the_nodes_own_name_breaks_no_join(steady: LocalCluster, reference: Reference) -> None:
+    """It claims the life of the real prefill node, which anybody can see, and a rank that this node does not have."""
+    status = await status_of(steady.prefill)
+    assert status is not None
+    real = instance_from_proto(status.instance)
+    stranger = replace(real, shard=replace(real.shard, tp_size=4))
+    transport = UcxTransport(lane="auto")
+    offer = transport.offer()
+    request = AttachRequest(
+        prefill=stranger, prefill_rank=3, offer=offer.blob, chunk_plan=ChunkPlan(chunk_tokens=128), probe_bytes=4096
+    )
+    client, answer = await attach_somewhere(await control_ports(steady), request)
+    session = offer.complete(answer.answer)
+
+    async with Caller(steady.decode.address) as caller:
+
+        async def are_open(number: int) -> bool:
+            """Meanwhile the join holds, and requests are served."""
+            reference.check(prompt(30, 5), await caller.ask(prompt(30, 5), 4))
+            status = await status_of(steady.decode)
+            assert status is not None
+            assert [peer.state for peer in status.peers] == ["joined"]
+            return sum(rank.sessions for rank in status.ranks) == number
+
+        try:
+            await until(lambda: are_open(3), "the stranger's session", within_s=10)
+            await until(lambda: are_open(2), "the end of the stranger, who sends no beat", within_s=10)
+            for _ in range(5):
+                assert await are_open(2)
+                await asyncio.sleep(0.1)
+        finally:
+            await client.close()
+            session.close()
+            transport.close()
+
+
 async def has_dropped(cluster: LocalCluster, number: int) -> bool:
     return await num_dropped(cluster) >= number
 

@@ -82,18 +82,18 @@ async def test_a_frozen_prefill_rank(trio: Trio, reference: Reference) -> None:
                 return (await trio.states())[frozen.address] in ("lost", "joining")
 
             await until(is_left, "the frozen rank's node is left", within_s=NOTICE_S)
-            for number in range(6):
+            for number in range(3):  # few: a rank that says nothing for ten seconds is taken for hanging, and started anew
                 answer = await caller.ask(prompt(60, number))
                 reference.check(prompt(60, number), answer)
                 assert answer.done is not None and answer.done.prefill_node == healthy.address
-            answers = await asyncio.gather(*(asyncio.wait_for(flight, 60) for flight in flights))
-            (lost,) = [answer for answer in answers if answer.code is grpc.StatusCode.UNAVAILABLE]
-            assert lost.ended_s - since_s < NOTICE_S, f"{lost.details} took {lost.ended_s - since_s:.1f} s"
-            assert "has lost prefill rank 0" in lost.details, lost.details
-            (whole,) = [answer for answer in answers if answer is not lost]
-            assert whole.code is grpc.StatusCode.OK and len(whole.tokens) == 4
         finally:
             os.kill(pids[0], signal.SIGCONT)
+        answers = await asyncio.gather(*(asyncio.wait_for(flight, 60) for flight in flights))
+        (lost,) = [answer for answer in answers if answer.code is grpc.StatusCode.UNAVAILABLE]
+        assert lost.ended_s - since_s < NOTICE_S, f"{lost.details} took {lost.ended_s - since_s:.1f} s"
+        assert "silent" in lost.details, lost.details
+        (whole,) = [answer for answer in answers if answer is not lost]
+        assert whole.code is grpc.StatusCode.OK and len(whole.tokens) == 4
         await until(trio.are_joined, "the node that woke joined again")
         assert (frozen.rank_pids, frozen.incarnation) == (pids, incarnation), "the same life goes on"
         answers = await asyncio.gather(*(caller.ask(prompt(200, variant)) for variant in range(4)))

@@ -169,15 +169,29 @@ async def test_a_node_that_goes_away_is_lost_once_and_joined_again(mood: str, re
         assert one.peer.instance is not None and one.peer.instance.incarnation > 101, "another join"
 
 
+async def test_the_nodes_own_reason_comes_before_that_of_a_lost_link() -> None:
+    async with tier() as one:
+        await one.until("joined")
+        one.peers.break_join(101, prefill_rank=1, decode_rank=0, reason="endpoint error")
+        one.node.mood = "ends"
+        await until(lambda: one.lost)
+        one.node.mood = "joined"
+        await one.until("joined")
+        await asyncio.sleep(0.3)
+        assert one.peer.state == "joined" and "ended the join" in one.lost[0][2]
+        assert not any("endpoint error" in reason for _, _, reason in one.lost), "the next join is not broken by it"
+
+
 async def test_a_node_that_beats_on_while_a_link_to_it_is_lost_is_left_and_joined_again() -> None:
     """Its leader may know nothing: a frozen rank tells nobody. Until it is joined again, it is given no requests."""
     async with tier() as one:
         await one.until("joined")
-        one.peers.break_join(999, "another life's link")
-        await asyncio.sleep(2 * BEAT_S)
+        one.peers.break_join(999, prefill_rank=1, decode_rank=0, reason="another life's link")
+        one.peers.break_join(101, prefill_rank=7, decode_rank=0, reason="a stranger's, in the name of a rank that is none")
+        await asyncio.sleep(4 * BEAT_S)
         assert one.peer.state == "joined" and not one.lost
-        one.peers.break_join(101, "decode rank 0 has lost prefill rank 1: silent")
-        one.peers.break_join(101, "decode rank 1 has lost prefill rank 1: silent")
+        one.peers.break_join(101, prefill_rank=1, decode_rank=0, reason="silent")
+        one.peers.break_join(101, prefill_rank=0, decode_rank=0, reason="silent, too")
         await until(lambda: one.lost)
         assert one.peers.pick() is None
         assert one.lost == [(one.peer.address, 101, f"{one.peer.address}: decode rank 0 has lost prefill rank 1: silent")]

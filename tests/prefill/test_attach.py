@@ -185,3 +185,13 @@ async def test_a_decode_rank_without_room_for_another_session_is_asked_again_lat
         one.refusal = StagingError("256 sessions are open")
         with pytest.raises(DecodeSessions.PASSING, match="256 sessions are open"):
             await one.sessions.open(instance(LIFE), (one.address,), join=1)
+
+
+async def test_more_sessions_than_the_open_files_are_good_for_are_not_even_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach_module, "most_sessions", lambda open_files: 1)
+    async with attaching(tmp_path) as one:
+        with pytest.raises(StagingError, match="prefill rank 0 has 0 sessions; 2 more are above its 1"):
+            await one.sessions.open(instance(LIFE, tp_size=2), (one.address, one.address), join=1)
+        assert one.num_attaches == 0 and one.sessions.of(LIFE) == (None, {})

@@ -114,6 +114,7 @@ async def test_a_long_join_keeps_nothing_for_each_beat(served: Served) -> None:
         ({"rank_addresses": ["h" * (2 << 20)]}, "rank_addresses has 2097152 characters; it must have 1 to 300"),
         ({"rank_addresses": [""]}, "rank_addresses has 0 characters"),
         ({"decode_address": "h" * 301}, "decode_address has 301 characters"),
+        ({"rank_addresses": ["\N{GRINNING FACE}:1"]}, "rank_addresses is '\\U0001f600:1'; it must be ASCII"),
         ({"decode": instance_to_proto(instance(LIFE, weights="other"))}, "model weights"),
         ({"decode": pb.InstanceInfo()}, ""),
     ],

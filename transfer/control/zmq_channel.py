@@ -30,7 +30,7 @@ from typing import Any, Final
 import zmq
 
 from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH, Received, Waker, checked_payload, checked_peer
-from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
+from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, TransportError
 
 HEARTBEAT_INTERVAL_MS: Final = 200
 HEARTBEAT_TIMEOUT_MS: Final = 600
@@ -203,6 +203,7 @@ class ZmqControlClient:
 
     Raises:
         PeerUnreachable: The address is none that can be connected to.
+        TransportError: This process has no descriptors left.
     """
 
     def __init__(
@@ -281,7 +282,10 @@ class ZmqControlClient:
 
 
 def _socket(context: zmq.Context[Any] | None, kind: int, address: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
+    try:
+        socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
+    except zmq.ZMQError as error:  # no descriptors left, or no sockets
+        raise TransportError(f"no socket can be had for a control channel: {error.strerror}") from error
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_PAYLOADS)
     socket.setsockopt(zmq.RCVHWM, 0)  # no bound: see the module's docstring

@@ -12,7 +12,7 @@ MAX_CONCURRENT_CALLS: Final = 4096
 """Calls in progress before a server answers RESOURCE_EXHAUSTED by itself; streams count for as long as they live."""
 
 MAX_SESSIONS: Final = 256
-"""Sessions of one decode rank. One takes 4.6 MiB and 7 ms of the rank's loop (seen on two cores), so strangers who attach cannot
+"""Sessions of one rank. One takes 4.6 MiB and 7 ms of the rank's loop (seen on two cores), so strangers who attach cannot
 take more than 1.2 GiB; 32 prefill nodes of 8 ranks that all write to one decode rank are served."""
 
 FILES_PER_SESSION: Final = 20
@@ -53,7 +53,7 @@ CHANNEL_OPTIONS: Final = (
 
 
 def most_sessions(open_files: int) -> int:
-    """Sessions that a decode rank takes with a limit of `open_files`: one too many would fail half-way, and take others along."""
+    """Sessions that a rank takes with a limit of `open_files`: one too many would fail half-way, and take others along."""
     if open_files == resource.RLIM_INFINITY:
         return MAX_SESSIONS
     return max(1, min(MAX_SESSIONS, (open_files - FILES_OF_A_RANK) // FILES_PER_SESSION))
