@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
-from transfer.chunk import Chunk, split_into_chunks
-from transfer.layout import wire_bytes
+from transfer.chunk import Chunk, pieces_of, split_into_chunks
 from transfer.messages import ChunkReady
 from transfer.ring import Grant
 
@@ -69,19 +68,11 @@ class Request:
         chunks = split_into_chunks(
             incoming.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=incoming.start_token
         )
-        sizes: dict[tuple[int, int], int] = {}
-        for route in incoming.routes:
-            for chunk in chunks:
-                size = wire_bytes(
-                    layout,
-                    route.route,
-                    tokens=chunk.tokens,
-                    layers=chunk.layers,
-                    num_tokens=num_tokens,
-                    dtype=incoming.wire_dtype,
-                )
-                if size:
-                    sizes[route.route.index, chunk.index] = size
+        sizes = {
+            (route.route.index, chunk.index): size
+            for route in incoming.routes
+            for chunk, size in pieces_of(chunks, layout, route.route, num_tokens=num_tokens, dtype=incoming.wire_dtype)
+        }
         routes = {route.route.index: RouteState(incoming=route) for route in incoming.routes}
         return cls(incoming=incoming, chunks=chunks, routes=routes, sizes=sizes, missing=set(sizes))
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
-from transfer.chunk import Chunk, split_into_chunks
+from transfer.chunk import Chunk, pieces_of, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.layout import LayerKind, wire_buffers, wire_bytes
+from transfer.layout import LayerKind, wire_buffers
 from transfer.ring import Grant, RingView, grant_key
 
 
@@ -123,17 +123,8 @@ class Request:
         request = cls(outgoing=outgoing, num_chunks=len(chunks), sends_every_token=sends_every_token)
         for route in outgoing.routes:
             state = request.routes[route.route.index] = RouteState(outgoing=route)
-            for chunk in chunks:
-                size = wire_bytes(
-                    layout,
-                    route.route,
-                    tokens=chunk.tokens,
-                    layers=chunk.layers,
-                    num_tokens=num_tokens,
-                    dtype=outgoing.wire_dtype,
-                )
-                if size:
-                    state.pieces[chunk.index] = Piece(request=request, route=route, chunk=chunk, num_bytes=size)
+            for chunk, size in pieces_of(chunks, layout, route.route, num_tokens=num_tokens, dtype=outgoing.wire_dtype):
+                state.pieces[chunk.index] = Piece(request=request, route=route, chunk=chunk, num_bytes=size)
             state.unasked.extend(state.pieces.values())
         request.to_gather = request.to_release = sum(len(state.pieces) for state in request.routes.values())
         return request

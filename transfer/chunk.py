@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from transfer.errors import LayoutError
@@ -61,6 +61,21 @@ def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, star
     return tuple(chunks)
 
 
+def pieces_of(
+    chunks: Iterable[Chunk], layout: KVLayout, route: Route, *, num_tokens: int, dtype: DType
+) -> Iterator[tuple[Chunk, int]]:
+    """The chunks of which something travels on `route`, each with that payload in bytes. Both sides count with this.
+
+    Args:
+        num_tokens: Tokens of the whole prompt.
+        dtype: Element type on the wire.
+    """
+    for chunk in chunks:
+        size = wire_bytes(layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=dtype)
+        if size:
+            yield chunk, size
+
+
 def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route], dtype: DType) -> int:
     """Payload of the largest piece that any request can have on one of `routes`, in bytes; 0 without routes.
 
@@ -71,11 +86,5 @@ def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route
     """
     # A prompt of one full chunk: every later chunk of a longer prompt has the same pieces, or smaller ones behind a window.
     chunks = split_into_chunks(plan, num_tokens=plan.chunk_tokens, num_layers=layout.num_layers)
-    return max(
-        (
-            wire_bytes(layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=plan.chunk_tokens, dtype=dtype)
-            for route in routes
-            for chunk in chunks
-        ),
-        default=0,
-    )
+    sizes = (size for route in routes for _, size in pieces_of(chunks, layout, route, num_tokens=plan.chunk_tokens, dtype=dtype))
+    return max(sizes, default=0)

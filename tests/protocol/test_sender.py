@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from decode_node import receiver_events as rx
@@ -521,24 +523,10 @@ def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
     window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=4, v_head_dim=4, window_tokens=4)
     layout = KVLayout(layers=(window,), dtype=DType.FLOAT16)
     (route,) = routes(layout, Shard(), Shard())
-    outgoing = tx.OutgoingRequest(
-        request_id="r",
-        layout=layout,
-        plan=PLAN,
-        wire_dtype=layout.dtype,
-        num_tokens=20,
-        start_token=0,
-        routes=(tx.OutgoingRoute(route=route, session=1),),
-    )
-    incoming = rx.IncomingRequest(
-        request_id="r",
-        layout=layout,
-        plan=PLAN,
-        wire_dtype=layout.dtype,
-        num_tokens=20,
-        start_token=0,
-        routes=(rx.IncomingRoute(route=route, session=1),),
-    )
+    values: dict[str, Any] = {"request_id": "r", "layout": layout, "plan": PLAN, "wire_dtype": layout.dtype}
+    values |= {"num_tokens": 20, "start_token": 0}
+    outgoing = tx.OutgoingRequest(routes=(tx.OutgoingRoute(route=route, session=1),), **values)
+    incoming = rx.IncomingRequest(routes=(rx.IncomingRoute(route=route, session=1),), **values)
     asked = sorted(piece.chunk.index for piece in Request.of(outgoing).pieces())
     assert asked == sorted(index for _, index in IncomingState.of(incoming).sizes)
     assert 0 not in asked and 4 in asked
