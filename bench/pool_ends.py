@@ -1,7 +1,7 @@
 """The two ends of the pool-to-pool benchmark: everything that a rank of either role has, but for its engine.
 
 Pools hold random bits, page tables name pages in random order, and what arrived is compared by a path of its own: each end reads
-its pages with `PagedKVPool.read`, in the order of the tokens, and digests them; gather and scatter have no part in that.
+its pages with `KVPool.read`, in the order of the tokens, and digests them; gather and scatter have no part in that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link
 from transfer.kernels.digest import DIGEST_ALGORITHM
-from transfer.kv_pool import PagedKVPool, as_words
+from transfer.kv_pool import KVPool, as_words
 from transfer.layout import DType, KVLayout, Route, Shard, Span, TokenOrder, routes, wire_bytes
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
@@ -139,7 +139,7 @@ class PagePicker:
     def __init__(self, setting: Setting, shard: Shard, *, seed: int) -> None:
         self._pages_each = -(-setting.num_tokens // shard.page_size)
         num_pages = (setting.in_flight + 1) * self._pages_each
-        self.pool = PagedKVPool(layout=setting.layout, shard=shard, num_pages=num_pages)
+        self.pool = KVPool(layout=setting.layout, shard=shard, num_pages=num_pages)
         self._random = random.Random(seed)
         self.pages: dict[str, list[int]] = {}
 
@@ -152,7 +152,7 @@ class PagePicker:
 
     def pick(self, request_ids: Sequence[str]) -> None:
         """Forget the last round's pages, and choose others."""
-        pages = list(range(self.pool.num_pages))
+        pages = list(range(self.pool.num_pages[0]))
         self._random.shuffle(pages)
         self.pages = {name: pages[i * self._pages_each : (i + 1) * self._pages_each] for i, name in enumerate(request_ids)}
 
@@ -269,8 +269,8 @@ class PrefillEnd:
         await self._sessions.close_all("the benchmark is over")
         self._sender.close()
 
-    def pages_of(self, request_id: str) -> Sequence[int]:
-        return self.picker.pages[request_id]
+    def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        return (self.picker.pages[request_id],)
 
     def on_source_released(self, request_id: str) -> None:
         return  # the next round takes other pages anyway
@@ -398,8 +398,8 @@ class DecodeEnd:
         self._receiver.check_idle()
         self._receiver.close()
 
-    def pages_up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
-        return self.picker.pages[request_id]
+    def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
+        return (self.picker.pages[request_id],)
 
     def on_complete(self, request_id: str) -> None:
         self._complete[request_id].set_result(time.monotonic())

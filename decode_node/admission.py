@@ -7,6 +7,12 @@ and not before, and covers prompt and new tokens, so that generation can never r
 from __future__ import annotations
 
 from transfer.errors import LocalProtocolError
+from transfer.layer_groups import LayerGroup, PageCounts, PageNeeds
+
+
+def page_needs(groups: tuple[LayerGroup, ...], page_size: int) -> PageNeeds:
+    """What requests take of a decode rank's pool: of a prompt its last window arrives, and then one token is computed a step."""
+    return PageNeeds(groups=groups, page_size=page_size, tokens_in_flight=1)
 
 
 class Admission:
@@ -14,15 +20,15 @@ class Admission:
 
     Args:
         pool_pages: Pages of every rank's pool.
-        page_size: Tokens per page.
+        needs: What requests take of it.
         max_running: Requests that may hold room at once.
     """
 
-    def __init__(self, *, pool_pages: int, page_size: int, max_running: int) -> None:
+    def __init__(self, *, pool_pages: PageCounts, needs: PageNeeds, max_running: int) -> None:
         self._pool_pages = pool_pages
-        self._page_size = page_size
+        self._needs = needs
         self._max_running = max_running
-        self._held: dict[str, int] = {}
+        self._held: dict[str, PageCounts] = {}
         self._free_pages = pool_pages
 
     @property
@@ -30,21 +36,22 @@ class Admission:
         return len(self._held)
 
     @property
-    def free_pages(self) -> int:
+    def free_pages(self) -> PageCounts:
         return self._free_pages
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+    def pages_for(self, num_tokens: int) -> str:
+        """What a request of so many tokens needs, for a message."""
+        return self._needs.shown(self._needs.peak(num_tokens))
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        return self.pages_for(num_tokens) <= self._pool_pages
+        return self._needs.peak(num_tokens).fit(self._pool_pages)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Take room for all of the request; False means "not yet"."""
         if request_id in self._held:
             raise LocalProtocolError(f"request {request_id} has room already")
-        pages = self.pages_for(num_tokens)
-        if pages > self._free_pages or len(self._held) >= self._max_running:
+        pages = self._needs.peak(num_tokens)
+        if not pages.fit(self._free_pages) or len(self._held) >= self._max_running:
             return False
         self._held[request_id] = pages
         self._free_pages -= pages

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import structlog
 
-from decode_node.admission import Admission
+from decode_node.admission import Admission, page_needs
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
@@ -36,6 +36,7 @@ from node_runtime.transfer_ids import new_transfer_id
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
+from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import sampling_from_proto
@@ -64,7 +65,9 @@ class _Life:
         )
         self.requests = DecodeRequests(
             admission=Admission(
-                pool_pages=first.pool_pages, page_size=config.pool.page_size, max_running=config.limits.max_running_requests
+                pool_pages=PageCounts(first.pool_pages),
+                needs=page_needs(layer_groups(first.instance.layout), first.instance.shard.page_size),
+                max_running=config.limits.max_running_requests,
             ),
             peers=self.peers,
             text=node.text,

@@ -20,7 +20,7 @@ from node_runtime.piece_copier import PieceCopier
 from transfer.control.base import ControlServer, Received
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.kernels.digest import digest
-from transfer.kv_pool import PagedKVPool
+from transfer.kv_pool import KVPool
 from transfer.layout import Span
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
@@ -33,8 +33,8 @@ from transfer.transport.driver import SessionDriver
 class ReceiverOwner(Protocol):
     """What a `ReceiverLoop` tells, and asks, whoever runs the engine."""
 
-    def pages_up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
-        """Bind what is missing and return the request's pages, which hold its tokens [0, num_tokens) at least."""
+    def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
+        """Bind what is missing and return the request's page table in each group of layers, for its tokens [0, num_tokens)."""
         ...
 
     def on_complete(self, request_id: str) -> None:
@@ -76,7 +76,7 @@ class ReceiverLoop:
         *,
         loop: asyncio.AbstractEventLoop,
         owner: ReceiverOwner,
-        pool: PagedKVPool,
+        pool: KVPool,
         transport: Transport,
         ring_memory: StagingBuffer,
         control: ControlServer,
@@ -247,7 +247,7 @@ class ReceiverLoop:
             heads=Span(begin=heads.target_start, end=heads.target_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,
-            pages=self._owner.pages_up_to(action.request_id, action.chunk.tokens.end),
+            tables=self._owner.tables_up_to(action.request_id, action.chunk.tokens.end),
         )
         offset = action.grant.begin % self._ring_memory.num_bytes
         source = self._ring_memory.tensor[offset : offset + action.num_bytes]

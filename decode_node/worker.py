@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from decode_node.admission import page_needs
 from decode_node.engine import DecodeEngine
 from decode_node.rank_messages import (
     CancelRequest,
@@ -48,7 +49,7 @@ from transfer.instance import AttachRequest, AttachResponse, Instance, Link, che
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.messages import clip_reason
 from transfer.metrics import RankMetrics
-from transfer.page_allocator import PageAllocator
+from transfer.page_allocator import GroupAllocator
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
@@ -96,7 +97,7 @@ class DecodeWorker:
         self._probes: set[asyncio.Task[None]] = set()
         self._engine: DecodeEngine
         self._instance: Instance
-        self._allocator: PageAllocator
+        self._allocator: GroupAllocator
         self._transport: Transport
         self._scratch: LocalMemory
         self._receiver: ReceiverLoop
@@ -112,15 +113,16 @@ class DecodeWorker:
         )
         self._transport = open_transport(config.transport, host=config.server.host)
         self._instance = own_instance(engine, self._transport, incarnation=self._spec.incarnation)
-        self._allocator = PageAllocator(engine.pool.num_pages)
+        pool = engine.pool
+        self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size), pool.num_pages)
         host, advertised = config.server.host, config.server.advertised_host
         self._control = ZmqControlServer(f"tcp://{host_port(host, 0)}", advertise_host=advertised)
         self._receiver = ReceiverLoop(
             loop=self._loop,
             owner=self,
-            pool=engine.pool,
+            pool=pool,
             transport=self._transport,
-            ring_memory=StagingBuffer(num_bytes=config.ring.capacity_bytes, device=engine.pool.device),
+            ring_memory=StagingBuffer(num_bytes=config.ring.capacity_bytes, device=pool.device),
             control=self._control,
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
@@ -142,7 +144,7 @@ class DecodeWorker:
             rank=self._spec.rank,
             pid=os.getpid(),
             instance=self._instance,
-            pool_pages=engine.pool.num_pages,
+            pool_pages=pool.num_pages,
             max_context_tokens=engine.max_context_tokens,
             vocab_size=engine.vocab_size,
             eos_token_ids=tuple(engine.eos_token_ids),
@@ -277,9 +279,9 @@ class DecodeWorker:
             for number, writer in self._writers.items()
             if writer.instance.incarnation == message.prefill_incarnation
         }
-        page_size = self._engine.pool.page_size
-        if not self._allocator.reserve(message.request_id, -(-message.reserved_tokens // page_size)):
+        if not self._allocator.reserve(message.request_id, message.reserved_tokens):
             raise LocalProtocolError(f"no room for request {message.request_id}, which the leader had counted")
+        self._allocator.begin_at(message.request_id, message.num_tokens)
         self._requests[message.request_id] = _Request(sampling=message.sampling)
         if self._receiver.is_known(message.request_id):
             self._requests[message.request_id].is_receiving = False
@@ -335,12 +337,14 @@ class DecodeWorker:
         for part in message.parts:
             request = self._requests[part.request_id]
             request.steps_under_way += 1
+            # The steps before are over: the leader sends one at a time.
+            self._allocator.advance(part.request_id, part.position)
             items.append(
                 DecodeItem(
                     request_id=part.request_id,
                     token_id=part.token_id,
                     position=part.position,
-                    page_table=tuple(self.pages_up_to(part.request_id, part.position + 1)),
+                    page_tables=self._allocator.cover(part.request_id, part.position + 1),
                     sampling=request.sampling,
                 )
             )
@@ -372,14 +376,9 @@ class DecodeWorker:
 
     # What the receiver says
 
-    def pages_up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
-        """Pages of the request up to `num_tokens`; bound only now, when data is there to fill them."""
-        pages = self._allocator.pages(request_id)
-        missing = -(-num_tokens // self._engine.pool.page_size) - len(pages)
-        if missing > 0:
-            self._allocator.bind(request_id, missing)
-            pages = self._allocator.pages(request_id)
-        return pages
+    def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
+        """The request's tables up to `num_tokens`; pages are bound only now, when data is there to fill them."""
+        return self._allocator.cover(request_id, num_tokens)
 
     def on_complete(self, request_id: str) -> None:
         self._requests[request_id].is_receiving = False
@@ -401,9 +400,9 @@ class DecodeWorker:
         return {
             "rank": self._spec.rank,
             "pid": os.getpid(),
-            "pool_pages": self._engine.pool.num_pages,
-            "pool_pages_reserved": self._allocator.num_reserved,
-            "pool_pages_bound": self._allocator.num_bound,
+            "pool_pages": sum(pages.num_pages for _, pages in self._allocator.by_group),
+            "pool_pages_reserved": sum(pages.num_reserved for _, pages in self._allocator.by_group),
+            "pool_pages_bound": sum(pages.num_bound for _, pages in self._allocator.by_group),
             "ring_capacity": ring.capacity_bytes,
             "ring_live_bytes": ring.live_bytes,
             "ring_peak_bytes": self._receiver.ring_peak_bytes,

@@ -22,7 +22,7 @@ from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSet
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
-from transfer.kv_pool import PagedKVPool
+from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import PageAllocator
@@ -45,7 +45,7 @@ class Pages:
     """A pool, and who has which pages of it."""
 
     def __init__(self, layout: KVLayout, shard: Shard, rank: int) -> None:
-        self.pool = PagedKVPool(layout=layout, shard=shard.at(rank), num_pages=NUM_PAGES)
+        self.pool = KVPool(layout=layout, shard=shard.at(rank), num_pages=NUM_PAGES)
         self.allocator = PageAllocator(NUM_PAGES)
 
     def up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
@@ -81,8 +81,8 @@ class SendingRank:
             on_crash=crash,
         )
 
-    def pages_of(self, request_id: str) -> Sequence[int]:
-        return self.pages.allocator.pages(request_id)
+    def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        return (self.pages.allocator.pages(request_id),)
 
     def on_source_released(self, request_id: str) -> None:
         self.pages.allocator.release(request_id)
@@ -130,8 +130,8 @@ class ReceivingRank:
             on_crash=crash,
         )
 
-    def pages_up_to(self, request_id: str, num_tokens: int) -> Sequence[int]:
-        return self.pages.up_to(request_id, num_tokens)
+    def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
+        return (self.pages.up_to(request_id, num_tokens),)
 
     def on_complete(self, request_id: str) -> None:
         self.complete.add(request_id)
@@ -252,7 +252,7 @@ class TwoTiers:
                 if request_id not in sender.pages.allocator.owners():
                     continue  # given up meanwhile
                 slots = sender.pages.slots(request_id, chunk.tokens.end)[chunk.tokens.begin :]
-                layers = chunk.layers.intersect(sender.pages.pool.layers)
+                layers = chunk.layers.intersect(sender.pages.pool.shard.layers(self.layout))
                 for layer in range(layers.begin, layers.end):
                     heads = self.prefill.at(rank).heads(self.layout.layers[layer].num_kv_heads)
                     k, v = (x[chunk.tokens.begin : chunk.tokens.end, heads.begin : heads.end] for x in self.kv[request_id][layer])

@@ -26,7 +26,7 @@ from kvferry.node_client import NodeClient
 from prefill_node.engine import OnLayersWritten
 from transfer.config import NodeConfig
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
-from transfer.kv_pool import PagedKVPool
+from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard
 from transfer.pb import kvferry_pb2 as pb
 
@@ -44,7 +44,7 @@ class ToyEngine:
     def __init__(self, shard: Shard, num_pages: int) -> None:
         self.layout = KVLayout.uniform(num_layers=3, num_kv_heads=HEADS, head_dim=8, dtype=DType.FLOAT32)
         self.shard = shard
-        self.pool = PagedKVPool(layout=self.layout, shard=shard, num_pages=num_pages)
+        self.pool = KVPool(layout=self.layout, shard=shard, num_pages=num_pages)
         self.model_fields: Mapping[str, str] = {"architecture": "toy"}
         self.max_context_tokens = 2048
         self.vocab_size = VOCAB_SIZE

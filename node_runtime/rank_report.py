@@ -14,7 +14,7 @@ class RankHello:
 
     Args:
         instance: The instance as this rank sees it; equal on all ranks.
-        pool_pages: Pages of its pool.
+        pool_pages: Pages of its pool, for each group of layers.
         max_context_tokens: Longest prompt plus generation.
         vocab_size: Token ids are below it.
         eos_token_ids: The model's own end tokens.
@@ -24,7 +24,7 @@ class RankHello:
     rank: int
     pid: int
     instance: Instance
-    pool_pages: int
+    pool_pages: tuple[int, ...]
     max_context_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()

@@ -229,4 +229,5 @@ def check_alike(hellos: tuple[RankHello, ...]) -> None:
         if hello.instance.layout != first.instance.layout or hello.instance.model_fields != first.instance.model_fields:
             raise EngineError(f"ranks {first.rank} and {hello.rank} have loaded different models")
         if hello.pool_pages != first.pool_pages:
-            raise EngineError(f"ranks {first.rank} and {hello.rank} have {first.pool_pages} and {hello.pool_pages} pages")
+            counts = (", ".join(map(str, one.pool_pages)) for one in (first, hello))
+            raise EngineError(f"ranks {first.rank} and {hello.rank} have {' and '.join(counts)} pages")

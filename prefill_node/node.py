@@ -28,12 +28,13 @@ from prefill_node.rank_messages import (
     check_step_fits,
 )
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
-from prefill_node.scheduler import PrefillScheduler
+from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
 from transfer.chunk import ChunkPlan
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance, check_compatible
+from transfer.layer_groups import PageCounts, layer_groups
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -66,8 +67,12 @@ class _Life:
         self.vocab_size = first.vocab_size
         self.requests = PrefillRequests(
             PrefillScheduler(
-                pool_pages=first.pool_pages,
-                page_size=config.pool.page_size,
+                pool_pages=PageCounts(first.pool_pages),
+                needs=page_needs(
+                    layer_groups(first.instance.layout),
+                    first.instance.shard.page_size,
+                    chunk_tokens=config.chunk.chunk_tokens,
+                ),
                 chunk_tokens=config.chunk.chunk_tokens,
                 max_step_tokens=config.limits.max_step_tokens,
                 max_running=config.limits.max_running_requests,

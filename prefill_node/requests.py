@@ -21,7 +21,7 @@ from prefill_node.rank_messages import (
     StepFailed,
     StepPart,
 )
-from prefill_node.scheduler import PrefillScheduler
+from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler
 from prefill_node.sender_events import SentStats
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
@@ -33,7 +33,6 @@ from transfer.errors import (
 )
 from transfer.messages import clip_reason
 
-STEPS_AHEAD = 2  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
 RETRY_RESERVE_S = 0.05
 
 log = structlog.get_logger(__name__)

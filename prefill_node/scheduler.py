@@ -9,6 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transfer.errors import LocalProtocolError
+from transfer.layer_groups import LayerGroup, PageCounts, PageNeeds
+
+STEPS_AHEAD = 2  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
+
+
+def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, chunk_tokens: int) -> PageNeeds:
+    """What requests take of a prefill rank's pool.
+
+    In flight are the steps that the leader sends ahead, and one more: it goes by rank 0, and another rank can have ended a step
+    as well and not looked yet. Not two of them: a rank runs its steps one after the other, and looks before it reads the message
+    that rank 0's end of the second brings.
+    """
+    return PageNeeds(groups=groups, page_size=page_size, tokens_in_flight=(STEPS_AHEAD + 1) * chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +37,7 @@ class StepItem:
 @dataclass(slots=True, kw_only=True)
 class _Request:
     num_tokens: int
-    num_pages: int
+    pages: PageCounts
     destination: int
     order: int  # of submission
     is_overtaken: bool = False  # a younger one, for another destination, was started first
@@ -35,7 +48,7 @@ class _Request:
 class _Room:
     """What this node would have left, if all the requests for one destination that are named so far were started."""
 
-    pages: int
+    pages: PageCounts
     slots: int
     has_named: bool = False
     is_closed: bool = False
@@ -46,14 +59,16 @@ class PrefillScheduler:
 
     Args:
         pool_pages: Pages of every rank's pool.
-        page_size: Tokens per page.
+        needs: What requests take of it.
         chunk_tokens: Grid of the chunks: a step computes a request up to the next multiple of it.
         max_step_tokens: Tokens that one step computes at most; at least one chunk is always taken.
         max_running: Requests that may be between start and release.
     """
 
-    def __init__(self, *, pool_pages: int, page_size: int, chunk_tokens: int, max_step_tokens: int, max_running: int) -> None:
-        self._page_size = page_size
+    def __init__(
+        self, *, pool_pages: PageCounts, needs: PageNeeds, chunk_tokens: int, max_step_tokens: int, max_running: int
+    ) -> None:
+        self._needs = needs
         self._chunk_tokens = chunk_tokens
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
@@ -74,11 +89,12 @@ class PrefillScheduler:
     def num_running(self) -> int:
         return len(self._computing) + len(self._sending)
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+    def pages_for(self, num_tokens: int) -> str:
+        """What a request of so many tokens needs, for a message."""
+        return self._needs.shown(self._needs.peak(num_tokens))
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        return self.pages_for(num_tokens) <= self._pool_pages
+        return self._needs.peak(num_tokens).fit(self._pool_pages)
 
     def submit(self, request_id: str, num_tokens: int, *, destination: int) -> None:
         """Put a request at the queue's end.
@@ -90,7 +106,7 @@ class PrefillScheduler:
             raise LocalProtocolError(f"request {request_id} submitted twice")
         self._num_submitted += 1
         self._waiting[request_id] = _Request(
-            num_tokens=num_tokens, num_pages=self.pages_for(num_tokens), destination=destination, order=self._num_submitted
+            num_tokens=num_tokens, pages=self._needs.peak(num_tokens), destination=destination, order=self._num_submitted
         )
 
     def startable(self) -> list[str]:
@@ -101,7 +117,9 @@ class PrefillScheduler:
         destination a younger request is named only while the older ones before it fit as well. A destination's oldest that does
         not fit is named all the same once others have overtaken it: when it is accepted, the next pages are its own.
         """
-        pages = self._free_pages - sum(request.num_pages for request in self._accepted.values())
+        pages = self._free_pages
+        for request in self._accepted.values():
+            pages -= request.pages
         slots = self._max_running - self.num_running - len(self._accepted)
         rooms: dict[int, _Room] = {}
         names = []
@@ -109,9 +127,9 @@ class PrefillScheduler:
             room = rooms.setdefault(request.destination, _Room(pages=pages, slots=slots))
             if room.is_closed:
                 continue
-            room.is_closed = request.num_pages > room.pages or room.slots <= 0
+            room.is_closed = not request.pages.fit(room.pages) or room.slots <= 0
             if not room.is_closed:
-                room.pages, room.slots, room.has_named = room.pages - request.num_pages, room.slots - 1, True
+                room.pages, room.slots, room.has_named = room.pages - request.pages, room.slots - 1, True
                 names.append(request_id)
             elif request.is_overtaken and not room.has_named and not self._accepted:
                 names.append(request_id)
@@ -129,9 +147,9 @@ class PrefillScheduler:
         """
         started = []
         for request_id, request in list(self._accepted.items()):
-            if request.num_pages > self._free_pages or self.num_running >= self._max_running:
+            if not request.pages.fit(self._free_pages) or self.num_running >= self._max_running:
                 break
-            self._free_pages -= request.num_pages
+            self._free_pages -= request.pages
             self._computing[request_id] = self._accepted.pop(request_id)
             self._note_overtaken(request)
             started.append(request_id)
@@ -172,9 +190,10 @@ class PrefillScheduler:
     def release(self, request_id: str) -> None:
         """Every rank has given the request's pages back."""
         request = self._sending.pop(request_id, None) or self._computing.pop(request_id)
-        self._free_pages += request.num_pages
+        self._free_pages += request.pages
 
     def check_idle(self) -> None:
         """Raises LocalProtocolError when nothing is in flight and yet pages are missing."""
         if not self._computing and not self._sending and self._free_pages != self._pool_pages:
-            raise LocalProtocolError(f"{self._pool_pages - self._free_pages} pages are missing in an idle scheduler")
+            missing = self._needs.shown(self._pool_pages - self._free_pages)
+            raise LocalProtocolError(f"{missing} pages are missing in an idle scheduler")

@@ -22,7 +22,7 @@ from transfer.control.base import ControlClient
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
 from transfer.kernels.digest import digest
-from transfer.kv_pool import PagedKVPool
+from transfer.kv_pool import KVPool
 from transfer.layout import Span
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
@@ -35,8 +35,8 @@ from transfer.transport.driver import SessionDriver
 class SenderOwner(Protocol):
     """What a `SenderLoop` tells whoever runs the engine."""
 
-    def pages_of(self, request_id: str) -> Sequence[int]:
-        """Pages bound to the request so far, in the order of its tokens from token 0."""
+    def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        """The request's page table in each group of layers so far, from token 0 on."""
         ...
 
     def on_source_released(self, request_id: str) -> None:
@@ -79,7 +79,7 @@ class SenderLoop:
         *,
         loop: asyncio.AbstractEventLoop,
         owner: SenderOwner,
-        pool: PagedKVPool,
+        pool: KVPool,
         transport: Transport,
         staging: StagingBuffer,
         settings: SenderSettings,
@@ -227,7 +227,7 @@ class SenderLoop:
             heads=Span(begin=heads.source_start, end=heads.source_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,
-            pages=self._owner.pages_of(action.request_id),
+            tables=self._owner.tables_of(action.request_id),
         )
         begin = action.slot * self._slot_bytes
         out = self._staging.tensor[begin : begin + action.num_bytes]

@@ -36,6 +36,7 @@ from prefill_node.rank_messages import (
     StepDone,
     StepFailed,
 )
+from prefill_node.scheduler import page_needs
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
@@ -45,7 +46,7 @@ from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError, Tr
 from transfer.instance import Instance
 from transfer.layout import routes, wire_dtype
 from transfer.metrics import RankMetrics
-from transfer.page_allocator import PageAllocator
+from transfer.page_allocator import GroupAllocator
 from transfer.staging import ALIGNMENT_BYTES, StagingBuffer
 
 log = structlog.get_logger(__name__)
@@ -80,7 +81,7 @@ class PrefillWorker:
         self._plan = ChunkPlan(chunk_tokens=spec.config.chunk.chunk_tokens, layers_per_group=spec.config.chunk.layers_per_group)
         self._engine: PrefillEngine
         self._instance: Instance
-        self._allocator: PageAllocator
+        self._allocator: GroupAllocator
         self._sender: SenderLoop
         self._sessions: DecodeSessions
 
@@ -92,14 +93,17 @@ class PrefillWorker:
         self._engine = engine
         transport = open_transport(self._config.transport, host=self._config.server.host)
         self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation)
-        self._allocator = PageAllocator(engine.pool.num_pages)
+        pool = engine.pool
+        self._allocator = GroupAllocator(
+            page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens), pool.num_pages
+        )
         num_slots = self._config.staging.num_slots
         self._sender = SenderLoop(
             loop=self._loop,
             owner=self,
-            pool=engine.pool,
+            pool=pool,
             transport=transport,
-            staging=StagingBuffer(num_bytes=num_slots * self._slot_bytes(), device=engine.pool.device),
+            staging=StagingBuffer(num_bytes=num_slots * self._slot_bytes(), device=pool.device),
             settings=SenderSettings(num_slots=num_slots),
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
@@ -121,7 +125,7 @@ class PrefillWorker:
             rank=self._spec.rank,
             pid=os.getpid(),
             instance=self._instance,
-            pool_pages=engine.pool.num_pages,
+            pool_pages=pool.num_pages,
             max_context_tokens=engine.max_context_tokens,
             vocab_size=engine.vocab_size,
         )
@@ -184,10 +188,9 @@ class PrefillWorker:
         cells: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             cells.setdefault(chunk.tokens.begin // self._plan.chunk_tokens, []).append(chunk)
-        num_pages = -(-message.num_tokens // self._engine.pool.page_size)
-        if not self._allocator.reserve(message.request_id, num_pages):
+        if not self._allocator.reserve(message.request_id, message.num_tokens):
             raise LocalProtocolError(
-                f"no room for {num_pages} pages of request {message.request_id}, which the leader had counted"
+                f"no room for {message.num_tokens} tokens of request {message.request_id}, which the leader had counted"
             )
         self._requests[message.request_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling, chunks=cells)
         decode, sessions = self._sessions.of(message.decode_incarnation)
@@ -217,18 +220,13 @@ class PrefillWorker:
         for part in message.parts:
             request = self._requests[part.request_id]
             end = part.first_token + len(part.token_ids)
-            pages = self._allocator.pages(part.request_id)
-            missing = -(-end // self._engine.pool.page_size) - len(pages)
-            if missing > 0:
-                self._allocator.bind(part.request_id, missing)
-                pages = self._allocator.pages(part.request_id)
             request.steps_under_way += 1
             items.append(
                 PrefillItem(
                     request_id=part.request_id,
                     token_ids=part.token_ids,
                     first_token=part.first_token,
-                    page_table=tuple(pages),
+                    page_tables=self._allocator.cover(part.request_id, end),
                     sampling=request.sampling,
                     is_last=part.is_last,
                 )
@@ -276,6 +274,11 @@ class PrefillWorker:
             if isinstance(outcome, StepFailed):
                 self._sender.abort_request(part.request_id, outcome.reason)
             self._release_if_over(part.request_id, request)
+            if part.request_id in self._requests:
+                # Of the next step, nothing below its window is read; of the prompt, the last window still has to be gathered.
+                end = part.first_token + len(part.token_ids)
+                kept_from = None if request.is_source_released else request.num_tokens
+                self._allocator.advance(part.request_id, end, kept_from=kept_from)
 
     def _abort(self, message: AbortRequest) -> None:
         request = self._requests.get(message.request_id)
@@ -287,8 +290,8 @@ class PrefillWorker:
 
     # What the sender says
 
-    def pages_of(self, request_id: str) -> Sequence[int]:
-        return self._allocator.pages(request_id)
+    def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
+        return self._allocator.tables(request_id)
 
     def on_source_released(self, request_id: str) -> None:
         request = self._requests[request_id]
@@ -319,9 +322,9 @@ class PrefillWorker:
         return {
             "rank": self._spec.rank,
             "pid": os.getpid(),
-            "pool_pages": self._engine.pool.num_pages,
-            "pool_pages_reserved": self._allocator.num_reserved,
-            "pool_pages_bound": self._allocator.num_bound,
+            "pool_pages": sum(pages.num_pages for _, pages in self._allocator.by_group),
+            "pool_pages_reserved": sum(pages.num_reserved for _, pages in self._allocator.by_group),
+            "pool_pages_bound": sum(pages.num_bound for _, pages in self._allocator.by_group),
             "staging_slots": self._config.staging.num_slots,
             "staging_slots_used": self._sender.num_slots_used,
             "requests": len(self._requests) + self._sender.num_requests,

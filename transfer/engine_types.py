@@ -1,7 +1,9 @@
 """What a node hands to an engine: the value types of `PrefillEngine` and `DecodeEngine`.
 
-Standard library only, so that an engine's author needs nothing but these names. Pages are those of the engine's own pool:
-token `t` of a request lives in page ``page_table[t // page_size]`` at offset ``t % page_size``.
+Standard library only, so that an engine's author needs nothing but these names. Pages are those of the engine's own pool: for
+each group of layers (`transfer.layer_groups`; most models have one) a request has a page table, and token `t` lives in page
+``table[t // page_size]`` at offset ``t % page_size``. Of a sliding window, entries whose tokens are out of reach are `NO_PAGE`.
+Of recurrent layers, the table's one entry is the row that holds the request's state.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ class PrefillItem:
         request_id: The request; at most one item of it in a step.
         token_ids: The tokens of this step, in order; at least one.
         first_token: Position of ``token_ids[0]`` in the prompt; everything before it is in the pool already.
-        page_table: Pages bound to the request so far; they hold every position up to the last one of this step.
+        page_tables: For each group of layers, the pages bound to the request so far; they hold every position up to the last
+            one of this step that attention can still reach. A state's row holds the state after `first_token` tokens; where
+            that is 0, whatever an earlier request left.
         sampling: How the first token is chosen, where `is_last`.
         is_last: These are the prompt's last tokens: sample the first token after them.
 
@@ -95,7 +99,7 @@ class PrefillItem:
     request_id: str
     token_ids: tuple[int, ...]
     first_token: int
-    page_table: Sequence[int]
+    page_tables: tuple[Sequence[int], ...]
     sampling: SamplingParams = GREEDY
     is_last: bool
 
@@ -104,6 +108,15 @@ class PrefillItem:
             raise EngineError(f"token_ids of request {self.request_id!r} is empty; a prefill step has at least one token")
         if self.first_token < 0:
             raise EngineError(f"first_token of request {self.request_id!r} is {self.first_token}; it must not be negative")
+
+    @property
+    def page_table(self) -> Sequence[int]:
+        """The one page table, for models whose layers are all alike.
+
+        Raises:
+            EngineError: The model has several groups of layers.
+        """
+        return _only_table(self.request_id, self.page_tables)
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +136,8 @@ class DecodeItem:
         request_id: The request; at most one item of it in a step.
         token_id: The newest token; its KV is written in this step.
         position: Position of `token_id`; everything before it is in the pool already.
-        page_table: Pages bound to the request; they hold every position up to and with `position`.
+        page_tables: For each group of layers, the pages bound to the request; they hold every position up to and with
+            `position` that attention can still reach.
         sampling: How the next token is chosen.
 
     Raises:
@@ -133,9 +147,24 @@ class DecodeItem:
     request_id: str
     token_id: int
     position: int
-    page_table: Sequence[int]
+    page_tables: tuple[Sequence[int], ...]
     sampling: SamplingParams = GREEDY
 
     def __post_init__(self) -> None:
         if self.position < 0:
             raise EngineError(f"position of request {self.request_id!r} is {self.position}; it must not be negative")
+
+    @property
+    def page_table(self) -> Sequence[int]:
+        """The one page table, for models whose layers are all alike.
+
+        Raises:
+            EngineError: The model has several groups of layers.
+        """
+        return _only_table(self.request_id, self.page_tables)
+
+
+def _only_table(request_id: str, page_tables: tuple[Sequence[int], ...]) -> Sequence[int]:
+    if len(page_tables) != 1:
+        raise EngineError(f"request {request_id!r} has {len(page_tables)} page tables; page_table is for models that have one")
+    return page_tables[0]

@@ -1,19 +1,21 @@
-"""The paged KV pool of one rank: one tensor per layer and K or V, addressed by page or by slot.
+"""The KV pool of one rank: one tensor per layer and K or V, addressed by page or by slot.
 
-A page holds `page_size` tokens, a slot is one token: ``slot = page * page_size + offset``. Who owns which page is not known
-here, see `transfer.page_allocator`.
+A page holds `page_size` tokens, a slot is one token: ``slot = page * page_size + offset``. Layers that share a page table (see
+`transfer.layer_groups`) are one `PagedKVPool`; a rank's `KVPool` has one for each group of its model. Who owns which page is not
+known here, see `transfer.page_allocator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from transfer.errors import ConfigError, LayoutError
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, TokenOrder
+from transfer.layer_groups import LayerGroup, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.staging import zeroed_bytes
 
 BUFFER_ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
@@ -54,19 +56,20 @@ class LayerBuffers:
 
 
 class PagedKVPool:
-    """K and V of one rank's layers, in pages.
+    """K and V of some layers of one rank, in pages that all of these layers share.
 
     Args:
         layout: The KV of the whole model.
         shard: This rank's cut of it; its order says how a page lies in memory.
         num_pages: Pages of every buffer.
         device: Where the pool is allocated, zeroed; on CPU that also makes the memory really there.
-        buffers: The rank's layers in order, where an engine's own tensors are the pool. Shapes as `buffer()` gives them; pages,
-            tokens and heads may be any stride apart, only a head's elements must be adjacent. `device` is then without effect.
+        buffers: The layers in order, where an engine's own tensors are the pool. Shapes as `buffer()` gives them; pages, tokens
+            and heads may be any stride apart, only a head's elements must be adjacent. `device` is then without effect.
+        layers: Which of the rank's layers, ascending; None for all of them.
 
     Raises:
         ConfigError: `num_pages` is below 1.
-        LayoutError: The rank has no layers, a layer cannot be kept in pages, or a given tensor does not fit.
+        LayoutError: There are no layers, they cannot share pages, or a given tensor does not fit.
     """
 
     def __init__(
@@ -77,24 +80,24 @@ class PagedKVPool:
         num_pages: int,
         device: torch.device | str = "cpu",
         buffers: Sequence[LayerBuffers] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         if num_pages < 1:
             raise ConfigError(f"num_pages is {num_pages}; a pool has at least 1 page")
+        stage = shard.layers(layout)
+        self.layers: tuple[int, ...] = tuple(range(stage.begin, stage.end) if layers is None else layers)
+        if not self.layers:
+            raise LayoutError(f"stage {shard.pp_rank} of {shard.pp_size} has no layers; a pool has at least one")
+        if foreign := [layer for layer in self.layers if layer not in stage]:
+            raise LayoutError(f"layer {foreign[0]} is not of this rank; it has [{stage.begin}, {stage.end})")
+        is_state, self.element = _common_shape(layout, shard, self.layers)
         self.layout = layout
         self.shard = shard
         self.num_pages = num_pages
-        self.page_size = shard.page_size
-        self.order = shard.order
-        self.element = shard.pool_dtype(layout)
+        self.page_size = 1 if is_state else shard.page_size
+        self.order = TokenOrder.NHD if is_state else shard.order  # of one pseudo token: both orders are the same bytes
         self.dtype: torch.dtype = TORCH_DTYPES[self.element]
-        self.layers: Span = shard.layers(layout)
-        if not len(self.layers):
-            raise LayoutError(f"stage {shard.pp_rank} of {shard.pp_size} has no layers; a pool has at least one")
-        for layer in range(self.layers.begin, self.layers.end):
-            if layout.layers[layer].kind is LayerKind.RECURRENT_STATE:
-                raise LayoutError(
-                    f"layer {layer} is {LayerKind.RECURRENT_STATE}: one state per request, it has no place in pages"
-                )
+        self._places_of_layers = {layer: index for index, layer in enumerate(self.layers)}
         self._buffers = self._allocate(torch.device(device)) if buffers is None else self._adopt(buffers)
         self.device: torch.device = self._buffers[0].k.device
 
@@ -133,7 +136,7 @@ class PagedKVPool:
             LayoutError: The layer is another stage's, or has no V.
         """
         self._spec(layer)
-        pair = self._buffers[layer - self.layers.begin]
+        pair = self._buffers[self._places_of_layers[layer]]
         tensor = pair.v if is_v else pair.k
         if tensor is None:
             raise LayoutError(f"layer {layer} has no V buffer (v_head_dim is 0)")
@@ -180,8 +183,8 @@ class PagedKVPool:
         return k, k.new_empty((*slots.shape, self.num_heads(layer), 0))
 
     def _spec(self, layer: int) -> LayerSpec:
-        if layer not in self.layers:
-            raise LayoutError(f"layer {layer} is not of this rank; it has [{self.layers.begin}, {self.layers.end})")
+        if layer not in self._places_of_layers:
+            raise LayoutError(f"layer {layer} is not in this pool; it has {_shown(self.layers)}")
         return self.layout.layers[layer]
 
     def _store(self, buffer: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -220,7 +223,7 @@ class PagedKVPool:
     def _allocate(self, device: torch.device) -> list[LayerBuffers]:
         shapes = [
             [self._shape(layer, is_v=is_v) for is_v in (False, True)[: self.layout.layers[layer].num_buffers]]
-            for layer in range(self.layers.begin, self.layers.end)
+            for layer in self.layers
         ]
         sizes = [[_num_bytes(shape, self.element) for shape in shapes_of_layer] for shapes_of_layer in shapes]
         total = sum(_aligned(size) for sizes_of_layer in sizes for size in sizes_of_layer)
@@ -237,8 +240,8 @@ class PagedKVPool:
 
     def _adopt(self, buffers: Sequence[LayerBuffers]) -> list[LayerBuffers]:
         if len(buffers) != len(self.layers):
-            raise LayoutError(f"buffers has {len(buffers)} layers; this rank has {len(self.layers)}")
-        for layer, pair in enumerate(buffers, start=self.layers.begin):
+            raise LayoutError(f"buffers has {len(buffers)} layers; this pool has {len(self.layers)}")
+        for layer, pair in zip(self.layers, buffers, strict=True):
             if (pair.v is None) != (self.layout.layers[layer].v_head_dim == 0):
                 raise LayoutError(
                     f"buffers of layer {layer}: v is {'absent' if pair.v is None else 'given'}; the layout says otherwise"
@@ -258,6 +261,147 @@ class PagedKVPool:
                         f"{buffers[0].k.device} with the elements of a head adjacent"
                     )
         return list(buffers)
+
+
+class KVPool:
+    """All the KV of one rank: a `PagedKVPool` for each group of layers that it has.
+
+    Args:
+        layout: The KV of the whole model.
+        shard: This rank's cut of it.
+        num_pages: Pages of each group, in the order of `layer_groups(layout)`; one number where there is one group. Of a group
+            of states a page is the state of one request.
+        device: Where the pool is allocated, zeroed.
+
+    Raises:
+        ConfigError: A number of pages is missing, too many, or below 1.
+        LayoutError: The rank has no layers.
+    """
+
+    def __init__(
+        self, *, layout: KVLayout, shard: Shard, num_pages: int | Sequence[int], device: torch.device | str = "cpu"
+    ) -> None:
+        groups = layer_groups(layout)
+        counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
+        if len(counts) != len(groups):
+            raise ConfigError(
+                f"num_pages is {counts}; the model has {len(groups)} groups of layers ({', '.join(g.name for g in groups)}): "
+                "one number for each"
+            )
+        parts = {
+            group: PagedKVPool(layout=layout, shard=shard, num_pages=count, device=device, layers=mine)
+            for group, count in zip(groups, counts, strict=True)
+            if (mine := group.layers_of(layout, shard))
+        }
+        self._setup(layout, shard, counts, parts)
+
+    def _setup(self, layout: KVLayout, shard: Shard, num_pages: tuple[int, ...], parts: Mapping[LayerGroup, PagedKVPool]) -> None:
+        if not parts:
+            raise LayoutError(f"stage {shard.pp_rank} of {shard.pp_size} has no layers; a pool has at least one")
+        self.layout = layout
+        self.shard = shard
+        self.groups: tuple[LayerGroup, ...] = layer_groups(layout)
+        self.num_pages = num_pages
+        self.page_size = shard.page_size
+        self.order = shard.order
+        self._parts = dict(parts)
+        self._part_of = {layer: part for part in parts.values() for layer in part.layers}
+        self._group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        self.device: torch.device = next(iter(parts.values())).device
+
+    @property
+    def parts(self) -> tuple[PagedKVPool, ...]:
+        """The groups of which this rank has layers, in the order of `groups`: all of them, unless a stage lacks a kind."""
+        return tuple(self._parts.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages of all layers, without padding."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def group_of(self, layer: int) -> int:
+        """Index in `groups` of the global layer `layer`: which of a request's page tables is its."""
+        self.part_of(layer)
+        return self._group_of[layer]
+
+    def part_of(self, layer: int) -> PagedKVPool:
+        """The pages that hold the global layer `layer`.
+
+        Raises:
+            LayoutError: The layer is another stage's.
+        """
+        part = self._part_of.get(layer)
+        if part is None:
+            raise LayoutError(f"layer {layer} is not of this rank; it has {_shown(tuple(sorted(self._part_of)))}")
+        return part
+
+    def num_heads(self, layer: int) -> int:
+        """KV heads of this rank in the global layer `layer`."""
+        return self.part_of(layer).num_heads(layer)
+
+    def buffer(self, layer: int, *, is_v: bool) -> Tensor:
+        """The pages of one layer, see `PagedKVPool.buffer`."""
+        return self.part_of(layer).buffer(layer, is_v=is_v)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the KV of some tokens at slots of the layer's own group, see `PagedKVPool.write`."""
+        self.part_of(layer).write(layer, slots, k, v)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The KV at slots of the layer's own group, see `PagedKVPool.read`."""
+        return self.part_of(layer).read(layer, slots)
+
+
+class PoolView(KVPool):
+    """A `KVPool` over tensors that an engine owns already: nothing is allocated, nothing is copied.
+
+    Args:
+        layout: The KV of the whole model.
+        shard: This rank's cut of it; its order and dtype are those of the tensors.
+        buffers: The rank's layers in order, each ``[num_pages, page_size, heads, dim]`` (HND: ``[num_pages, heads, page_size,
+            dim]``; a recurrent layer: ``[requests, 1, heads, elements]``), with pages, tokens and heads any stride apart. The
+            layers of a group have equally many pages.
+
+    Raises:
+        LayoutError: A tensor does not fit the layout and the shard.
+    """
+
+    def __init__(self, *, layout: KVLayout, shard: Shard, buffers: Sequence[LayerBuffers]) -> None:
+        stage = shard.layers(layout)
+        if len(buffers) != len(stage):
+            raise LayoutError(f"buffers has {len(buffers)} layers; this rank has {len(stage)}")
+        parts: dict[LayerGroup, PagedKVPool] = {}
+        counts: list[int] = []
+        for group in layer_groups(layout):
+            mine = group.layers_of(layout, shard)
+            pairs = [buffers[layer - stage.begin] for layer in mine]
+            counts.append(pairs[0].k.shape[0] if pairs and pairs[0].k.dim() else 0)
+            if mine:
+                parts[group] = PagedKVPool(layout=layout, shard=shard, num_pages=counts[-1], buffers=pairs, layers=mine)
+        devices = {part.device for part in parts.values()}
+        if len(devices) > 1:
+            raise LayoutError(f"buffers lie on {', '.join(sorted(map(str, devices)))}; must all lie on one device")
+        self._setup(layout, shard, tuple(counts), parts)
+
+
+def _common_shape(layout: KVLayout, shard: Shard, layers: Sequence[int]) -> tuple[bool, DType]:
+    """Whether the layers keep states, and their element type: what layers must have in common to share pages."""
+    found: dict[tuple[bool, DType], int] = {}
+    for layer in layers:
+        shape = (layout.layers[layer].kind is LayerKind.RECURRENT_STATE, shard.layer_dtype(layout, layer))
+        found.setdefault(shape, layer)
+    if len(found) > 1:
+        first, second = list(found.values())[:2]
+        raise LayoutError(
+            f"layers {first} and {second} are {layout.layers[first].kind} and {layout.layers[second].kind} in "
+            f"{shard.layer_dtype(layout, first)} and {shard.layer_dtype(layout, second)}; they cannot share pages"
+        )
+    return next(iter(found))
+
+
+def _shown(layers: tuple[int, ...]) -> str:
+    is_run = layers == tuple(range(layers[0], layers[-1] + 1))
+    return f"[{layers[0]}, {layers[-1] + 1})" if is_run else ", ".join(map(str, layers))
 
 
 def as_words(tensor: Tensor) -> Tensor:

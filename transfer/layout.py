@@ -92,6 +92,8 @@ class LayerSpec:
         k_head_dim: Elements of K per token and head (MLA: latent plus rotary part; recurrent: elements of state per head).
         v_head_dim: Elements of V per token and head; 0 where there is no second buffer (MLA, recurrent).
         window_tokens: Tokens that a sliding window layer can still read; 0 for the other kinds.
+        dtype: Element type of a recurrent state, the same in every pool and on the wire: its precision is the model's affair, for
+            every step's error goes into all later ones. None, as for the other kinds, leaves it to the pool.
     """
 
     kind: LayerKind = LayerKind.ATTENTION
@@ -99,6 +101,7 @@ class LayerSpec:
     k_head_dim: int
     v_head_dim: int
     window_tokens: int = 0
+    dtype: DType | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_kv_heads <= MAX_KV_HEADS:
@@ -111,6 +114,10 @@ class LayerSpec:
             raise LayoutError(f"a recurrent layer has one state buffer; got V dim {self.v_head_dim}, must be 0")
         if (self.kind is LayerKind.SLIDING_WINDOW) != (self.window_tokens > 0):
             raise LayoutError(f"window_tokens is {self.window_tokens} for kind {self.kind}; only sliding_window has one, above 0")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", DType(self.dtype))
+            if self.kind is not LayerKind.RECURRENT_STATE:
+                raise LayoutError(f"dtype of a layer of kind {self.kind} is {self.dtype}; it must be None, the pool chooses it")
 
     @property
     def num_buffers(self) -> int:
@@ -160,7 +167,8 @@ class KVLayout:
         for begin, end in runs:
             spec = self.layers[begin]
             dims = f"kv_heads={spec.num_kv_heads} k_dim={spec.k_head_dim} v_dim={spec.v_head_dim}"
-            named[f"layers[{begin}:{end}]"] = f"{spec.kind} {dims} window={spec.window_tokens}"
+            own_dtype = f" dtype={spec.dtype}" if spec.dtype is not None else ""
+            named[f"layers[{begin}:{end}]"] = f"{spec.kind} {dims} window={spec.window_tokens}{own_dtype}"
         return named
 
     def fingerprint(self) -> str:
@@ -236,6 +244,10 @@ class Shard:
 
     def pool_dtype(self, layout: KVLayout) -> DType:
         return layout.dtype if self.dtype is None else DType(self.dtype)
+
+    def layer_dtype(self, layout: KVLayout, layer: int) -> DType:
+        """Element type in which this rank keeps the global layer `layer`."""
+        return layout.layers[layer].dtype or self.pool_dtype(layout)
 
     def layers(self, layout: KVLayout) -> Span:
         """Global layers of this rank's stage. Without `stage_layers` the first stages take one more where it does not divide."""
@@ -369,7 +381,10 @@ def _sharers(num_heads: int, head: int, target: Shard) -> Span:
 
 
 def wire_dtype(layout: KVLayout, prefill: Shard, decode: Shard) -> DType:
-    """The narrower of both pools' dtypes (prefill's on a tie): the other side converts inside gather or scatter."""
+    """The narrower of both pools' dtypes (prefill's on a tie): the other side converts inside gather or scatter.
+
+    Layers that have a dtype of their own travel in that.
+    """
     ours, theirs = prefill.pool_dtype(layout), decode.pool_dtype(layout)
     if ours is not theirs and DType.INT8 in (ours, theirs):
         raise LayoutError(f"dtype {ours} -> {theirs}: int8 KV carries no scale here and is moved only to int8")
@@ -378,7 +393,7 @@ def wire_dtype(layout: KVLayout, prefill: Shard, decode: Shard) -> DType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireBuffer:
-    """One buffer of a chunk on the wire: `[token][head][dim]`, contiguous.
+    """One buffer of a chunk on the wire: `[token][head][dim]`, contiguous, on a multiple of its element size.
 
     Args:
         layer: Global layer.
@@ -421,8 +436,10 @@ def wire_buffers(
         travelling = _travelling_tokens(spec, tokens, num_tokens)
         if not len(travelling):
             continue
+        element = (spec.dtype or dtype).num_bytes
+        offset = -(-offset // element) * element  # only a layer with a dtype of its own can have left it elsewhere
         for is_v in (False, True)[: spec.num_buffers]:
-            row_bytes = route.heads.count * (spec.v_head_dim if is_v else spec.k_head_dim) * dtype.num_bytes
+            row_bytes = route.heads.count * (spec.v_head_dim if is_v else spec.k_head_dim) * element
             buffers.append(WireBuffer(layer=layer, is_v=is_v, tokens=travelling, row_bytes=row_bytes, offset_bytes=offset))
             offset += buffers[-1].num_bytes
     return tuple(buffers)
@@ -430,11 +447,15 @@ def wire_buffers(
 
 def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
     """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
-    num_elements = 0  # per head; summed without the buffers, for both machines ask this for every chunk
+    # Added up without the buffers, for both machines ask this for every chunk.
+    size = 0
     common = route.layers.intersect(layers)
     for spec in layout.layers[common.begin : common.end]:
-        num_elements += len(_travelling_tokens(spec, tokens, num_tokens)) * (spec.k_head_dim + spec.v_head_dim)
-    return num_elements * route.heads.count * dtype.num_bytes
+        num_elements = len(_travelling_tokens(spec, tokens, num_tokens)) * (spec.k_head_dim + spec.v_head_dim)
+        if num_elements:
+            element = (spec.dtype or dtype).num_bytes
+            size = -(-size // element) * element + num_elements * route.heads.count * element
+    return size
 
 
 def _travelling_tokens(spec: LayerSpec, tokens: Span, num_tokens: int) -> Span:

@@ -4,6 +4,9 @@ A reservation promises pages without naming them. Because all of a request's pag
 binding can never fail and pool and ring cannot wait for each other; because they are bound late, a request that still waits
 for its data holds a number and no memory.
 
+`PageAllocator` has the pages of one group of layers. `GroupAllocator` has those of all groups of a model, and counts in tokens:
+it knows which pages a request of so many tokens needs, and gives those that a sliding window has passed back while it runs.
+
 Invariants, executed by `check_invariants()`: every page is free or bound to exactly one owner; what is free covers what is
 reserved; the counters agree with the lists.
 """
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transfer.errors import ConfigError, LocalProtocolError
+from transfer.layer_groups import NO_PAGE, LayerGroup, PageNeeds
 
 
 @dataclass(slots=True)
@@ -22,7 +26,9 @@ class _Holding:
     """What one owner has: pages bound, and how many more it may bind."""
 
     reserved: int = 0
-    pages: list[int] = field(default_factory=list)
+    num_passed: int = 0  # entries at the front of its table that have no page any more, or never had one
+    pages: deque[int] = field(default_factory=deque)
+    table: tuple[int, ...] | None = None  # as `pages()` gave it last, while nothing has changed
 
 
 class PageAllocator:
@@ -67,12 +73,15 @@ class PageAllocator:
         return tuple(self._holdings)
 
     def pages(self, owner: str) -> Sequence[int]:
-        """Pages bound to `owner`, in the order of binding; a snapshot.
+        """Page table of `owner`: its pages in the order of binding, behind a `NO_PAGE` for each that was passed; a snapshot.
 
         Raises:
             LocalProtocolError: The owner has nothing here.
         """
-        return tuple(self._holding(owner).pages)
+        holding = self._holding(owner)
+        if holding.table is None:
+            holding.table = (*(NO_PAGE,) * holding.num_passed, *holding.pages)
+        return holding.table
 
     def reserved(self, owner: str) -> int:
         """Pages that `owner` may still bind.
@@ -115,8 +124,32 @@ class PageAllocator:
         bound = [self._unbound.popleft() for _ in range(count)]
         holding.reserved -= count
         holding.pages += bound
+        holding.table = None
         self._num_reserved -= count
         return bound
+
+    def pass_before(self, owner: str, entry: int) -> int:
+        """Nobody reads the entries of `owner`'s table below `entry` any more, nor writes them.
+
+        Their pages go back to the pool, and `owner` may bind as many others: its share stays as large as it was. Entries that
+        are not bound yet are skipped, so that the next page bound is that of `entry`.
+
+        Returns:
+            How many pages went back.
+
+        Raises:
+            LocalProtocolError: The owner has nothing here.
+        """
+        holding = self._holding(owner)
+        if entry <= holding.num_passed:
+            return 0
+        passed = [holding.pages.popleft() for _ in range(min(entry - holding.num_passed, len(holding.pages)))]
+        holding.num_passed = entry
+        holding.table = None
+        self._unbound.extend(passed)
+        holding.reserved += len(passed)
+        self._num_reserved += len(passed)
+        return len(passed)
 
     def release(self, owner: str) -> int:
         """Take back everything that `owner` has, bound and reserved.
@@ -155,3 +188,109 @@ class PageAllocator:
         if holding is None:
             raise LocalProtocolError(f"owner {owner!r} has no pages and no reservation here; released twice, or never reserved")
         return holding
+
+
+class GroupAllocator:
+    """The pages of all groups of layers of one rank's pool, counted in tokens.
+
+    Not thread-safe: it has one owner.
+
+    Args:
+        needs: What requests take.
+        num_pages: Pages of each group.
+
+    Raises:
+        ConfigError: A number of pages is below 1, or not one for each group.
+    """
+
+    def __init__(self, needs: PageNeeds, num_pages: Sequence[int]) -> None:
+        if len(num_pages) != len(needs.groups):
+            raise ConfigError(
+                f"num_pages is {tuple(num_pages)}; there are {len(needs.groups)} groups of layers: one number for each"
+            )
+        self._needs = needs
+        self._page_size = needs.page_size
+        self._allocators = tuple(PageAllocator(count) for count in num_pages)
+
+    @property
+    def by_group(self) -> tuple[tuple[LayerGroup, PageAllocator], ...]:
+        """Each group with the allocator of its pages; to look at."""
+        return tuple(zip(self._needs.groups, self._allocators, strict=True))
+
+    def reserve(self, owner: str, num_tokens: int) -> bool:
+        """Promise everything that a request of `num_tokens` tokens ever holds at once, in all groups or in none.
+
+        Returns:
+            False when there is no room yet, and nothing has changed.
+        """
+        counts = self._needs.peak(num_tokens).by_group
+        if any(count > allocator.num_free for count, allocator in zip(counts, self._allocators, strict=True)):
+            return False
+        for count, allocator in zip(counts, self._allocators, strict=True):
+            allocator.reserve(owner, count)
+        return True
+
+    def cover(self, owner: str, end_token: int) -> tuple[Sequence[int], ...]:
+        """Bind what is missing so that the tokens up to `end_token` have pages; never more than was reserved.
+
+        Returns:
+            The owner's tables, see `tables()`.
+
+        Raises:
+            LocalProtocolError: The owner is unknown, or it reaches beyond what it has reserved.
+        """
+        for group, allocator in self.by_group:
+            missing = group.num_pages(end_token, self._page_size) - len(allocator.pages(owner))
+            if missing > 0:
+                allocator.bind(owner, missing)
+        return self.tables(owner)
+
+    def advance(self, owner: str, next_token: int, *, kept_from: int | None = None) -> None:
+        """The next token to be computed, in a step that is not sent yet, is `next_token`: let the windows move on.
+
+        Args:
+            kept_from: Number of tokens of a prompt whose last window still has to be gathered from here; None for no such need.
+
+        Raises:
+            LocalProtocolError: The owner is unknown.
+        """
+        for group, allocator in self.by_group:
+            first = group.first_needed_token(next_token)
+            if kept_from is not None:
+                first = min(first, group.first_travelling_token(kept_from))
+            if first:
+                allocator.pass_before(owner, first // self._page_size)
+
+    def begin_at(self, owner: str, num_tokens: int) -> None:
+        """A prompt of `num_tokens` tokens is about to arrive: windows get no pages for what does not travel.
+
+        Raises:
+            LocalProtocolError: The owner is unknown.
+        """
+        for group, allocator in self.by_group:
+            if first := group.first_travelling_token(num_tokens):
+                allocator.pass_before(owner, first // self._page_size)
+
+    def tables(self, owner: str) -> tuple[Sequence[int], ...]:
+        """The owner's page table in each group; token ``t`` lies in ``table[t // page_size]``.
+
+        A state's table has one entry. Entries that a window has passed are `NO_PAGE`.
+
+        Raises:
+            LocalProtocolError: The owner has nothing here.
+        """
+        return tuple(allocator.pages(owner) for allocator in self._allocators)
+
+    def release(self, owner: str) -> None:
+        """Take back everything that `owner` has.
+
+        Raises:
+            LocalProtocolError: The owner has nothing here; most likely this is its second release.
+        """
+        for allocator in self._allocators:
+            allocator.release(owner)
+
+    def check_invariants(self) -> None:
+        """See `PageAllocator.check_invariants`."""
+        for allocator in self._allocators:
+            allocator.check_invariants()

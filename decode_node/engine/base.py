@@ -19,7 +19,7 @@ from transfer.engine_types import DecodeItem
 from transfer.layout import KVLayout, Shard
 
 if TYPE_CHECKING:
-    from transfer.kv_pool import PagedKVPool
+    from transfer.kv_pool import KVPool
 
 
 class DecodeEngine(Protocol):
@@ -39,7 +39,7 @@ class DecodeEngine(Protocol):
         ...
 
     @property
-    def pool(self) -> PagedKVPool:
+    def pool(self) -> KVPool:
         """Where this rank's KV lies; the engine never binds or frees a page, it uses those of the items."""
         ...
 

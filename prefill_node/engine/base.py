@@ -19,7 +19,7 @@ from transfer.engine_types import DeviceEvent, PrefillItem
 from transfer.layout import KVLayout, Shard
 
 if TYPE_CHECKING:
-    from transfer.kv_pool import PagedKVPool
+    from transfer.kv_pool import KVPool
 
 OnLayersWritten = Callable[[int, DeviceEvent | None], None]
 """``(layers_done, event)``: the KV of this step is in the pool for the first `layers_done` layers of the rank.
@@ -44,7 +44,7 @@ class PrefillEngine(Protocol):
         ...
 
     @property
-    def pool(self) -> PagedKVPool:
+    def pool(self) -> KVPool:
         """Where this rank's KV lies; the engine never binds or frees a page, it uses those of the items."""
         ...
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from decode_node.admission import Admission
+from decode_node.admission import Admission, page_needs
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
@@ -24,9 +24,13 @@ from tests.runtime.instances import instance
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError
 from transfer.instance import Instance
+from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layout import DType, KVLayout
 from transfer.pb import kvferry_pb2 as pb
 
 POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
+GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
+NEEDS = page_needs(GROUPS, PAGE_SIZE)
 PREFILL_LIFE, DECODE_LIFE = 11, 22
 FIRST_TOKEN = 7
 
@@ -116,7 +120,7 @@ class World:
     def __init__(
         self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, step_timeout_s: float = 60.0, max_running: int = 4
     ) -> None:
-        self.admission = Admission(pool_pages=POOL_PAGES, page_size=PAGE_SIZE, max_running=max_running)
+        self.admission = Admission(pool_pages=PageCounts((POOL_PAGES,)), needs=NEEDS, max_running=max_running)
         self.peer, self.other = Peer("prefill:1"), Peer("prefill:2")
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.sent: list[object] = []
@@ -249,7 +253,7 @@ class World:
     def assert_nothing_is_left(self) -> None:
         assert not self.leader._requests and not self.leader._running
         assert (self.leader.num_queued, self.leader.num_running) == (0, 0)
-        assert (self.admission.free_pages, self.admission.num_running) == (POOL_PAGES, 0)
+        assert (self.admission.free_pages, self.admission.num_running) == (PageCounts((POOL_PAGES,)), 0)
         assert self.peer.outstanding_tokens == self.other.outstanding_tokens == 0
         assert all(call.is_over for peer in (self.peer, self.other) for call in peer.calls.values())
         assert len(self.outcomes) == len(self.accepted)

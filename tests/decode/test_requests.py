@@ -65,7 +65,7 @@ async def test_a_request_waits_receives_generates_and_leaves(world: World) -> No
     (expect,) = world.sent
     assert isinstance(expect, ExpectRequest)
     assert (expect.num_tokens, expect.reserved_tokens, expect.prefill_incarnation) == (3, 6, 11)
-    assert (world.leader.num_queued, world.leader.num_running, world.admission.free_pages) == (0, 1, 6)
+    assert (world.leader.num_queued, world.leader.num_running, world.admission.free_pages.by_group) == (0, 1, (6,))
     world.expected(0, "a")
     await turns()
     assert not reserving.done(), "rank 1 may refuse yet"
@@ -300,7 +300,7 @@ async def test_a_request_that_is_done_but_for_its_statistics_is_in_flight(world:
     for rank in range(2):
         world.release(rank, "a")
     assert world.leader.num_running == 1, "a drain must wait until its caller has been told"
-    assert world.admission.free_pages == POOL_PAGES
+    assert world.admission.free_pages.by_group == (POOL_PAGES,)
     world.lose(world.peer)
     await turns()
     assert isinstance(take(request)[-1], Done)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from decode_node import worker as worker_module
+from decode_node.admission import page_needs
 from decode_node.rank_messages import ExpectRequest, RequestExpected
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.worker import DecodeWorker, _Writer
@@ -15,8 +16,9 @@ from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import LayoutError
+from transfer.layer_groups import layer_groups
 from transfer.layout import DType, routes
-from transfer.page_allocator import PageAllocator
+from transfer.page_allocator import GroupAllocator
 
 PREFILL_LIFE = 11
 
@@ -37,8 +39,7 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
         _spec=SimpleNamespace(rank=0),
         _writers=writers,
         _requests={},
-        _engine=SimpleNamespace(pool=SimpleNamespace(page_size=4)),
-        _allocator=PageAllocator(8),
+        _allocator=GroupAllocator(page_needs(layer_groups(own.layout), 4), (8,)),
         _receiver=SimpleNamespace(is_known=lambda name: False, expect_request=expected.append),
         _link=SimpleNamespace(send=said.append),
         _wire=lambda instance: DType.FLOAT16,

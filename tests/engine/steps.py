@@ -38,7 +38,7 @@ def prefill_all(
                 request_id=request_id,
                 token_ids=tokens[begin : begin + chunk_tokens],
                 first_token=begin,
-                page_table=tables[request_id],
+                page_tables=(tables[request_id],),
                 sampling=sampling,
                 is_last=begin + chunk_tokens >= len(tokens),
             )
@@ -67,7 +67,7 @@ def decode_all(
                     request_id=request_id,
                     token_id=own[-1],
                     position=lengths[request_id] + step,
-                    page_table=tables[request_id],
+                    page_tables=(tables[request_id],),
                     sampling=sampling,
                 )
                 for request_id, own in tokens.items()
@@ -89,6 +89,6 @@ def generate_all(
 ) -> dict[str, list[int]]:
     lengths = {request_id: len(tokens) for request_id, tokens in prompts.items()}
     totals = {request_id: length + num_tokens for request_id, length in lengths.items()}
-    tables = bind_pages(engine.pool.num_pages, engine.pool.page_size, totals, seed)
+    tables = bind_pages(engine.pool.num_pages[0], engine.pool.page_size, totals, seed)
     first = prefill_all(engine, prompts, tables, chunk_tokens=chunk_tokens, sampling=sampling)
     return decode_all(engine, first, lengths, tables, num_tokens, sampling=sampling)

@@ -174,14 +174,20 @@ def test_wrong_settings_are_refused_before_weights_are_loaded(demo_dir: Path, se
         ({"token_ids": (5, 768)}, "token 768; the model's token ids are in [0, 768)"),
         ({"token_ids": (-1,)}, "token -1"),
         ({"first_token": 4090, "token_ids": (1,) * 7}, "ends at token 4097; the model's context is 4096"),
-        ({"page_table": []}, "has 0 pages of 16 tokens; 5 tokens need 1"),
-        ({"first_token": 16, "page_table": [1]}, "has 1 pages of 16 tokens; 21 tokens need 2"),
-        ({"page_table": [10]}, "pages 10 to 10; the pool's are in [0, 10)"),
-        ({"page_table": [-1]}, "pages -1 to -1"),
+        ({"page_tables": ([],)}, "has 0 pages of 16 tokens; 5 tokens need 1"),
+        ({"first_token": 16, "page_tables": ([1],)}, "has 1 pages of 16 tokens; 21 tokens need 2"),
+        ({"page_tables": ([10],)}, "pages 10 to 10; the pool's are in [0, 10)"),
+        ({"page_tables": ([-1],)}, "pages -1 to -1"),
     ],
 )
 def test_items_that_do_not_fit_are_refused(engine: EmbeddedEngine, values: dict[str, Any], named: str) -> None:
-    fitting: dict[str, Any] = {"request_id": "r1", "token_ids": (1,) * 5, "first_token": 0, "page_table": [3], "is_last": True}
+    fitting: dict[str, Any] = {
+        "request_id": "r1",
+        "token_ids": (1,) * 5,
+        "first_token": 0,
+        "page_tables": ([3],),
+        "is_last": True,
+    }
     text = message_of(EngineError, lambda: engine.prefill([PrefillItem(**(fitting | values))]))
     assert named in text and "'r1'" in text
     assert engine.prefill([PrefillItem(**fitting)]), "the engine goes on"
@@ -189,24 +195,26 @@ def test_items_that_do_not_fit_are_refused(engine: EmbeddedEngine, values: dict[
 
 def test_decode_items_that_do_not_fit_are_refused(engine: EmbeddedEngine) -> None:
     for position, table, named in ((16, [3], "17 tokens need 2"), (4096, [3] * 300, "context is 4096"), (3, [77], "pages 77")):
-        item = DecodeItem(request_id="r1", token_id=1, position=position, page_table=table)
+        item = DecodeItem(request_id="r1", token_id=1, position=position, page_tables=(table,))
         assert named in message_of(EngineError, lambda item=item: engine.decode([item]))
-    twice = [DecodeItem(request_id="r1", token_id=1, position=0, page_table=[page]) for page in (1, 2)]
+    twice = [DecodeItem(request_id="r1", token_id=1, position=0, page_tables=([page],)) for page in (1, 2)]
     assert "twice" in message_of(EngineError, lambda: engine.decode(twice))
-    assert "position" in message_of(EngineError, lambda: DecodeItem(request_id="a", token_id=1, position=-1, page_table=[]))
-    wrong = {"request_id": "a", "page_table": [], "is_last": True}
+    assert "position" in message_of(EngineError, lambda: DecodeItem(request_id="a", token_id=1, position=-1, page_tables=([],)))
+    wrong = {"request_id": "a", "page_tables": ([],), "is_last": True}
     assert "is empty" in message_of(EngineError, lambda: PrefillItem(token_ids=(), first_token=0, **wrong))
     assert "first_token" in message_of(EngineError, lambda: PrefillItem(token_ids=(1,), first_token=-1, **wrong))
 
 
 def test_damaged_kv_is_noticed_and_names_its_request(engine: EmbeddedEngine) -> None:
     items = [
-        PrefillItem(request_id=name, token_ids=(5, 6), first_token=0, page_table=[page], is_last=True)
+        PrefillItem(request_id=name, token_ids=(5, 6), first_token=0, page_tables=([page],), is_last=True)
         for name, page in (("good", 1), ("bad", 2))
     ]
     engine.prefill(items)
     engine.pool.buffer(4, is_v=True)[2, 0] = float("nan")
-    step = [DecodeItem(request_id=name, token_id=7, position=2, page_table=[page]) for name, page in (("good", 1), ("bad", 2))]
+    step = [
+        DecodeItem(request_id=name, token_id=7, position=2, page_tables=([page],)) for name, page in (("good", 1), ("bad", 2))
+    ]
     text = message_of(BadLogits, lambda: engine.decode(step))
     assert "request bad are not finite" in text and "good" not in text
     assert set(engine.decode(step[:1])) == {"good"}
@@ -216,9 +224,9 @@ def test_a_closed_engine_says_so(demo_dir: Path) -> None:
     engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=1)
     engine.close()
     engine.close()
-    item = DecodeItem(request_id="a", token_id=1, position=0, page_table=[0])
+    item = DecodeItem(request_id="a", token_id=1, position=0, page_tables=([0],))
     assert "closed" in message_of(EngineError, lambda: engine.decode([item]))
-    assert engine.pool.num_pages == 1
+    assert engine.pool.num_pages == (1,)
 
 
 def test_fields_are_equal_for_equal_models_and_do_not_depend_on_the_path(demo_dir: Path, copied: Path, qwen_dir: Path) -> None:

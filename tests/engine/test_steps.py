@@ -82,7 +82,7 @@ def test_requests_join_and_leave_between_steps(
     engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
 ) -> None:
     chosen = {str(length): prompts[length] for length in (5, 33, 128)}
-    tables = bind_pages(engine.pool.num_pages, engine.pool.page_size, {name: len(ids) + 12 for name, ids in chosen.items()})
+    tables = bind_pages(engine.pool.num_pages[0], engine.pool.page_size, {name: len(ids) + 12 for name, ids in chosen.items()})
     tokens: dict[str, list[int]] = {}
     for name in chosen:  # each joins while the earlier ones generate
         tokens[name] = [prefill_all(engine, {name: chosen[name]}, tables)[name]]
@@ -92,7 +92,7 @@ def test_requests_join_and_leave_between_steps(
                     request_id=other,
                     token_id=own[-1],
                     position=len(chosen[other]) + len(own) - 1,
-                    page_table=tables[other],
+                    page_tables=(tables[other],),
                 )
                 for other, own in tokens.items()
             ]
@@ -108,11 +108,11 @@ def test_a_prefix_that_is_in_the_pool_is_not_computed_again(
     engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
 ) -> None:
     tokens = prompts[129]
-    tables = bind_pages(engine.pool.num_pages, engine.pool.page_size, {"first": 140, "second": 140})
+    tables = bind_pages(engine.pool.num_pages[0], engine.pool.page_size, {"first": 140, "second": 140})
     prefill_all(engine, {"first": tokens}, tables)
     shared = engine.pool.page_size * 5
     table = tables["first"][:5] + tables["second"][5:]
-    item = PrefillItem(request_id="second", token_ids=tokens[shared:], first_token=shared, page_table=table, is_last=True)
+    item = PrefillItem(request_id="second", token_ids=tokens[shared:], first_token=shared, page_tables=(table,), is_last=True)
     first = engine.prefill([item])
     assert decode_all(engine, first, {"second": 129}, {"second": table}, 4) == {"second": generate(demo_dir, tokens, 4)}
 
@@ -129,10 +129,10 @@ def test_nothing_is_read_that_was_not_written(demo_dir: Path, generate: Generate
 
 def test_only_the_step_s_own_slots_are_written(engine: EmbeddedEngine, prompts: Prompts) -> None:
     pool = engine.pool
-    tables = bind_pages(pool.num_pages, pool.page_size, {"a": 40})
+    tables = bind_pages(pool.num_pages[0], pool.page_size, {"a": 40})
     prefill_all(engine, {"a": prompts[33]}, tables)
     before = [pool.buffer(layer, is_v=is_v).clone() for layer in range(8) for is_v in (False, True)]
-    engine.decode([DecodeItem(request_id="a", token_id=9, position=33, page_table=tables["a"])])
+    engine.decode([DecodeItem(request_id="a", token_id=9, position=33, page_tables=(tables["a"],))])
     page, offset = tables["a"][33 // 16], 33 % 16
     after = [pool.buffer(layer, is_v=is_v) for layer in range(8) for is_v in (False, True)]
     for old, new in zip(before, after, strict=True):
@@ -158,7 +158,7 @@ def test_layer_groups_are_reported_when_their_kv_is_in_the_pool(
             assert not engine.pool.read(layer, slots)[0].any()
         seen.append(layers_done)
 
-    item = PrefillItem(request_id="a", token_ids=prompts[33], first_token=0, page_table=table, is_last=False)
+    item = PrefillItem(request_id="a", token_ids=prompts[33], first_token=0, page_tables=(table,), is_last=False)
     assert engine.prefill([item], on_layers_written) == {}
     assert seen == calls
     for layer, (k, v) in enumerate(kept):
@@ -173,7 +173,7 @@ def test_a_failing_callback_reaches_the_caller_as_it_is(engine: EmbeddedEngine, 
     def on_layers_written(layers_done: int, event: object) -> None:
         raise Oops
 
-    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_table=[0], is_last=True)
+    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_tables=([0],), is_last=True)
     with pytest.raises(Oops):
         engine.prefill([item], on_layers_written)
     assert engine.prefill([item])
@@ -207,8 +207,8 @@ def test_a_full_context_works_to_its_last_token(qwen_dir: Path) -> None:
     engine = make_engine(qwen_dir)
     tokens = tuple(3 + index % 200 for index in range(511))
     table = list(range(32))
-    first = engine.prefill([PrefillItem(request_id="a", token_ids=tokens, first_token=0, page_table=table, is_last=True)])
-    assert engine.decode([DecodeItem(request_id="a", token_id=first["a"], position=511, page_table=table)])
+    first = engine.prefill([PrefillItem(request_id="a", token_ids=tokens, first_token=0, page_tables=(table,), is_last=True)])
+    assert engine.decode([DecodeItem(request_id="a", token_id=first["a"], position=511, page_tables=(table,))])
 
 
 def test_a_request_whose_numbers_are_broken_costs_the_others_of_its_step_nothing(demo_dir: Path, prompts: Prompts) -> None:
@@ -216,15 +216,15 @@ def test_a_request_whose_numbers_are_broken_costs_the_others_of_its_step_nothing
     good, bad = prompts[17], prompts[16]
     first = engine.prefill(
         [
-            PrefillItem(request_id="good", token_ids=good, first_token=0, page_table=(0, 1), is_last=True),
-            PrefillItem(request_id="bad", token_ids=bad, first_token=0, page_table=(2, 3), is_last=True),
+            PrefillItem(request_id="good", token_ids=good, first_token=0, page_tables=((0, 1),), is_last=True),
+            PrefillItem(request_id="bad", token_ids=bad, first_token=0, page_tables=((2, 3),), is_last=True),
         ]
     )
-    alone = engine.decode([DecodeItem(request_id="good", token_id=first["good"], position=17, page_table=(0, 1))])
+    alone = engine.decode([DecodeItem(request_id="good", token_id=first["good"], position=17, page_tables=((0, 1),))])
     engine.pool.buffer(0, is_v=True)[2] = float("nan")
     items = [
-        DecodeItem(request_id="bad", token_id=first["bad"], position=16, page_table=(2, 3)),
-        DecodeItem(request_id="good", token_id=first["good"], position=17, page_table=(0, 1)),
+        DecodeItem(request_id="bad", token_id=first["bad"], position=16, page_tables=((2, 3),)),
+        DecodeItem(request_id="good", token_id=first["good"], position=17, page_tables=((0, 1),)),
     ]
     with pytest.raises(RequestFault) as fault:
         engine.decode(items)

@@ -141,7 +141,7 @@ def test_each_pool_holds_its_own_heads_and_no_others(
 ) -> None:
     """The ranks' K and V beside each other are those of a whole model; that is also a hand-over TP n -> TP 1."""
     ranks, size = groups[group], len(groups[group].connections)
-    item = PrefillItem(request_id="a", token_ids=prompts[64], first_token=0, page_table=[7, 3, 9, 1], is_last=True)
+    item = PrefillItem(request_id="a", token_ids=prompts[64], first_token=0, page_tables=([7, 3, 9, 1],), is_last=True)
     whole = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=10)
     assert ranks.prefill([item]) == whole.prefill([item])
     slots = [page * 16 + offset for page in item.page_table for offset in range(16)]
@@ -183,26 +183,26 @@ def test_a_wrong_item_is_refused_on_every_rank_and_harms_nothing(
     groups: dict[str, Ranks], prompts: dict[int, tuple[int, ...]]
 ) -> None:
     ranks = groups["two"]
-    wrong = PrefillItem(request_id="a", token_ids=(1_000_000,), first_token=0, page_table=[0], is_last=True)
+    wrong = PrefillItem(request_id="a", token_ids=(1_000_000,), first_token=0, page_tables=([0],), is_last=True)
     for rank in range(2):
         ranks.send(rank, "prefill", [wrong])
     for rank in range(2):
         is_ok, text = ranks.answer(rank)
         assert not is_ok and "1000000" in text
-    right = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_table=[0], is_last=True)
+    right = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_tables=([0],), is_last=True)
     assert set(ranks.prefill([right])) == {"a"}
 
 
 def test_a_killed_peer_is_an_engine_error_at_once(groups: dict[str, Ranks], prompts: dict[int, tuple[int, ...]]) -> None:
     ranks = groups["killed"]
-    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_table=[0], is_last=True)
+    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_tables=([0],), is_last=True)
     ranks.prefill([item])
     ranks.send(0, "prefill", [item])  # waits inside the step for its peer
     time.sleep(0.2)
     ranks.kill(1)
     is_ok, text = ranks.answer(0, 5.0)
     assert not is_ok and text.startswith("EngineError: the step failed on rank 0 of 2") and "\n" not in text
-    ranks.send(0, "decode", [DecodeItem(request_id="a", token_id=5, position=5, page_table=[0])])
+    ranks.send(0, "decode", [DecodeItem(request_id="a", token_id=5, position=5, page_tables=([0],))])
     is_ok, text = ranks.answer(0, 2.0)
     assert not is_ok and "must be restarted" in text
     ranks.send(0, "close")
@@ -213,7 +213,7 @@ def test_a_frozen_peer_is_an_engine_error_within_the_deadline(
     groups: dict[str, Ranks], prompts: dict[int, tuple[int, ...]]
 ) -> None:
     ranks = groups["frozen"]
-    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_table=[0], is_last=True)
+    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_tables=([0],), is_last=True)
     ranks.prefill([item])
     os.kill(ranks.pids[1], signal.SIGSTOP)
     begin = time.monotonic()
@@ -228,7 +228,7 @@ def test_a_frozen_peer_is_an_engine_error_within_the_deadline(
 
 def test_a_callback_that_fails_on_one_rank_ends_the_group(groups: dict[str, Ranks], prompts: dict[int, tuple[int, ...]]) -> None:
     ranks = groups["callback"]
-    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_table=[0], is_last=True)
+    item = PrefillItem(request_id="a", token_ids=prompts[5], first_token=0, page_tables=([0],), is_last=True)
     ranks.send(0, "prefill_broken_callback", [item])
     ranks.send(1, "prefill", [item])
     is_ok, text = ranks.answer(0)

@@ -79,9 +79,7 @@ def fill(pool: PagedKVPool, seed: int) -> None:
 
 def tensors(pool: PagedKVPool) -> list[Tensor]:
     return [
-        pool.buffer(layer, is_v=is_v)
-        for layer in range(pool.layers.begin, pool.layers.end)
-        for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]
+        pool.buffer(layer, is_v=is_v) for layer in pool.layers for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]
     ]
 
 

@@ -53,7 +53,7 @@ def all_buffers(pool: PagedKVPool, tokens: Span, *, layers: list[int], num_heads
 
 def gathers_and_calls(pool: PagedKVPool, heads: Span, tokens: Span, layers: list[int]) -> int:
     """Gather and scatter pages in no order as the reference does; returns torch's indexed copies."""
-    for layer in range(pool.layers.begin, pool.layers.end):
+    for layer in pool.layers:
         for is_v in (False, True):
             pool.buffer(layer, is_v=is_v).uniform_()
     buffers = all_buffers(pool, tokens, layers=layers, num_heads=len(heads))

@@ -117,7 +117,7 @@ def test_a_prompt_arrives_whole_in_a_differently_cut_tier(prefill: Shard, decode
             held = Span(begin=route.heads.target_start, end=route.heads.target_start + count)
             head_slice_copier(target, heads=held, wire_dtype=dtype).scatter(target_pages, buffers, wire)
     for pool, pages in targets:
-        for layer in range(pool.layers.begin, pool.layers.end):
+        for layer in pool.layers:
             spec = MIXED.layers[layer]
             begin = tokens - spec.window_tokens if spec.kind is LayerKind.SLIDING_WINDOW else 0
             k, v = pool.read(layer, slots(pages, pool.page_size, tokens)[begin:])
@@ -138,7 +138,7 @@ def empty(shard: Shard, tokens: int, seed: int) -> tuple[PagedKVPool, Tensor]:
 
 def filled(shard: Shard, truth: dict[tuple[int, bool], Tensor], tokens: int) -> tuple[PagedKVPool, Tensor]:
     pool, pages = empty(shard, tokens, seed=100 + shard.rank)
-    for layer in range(pool.layers.begin, pool.layers.end):
+    for layer in pool.layers:
         heads = shard.heads(MIXED.layers[layer].num_kv_heads)
         k, v = (truth[layer, is_v][:, heads.begin : heads.end] for is_v in (False, True))
         pool.write(layer, slots(pages, pool.page_size, tokens), k, v)

@@ -33,8 +33,10 @@ L0 = (
     "transfer/__init__.py",
     "transfer/errors.py",
     "transfer/layout.py",
+    "transfer/layer_groups.py",
     "transfer/chunk.py",
     "transfer/ring.py",
+    "transfer/page_allocator.py",
     "transfer/instance.py",
     "transfer/engine_types.py",
     "transfer/transport/base.py",
@@ -60,7 +62,10 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 
 # Logic has no clock, no chance, no threads, no sockets, no environment: those come to it as arguments and events. (The other
 # files of layer 0 are interfaces; they may name an event loop in a signature.)
-LOGIC = ("transfer/layout.py", "transfer/chunk.py", "transfer/ring.py", "transfer/memory/plan.py", *SANS_IO)
+LOGIC = (
+    "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py", "transfer/page_allocator.py",
+    "transfer/memory/plan.py", *SANS_IO,
+)  # fmt: skip
 IMPURE_STDLIB = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "os", "queue", "random", "secrets", "select", "selectors", "signal",
     "socket", "subprocess", "threading", "time", "uuid",

@@ -78,14 +78,14 @@ def test_the_toy_engine_tells_damaged_kv_from_whole(toy: ModuleType, tmp_path: P
     engine = toy.load(prefill_config(tmp_path, pool=pool, chunk={"chunk_tokens": 64}), rank=0, rendezvous=tmp_path / "unused")
     reports: list[tuple[int, object]] = []
     items = [
-        PrefillItem(request_id=name, token_ids=prompt, first_token=0, page_table=table, is_last=True)
+        PrefillItem(request_id=name, token_ids=prompt, first_token=0, page_tables=(table,), is_last=True)
         for name, table in pages.items()
     ]
     first = toy.next_token(prompt)
     assert engine.prefill(items, lambda layers, event: reports.append((layers, event))) == {"a": first, "b": first}
     assert reports == [(1, None), (2, None), (3, None)]
 
-    steps = [DecodeItem(request_id=name, token_id=first, position=40, page_table=table) for name, table in pages.items()]
+    steps = [DecodeItem(request_id=name, token_id=first, position=40, page_tables=(table,)) for name, table in pages.items()]
     wanted = toy.next_token([*prompt, first])
     assert engine.decode(steps) == {"a": wanted, "b": wanted}
     engine.pool.buffer(2, is_v=True)[1, 7, 3, 0] += 1  # of a: page 1 of its three, token 23

@@ -15,13 +15,17 @@ from prefill_node.rank_messages import (
     StepFailed,
 )
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
-from prefill_node.scheduler import PrefillScheduler
+from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
 from tests.runtime.instances import instance
 from transfer.engine_types import SamplingParams
 from transfer.errors import StagingError, TransferError
+from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layout import DType, KVLayout
 
 POOL_PAGES, PAGE_SIZE, CHUNK, NUM_RANKS = 8, 4, 8, 2
+GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
+NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK)
 
 
 def new_join(incarnation: int = 5) -> Join:
@@ -53,7 +57,11 @@ class World:
         self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, step_timeout_s: float = 60.0, max_running: int = 4
     ) -> None:
         self.scheduler = PrefillScheduler(
-            pool_pages=POOL_PAGES, page_size=PAGE_SIZE, chunk_tokens=CHUNK, max_step_tokens=2 * CHUNK, max_running=max_running
+            pool_pages=PageCounts((POOL_PAGES,)),
+            needs=NEEDS,
+            chunk_tokens=CHUNK,
+            max_step_tokens=2 * CHUNK,
+            max_running=max_running,
         )
         self.sent: list[object] = []
         self.steps: dict[int, RunStep] = {}
@@ -158,7 +166,7 @@ class World:
         assert not self.broken
         assert self.leader.num_in_flight == self.leader.num_queued == self.leader.num_running == 0
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
-        assert self.scheduler._free_pages == POOL_PAGES
+        assert self.scheduler._free_pages == PageCounts((POOL_PAGES,))
         assert not self.leader._requests and not self.leader._asking and not self.leader._steps
         assert len(self.outcomes) == len(self.accepted)
         for request in self.accepted:

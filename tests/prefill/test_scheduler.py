@@ -7,15 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefill_node.scheduler import PrefillScheduler, StepItem
+from prefill_node.scheduler import PrefillScheduler, StepItem, page_needs
 from transfer.errors import LocalProtocolError
+from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layout import DType, KVLayout
 
 POOL_PAGES, PAGE_SIZE, CHUNK, STEP, RUNNING = 12, 4, 8, 20, 3
 
 
 def scheduler(**changes: int) -> PrefillScheduler:
-    values = {"pool_pages": POOL_PAGES, "page_size": PAGE_SIZE, "chunk_tokens": CHUNK, "max_step_tokens": STEP}
-    return PrefillScheduler(**{**values, "max_running": RUNNING, **changes})
+    values = {"pool_pages": POOL_PAGES, "chunk_tokens": CHUNK, "max_step_tokens": STEP, "max_running": RUNNING, **changes}
+    groups = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
+    needs = page_needs(groups, PAGE_SIZE, chunk_tokens=values["chunk_tokens"])
+    return PrefillScheduler(pool_pages=PageCounts((values.pop("pool_pages"),)), needs=needs, **values)
 
 
 def submit(one: PrefillScheduler, name: str, tokens: int, destination: int = 1) -> None:
@@ -119,7 +123,7 @@ def test_released_twice_or_pages_missing_is_noticed() -> None:
     with pytest.raises(KeyError):
         one.release("a")
     one.check_idle()
-    one._free_pages -= 1
+    one._free_pages -= PageCounts((1,))
     with pytest.raises(LocalProtocolError, match="1 pages are missing"):
         one.check_idle()
 
@@ -278,8 +282,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_counted(self) -> None:
-        held = sum(self.one.pages_for(self.sizes[name]) for name in self.started)
-        assert self.one._free_pages == POOL_PAGES - held >= 0
+        held = sum(-(-self.sizes[name] // PAGE_SIZE) for name in self.started)
+        assert self.one._free_pages.by_group == (POOL_PAGES - held,) and held <= POOL_PAGES
         assert self.one.num_running == len(self.started) <= RUNNING
         assert self.one.num_waiting == len(self.waiting) + len(self.accepted)
         self.one.check_idle()

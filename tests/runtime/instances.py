@@ -33,7 +33,7 @@ def hello(rank: int, *, incarnation: int = 1, pool_pages: int = 8, pid: int = 0,
         rank=rank,
         pid=pid,
         instance=instance(incarnation, weights=weights),
-        pool_pages=pool_pages,
+        pool_pages=(pool_pages,),
         max_context_tokens=64,
         vocab_size=100,
     )

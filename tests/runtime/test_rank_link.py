@@ -57,7 +57,7 @@ LINK = Link(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-6, bandw
         (
             decode_messages.CODEC,
             RankHello(
-                rank=0, pid=1, instance=instance(9), pool_pages=4, max_context_tokens=8, vocab_size=5, eos_token_ids=(1, 2)
+                rank=0, pid=1, instance=instance(9), pool_pages=(4,), max_context_tokens=8, vocab_size=5, eos_token_ids=(1, 2)
             ),
         ),
     ],

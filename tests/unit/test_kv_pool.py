@@ -5,7 +5,7 @@ import torch
 
 from transfer.errors import ConfigError, LayoutError
 from transfer.kv_pool import BUFFER_ALIGNMENT_BYTES, LayerBuffers, PagedKVPool, convert
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, TokenOrder
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 
 LAYOUT = KVLayout(
     layers=(
@@ -96,9 +96,9 @@ def test_slots_outside_are_refused(slot: int, order: TokenOrder) -> None:
 
 def test_layers_are_global() -> None:
     second_stage = pool(pp_size=2, pp_rank=1)
-    assert second_stage.layers == Span(begin=2, end=3)
+    assert second_stage.layers == (2,)
     assert second_stage.buffer(2, is_v=False).shape[-1] == 7
-    with pytest.raises(LayoutError, match=r"layer 0 is not of this rank; it has \[2, 3\)"):
+    with pytest.raises(LayoutError, match=r"layer 0 is not in this pool; it has \[2, 3\)"):
         second_stage.buffer(0, is_v=False)
     with pytest.raises(LayoutError, match="layer 2 has no V buffer"):
         second_stage.buffer(2, is_v=True)
@@ -120,7 +120,9 @@ def test_what_cannot_be_a_pool() -> None:
     with pytest.raises(LayoutError, match="stage 1 of 2 has no layers"):
         PagedKVPool(layout=LAYOUT, shard=Shard(pp_size=2, pp_rank=1, stage_layers=(3, 0)), num_pages=1)
     state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=1, k_head_dim=4, v_head_dim=0)
-    with pytest.raises(LayoutError, match="layer 3 is recurrent_state"):
+    with pytest.raises(
+        LayoutError, match="layers 0 and 3 are attention and recurrent_state in float32 and float32; they cannot share"
+    ):
         PagedKVPool(layout=KVLayout(layers=(*LAYOUT.layers, state), dtype=DType.FLOAT32), shard=Shard(), num_pages=1)
 
 
@@ -150,7 +152,7 @@ def test_given_tensors_are_checked() -> None:
 
     good = torch.zeros(5, 3, 2, 6, dtype=torch.bfloat16)
     adopt(LayerBuffers(k=good, v=good.clone()))
-    with pytest.raises(LayoutError, match="buffers has 2 layers; this rank has 1"):
+    with pytest.raises(LayoutError, match="buffers has 2 layers; this pool has 1"):
         adopt(LayerBuffers(k=good, v=good), LayerBuffers(k=good, v=good))
     with pytest.raises(LayoutError, match="v is absent"):
         adopt(LayerBuffers(k=good, v=None))

@@ -61,13 +61,13 @@ class HeadSliceCopier(ABC):
         self._wire_element_bytes = wire_dtype.num_bytes
         self._views: dict[tuple[int, bool], Tensor] = {
             (layer, is_v): self._head_view(layer, is_v=is_v)
-            for layer in range(pool.layers.begin, pool.layers.end)
+            for layer in pool.layers
             if heads.end <= pool.num_heads(layer)
             for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]
         }
         self._row_bytes = {key: view.shape[2] * view.shape[3] * wire_dtype.num_bytes for key, view in self._views.items()}
         if not self._views:
-            most = max(pool.num_heads(layer) for layer in range(pool.layers.begin, pool.layers.end))
+            most = max(pool.num_heads(layer) for layer in pool.layers)
             raise LayoutError(f"heads [{heads.begin}, {heads.end}) leave the pool; its layers have at most {most} on this rank")
 
     def gather(self, pages: Tensor, buffers: Sequence[WireBuffer], out: Tensor, *, first_token: int = 0) -> None:
@@ -143,7 +143,7 @@ class HeadSliceCopier(ABC):
         if row_bytes is None:
             raise LayoutError(
                 f"layer {buffer.layer} {'V' if buffer.is_v else 'K'}: no such buffer with heads "
-                f"[{self.heads.begin}, {self.heads.end}) in the pool of layers [{self.pool.layers.begin}, {self.pool.layers.end})"
+                f"[{self.heads.begin}, {self.heads.end}) in the pool of layers {', '.join(map(str, self.pool.layers))}"
             )
         if buffer.row_bytes != row_bytes:
             raise LayoutError(

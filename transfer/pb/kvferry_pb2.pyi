@@ -22,20 +22,22 @@ class ShardInfo(_message.Message):
     def __init__(self, tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., stage_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LayerRun(_message.Message):
-    __slots__ = ("num_layers", "kind", "num_kv_heads", "k_head_dim", "v_head_dim", "window_tokens")
+    __slots__ = ("num_layers", "kind", "num_kv_heads", "k_head_dim", "v_head_dim", "window_tokens", "dtype")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     K_HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     V_HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     kind: str
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
     window_tokens: int
-    def __init__(self, num_layers: _Optional[int] = ..., kind: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., k_head_dim: _Optional[int] = ..., v_head_dim: _Optional[int] = ..., window_tokens: _Optional[int] = ...) -> None: ...
+    dtype: str
+    def __init__(self, num_layers: _Optional[int] = ..., kind: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., k_head_dim: _Optional[int] = ..., v_head_dim: _Optional[int] = ..., window_tokens: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class LayoutInfo(_message.Message):
     __slots__ = ("dtype", "runs")

@@ -97,6 +97,7 @@ def layout_to_proto(layout: KVLayout) -> pb.LayoutInfo:
                 k_head_dim=spec.k_head_dim,
                 v_head_dim=spec.v_head_dim,
                 window_tokens=spec.window_tokens,
+                dtype=str(spec.dtype or ""),
             )
         )
     return pb.LayoutInfo(dtype=str(layout.dtype), runs=runs)
@@ -120,6 +121,7 @@ def layout_from_proto(info: pb.LayoutInfo) -> KVLayout:
                 k_head_dim=run.k_head_dim,
                 v_head_dim=run.v_head_dim,
                 window_tokens=run.window_tokens,
+                dtype=_known(DType, "dtype", run.dtype) if run.dtype else None,
             )
             layers += [spec] * run.num_layers
         return KVLayout(layers=tuple(layers), dtype=_known(DType, "dtype", info.dtype))

@@ -1,0 +1,155 @@
+"""Layer groups: the layers of a model that keep their tokens for equally long, and so share a page table.
+
+Full attention (MLA too) keeps every token. A sliding window keeps the last ones, in pages of its own that go back to the pool
+as the window moves on. A recurrent layer keeps one state per request, which is one page of one pseudo token.
+
+Pure, like `transfer.layout`: pools, allocators, schedulers and the memory plan all count with this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from transfer.layout import KVLayout, LayerKind, LayerSpec, Shard
+
+NO_PAGE: Final = -1
+"""Entry of a page table where a window has passed, or where it began only behind: nothing may be read or written there."""
+
+
+class GroupKind(StrEnum):
+    """For how long a group keeps a token."""
+
+    FULL = "full"  # to the end of the request
+    WINDOW = "window"  # until `window_tokens` newer ones have come
+    STATE = "state"  # not at all: a state of fixed size per request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that share a page table.
+
+    Args:
+        kind: For how long tokens are kept.
+        layers: Global layers, ascending.
+        window_tokens: Tokens that attention can reach, the newest included; 0 for the other kinds.
+    """
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    window_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people and labels: ``full``, ``window_1024``, ``state``; unique in a model."""
+        return f"{self.kind}_{self.window_tokens}" if self.kind is GroupKind.WINDOW else str(self.kind)
+
+    def page_size(self, page_size: int) -> int:
+        """Tokens per page of this group, in a pool of `page_size`."""
+        return 1 if self.kind is GroupKind.STATE else page_size
+
+    def layers_of(self, layout: KVLayout, shard: Shard) -> tuple[int, ...]:
+        """Those of the group's layers that the shard's pipeline stage has."""
+        stage = shard.layers(layout)
+        return tuple(layer for layer in self.layers if layer in stage)
+
+    def page_bytes(self, layout: KVLayout, shard: Shard) -> int:
+        """Bytes of one page over the shard's layers and heads; 0 where it has none of them."""
+        size = 0
+        for layer in self.layers_of(layout, shard):
+            spec = layout.layers[layer]
+            heads = len(shard.heads(spec.num_kv_heads))
+            size += heads * (spec.k_head_dim + spec.v_head_dim) * shard.layer_dtype(layout, layer).num_bytes
+        return size * self.page_size(shard.page_size)
+
+    def first_needed_token(self, next_token: int) -> int:
+        """The first token that any later step reads, when `next_token` is the next one to be computed."""
+        return max(0, next_token - self.window_tokens + 1) if self.kind is GroupKind.WINDOW else 0
+
+    def first_travelling_token(self, num_tokens: int) -> int:
+        """The first token of a prompt that decode is sent, see `transfer.layout.wire_buffers`."""
+        return max(0, num_tokens - self.window_tokens) if self.kind is GroupKind.WINDOW else 0
+
+    def num_pages(self, num_tokens: int, page_size: int) -> int:
+        """Entries of the page table of a request of `num_tokens` tokens."""
+        return 1 if self.kind is GroupKind.STATE else -(-num_tokens // page_size)
+
+    def peak_pages(self, num_tokens: int, *, page_size: int, tokens_in_flight: int) -> int:
+        """The most pages that a request of `num_tokens` tokens ever holds at once.
+
+        Args:
+            tokens_in_flight: Tokens between the first one that a running step computes and the last one that any step already
+                sent to the engine will compute, at most.
+        """
+        entries = self.num_pages(num_tokens, page_size)
+        if self.kind is not GroupKind.WINDOW:
+            return entries
+        # The first of those tokens reaches window_tokens - 1 back; a range of n tokens touches ceil((n - 1) / page_size) + 1.
+        reach = self.window_tokens - 1 + tokens_in_flight
+        return min(entries, -(-(reach - 1) // page_size) + 1)
+
+
+def layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
+    """The groups of a model, for all its stages: full attention first, then windows from short to long, then states."""
+    order = {GroupKind.FULL: 0, GroupKind.WINDOW: 1, GroupKind.STATE: 2}
+    members: dict[tuple[GroupKind, int], list[int]] = {}
+    for layer, spec in enumerate(layout.layers):
+        members.setdefault((_kind(spec), spec.window_tokens), []).append(layer)
+    return tuple(
+        LayerGroup(kind=kind, window_tokens=window_tokens, layers=tuple(layers))
+        for (kind, window_tokens), layers in sorted(members.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    )
+
+
+def _kind(spec: LayerSpec) -> GroupKind:
+    if spec.kind is LayerKind.SLIDING_WINDOW:
+        return GroupKind.WINDOW
+    return GroupKind.STATE if spec.kind is LayerKind.RECURRENT_STATE else GroupKind.FULL
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """So many pages of each group."""
+
+    by_group: tuple[int, ...]
+
+    def __add__(self, other: PageCounts) -> PageCounts:
+        return PageCounts(tuple(a + b for a, b in zip(self.by_group, other.by_group, strict=True)))
+
+    def __sub__(self, other: PageCounts) -> PageCounts:
+        return PageCounts(tuple(a - b for a, b in zip(self.by_group, other.by_group, strict=True)))
+
+    def fit(self, room: PageCounts) -> bool:
+        """Whether `room` has as many of every group."""
+        return all(mine <= theirs for mine, theirs in zip(self.by_group, room.by_group, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageNeeds:
+    """What requests take of the pools of a tier's ranks.
+
+    Args:
+        groups: The model's groups.
+        page_size: Tokens per page.
+        tokens_in_flight: See `LayerGroup.peak_pages`.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    page_size: int
+    tokens_in_flight: int
+
+    def peak(self, num_tokens: int) -> PageCounts:
+        """The most pages that a request of `num_tokens` tokens ever holds at once."""
+        return PageCounts(
+            tuple(
+                group.peak_pages(num_tokens, page_size=self.page_size, tokens_in_flight=self.tokens_in_flight)
+                for group in self.groups
+            )
+        )
+
+    def shown(self, counts: PageCounts) -> str:
+        """For messages: ``7``, or ``7 full, 3 window_1024`` where there are several groups."""
+        if len(self.groups) == 1:
+            return str(counts.by_group[0])
+        return ", ".join(f"{count} {group.name}" for group, count in zip(self.groups, counts.by_group, strict=True))
