@@ -38,7 +38,7 @@ from decode_node.receiver_loop import ReceiverLoop
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_process import RankSpec
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import DecodeNodeConfig
@@ -395,14 +395,12 @@ class DecodeWorker:
 
     # Reports and end
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         ring = self._receiver.ring
         return {
             "rank": self._spec.rank,
             "pid": os.getpid(),
-            "pool_pages": sum(pages.num_pages for _, pages in self._allocator.by_group),
-            "pool_pages_reserved": sum(pages.num_reserved for _, pages in self._allocator.by_group),
-            "pool_pages_bound": sum(pages.num_bound for _, pages in self._allocator.by_group),
+            **pool_status(self._allocator),
             "ring_capacity": ring.capacity_bytes,
             "ring_live_bytes": ring.live_bytes,
             "ring_peak_bytes": self._receiver.ring_peak_bytes,

@@ -77,15 +77,18 @@ def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
         "protocol_versions": list(instance.protocol_versions),
         "capabilities": list(instance.capabilities),
     }
-    content["ranks"] = [_fields(rank) for rank in status.ranks]
+    content["ranks"] = [_fields(rank) | {"pools": [_fields(pool) for pool in rank.pools]} for rank in status.ranks]
     content["peers"] = [_fields(peer) | {"incarnation": f"{peer.incarnation:#018x}"} for peer in status.peers]
     content["links"] = [_fields(link) for link in status.links]
     return content
 
 
+_REPEATED = ("stage_layers", "pools")
+
+
 def _fields(message: Any) -> dict[str, Any]:
     """All single-valued fields of a flat message."""
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.name != "stage_layers"}
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.name not in _REPEATED}
 
 
 def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
@@ -138,11 +141,12 @@ def _rank_table(status: pb.NodeStatus) -> Table:
 
 
 def _pool_table(status: pb.NodeStatus) -> Table:
-    table = _table("pools", "rank", "pages", "reserved", "bound", "slots used")
+    table = _table("pools", "rank", "layers", "pages", "reserved", "bound", "slots used", num_left=2)
     for rank in status.ranks:
-        pages = (rank.pool_pages, rank.pool_pages_reserved, rank.pool_pages_bound)
         slots = f"{rank.staging_slots_used:,} of {rank.staging_slots:,}" if rank.staging_slots else "-"
-        table.add_row(str(rank.rank), *(f"{one:,}" for one in pages), slots)
+        for index, pool in enumerate(rank.pools):
+            pages = (f"{one:,}" for one in (pool.pages, pool.reserved, pool.bound))
+            table.add_row("" if index else str(rank.rank), pool.group, *pages, "" if index else slots)
     return table
 
 

@@ -69,7 +69,7 @@ class Worker(Protocol):
 
     def on_message(self, message: Any) -> None: ...
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         """Fields of the wire contract's RankStatus."""
         ...
 
@@ -154,7 +154,7 @@ def _end_without_leader(folder: Path) -> None:
 
 async def _report(rank: int, worker: Worker, link: RankLink, stop: asyncio.Event) -> None:
     """Send state and metrics whenever they have changed, and now and then if not, until `stop`."""
-    last: dict[str, int] = {}
+    last: dict[str, Any] = {}
     last_s = 0.0
     while not stop.is_set():
         status, now_s = worker.status(), time.monotonic()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transfer.instance import Instance
+from transfer.page_allocator import GroupAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +46,32 @@ class RankReport:
     """A rank's state and metrics, a few times a second while they change; a sign of life otherwise.
 
     Args:
-        status: Fields of the wire contract's RankStatus by name.
+        status: Fields of the wire contract's RankStatus by name; plain values.
         metrics: Snapshot of the rank's registry, see transfer.metrics.
     """
 
     rank: int
-    status: dict[str, int] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
     metrics: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShutdown:
     """End: close the engine, the sessions and the process."""
+
+
+def pool_status(allocator: GroupAllocator) -> dict[str, Any]:
+    """What RankStatus says of a pool: its pages by group, and all of them together."""
+    pools = [
+        {"group": group.name, "pages": pages.num_pages, "reserved": pages.num_reserved, "bound": pages.num_bound}
+        for group, pages in allocator.by_group
+    ]
+    totals = {
+        name: sum(pages for pool in pools if isinstance(pages := pool[name], int)) for name in ("pages", "reserved", "bound")
+    }
+    return {
+        "pool_pages": totals["pages"],
+        "pool_pages_reserved": totals["reserved"],
+        "pool_pages_bound": totals["bound"],
+        "pools": pools,
+    }

@@ -18,7 +18,7 @@ import structlog
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_process import RankSpec
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from prefill_node.attach import DecodeSessions
 from prefill_node.engine import PrefillEngine
@@ -318,13 +318,11 @@ class PrefillWorker:
 
     # Reports and end
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         return {
             "rank": self._spec.rank,
             "pid": os.getpid(),
-            "pool_pages": sum(pages.num_pages for _, pages in self._allocator.by_group),
-            "pool_pages_reserved": sum(pages.num_reserved for _, pages in self._allocator.by_group),
-            "pool_pages_bound": sum(pages.num_bound for _, pages in self._allocator.by_group),
+            **pool_status(self._allocator),
             "staging_slots": self._config.staging.num_slots,
             "staging_slots_used": self._sender.num_slots_used,
             "requests": len(self._requests) + self._sender.num_requests,

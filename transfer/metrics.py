@@ -87,7 +87,7 @@ RANK_METRICS: Final = (
     _spec("gauge", "ring_live_grants", "Unreleased grants."),
     _spec("gauge", "ring_watermark_position_bytes", "Position in the ring below which everything is released; only grows."),
     _spec("gauge", "staging_slots", "Staging slots by state: used or free.", "state"),
-    _spec("gauge", "pool_pages", "Pages of the KV pool by state: free, reserved or bound.", "state"),
+    _spec("gauge", "pool_pages", "Pages of the KV pool by group of layers and state: free, reserved or bound.", "group", "state"),
     _spec("gauge", "rank_requests", "Requests that the rank keeps any state of."),
     _spec("gauge", "sessions", "Open sessions with ranks of the other tier."),
     _spec(
@@ -252,7 +252,7 @@ class RankMetrics:
         for name, value in zip(LINK_METRICS, (link.latency_s, link.bandwidth_bytes_per_s), strict=True):
             self._series(name, **_link_labels(link)).set(value)
 
-    def snapshot(self, status: Mapping[str, int]) -> dict[str, Any]:
+    def snapshot(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """Everything now, as plain values that any codec carries.
 
         Args:
@@ -268,14 +268,14 @@ class RankMetrics:
                 families[family.name] = samples
         return {"rank": self._rank, "families": families}
 
-    def _take_status(self, status: Mapping[str, int]) -> None:
+    def _take_status(self, status: Mapping[str, Any]) -> None:
         for field, name in _GAUGES_OF_STATUS.items():
             if field in status:
                 self._series(name).set(status[field])
-        if "pool_pages" in status:
-            reserved, bound = status.get("pool_pages_reserved", 0), status.get("pool_pages_bound", 0)
-            for state, pages in (("free", status["pool_pages"] - reserved - bound), ("reserved", reserved), ("bound", bound)):
-                self._series("pool_pages", state=state).set(pages)
+        for pool in status.get("pools", ()):
+            states = {"reserved": pool["reserved"], "bound": pool["bound"]}
+            for state, pages in {"free": pool["pages"] - sum(states.values()), **states}.items():
+                self._series("pool_pages", group=pool["group"], state=state).set(pages)
         if "staging_slots" in status:
             used = status.get("staging_slots_used", 0)
             for state, slots in (("used", used), ("free", status["staging_slots"] - used)):

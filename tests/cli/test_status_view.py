@@ -42,7 +42,10 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
         ready=True,
         ranks=[
             pb.RankStatus(
-                rank=7, pid=4194304, pool_pages=1048575, pool_pages_reserved=1048574, pool_pages_bound=1048573, sessions=256,
+                rank=7, pid=4194304, sessions=256, pools=[
+                    pb.PoolStatus(group="full", pages=1048575, reserved=1048574, bound=1048573),
+                    pb.PoolStatus(group="window_131072", pages=1048575, reserved=1048574, bound=1048572),
+                ],
                 ring_capacity=1023 << 20, ring_live_bytes=1022 << 20, ring_peak_bytes=1021 << 20, watermark_position=large,
                 staging_slots=4096, staging_slots_used=4095, requests=10000, watermark_acks=12345678, dropped_messages=1234567,
             )
@@ -53,7 +56,7 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
     text = shown(status)
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     for whole in (
-        "4194304", "1,048,575", "1,048,574", "1,048,573", "4,095 of 4,096", "10,000", "256", "12,345,678", "1,234,567",
+        "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096", "10,000", "256", "12,345,678", "1,234,567",
         "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "450.00 GB/s",
         "sessions", "dropped", "incarnation", "watermark",
     ):  # fmt: skip

@@ -21,6 +21,10 @@ STATUS = {
     "pool_pages": 100,
     "pool_pages_reserved": 10,
     "pool_pages_bound": 30,
+    "pools": [
+        {"group": "full", "pages": 90, "reserved": 8, "bound": 22},
+        {"group": "window_64", "pages": 10, "reserved": 2, "bound": 8},
+    ],
     "ring_capacity": 4096,
     "ring_live_bytes": 512,
     "ring_peak_bytes": 1024,
@@ -114,8 +118,9 @@ def test_the_status_becomes_gauges() -> None:
         ("watermark_acks_total", 5),
     ):
         assert value(page, name, **mine) == expected
-    for state, pages in (("free", 60), ("reserved", 10), ("bound", 30)):
-        assert value(page, "pool_pages", state=state, **mine) == pages
+    for state, full, window in (("free", 60, 0), ("reserved", 8, 2), ("bound", 22, 8)):
+        assert value(page, "pool_pages", group="full", state=state, **mine) == full
+        assert value(page, "pool_pages", group="window_64", state=state, **mine) == window
     assert ("kvferry_staging_slots", frozenset({*mine.items(), ("state", "used")})) not in samples(page)
     page = page_of(RankMetrics(role="prefill", rank=1), role="prefill", staging_slots=4, staging_slots_used=1)
     assert value(page, "staging_slots", role="prefill", rank="1", state="used") == 1
