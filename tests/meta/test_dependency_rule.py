@@ -28,6 +28,8 @@ PACKAGES: dict[str, set[str]] = {
     "kvferry": {"transfer", "node_runtime", "embedded_engine", "prefill_node", "decode_node"},
 }
 
+# What the memory plan is made of: layer 0, so that a plan can be made where there is neither torch nor transformers.
+MEMORY_PLAN = tuple(f"transfer/memory/{name}.py" for name in ("__init__", "config_fields", "model_*", "plan*", "workspace"))
 # Layer 0: standard library and each other; nothing of the outer world.
 L0 = (
     "transfer/__init__.py",
@@ -41,7 +43,7 @@ L0 = (
     "transfer/engine_types.py",
     "transfer/transport/base.py",
     "transfer/control/base.py",
-    "transfer/memory/plan.py",
+    *MEMORY_PLAN,
 )
 # Layer 1: also the small libraries of L1_LIBRARIES.
 L1 = (
@@ -64,7 +66,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 # files of layer 0 are interfaces; they may name an event loop in a signature.)
 LOGIC = (
     "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py", "transfer/page_allocator.py",
-    "transfer/memory/plan.py", *SANS_IO,
+    *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "os", "queue", "random", "secrets", "select", "selectors", "signal",
@@ -115,7 +117,7 @@ FOREIGN: dict[str, Foreign] = {
     "tokenizers": Foreign(distribution="tokenizers", allowed=("embedded_engine/*", "decode_node/text.py", "kvferry/*")),
     "torch": Foreign(distribution="torch", allowed=DEVICE_FILES),
     "transformers": Foreign(distribution="transformers", allowed=("embedded_engine/*", "kvferry/*")),
-    "triton": Foreign(distribution="triton", allowed=("transfer/kernels/*",)),
+    "triton": Foreign(distribution="triton", allowed=("transfer/kernels/*", "embedded_engine/kernels/*")),
     "typer": Foreign(distribution="typer", allowed=CLI_FILES),
     "ucxx": Foreign(
         distribution="ucxx-cu13", allowed=("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor.py")
@@ -229,6 +231,8 @@ def test_there_is_something_to_check() -> None:
         ("transfer/messages.py", "from transfer.transport.ucx import UcxTransport", False),
         ("transfer/kv_pool.py", "import torch, triton", False),
         ("transfer/kernels/head_slice.py", "import torch, triton.language", True),
+        ("embedded_engine/kernels/paged_decode.py", "import torch, triton.language", True),
+        ("embedded_engine/paged_attention.py", "import triton", False),
         ("transfer/registry/client.py", "import grpc", True),
         ("transfer/control/zmq_channel.py", "import zmq.asyncio", True),
         ("transfer/control/inproc.py", "import zmq", False),

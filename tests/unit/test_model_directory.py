@@ -1,0 +1,73 @@
+"""The size of a checkpoint: from its index, else from its files, else unknown; a damaged file is said in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from transfer.errors import ConfigError
+from transfer.memory.model_directory import INDEX_NAME, read_model_directory
+
+QWEN = Path(__file__).parent / "configs" / "qwen3-8b.json"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    shutil.copy(QWEN, tmp_path / "config.json")
+    return tmp_path
+
+
+def test_without_weights_the_size_is_unknown(directory: Path) -> None:
+    found = read_model_directory(directory)
+    assert found.checkpoint_bytes is None
+    assert found.shape.architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("size", [16381470720, 16381470720.0])
+def test_the_index_goes_before_the_files(directory: Path, size: float) -> None:
+    (directory / "model.safetensors").write_bytes(bytes(100))
+    (directory / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": {}}))
+    found = read_model_directory(str(directory))
+    assert (found.checkpoint_bytes, found.checkpoint_source) == (16381470720, INDEX_NAME)
+
+
+def test_without_an_index_the_files_are_added_up(directory: Path) -> None:
+    for number, size in enumerate((100, 23)):
+        (directory / f"model-{number}.safetensors").write_bytes(bytes(size))
+    (directory / "pytorch_model.bin").write_bytes(bytes(1000))
+    found = read_model_directory(directory)
+    assert (found.checkpoint_bytes, found.checkpoint_source) == (123, "2 safetensors files")
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"total_size": "16 GB"}, {"total_size": True}, {"total_size": 0}])
+def test_a_size_that_is_no_number_is_refused(directory: Path, metadata: object) -> None:
+    (directory / INDEX_NAME).write_text(json.dumps({"metadata": metadata}))
+    with pytest.raises(ConfigError, match=r"metadata\.total_size is .*; must be the size of all weights in bytes"):
+        read_model_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "config.json is not valid JSON: "),
+        (b"[]", "config.json holds list; must be a JSON object"),
+        (b"\xff", "config.json is not valid JSON: "),
+    ],
+)
+def test_a_damaged_configuration_is_refused(directory: Path, content: bytes, message: str) -> None:
+    (directory / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_model_directory(directory)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere', which is not a directory"):
+        read_model_directory(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_model_directory(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: Is a directory"):
+        read_model_directory(tmp_path)

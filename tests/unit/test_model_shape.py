@@ -1,0 +1,347 @@
+"""What is read off a config.json is what transformers makes of the same file: every layer's cache, and every weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transfer.errors import ConfigError
+from transfer.layout import DType, LayerKind, LayerSpec, Shard
+from transfer.memory.model_parts import Part, Weights
+from transfer.memory.model_shape import ModelShape, read_model_shape
+
+CONFIGS = Path(__file__).parent / "configs"
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MLA = {
+    "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20,
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **MOE,
+}  # fmt: skip
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3, "num_experts": 4, "shared_expert_intermediate_size": 32, **MOE,
+}  # fmt: skip
+ALTERNATING = ["full_attention", "sliding_attention"] * 2
+
+# Class in transformers, and what its config.json has besides SIZES. Most families twice: with the fields, and with the defaults.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-kv-heads-null": ("Llama", {"num_key_value_heads": None, "attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 2}),
+    "qwen2-window": ("Qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3}),
+    "qwen2-layer-types": ("Qwen2", {"sliding_window": 16, "use_sliding_window": True, "layer_types": ALTERNATING}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-head-dim": ("Qwen3", {"head_dim": 32, "attention_bias": True, "sliding_window": 8, "use_sliding_window": True}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, **MOE}),
+    "qwen3-moe-mixed": ("Qwen3Moe", {"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 32, **MOE}),
+    "qwen3-moe-window": ("Qwen3Moe", {"num_experts": 4, "use_sliding_window": True, "sliding_window": 64, **MOE}),
+    "qwen3-next": ("Qwen3Next", {"head_dim": 16, **LINEAR}),
+    "qwen3-next-interval": ("Qwen3Next", {"full_attention_interval": 2, "mlp_only_layers": [0], **LINEAR}),
+    "mistral": ("Mistral", {}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 12}),
+    "gemma2": ("Gemma2", {"head_dim": 16}),
+    "gemma2-layer-types": ("Gemma2", {"sliding_window": 8, "layer_types": ALTERNATING}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 8}),
+    "gemma3-pattern": ("Gemma3", {"sliding_window_pattern": 2, "sliding_window": 8}),
+    "gemma3-both-ways": ("Gemma3", {"sliding_window": 8, "use_bidirectional_attention": True}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss-no-bias": ("GptOss", {"num_local_experts": 4, "attention_bias": False, "layer_types": ALTERNATING}),
+    "deepseek-v2": ("DeepseekV2", {**MLA}),
+    "deepseek-v2-lite": ("DeepseekV2", {**MLA, "q_lora_rank": None, "first_k_dense_replace": 0, "attention_bias": True}),
+    "deepseek-v3": ("DeepseekV3", {**MLA}),
+    "deepseek-v3-bias": ("DeepseekV3", {**MLA, "attention_bias": True, "n_shared_experts": 2}),
+}
+
+
+def _config(case: str) -> dict[str, Any]:
+    name, more = CASES[case]
+    return {"architectures": [f"{name}ForCausalLM"], "torch_dtype": "float32", **SIZES, **more}
+
+
+@cache
+def _model(case: str) -> Any:
+    """The same configuration as a model of transformers, with random weights."""
+    import transformers
+
+    name, _ = CASES[case]
+    config_class = transformers.Gemma3TextConfig if name == "Gemma3" else getattr(transformers, f"{name}Config")
+    raw = {key: value for key, value in _config(case).items() if key != "architectures"}
+    return getattr(transformers, f"{name}ForCausalLM")(config_class.from_dict(raw)).eval()
+
+
+def _kept(layer: Any) -> dict[str, int]:
+    """What a cache layer keeps of the request in it: heads, elements of K and V per head and token, or of state; window."""
+    if getattr(layer, "conv_states", None):
+        states = [layer.conv_states[0], layer.recurrent_states[0]]
+        return {"state": sum(state.numel() for state in states)}
+    sizes = {"heads": layer.keys.shape[1], "k": layer.keys.shape[3], "v": layer.values.shape[3]}
+    return sizes | {"window": getattr(layer, "sliding_window", 0)}
+
+
+def _said(spec: LayerSpec) -> dict[str, int]:
+    if spec.kind is LayerKind.RECURRENT_STATE:
+        return {"state": spec.num_kv_heads * spec.k_head_dim}
+    sizes = {"heads": spec.num_kv_heads, "k": spec.k_head_dim, "v": spec.v_head_dim}
+    return sizes | {"window": spec.window_tokens}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_keep_what_the_cache_of_transformers_keeps(case: str) -> None:
+    import torch
+
+    with torch.inference_mode():
+        cached = _model(case)(torch.arange(1, 6)[None], use_cache=True).past_key_values
+    shape = read_model_shape(_config(case))
+    said = [_said(layer.kv) for layer in shape.layers]
+    kept = [_kept(layer) for layer in cached.layers]
+    if shape.layers[0].kv.kind is LayerKind.MLA:  # two caches there, of one latent head; one buffer here
+        assert all(one["heads"] == 1 and one["window"] == 0 for one in kept)
+        kept = [one | {"k": one["k"] + one["v"], "v": 0} for one in kept]
+    assert said == kept
+    assert shape.layout().dtype is DType.FLOAT32
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_the_model_of_transformers(case: str) -> None:
+    model = _model(case)
+    num_params = sum(tensor.numel() for tensor in model.parameters())
+    num_params += sum(tensor.numel() for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    shape = read_model_shape(_config(case))
+    assert shape.num_params == num_params
+    assert shape.weights_bytes() == 4 * num_params
+    assert shape.vocab_size == 96 and shape.hidden_size == 64 and shape.max_context_tokens == 256
+
+
+def test_recurrent_states_are_kept_by_key_head_in_float32() -> None:
+    """Per key head: two value heads' states of 8 x 12, and 3 columns of 2 x 8 + 2 x 12 convolved values."""
+    layers = read_model_shape(_config("qwen3-next")).layers
+    state = LayerSpec(
+        kind=LayerKind.RECURRENT_STATE, num_kv_heads=2, k_head_dim=2 * 8 * 12 + 3 * 40, v_head_dim=0, dtype=DType.FLOAT32
+    )
+    assert [layer.kv for layer in layers] == [state, state, state, LayerSpec(num_kv_heads=2, k_head_dim=16, v_head_dim=16)]
+
+
+def test_every_family_is_compared() -> None:
+    with pytest.raises(ConfigError, match="must be one of") as caught:
+        read_model_shape({"architectures": ["NobodysForCausalLM"]})
+    known = {name for name in str(caught.value).partition("one of ")[2].split(", ") if not name.startswith("ChatGLM")}
+    assert known == {f"{name}ForCausalLM" for name, _ in CASES.values()}
+
+
+# --- published models -----------------------------------------------------------------------------------------------------
+
+
+def published(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _groups(shape: ModelShape) -> list[tuple[LayerKind, int]]:
+    kinds = [layer.kv.kind for layer in shape.layers]
+    return [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params", "groups"),
+    [
+        # Parameters as the model cards and the sizes of the published checkpoints give them.
+        ("llama-3-70b", 70_553_706_496, [(LayerKind.ATTENTION, 80)]),
+        ("qwen3-8b", 8_190_735_360, [(LayerKind.ATTENTION, 36)]),
+        ("glm-4-9b-chat-1m", 9_483_857_920, [(LayerKind.ATTENTION, 40)]),
+        ("deepseek-v3.1", 671_026_419_200, [(LayerKind.MLA, 61)]),
+        ("qwen3-next-80b-a3b", 79_674_391_296, [(LayerKind.RECURRENT_STATE, 36), (LayerKind.ATTENTION, 12)]),
+        ("gpt-oss-20b", 20_914_757_184, [(LayerKind.SLIDING_WINDOW, 12), (LayerKind.ATTENTION, 12)]),
+    ],
+)
+def test_published_models(name: str, num_params: int, groups: list[tuple[LayerKind, int]]) -> None:
+    shape = read_model_shape(published(name))
+    assert shape.num_params == num_params
+    assert _groups(shape) == groups
+
+
+def test_a_multimodal_model_is_its_language_model_and_a_tower() -> None:
+    """Gemma-3 27B: five layers of window 1,024 and one of full attention, ten times, then two windows more."""
+    shape = read_model_shape(published("gemma-3-27b"))
+    assert [layer.kv.window_tokens for layer in shape.layers] == ([1024] * 5 + [0]) * 10 + [1024] * 2
+    assert (shape.architecture, shape.dtype) == ("Gemma3ForConditionalGeneration", DType.BFLOAT16)
+    assert (shape.vocab_size, shape.max_context_tokens, shape.num_query_heads) == (262_208, 131_072, 32)
+    # Tower: 27 x (4 x 1152^2 + 2 x 1152 x 4304), projection: 1152 x 5376.
+    assert shape.is_vision and shape.vision is not None and shape.vision.num_params == 417_263_616
+    assert shape.num_params == 27_009_346_304 + 417_263_616  # the language model, its head tied to the embeddings
+
+
+def test_text_of_a_multimodal_model_goes_by_its_model_type() -> None:
+    text = {key: value for key, value in _config("mistral").items() if key not in ("architectures", "torch_dtype")}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float16", "tie_word_embeddings": False}
+    shape = read_model_shape({**config, "text_config": {**text, "model_type": "mistral"}})
+    assert shape.dtype is DType.FLOAT16 and not shape.is_vision
+    assert [layer.kv.window_tokens for layer in shape.layers] == [4096] * 4
+    assert read_model_shape({**text, "model_type": "llama"}).architecture == "LlamaForCausalLM"  # no architectures at all
+
+
+def test_chatglm_without_groups_and_with_biases() -> None:
+    config = {**published("glm-4-9b-chat-1m"), "multi_query_attention": False, "add_bias_linear": True}
+    shape = read_model_shape(config)
+    assert shape.layers[0].kv.num_kv_heads == 32
+    assert shape.num_params - read_model_shape({**config, "add_bias_linear": False}).num_params == 40 * (4096 + 2 * 13696 + 4096)
+
+
+def test_layout_takes_a_dtype_or_the_stored_one() -> None:
+    shape = read_model_shape(published("qwen3-8b"))
+    assert shape.layout().dtype is DType.BFLOAT16
+    assert shape.layout(DType.FLOAT16).dtype is DType.FLOAT16
+    unsaid = read_model_shape(published("gpt-oss-20b"))
+    assert unsaid.dtype is None
+    with pytest.raises(ConfigError, match=r"dtype is not in config\.json"):
+        unsaid.layout()
+
+
+# --- weights of a rank ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_cut_and_what_is_not() -> None:
+    heads = Weights(part=Part.ATTENTION, units=8, unit_params=10)
+    assert [heads.num_params_on_rank(tp_size) for tp_size in (1, 2, 3, 8, 16)] == [80, 40, 30, 10, 10]
+    assert [Weights(part=Part.OTHER, unit_params=7).num_params_on_rank(tp_size) for tp_size in (1, 8)] == [7, 7]
+
+
+def test_weights_of_a_rank_of_llama_70b() -> None:
+    """By hand, tp 4: 16 of 64 query heads, 2 of 8 KV heads, a quarter of the MLP and of the head; embeddings and norms whole."""
+    layer = 16 * 2 * 128 * 8192 + 2 * 2 * 128 * 8192 + 3 * 8192 * 28672 // 4 + 2 * 8192
+    assert read_model_shape(published("llama-3-70b")).weights_bytes(tp_size=4) == 2 * (
+        80 * layer + 128256 * 8192 + 8192 + 128256 * 8192 // 4
+    )
+
+
+def test_stages_have_their_own_layers_and_the_ends_of_the_model() -> None:
+    shape = read_model_shape(published("llama-3-70b"))
+    first, second = (shape.weights_bytes(pp_size=2, pp_rank=stage) for stage in (0, 1))
+    assert first + second == shape.weights_bytes() == 141_107_412_992  # as published
+    assert second - first == 2 * 8192  # the last norm; embeddings and head are alike
+
+
+def test_quantised_linears_take_a_byte_and_the_rest_does_not() -> None:
+    shape = read_model_shape(published("deepseek-v3.1"))
+    plain = sum(one.num_params for one in (*shape.first_stage, *shape.last_stage) if one.part is Part.OTHER)
+    plain += sum(one.num_params for layer in shape.layers for one in layer.weights if one.part is Part.OTHER)
+    assert shape.weights_bytes() == (shape.num_params - plain) + 2 * plain
+    assert shape.weights_bytes(dtype=DType.FLOAT32) == (shape.num_params - plain) + 4 * plain
+    assert shape.weights_bytes(tp_size=8, attention_tp_size=1) > shape.weights_bytes(tp_size=8)
+    assert shape.weights_bytes(with_draft=True) - shape.weights_bytes() > 11e9  # the layer that predicts one token further
+    assert shape.checkpoint_bytes() > shape.weights_bytes(with_draft=True) + 2 * 2 * 129280 * 7168 - 1
+
+
+@pytest.mark.parametrize(("quantisation", "bits"), [({"quant_method": "mxfp4"}, 4.25), ({"quant_method": "awq", "bits": 4}, 4)])
+def test_bits_of_quantised_weights(quantisation: dict[str, object], bits: float) -> None:
+    """mxfp4: the experts, with a scale for each 32 weights; the others: attention too."""
+    config = _config("mixtral")
+    num_quantised = 4 * 4 * 3 * 64 * 80  # layers x experts x matrices
+    if quantisation["quant_method"] != "mxfp4":
+        num_quantised += 4 * (2 * 4 + 2 * 2) * 16 * 64  # layers x heads of q, o, k and v x head size
+    quantised = read_model_shape({**config, "quantization_config": quantisation})
+    saved = read_model_shape(config).weights_bytes() - quantised.weights_bytes()
+    assert saved == num_quantised * (32 - bits) / 8
+    assert quantised.quantisation is not None and quantised.quantisation.method == quantisation["quant_method"]
+
+
+# --- what is wrong with a file --------------------------------------------------------------------------------------------
+
+LLAMA = _config("llama")
+WRONG: dict[str, tuple[Mapping[str, object], str]] = {
+    "unknown": (
+        {"architectures": ["MambaForCausalLM"]},
+        "architectures is ['MambaForCausalLM']; must be one of LlamaForCausalLM, ",
+    ),
+    "two": ({"architectures": ["A", "B"]}, "architectures is ['A', 'B']; must be a list of one name"),
+    "text": ({"text_config": 3}, "text_config is 3; must be an object"),
+    "unknown text": ({"text_config": {"model_type": "rwkv"}}, "text_config.model_type is 'rwkv'; must be one of llama, "),
+    "no name": ({"architectures": None}, "model_type is missing; must be one of llama, "),
+    "model type": ({"architectures": None, "model_type": 3}, "model_type is 3; must be a text"),
+    "missing": ({"num_hidden_layers": None}, "num_hidden_layers is None; must be a positive integer"),
+    "zero": ({"hidden_size": 0}, "hidden_size is 0; must be a positive integer"),
+    "bool": ({"vocab_size": True}, "vocab_size is True; must be a positive integer"),
+    "text for number": ({"intermediate_size": "80"}, "intermediate_size is '80'; must be a positive integer"),
+    "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads is 3; must be a divisor of num_attention_heads, 4"),
+    "head dim": ({"hidden_size": 66}, "hidden_size is 66; must be a multiple of num_attention_heads, 4, or head_dim given"),
+    "flag": ({"attention_bias": 1}, "attention_bias is 1; must be true or false"),
+    "dtype": ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; must be one of float32, bfloat16, float16"),
+    "new dtype": ({"dtype": "int8"}, "dtype is 'int8'; must be one of float32, bfloat16, float16"),
+    "quantisation": (
+        {"quantization_config": {"quant_method": "hqq"}},
+        "quantization_config.quant_method is 'hqq'; must be fp8, mxfp4, awq or gptq",
+    ),
+    "bits": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quantization_config.bits is missing; must be a positive integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named_with_its_value(case: str) -> None:
+    change, message = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        read_model_shape({**LLAMA, **change}, source="model/config.json")
+    assert str(caught.value).startswith(f"model/config.json: {message}")
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (
+            "gemma2",
+            {"layer_types": ["full_attention"]},
+            "layer_types is ['full_attention']; must be a list of 4 entries, each of ",
+        ),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "layer_types is ['chunked_attention', "),
+        ("gemma2", {"sliding_window": None}, "sliding_window is None; must be a positive integer where layer_types has sliding"),
+        ("gemma2", {"num_key_value_heads": None}, "num_key_value_heads is None; must be a positive integer"),
+        ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers is ['1']; must be a list of layer numbers"),
+        ("qwen3-moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1; must be a list of layer numbers"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": -1},
+            "max_window_layers is -1; must be an integer of at least 0",
+        ),
+        (
+            "qwen3-next",
+            {"linear_num_value_heads": 5},
+            "linear_num_value_heads is 5; must be a multiple of linear_num_key_heads, 2",
+        ),
+        ("deepseek-v3", {"kv_lora_rank": None}, "kv_lora_rank is None; must be a positive integer"),
+    ],
+)
+def test_what_is_wrong_in_a_family_is_named(case: str, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_model_shape({**_config(case), **change})
+    assert str(caught.value).startswith(f"config.json: {message}")
+
+
+def test_groups_of_chatglm_must_divide_its_heads() -> None:
+    with pytest.raises(ConfigError, match="multi_query_group_num is 5; must be a divisor of num_attention_heads, 32"):
+        read_model_shape({**published("glm-4-9b-chat-1m"), "multi_query_group_num": 5})
+
+
+def test_a_required_field_that_is_absent_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^config\.json: hidden_size is missing; must be a positive integer$"):
+        read_model_shape({name: value for name, value in LLAMA.items() if name != "hidden_size"})
+
+
+def test_a_model_of_few_layers_refuses_more_stages() -> None:
+    with pytest.raises(Exception, match="pp_size is 5; a model of 4 layers"):
+        read_model_shape(LLAMA).weights_bytes(pp_size=5)
+    assert Shard(pp_size=4).layers(read_model_shape(LLAMA).layout()).end == 1

@@ -1,0 +1,81 @@
+"""Typed access to a parsed ``config.json``: whatever is missing or of the wrong kind is named, with its value and what is right.
+
+A field that is absent and one that is ``null`` are two cases, as they are for the configuration classes of transformers: an
+absent one takes the class's default, ``null`` often means "none" or "as the other field says".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from transfer.errors import ConfigError
+
+REQUIRED: Final = -1
+"""Default of a field that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFields:
+    """The fields of one mapping. `source` is what messages call it, for example ``config.json: text_config.``."""
+
+    values: Mapping[str, object]
+    source: str
+
+    def wrong(self, name: str, right: str) -> ConfigError:
+        """The error of a field that is not as it must be."""
+        shown = f"is {self.values[name]!r}" if name in self.values else "is missing"
+        return ConfigError(f"{self.source}{name} {shown}; must be {right}")
+
+    def count(self, name: str, *, absent: int = REQUIRED, null: int = REQUIRED, least: int = 1) -> int:
+        """A whole number of at least `least`; `absent` and `null` say what stands for a field that is so."""
+        right = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        if name not in self.values and absent != REQUIRED:
+            return absent
+        value = self.values.get(name)
+        if name in self.values and value is None and null != REQUIRED:
+            return null
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.wrong(name, right)
+        return value
+
+    def flag(self, name: str, *, absent: bool) -> bool:
+        value = self.values.get(name, absent)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """A text; None where it is absent or null."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, "a text")
+        return value
+
+    def part(self, name: str) -> ConfigFields | None:
+        """The fields of a nested mapping; None where it is absent or null."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "an object")
+        return ConfigFields(value, f"{self.source}{name}.")
+
+    def layer_numbers(self, name: str) -> frozenset[int]:
+        """A list of layer numbers; empty where it is absent or null."""
+        value = self.values.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            raise self.wrong(name, "a list of layer numbers")
+        return frozenset(value)
+
+    def layer_types(self, num_layers: int, known: Sequence[str]) -> tuple[str, ...] | None:
+        """``layer_types``, one of `known` for each layer; None where it is absent or null."""
+        value = self.values.get("layer_types")
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != num_layers or not all(one in known for one in value):
+            raise self.wrong("layer_types", f"a list of {num_layers} entries, each of them {' or '.join(known)}")
+        return tuple(value)
