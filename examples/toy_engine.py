@@ -103,7 +103,7 @@ def load(config: NodeConfig, *, rank: int, rendezvous: Path) -> ToyEngine:
     """Called in each rank's process; `rendezvous` is a fresh file at which ranks that need each other can meet."""
     pool = config.pool
     shard = Shard(tp_size=config.parallel.tp_size, tp_rank=rank, page_size=pool.page_size, order=pool.order, dtype=pool.dtype)
-    return ToyEngine(shard, pool.num_pages)
+    return ToyEngine(shard, pool.num_pages or 1024)
 
 
 async def main() -> None:

@@ -29,6 +29,9 @@ from transfer.ring import ALIGNMENT_BYTES
 
 ENVIRONMENT_PREFIX: Final = "KVFERRY_"
 
+CPU_POOL_PAGES: Final = 1024
+"""Pages of a pool on cpu that no setting sizes: a try-out should not take a laptop's whole memory."""
+
 MIN_HEARTBEAT_S: Final = 0.05
 MAX_HEARTBEAT_S: Final = 10.0
 """Faster beats are load, and slower ones notice a dead peer too late; what a peer asks for is held to the same range."""
@@ -137,9 +140,15 @@ class PoolConfig(_Section):
     """The paged KV pool of each rank."""
 
     page_size: Count = Field(default=16, description="Tokens per page. The other tier may use another size.")
-    num_pages: Count = Field(default=1024, description="Pages of each rank's pool.")
+    num_pages: Count | None = Field(
+        default=None,
+        description=(
+            "Most pages of each rank's pool; the memory plan can only lower it. Sliding windows and recurrent states get what so "
+            f"many tokens need of them. null takes what the plan has room for on cuda, and {CPU_POOL_PAGES} on cpu."
+        ),
+    )
     num_tokens: Count | None = Field(
-        default=None, description="Tokens of each rank's pool, rounded up to whole pages; instead of pool.num_pages."
+        default=None, description="Most tokens of each rank's pool, rounded up to whole pages; instead of pool.num_pages."
     )
     order: TokenOrder = Field(default=TokenOrder.NHD, description="Order of the dimensions inside a page.")
     dtype: DType | None = Field(default=None, description="Element type of the pool; null takes what the model computes in.")
@@ -147,10 +156,28 @@ class PoolConfig(_Section):
     @model_validator(mode="after")
     def _resolve_pages(self) -> Self:
         if self.num_tokens is not None:
-            if "num_pages" in self.model_fields_set and self.num_pages != -(-self.num_tokens // self.page_size):
+            if self.num_pages not in (None, -(-self.num_tokens // self.page_size)):
                 raise ValueError(f"num_pages is {self.num_pages} and num_tokens is {self.num_tokens}; set one of them")
             object.__setattr__(self, "num_pages", -(-self.num_tokens // self.page_size))
         return self
+
+
+class MemoryConfig(_Section):
+    """What the memory plan of each rank goes by, see docs/memory.md."""
+
+    device_memory: SizeBytes | None = Field(
+        default=None,
+        description="Memory of a rank's device; null asks the device, and on cpu shares the machine's among the ranks.",
+    )
+    policy: Literal["static_fraction", "page_count"] = Field(
+        default="static_fraction", description="What leaves room for activations: a part of the device, or of what was free."
+    )
+    static_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=1)] | None = Field(
+        default=None, description="Part of the device for weights and pool; null computes it from the other settings."
+    )
+    memory_ratio: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=1)] = Field(
+        default=0.88, description="With the policy page_count: part of the memory free before loading for weights and pool."
+    )
 
 
 class ChunkConfig(_Section):
@@ -264,6 +291,9 @@ class LimitsConfig(_Section):
 
     max_queued_requests: CountOrZero = Field(default=256, description="Requests that may wait; more are refused at once.")
     max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
+    max_seq_len: Count | None = Field(
+        default=None, description="Tokens of a request, prompt and generation together, at most; null is the model's context."
+    )
     queue_timeout_s: Seconds = Field(default=60.0, description="Longest wait for room before a request is refused.")
     step_timeout_s: Seconds = Field(
         default=600.0,
@@ -324,8 +354,12 @@ class NodeConfig(_Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="What the model computes in, the same on both nodes; null takes what its weights are stored in."
     )
+    dummy_weights: bool = Field(
+        default=False, description="Random weights from config.json alone, the same in every cut: to try sizes and speed."
+    )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory plan.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
@@ -339,6 +373,11 @@ class NodeConfig(_Section):
         default=None, description="File that is written, as JSON with the node's addresses, once it is ready; null writes none."
     )
 
+    @property
+    def most_pages(self) -> int | None:
+        """Pages of each rank's pool that no memory plan may go beyond; None where only the plan says how many."""
+        return self.pool.num_pages or (CPU_POOL_PAGES if self.device == "cpu" else None)
+
 
 class PrefillNodeConfig(NodeConfig):
     """Settings of ``prefill-node``."""
@@ -351,11 +390,13 @@ class PrefillNodeConfig(NodeConfig):
 
     @model_validator(mode="after")
     def _check_chunk_fits_pool(self) -> Self:
-        pool_tokens = self.pool.num_pages * self.pool.page_size
+        if self.most_pages is None:
+            return self  # sized by the memory plan
+        pool_tokens = self.most_pages * self.pool.page_size
         if self.chunk.chunk_tokens > pool_tokens:
             raise ValueError(
                 f"chunk.chunk_tokens is {self.chunk.chunk_tokens}; it must fit the pool's {pool_tokens} tokens "
-                f"({self.pool.num_pages} pages of {self.pool.page_size})"
+                f"({self.most_pages} pages of {self.pool.page_size})"
             )
         return self
 
@@ -365,6 +406,13 @@ class DecodeNodeConfig(NodeConfig):
 
     role: ClassVar[str] = "decode"
 
+    cuda_graph_max_bs: CountOrZero | None = Field(
+        default=None,
+        description=(
+            "Largest decode batch that is captured into a CUDA graph; 0 captures none, null is limits.max_running_requests. "
+            "Without effect on cpu."
+        ),
+    )
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
 
@@ -432,13 +480,15 @@ def _type_text(field: FieldInfo) -> str:
         text = "number" + _bounds(field)
     elif kind is Path:
         text = "path"
+    elif kind is bool:
+        text = "`true`, `false`"
     else:
         text = "list of text" if str(kind).startswith("tuple") else "text"
     return text + suffix
 
 
 def _bounds(field: FieldInfo) -> str:
-    words = {"ge": "at least {}", "gt": "above {}", "le": "at most {}"}
+    words = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
     found = [
         words[name].format(f"{bound:g}" if isinstance(bound := getattr(part, name), float) else bound)
         for part in field.metadata
@@ -456,6 +506,8 @@ def _default_text(field: FieldInfo) -> str:
         return "`null`"
     if isinstance(default, tuple):
         return "`[]`" if not default else f"`{list(default)}`"
+    if isinstance(default, bool):
+        return f"`{default}`".lower()
     if isinstance(default, int) and default >= 1 << 20 and default % (1 << 20) == 0:
         return f"`{default >> 20}MiB`"
     return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
