@@ -64,8 +64,8 @@ class Piece:
         """Writes that the piece would have taken as token x layer x K/V slices; what a window leaves out is none."""
         outgoing = self.request.outgoing
         if self.request.sends_every_token:  # cheaper, and asked after every write
-            layers = self.chunk.layers.intersect(self.route.route.layers)
-            return len(self.chunk.tokens) * sum(spec.num_buffers for spec in outgoing.layout.layers[layers.begin : layers.end])
+            layers = self.route.route.layers_in(outgoing.layout, self.chunk.layers)
+            return len(self.chunk.tokens) * sum(outgoing.layout.layers[layer].num_buffers for layer in layers)
         buffers = wire_buffers(
             outgoing.layout,
             self.route.route,

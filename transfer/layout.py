@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -299,6 +300,8 @@ class Route:
     """Who sends what to whom: these layers and this head slice, from one prefill rank to one decode rank.
 
     `index` is the route's place in the list that `routes()` returns, the same on both sides; it names the writer of a chunk.
+    Models that alternate between kinds of layers have other numbers of KV heads in them: `num_kv_heads` tells which layers of the
+    span are meant, None all of them. One route for each number, and not for each run of layers: a route is a write per chunk.
     """
 
     index: int
@@ -306,6 +309,15 @@ class Route:
     decode_rank: int
     layers: Span
     heads: HeadSlice
+    num_kv_heads: int | None = None
+
+    def layers_in(self, layout: KVLayout, layers: Span) -> Sequence[int]:
+        """Those of `layers` that travel on this route."""
+        common = self.layers.intersect(layers)
+        within = range(common.begin, common.end)
+        if self.num_kv_heads is None:
+            return within
+        return [layer for layer in within if layout.layers[layer].num_kv_heads == self.num_kv_heads]
 
 
 def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]:
@@ -324,23 +336,30 @@ def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]
         target = decode.at(decode_rank)
         for stage, held_layers in enumerate(held):
             common = wanted[target.pp_rank].intersect(held_layers)
-            for layers in _runs_of_equal_heads(layout, common):
-                num_heads = layout.layers[layers.begin].num_kv_heads
+            spans = _spans_of_equal_heads(layout, common)
+            for num_heads, layers in spans.items():
                 for prefill_rank, heads in _sources(num_heads, prefill, stage, target):
                     found.append(
-                        Route(index=len(found), prefill_rank=prefill_rank, decode_rank=decode_rank, layers=layers, heads=heads)
+                        Route(
+                            index=len(found),
+                            prefill_rank=prefill_rank,
+                            decode_rank=decode_rank,
+                            layers=layers,
+                            heads=heads,
+                            num_kv_heads=num_heads if len(spans) > 1 else None,
+                        )
                     )
     return tuple(found)
 
 
-def _runs_of_equal_heads(layout: KVLayout, layers: Span) -> list[Span]:
-    runs: list[Span] = []
+def _spans_of_equal_heads(layout: KVLayout, layers: Span) -> dict[int, Span]:
+    """For each number of KV heads, in the order of their first layers: from the first to behind the last layer that has it."""
+    spans: dict[int, Span] = {}
     for index in range(layers.begin, layers.end):
-        if runs and layout.layers[runs[-1].begin].num_kv_heads == layout.layers[index].num_kv_heads:
-            runs[-1] = Span(begin=runs[-1].begin, end=index + 1)
-        else:
-            runs.append(Span(begin=index, end=index + 1))
-    return runs
+        num_heads = layout.layers[index].num_kv_heads
+        first = spans[num_heads].begin if num_heads in spans else index
+        spans[num_heads] = Span(begin=first, end=index + 1)
+    return spans
 
 
 def _sources(num_heads: int, prefill: Shard, stage: int, target: Shard) -> list[tuple[int, HeadSlice]]:
@@ -430,8 +449,7 @@ def wire_buffers(
     """
     buffers: list[WireBuffer] = []
     offset = 0
-    common = route.layers.intersect(layers)
-    for layer in range(common.begin, common.end):
+    for layer in route.layers_in(layout, layers):
         spec = layout.layers[layer]
         travelling = _travelling_tokens(spec, tokens, num_tokens)
         if not len(travelling):
@@ -449,8 +467,8 @@ def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, nu
     """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
     # Added up without the buffers, for both machines ask this for every chunk.
     size = 0
-    common = route.layers.intersect(layers)
-    for spec in layout.layers[common.begin : common.end]:
+    for layer in route.layers_in(layout, layers):
+        spec = layout.layers[layer]
         num_elements = len(_travelling_tokens(spec, tokens, num_tokens)) * (spec.k_head_dim + spec.v_head_dim)
         if num_elements:
             element = (spec.dtype or dtype).num_bytes

@@ -66,7 +66,10 @@ def assert_exact_cover(layout: KVLayout, prefill: Shard, decode: Shard) -> None:
     for index, route in enumerate(routes(layout, prefill, decode)):
         assert route.index == index and len(route.layers)
         source, target = prefill.at(route.prefill_rank), decode.at(route.decode_rank)
-        for layer in range(route.layers.begin, route.layers.end):
+        travelling = route.layers_in(layout, route.layers)
+        assert len({layout.layers[layer].num_kv_heads for layer in travelling}) == 1
+        assert {route.layers.begin, route.layers.end - 1} <= set(travelling), "the span is as narrow as it can be"
+        for layer in travelling:
             assert layer in source.layers(layout) and layer in target.layers(layout)
             held, wanted = global_heads(layout, source, layer), global_heads(layout, target, layer)
             for offset in range(route.heads.count):
@@ -413,3 +416,14 @@ def test_the_largest_instance_is_routed_fast(tp_size: int, pp_size: int, num_lay
     found = routes(layout, prefill, Shard(tp_size=8))
     assert time.process_time() - begin < 0.5
     assert sum(len(route.layers) * route.heads.count for route in found) == 8 * num_layers
+
+
+def test_layers_that_alternate_are_one_route_for_each_number_of_heads() -> None:
+    """Not one for each run: every route is a write per chunk."""
+    state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=8, v_head_dim=0)
+    full = LayerSpec(num_kv_heads=2, k_head_dim=4, v_head_dim=4)
+    layout = KVLayout(layers=(state, state, full) * 8, dtype=DType.FLOAT16)
+    first, second = routes(layout, Shard(), Shard())
+    assert (first.layers, second.layers) == (Span(begin=0, end=23), Span(begin=2, end=24))
+    assert list(second.layers_in(layout, Span(begin=0, end=6))) == [2, 5]
+    assert routes(KVLayout(layers=(full,) * 5, dtype=DType.FLOAT16), Shard(), Shard())[0].num_kv_heads is None
