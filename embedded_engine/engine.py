@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,108 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from embedded_engine.architectures import Hook
+from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
-from embedded_engine.paged_attention import ATTENTION_NAME, AttentionPlan, DecodePlan, PrefillPlan
+from embedded_engine.paged_attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, Tables
+from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError
-from transfer.kv_pool import PagedKVPool
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 
 OnLayersWritten = Callable[[int, Any], None]
+
+NO_TOKEN = -1
+"""In place of a token whose logits are not finite."""
+
+_ATTENTION_NAMES = {
+    Hook.ATTENTION: ATTENTION_NAME,
+    Hook.LATENT: LATENT_ATTENTION_NAME,
+    Hook.GATED_DELTA_NET: ATTENTION_NAME,
+}
+_HOOKS: Mapping[Hook, Callable[[PreTrainedModel], None]] = {
+    Hook.LATENT: hook_latent_attention,
+    Hook.GATED_DELTA_NET: hook_gated_delta_nets,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWeights:
+    """What is known once a rank's weights are where they will stay, and its pool is not yet: what the pool's size hangs on.
+
+    Args:
+        num_bytes: Bytes of the rank's weights.
+        device: Where they are.
+        layout: The KV of the whole model.
+        shard: The rank's cut.
+    """
+
+    num_bytes: int
+    device: torch.device
+    layout: KVLayout
+    shard: Shard
+
+
+PlanPages = Callable[[LoadedWeights], Sequence[int]]
+"""Pages of each layer group, asked for after the weights are loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """A row of the step whose next token is asked for."""
+
+    request_id: str
+    row: int
+    sampling: SamplingParams
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """One step, checked and planned. Made by `EmbeddedEngine.prefill_batch` and `decode_batch`."""
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    plan: StepPlan
+    wanted: tuple[_Wanted, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOutput:
+    """What a step chose; on the group's first rank only, the other ranks choose nothing.
+
+    Args:
+        request_ids: Whose tokens they are, in order.
+        next_tokens: int64 [requests] on the engine's device, `NO_TOKEN` where the logits are not finite.
+        next_tokens_host: The same on the CPU (pinned, where the device is a GPU); valid once `copied` has happened.
+        copied: Event after the copy; None where there is nothing to wait for.
+    """
+
+    request_ids: tuple[str, ...]
+    next_tokens: Tensor
+    next_tokens_host: Tensor
+    copied: torch.cuda.Event | None
+
+    def tokens(self) -> dict[str, int]:
+        """request_id -> token; waits for the step.
+
+        Raises:
+            BadLogits: Some requests have no token; the error has the others'.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        chosen: list[int] = self.next_tokens_host.tolist()
+        tokens = {name: token for name, token in zip(self.request_ids, chosen, strict=True) if token != NO_TOKEN}
+        bad = [name for name in self.request_ids if name not in tokens]
+        if bad:
+            reason = f"logits of request {', '.join(bad)} are not finite; its KV or the model's weights are damaged"
+            raise BadLogits(reason, request_ids=bad, tokens=tokens)
+        return tokens
 
 
 def preload() -> None:
@@ -45,10 +137,13 @@ class EmbeddedEngine:
     on every rank before the first collective. After a failed step of a group the engine refuses further ones: the ranks may
     have stopped at different places.
 
+    Its parts come into being in the order in which they need memory: weights, page count, pool.
+
     Args:
-        directory: A local Hugging Face directory (Llama or Qwen3), or its already checked `ModelFiles`.
+        directory: A local Hugging Face directory of a family in `ARCHITECTURES`, or its already checked `ModelFiles`.
         shard: This rank's cut; `tp_size` and `tp_rank` must be those of `group`.
-        num_pages: Pages of this rank's pool.
+        num_pages: Pages of each layer group of this rank's pool (one number where there is one group), or what says so once
+            the weights are loaded.
         device: Where the rank computes and keeps its pool.
         dtype: What the model computes in; None takes the type that its weights are stored in.
         group: The rank's TP group (`init_distributed`); None for TP 1. The engine leaves it on `close()`.
@@ -65,7 +160,7 @@ class EmbeddedEngine:
         directory: Path | str | ModelFiles,
         *,
         shard: Shard,
-        num_pages: int,
+        num_pages: int | Sequence[int] | PlanPages,
         device: torch.device | str = "cpu",
         dtype: DType | None = None,
         group: TensorParallelGroup | None = None,
@@ -74,10 +169,12 @@ class EmbeddedEngine:
     ) -> None:
         self.files = directory if isinstance(directory, ModelFiles) else read_model_files(directory)
         self.files.check_shard(shard)
-        _check_settings(shard, group, num_pages, layers_per_group, num_threads)
+        self.layout: KVLayout = self.files.layout(dtype)
+        _check_settings(shard, group, num_threads=num_threads, layers_per_group=layers_per_group)
+        if not callable(num_pages):
+            _check_num_pages(num_pages, layer_groups(self.layout))
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self.layout: KVLayout = self.files.layout(dtype)
         self.shard = shard
         self.model_fields: Mapping[str, str] = self.files.fields
         self.max_context_tokens = self.files.max_context_tokens
@@ -87,26 +184,32 @@ class EmbeddedEngine:
         self._dtype: torch.dtype = getattr(torch, self.layout.dtype.value)
         self._group = group
         self._layers_per_group = layers_per_group or self.layout.num_layers
-        self._model: PreTrainedModel | None = load_causal_lm(
-            _model_class(self.files.architecture),
-            self.files,
-            dtype=self._dtype,
-            device=self._device,
-            attention=ATTENTION_NAME,
-            group=group,
-        )
-        self.pool = PagedKVPool(layout=self.layout, shard=shard, num_pages=num_pages, device=self._device)
+        self._logit_softcap: float | None = getattr(self.files.config, "final_logit_softcapping", None)
         self._failure: str | None = None
+        self._model: PreTrainedModel | None = self._load_model()
+        if callable(num_pages):
+            num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
+            num_pages = num_pages(LoadedWeights(num_bytes=num_bytes, device=self._device, layout=self.layout, shard=shard))
+        self.pool = KVPool(layout=self.layout, shard=shard, num_pages=num_pages, device=self._device)
 
     def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:
         """Run one prefill step over all items together; see `PrefillEngine.prefill`."""
-        if not items:
-            return {}
-        tables = self._check_step(items, [item.end_token for item in items])
+        return self._tokens_of(self.prefill_batch(items, on_layers_written)) if items else {}
+
+    def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
+        """Run one decode step, one token of every item; see `DecodeEngine.decode`."""
+        return self._tokens_of(self.decode_batch(items)) if items else {}
+
+    def prefill_batch(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> ForwardBatch:
+        """Check and plan a prefill step of one item or more.
+
+        Raises:
+            EngineError: An item does not fit the model or the pool.
+        """
+        tables = self._check_step(items, [item.first_token for item in items], [item.end_token for item in items])
         token_ids = np.concatenate([self._token_array(item.request_id, item.token_ids) for item in items])
         positions = np.concatenate([np.arange(item.first_token, item.end_token) for item in items])
         ends = np.cumsum([item.num_tokens for item in items])
-        last = [index for index, item in enumerate(items) if item.is_last]
 
         def on_written(layer: int) -> None:
             layers_done = layer + 1
@@ -117,21 +220,60 @@ class EmbeddedEngine:
 
         with self._step():
             plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written)
-            logits = self._forward(plan, token_ids, positions, [int(ends[index]) - 1 for index in last])
-            chosen = [items[index] for index in last]
-            return _sampled(logits, [(item.request_id, item.sampling, item.end_token) for item in chosen])
+        wanted = tuple(
+            _Wanted(request_id=item.request_id, row=int(end) - 1, sampling=item.sampling, position=item.end_token)
+            for item, end in zip(items, ends, strict=True)
+            if item.is_last
+        )
+        return ForwardBatch(token_ids=token_ids, positions=positions, plan=plan, wanted=wanted)
 
-    def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
-        """Run one decode step, one token of every item; see `DecodeEngine.decode`."""
-        if not items:
-            return {}
-        tables = self._check_step(items, [item.position + 1 for item in items])
+    def decode_batch(self, items: Sequence[DecodeItem]) -> ForwardBatch:
+        """Check and plan a decode step of one item or more.
+
+        Raises:
+            EngineError: An item does not fit the model or the pool.
+        """
+        tables = self._check_step(items, [item.position for item in items], [item.position + 1 for item in items])
         token_ids = np.concatenate([self._token_array(item.request_id, (item.token_id,)) for item in items])
         positions = np.array([item.position for item in items], dtype=np.int64)
         with self._step():
             plan = DecodePlan(items, tables, self.pool, self._dtype)
-            logits = self._forward(plan, token_ids, positions, list(range(len(items))))
-            return _sampled(logits, [(item.request_id, item.sampling, item.position + 1) for item in items])
+        wanted = tuple(
+            _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
+            for row, item in enumerate(items)
+        )
+        return ForwardBatch(token_ids=token_ids, positions=positions, plan=plan, wanted=wanted)
+
+    def forward_batch(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run a planned step; does not wait for the device.
+
+        Raises:
+            EngineError: The step failed; of a group, the engine is then of no further use.
+        """
+        with self._step():
+            logits = self._forward(batch)
+            if logits is None:
+                none = torch.empty(0, dtype=torch.int64)
+                return ForwardOutput(request_ids=(), next_tokens=none.to(self._device), next_tokens_host=none, copied=None)
+            is_finite = torch.isfinite(logits).all(dim=-1)
+            # Looking at the rows that are not would wait for the device; they are drawn from zeros and then crossed out.
+            drawn = torch.tensor(
+                sample(
+                    torch.where(is_finite.unsqueeze(-1), logits, 0),
+                    [one.sampling for one in batch.wanted],
+                    [one.position for one in batch.wanted],
+                ),
+                device=self._device,
+            )
+            next_tokens = torch.where(is_finite, drawn, NO_TOKEN)
+            is_gpu = self._device.type == "cuda"
+            host = torch.empty(len(batch.wanted), dtype=torch.int64, pin_memory=True) if is_gpu else next_tokens
+            copied = None
+            if is_gpu:
+                host.copy_(next_tokens, non_blocking=True)
+                copied = torch.cuda.current_stream(self._device).record_event()
+            request_ids = tuple(one.request_id for one in batch.wanted)
+            return ForwardOutput(request_ids=request_ids, next_tokens=next_tokens, next_tokens_host=host, copied=copied)
 
     def close(self) -> None:
         """Drop the model and leave the TP group; the pool stays readable for transfers under way. May be called twice."""
@@ -139,24 +281,46 @@ class EmbeddedEngine:
         if self._group is not None:
             self._group.close()
 
-    def _forward(
-        self, plan: AttentionPlan, token_ids: NDArray[np.int64], positions: NDArray[np.int64], rows: list[int]
-    ) -> Tensor | None:
-        """Run the model over one flat row of tokens; logits [len(rows), vocab] of those rows, on TP rank 0 only."""
+    def _load_model(self) -> PreTrainedModel:
+        hook = self.files.family.hook
+        model = load_causal_lm(
+            _model_class(self.files.architecture),
+            self.files,
+            dtype=self._dtype,
+            device=self._device,
+            attention=_ATTENTION_NAMES[hook],
+            group=self._group,
+        )
+        if hook in _HOOKS:
+            _HOOKS[hook](model)
+        return model
+
+    def _tokens_of(self, batch: ForwardBatch) -> dict[str, int]:
+        output = self.forward_batch(batch)
+        with self._step():
+            return output.tokens()
+
+    def _forward(self, batch: ForwardBatch) -> Tensor | None:
+        """Run the model over one flat row of tokens; logits [wanted rows, vocab], on TP rank 0 only."""
         model = self._model
         assert model is not None  # _step() refuses a closed engine
         hidden = model.model(
-            input_ids=torch.from_numpy(token_ids).unsqueeze(0).to(self._device),
-            position_ids=torch.from_numpy(positions).unsqueeze(0).to(self._device),
+            input_ids=torch.from_numpy(batch.token_ids).unsqueeze(0).to(self._device),
+            position_ids=torch.from_numpy(batch.positions).unsqueeze(0).to(self._device),
             use_cache=False,
-            paged_plan=plan,
+            paged_plan=batch.plan,
         ).last_hidden_state[0]
+        rows = [one.row for one in batch.wanted]
         if not rows:
             return None
-        if len(rows) != len(token_ids):
+        if len(rows) != len(batch.token_ids):
             hidden = hidden[rows]
-        logits = functional.linear(hidden, model.lm_head.weight)
-        return logits if self._group is None else self._group.gather_columns(logits)
+        logits: Tensor | None = functional.linear(hidden, model.lm_head.weight)
+        if self._group is not None and logits is not None:
+            logits = self._group.gather_columns(logits)
+        if logits is not None and self._logit_softcap is not None:
+            logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
+        return logits
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -181,30 +345,57 @@ class EmbeddedEngine:
             if not is_complete and self._group is not None:
                 self._failure = f"rank {self.shard.tp_rank} of {self.shard.tp_size} did not finish a step"
 
-    def _check_step(self, items: Sequence[PrefillItem | DecodeItem], ends: Sequence[int]) -> list[NDArray[np.int64]]:
+    def _check_step(self, items: Sequence[PrefillItem | DecodeItem], begins: Sequence[int], ends: Sequence[int]) -> list[Tables]:
         """Refuse a step that does not fit the model or the pool; the page tables as arrays.
 
         Args:
             items: The step.
-            ends: Of each item, how many tokens of the request are in the pool after the step.
+            begins: Of each item, how many tokens of the request are in the pool before the step.
+            ends: Of each item, how many are after it.
         """
         if len({item.request_id for item in items}) != len(items):
             raise EngineError("a request_id is in the step twice; a step has at most one item of a request")
-        tables: list[NDArray[np.int64]] = []
-        for item, end in zip(items, ends, strict=True):
+        tables: list[Tables] = []
+        for item, begin, end in zip(items, begins, ends, strict=True):
             who = f"request {item.request_id!r}"
             if end > self.max_context_tokens:
                 raise EngineError(f"{who} ends at token {end}; the model's context is {self.max_context_tokens} tokens")
-            table = np.asarray(item.page_table, dtype=np.int64)[: -(-end // self.pool.page_size)]
-            if len(table) * self.pool.page_size < end:
-                raise EngineError(
-                    f"{who} has {len(table)} pages of {self.pool.page_size} tokens; {end} tokens need "
-                    f"{-(-end // self.pool.page_size)}"
+            if len(item.page_tables) != len(self.pool.groups):
+                names = ", ".join(group.name for group in self.pool.groups)
+                raise EngineError(f"{who} has {len(item.page_tables)} page tables; the model has one for each of: {names}")
+            tables.append(
+                tuple(
+                    self._checked_table(f"{who}, {group.name}" if len(self.pool.groups) > 1 else who, index, table, begin, end)
+                    for index, (group, table) in enumerate(zip(self.pool.groups, item.page_tables, strict=True))
                 )
-            if table.min() < 0 or table.max() >= self.pool.num_pages:
-                raise EngineError(f"{who} has pages {table.min()} to {table.max()}; the pool's are in [0, {self.pool.num_pages})")
-            tables.append(table)
+            )
+        self._check_states(items, tables)
         return tables
+
+    def _checked_table(self, who: str, index: int, pages: Sequence[int], begin: int, end: int) -> NDArray[np.int64]:
+        """The entries that a step over the tokens [begin, end) may look at, after a check of those that it will look at."""
+        group, num_pages = self.pool.groups[index], self.pool.num_pages[index]
+        page_size = group.page_size(self.pool.page_size)
+        num_entries = group.num_pages(end, page_size)
+        table = np.asarray(pages, dtype=np.int64)[:num_entries]
+        if len(table) < num_entries:
+            raise EngineError(f"{who} has {len(table)} pages of {page_size} tokens; {end} tokens need {num_entries}")
+        needed = table[group.first_needed_token(begin) // page_size :]
+        if needed.min() < 0 or needed.max() >= num_pages:
+            raise EngineError(f"{who} has pages {needed.min()} to {needed.max()}; the pool's are in [0, {num_pages})")
+        return table
+
+    def _check_states(self, items: Sequence[PrefillItem | DecodeItem], tables: Sequence[Tables]) -> None:
+        """Refuse two requests with one state: each would go on from the other's."""
+        for index, group in enumerate(self.pool.groups):
+            if group.kind is not GroupKind.STATE:
+                continue
+            owners: dict[int, str] = {}
+            for item, tables_of_item in zip(items, tables, strict=True):
+                row = int(tables_of_item[index][0])
+                other = owners.setdefault(row, item.request_id)
+                if other != item.request_id:
+                    raise EngineError(f"requests {other!r} and {item.request_id!r} both have the state in row {row}")
 
     def _token_array(self, request_id: str, token_ids: Sequence[int]) -> NDArray[np.int64]:
         tokens = np.asarray(token_ids, dtype=np.int64)
@@ -223,30 +414,13 @@ class BadLogits(RequestFault):
     """The model computed something that is not a number, for the requests that the message names."""
 
 
-def _sampled(logits: Tensor | None, wanted: Sequence[tuple[str, SamplingParams, int]]) -> dict[str, int]:
-    """request_id -> token, from one row of logits for each (request_id, sampling, position of the token)."""
-    if logits is None:
-        return {}
-    finite = torch.isfinite(logits).all(dim=-1)
-    fine = [one for one, is_fine in zip(wanted, finite.tolist(), strict=True) if is_fine]
-    sampled = sample(logits[finite], [sampling for _, sampling, _ in fine], [position for _, _, position in fine]) if fine else []
-    tokens = {request_id: token for (request_id, _, _), token in zip(fine, sampled, strict=True)}
-    if len(fine) < len(wanted):
-        bad = [request_id for request_id, _, _ in wanted if request_id not in tokens]
-        reason = f"logits of request {', '.join(bad)} are not finite; its KV or the model's weights are damaged"
-        raise BadLogits(reason, request_ids=bad, tokens=tokens)
-    return tokens
-
-
 def _model_class(architecture: str) -> type[PreTrainedModel]:
     # Looked up by name: transformers imports a model's module when its class is first asked for.
     found: type[PreTrainedModel] = getattr(transformers, architecture)
     return found
 
 
-def _check_settings(
-    shard: Shard, group: TensorParallelGroup | None, num_pages: int, layers_per_group: int | None, num_threads: int | None
-) -> None:
+def _check_settings(shard: Shard, group: TensorParallelGroup | None, **counts: int | None) -> None:
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     if (shard.tp_rank, shard.tp_size) != (rank, size):
         raise ConfigError(
@@ -254,6 +428,14 @@ def _check_settings(
         )
     if shard.dtype is DType.INT8:
         raise ConfigError("shard dtype is int8; the embedded engine's pool must have a floating point dtype")
-    for name, value in (("num_pages", num_pages), ("layers_per_group", layers_per_group), ("num_threads", num_threads)):
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; must be at least 1")
+
+
+def _check_num_pages(num_pages: int | Sequence[int], groups: Sequence[LayerGroup]) -> None:
+    """Before the weights are loaded, which may take minutes."""
+    counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
+    if len(counts) != len(groups) or min(counts) < 1:
+        names = ", ".join(group.name for group in groups)
+        raise ConfigError(f"num_pages is {num_pages}; must be at least 1 for each group of layers ({names})")

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.engine import EmbeddedEngine, PlanPages
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from transfer.config import NodeConfig, PrefillNodeConfig
+from transfer.errors import ConfigError
 from transfer.layout import DType, Shard
 
+DUMMY_SEED = 0
+"""Of dummy weights: the same model on both tiers."""
 
-def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedEngine:
+
+def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path, plan_pages: PlanPages | None = None) -> EmbeddedEngine:
     """Load this rank's share of the model and make its pool.
 
     Args:
         rank: TP rank of this process.
         rendezvous: Fresh file at which the ranks meet.
+        plan_pages: Says how large the pool is, once the weights are loaded; None makes it as large as the settings allow.
 
     Raises:
         ConfigError: The model directory or a parallel size is wrong.
         EngineError: The weights cannot be loaded, or the ranks did not meet.
     """
-    files = read_model_files(config.model)
+    files = read_model_files(config.model, dummy_seed=DUMMY_SEED if config.dummy_weights else None)
     tp_size = config.parallel.tp_size
     shard = Shard(
         tp_size=tp_size, tp_rank=rank, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype
@@ -30,10 +35,13 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
     files.check_shard(shard)
     device = config.device if config.device == "cpu" else f"{config.device}:{rank}"
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None
+    num_pages = plan_pages or config.most_pages
+    if num_pages is None:
+        raise ConfigError(f"pool.num_pages is not set; on {config.device} it must be, where no memory plan says it")
     return EmbeddedEngine(
         files,
         shard=shard,
-        num_pages=config.pool.num_pages,
+        num_pages=num_pages,
         device=device,
         dtype=None if config.dtype is None else DType(config.dtype),
         group=group,

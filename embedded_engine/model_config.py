@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from embedded_engine.architectures import ARCHITECTURES, check_cut
 from transfer.errors import ConfigError
-
-CUT_SIZES: Final = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
-"""What tensor parallelism divides among the ranks."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -44,24 +41,6 @@ def read_json(path: Path, *, hint: str) -> dict[str, Any]:
     return raw
 
 
-def check_tp_size(tp_size: int, sizes: Mapping[str, int]) -> None:
-    """Refuse a TP size that does not divide what it cuts.
-
-    Args:
-        sizes: `CUT_SIZES` of the model, or those of them that are known.
-
-    Raises:
-        ConfigError: The message names what it does not divide, and the TP sizes that would do.
-    """
-    for name, value in sizes.items():
-        if value % tp_size:
-            fitting = [tp for tp in range(1, min(sizes.values()) + 1) if all(v % tp == 0 for v in sizes.values())]
-            raise ConfigError(
-                f"tp_size is {tp_size}, which does not divide the model's {name} {value}; "
-                f"must be one of {', '.join(map(str, fitting))}"
-            )
-
-
 def check_before_start(model: Path, tp_size: int) -> None:
     """Refuse what no rank could load, before any is started. A size that config.json leaves to its class is left to the ranks.
 
@@ -69,8 +48,9 @@ def check_before_start(model: Path, tp_size: int) -> None:
         ConfigError: config.json is damaged, or the TP size does not fit the model.
     """
     config = read_config(model)
-    sizes = {name: config.get(name) for name in CUT_SIZES}
-    check_tp_size(tp_size, {name: size for name, size in sizes.items() if type(size) is int and size > 0})
+    named = config.get("architectures")
+    if isinstance(named, list) and named and named[0] in ARCHITECTURES:
+        check_cut(named[0], tp_size, config)
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:

@@ -14,15 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import transformers
 import xxhash
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig
 
-from embedded_engine.model_config import CUT_SIZES, check_tp_size, one_line, read_config, read_json
+from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
+from embedded_engine.model_config import one_line, read_config, read_json
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
+from transfer.memory.model_shape import read_model_shape
 
-CONFIG_CLASSES: Mapping[str, type[PretrainedConfig]] = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config}
-"""Architectures that the embedded engine runs."""
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+"""Kinds of layers that the embedded engine runs."""
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angle of a position never depends on what else is in the batch. "dynamic" and "longrope" change the
@@ -30,6 +33,19 @@ angles with the longest sequence seen, which a paged cache that outlives the ste
 
 WEIGHT_DTYPES: Mapping[str, DType] = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
 """Element types that a model may be stored in: the safetensors name -> ours."""
+
+MODEL_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "max_position_embeddings", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
+    "layer_types", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor", "swiglu_alpha",
+    "swiglu_limit",
+)  # fmt: skip
+"""What of a configuration decides which numbers a model computes, in any family."""
 
 WHOLE_DIGEST_LIMIT_BYTES = 64 * 1024 * 1024
 SAMPLES_PER_TENSOR = 16
@@ -55,13 +71,21 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """A checked model directory: its configuration and where its tensors lie. Made by `read_model_files`."""
+    """A checked model directory: its configuration and where its tensors lie. Made by `read_model_files`.
+
+    With a `dummy_seed` there are no tensors: the weights are made up from it, see `embedded_engine.dummy_weights`.
+    """
 
     directory: Path
     architecture: str
     config: PretrainedConfig
     tensors: tuple[StoredTensor, ...]
     eos_token_ids: tuple[int, ...]
+    dummy_seed: int | None = None
+
+    @property
+    def family(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +97,13 @@ class ModelFiles:
 
     @cached_property
     def stored_dtype(self) -> DType:
-        """Element type that most of the model's bytes are stored in."""
+        """Element type that most of the model's bytes are stored in; of dummy weights, the one that config.json names."""
+        if self.dummy_seed is not None:
+            named = str(self.config.dtype).removeprefix("torch.")
+            if named not in WEIGHT_DTYPES.values():
+                wanted = ", ".join(WEIGHT_DTYPES.values())
+                raise ConfigError(f"{self.directory}: config.json says dtype {named}; dummy weights need one of {wanted}")
+            return DType(named)
         num_bytes: dict[str, int] = {}
         for tensor in self.tensors:
             num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
@@ -84,12 +114,9 @@ class ModelFiles:
 
     def layout(self, dtype: DType | None = None) -> KVLayout:
         """The model's KV, computed in `dtype` (the stored one where None)."""
-        return KVLayout.uniform(
-            num_layers=self.config.num_hidden_layers,
-            num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.stored_dtype if dtype is None else dtype,
-        )
+        # Of the configuration as transformers has understood it, which is what it will build.
+        shape = read_model_shape(self.config.to_dict(), source=str(self.directory / "config.json"))
+        return shape.layout(self.stored_dtype if dtype is None else dtype)
 
     @cached_property
     def weights_digest(self) -> str:
@@ -99,6 +126,7 @@ class ModelFiles:
         spread evenly over it, first and last bytes included: enough to tell two models or two fine-tunes apart in a second, not
         enough to notice one flipped bit in a terabyte.
         """
+        assert self.dummy_seed is None
         digest = xxhash.xxh3_128()
         is_whole = sum(tensor.num_bytes for tensor in self.tensors) <= WHOLE_DIGEST_LIMIT_BYTES
         for tensor in sorted(self.tensors, key=lambda tensor: tensor.name):
@@ -112,16 +140,11 @@ class ModelFiles:
     @cached_property
     def fields(self) -> dict[str, str]:
         """What must be equal on both sides of a transfer, as name -> text; does not depend on where the directory is."""
-        names = (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
-            "max_position_embeddings",
-        )  # fmt: skip
-        named = {name: str(getattr(self.config, name)) for name in names if hasattr(self.config, name)}
-        rope = {name: value for name, value in self.config.rope_parameters.items() if value is not None}
+        named = {name: str(getattr(self.config, name)) for name in MODEL_FIELDS if getattr(self.config, name, None) is not None}
         named["architecture"] = self.architecture
-        named["rope"] = json.dumps(rope, sort_keys=True)
-        named["weights"] = f"xxh3-128:{self.weights_digest}"
+        named["rope"] = json.dumps(_without_none(self.config.rope_parameters), sort_keys=True)
+        is_dummy = self.dummy_seed is not None
+        named["weights"] = f"dummy:{self.dummy_seed}" if is_dummy else f"xxh3-128:{self.weights_digest}"
         return named
 
     def check_shard(self, shard: Shard) -> None:
@@ -134,11 +157,16 @@ class ModelFiles:
             raise ConfigError(
                 f"pp_size is {shard.pp_size}; the embedded engine cuts by tensor parallelism only, pp_size must be 1"
             )
-        check_tp_size(shard.tp_size, {name: int(getattr(self.config, name)) for name in CUT_SIZES})
+        check_cut(self.architecture, shard.tp_size, self.config.to_dict())
 
 
-def read_model_files(directory: Path | str) -> ModelFiles:
+def read_model_files(directory: Path | str, *, dummy_seed: int | None = None) -> ModelFiles:
     """Read and check a local Hugging Face model directory; loads no weights and never asks the network.
+
+    Args:
+        directory: Where config.json and the safetensors files are.
+        dummy_seed: Make the weights up from this seed: config.json alone is then enough. Of a quantised model the plain one of
+            the same shape is made up.
 
     Raises:
         ConfigError: The directory, its config.json or its safetensors files are missing, damaged, or of a model that the
@@ -148,6 +176,8 @@ def read_model_files(directory: Path | str) -> ModelFiles:
     if not directory.is_dir():
         raise ConfigError(f"model is {str(directory)!r}, which is not a directory; must be a local Hugging Face model directory")
     raw = read_config(directory)
+    if dummy_seed is not None:
+        raw.pop("quantization_config", None)
     architecture = _architecture(directory, raw)
     config = _config(directory, architecture, raw)
     _check_supported(directory, config)
@@ -155,18 +185,19 @@ def read_model_files(directory: Path | str) -> ModelFiles:
         directory=directory,
         architecture=architecture,
         config=config,
-        tensors=tuple(_stored_tensors(directory)),
+        tensors=tuple(_stored_tensors(directory)) if dummy_seed is None else (),
         eos_token_ids=_eos_token_ids(directory, raw),
+        dummy_seed=dummy_seed,
     )
 
 
 def _architecture(directory: Path, raw: dict[str, Any]) -> str:
     named = raw.get("architectures")
-    supported = " or ".join(CONFIG_CLASSES)
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in CONFIG_CLASSES:
-        raise ConfigError(f"{directory / 'config.json'}: architectures is {named!r}; must be [{supported}]")
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"{directory / 'config.json'}: architectures is {named!r}; must name one of {supported}")
     architecture = str(named[0])
-    expected = CONFIG_CLASSES[architecture].model_type
+    expected = ARCHITECTURES[architecture].model_type
     if raw.get("model_type", expected) != expected:
         raise ConfigError(
             f"{directory / 'config.json'}: model_type is {raw['model_type']!r}; must be {expected!r} for {architecture}"
@@ -186,7 +217,8 @@ def _config(directory: Path, architecture: str, raw: dict[str, Any]) -> Pretrain
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{path}: {name} is {value!r}; must be a positive integer")
     try:
-        config = CONFIG_CLASSES[architecture].from_dict(raw)
+        config_class: type[PretrainedConfig] = getattr(transformers, ARCHITECTURES[architecture].config_class)
+        config = config_class.from_dict(raw)
     except Exception as error:  # a config class raises whatever its validators do; all of it means: this file is wrong
         raise ConfigError(f"{path} does not describe a {architecture}: {one_line(error)}") from error
     if config.num_attention_heads % config.num_key_value_heads:
@@ -199,12 +231,42 @@ def _config(directory: Path, architecture: str, raw: dict[str, Any]) -> Pretrain
 
 def _check_supported(directory: Path, config: PretrainedConfig) -> None:
     path = directory / "config.json"
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE_TYPES:
-        raise ConfigError(f"{path}: rope_type is {rope_type!r}; must be one of {', '.join(STATIC_ROPE_TYPES)}")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ConfigError(f"{path}: layer_types has {', '.join(sorted(layer_types))}; must be full_attention in every layer")
+    for rope in _rope_parameters(config):
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in STATIC_ROPE_TYPES:
+            raise ConfigError(f"{path}: rope_type is {rope_type!r}; must be one of {', '.join(STATIC_ROPE_TYPES)}")
+    kinds = _layer_types(config)
+    if len(kinds) != config.num_hidden_layers:
+        raise ConfigError(f"{path}: layer_types has {len(kinds)} entries; num_hidden_layers is {config.num_hidden_layers}")
+    unknown = sorted(set(kinds) - set(LAYER_TYPES))
+    if unknown:
+        raise ConfigError(f"{path}: layer_types has {', '.join(unknown)}; must be {', '.join(LAYER_TYPES)}")
+    if "sliding_attention" in kinds and not (isinstance(config.sliding_window, int) and config.sliding_window > 0):
+        raise ConfigError(f"{path}: sliding_window is {config.sliding_window!r}; must be a positive integer")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError(f"{path}: use_bidirectional_attention is set; must be a model that attends to earlier tokens only")
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The rotary embedding of the model, or of each layer type where they differ."""
+    rope: dict[str, Any] = config.rope_parameters
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: _without_none(value) if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+def _layer_types(config: PretrainedConfig) -> tuple[str, ...]:
+    """One of `LAYER_TYPES` for every layer, in transformers' words."""
+    named = getattr(config, "layer_types", None)
+    if named is not None:
+        return tuple(named)
+    # Mistral has one window for all of its layers, or none.
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return (kind,) * int(config.num_hidden_layers)
 
 
 def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 transformers calls one function per layer; it finds the step's plan in the keyword arguments that the model passes through.
 A plan is made once per step (slots, masks), so that a layer costs a write, a read and one attention call per group of rows.
+Layers that keep their tokens for equally long share what is planned, as they share the page table: see `transfer.layer_groups`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from transfer.engine_types import DecodeItem, PrefillItem
-from transfer.kv_pool import PagedKVPool
+from transfer.kv_pool import KVPool, PagedKVPool
+from transfer.layer_groups import GroupKind, LayerGroup
 
 ATTENTION_NAME = "kvferry_paged"
 
@@ -27,21 +29,81 @@ QUERY_BLOCK_TOKENS = 128
 masked triangle is never computed (600 tokens on one core: 8.8 ms against 11.2 ms), and a mask is never larger than block x
 context."""
 
+Tables = tuple[NDArray[np.int64], ...]
+"""Page tables of one request, one per layer group of the pool."""
 
-class AttentionPlan(Protocol):
-    """One step, as the attention of each layer needs it."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How a layer turns the products of queries and keys into weights.
+
+    Args:
+        scale: Factor of the products.
+        softcap: Bound that scores approach by tanh; None for none.
+        sinks: [query heads], a score per head that takes its share of the softmax and adds no value; None for none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class LatentHeads(Protocol):
+    """What the heads of an MLA layer make of latents, see `latent_attention`."""
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's value."""
+        ...
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [1, query heads, tokens, dim] of every head, from latents [tokens, 1, latent dim]."""
+        ...
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Queries [1, query heads, rows, dim] such that their products with latents are those with the heads' own keys."""
+        ...
+
+    def values(self, attended: Tensor) -> Tensor:
+        """[1, rows, query heads, value dim], from weighted sums of latents [1, rows, query heads, latent dim]."""
+        ...
+
+
+Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(hidden [requests, tokens, dim], states [requests, heads, elements]) -> (output [requests, tokens, dim], states after it)."""
+
+
+class StepPlan(Protocol):
+    """One step, as its layers need it. Rows are the tokens of the step, in the order of its items."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Write this step's K and V of `layer` into the pool, then attend.
 
         Args:
             layer: Global layer.
-            query: [1, query heads, rows, dim], rotated; one row per token of the step.
+            query: [1, query heads, rows, dim], rotated.
             key, value: [1, KV heads, rows, dim], rotated.
-            scale: Factor of the scores.
+            scores: How the layer weighs.
 
         Returns:
             [1, rows, query heads, dim].
+        """
+        ...
+
+    def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
+        """Write this step's latents [rows, 1, latent dim] of an MLA layer into the pool, then attend; otherwise as `attend`."""
+        ...
+
+    def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
+        """Lead a recurrent layer's states over this step's tokens, from the pool and back into it.
+
+        Args:
+            layer: Global layer.
+            hidden: [1, rows, dim].
+            advance: The layer.
+
+        Returns:
+            [1, rows, dim] of its output.
         """
         ...
 
@@ -54,19 +116,57 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    paged_plan: AttentionPlan,
+    paged_plan: StepPlan,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers' models call in place of their own attention."""
-    return paged_plan.attend(module.layer_idx, query, key, value, scaling), None
+    scores = Scores(scale=scaling, softcap=softcap, sinks=s_aux)
+    return paged_plan.attend(module.layer_idx, query, key, value, scores), None
 
 
 # No mask function is registered under this name: transformers then builds no mask at all.
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Softmax attention; K and V of a KV head are read where they are by all query heads that share it, never repeated.
+
+    Args:
+        query: [batch, query heads, rows, dim].
+        key, value: [batch, KV heads, context, dim].
+        mask: Added to the scores: [rows, context], or [batch, 1, rows, context].
+        scores: How to weigh.
+
+    Returns:
+        [batch, query heads, rows, dim of the values].
+    """
+    batch, num_heads, rows, dim = query.shape
+    num_kv_heads, context = key.shape[1:3]
+    if scores.softcap is None and scores.sinks is None:
+        # A single row per head: the query heads of a KV head take the place of rows, which is one product and not many.
+        grouped = query.reshape(batch, num_kv_heads, -1, dim) if rows == 1 else query
+        is_shared = grouped.shape[1] != num_kv_heads
+        attended = functional.scaled_dot_product_attention(
+            grouped, key, value, attn_mask=mask, scale=scores.scale, enable_gqa=is_shared
+        )
+        return attended.reshape(batch, num_heads, rows, -1)
+    products = query.reshape(batch, num_kv_heads, -1, dim) @ key.transpose(-1, -2) * scores.scale
+    weights = products.view(batch, num_heads, rows, context).float()
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    if mask is not None:
+        weights = weights + mask
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(1, -1, 1, 1).expand(batch, num_heads, rows, 1)
+        weights = torch.cat((weights, sinks), dim=-1)
+    weights = torch.softmax(weights, dim=-1)[..., :context].to(value.dtype)
+    return (weights.view(batch, num_kv_heads, -1, context) @ value).view(batch, num_heads, rows, -1)
+
+
 def token_slots(page_table: NDArray[np.int64], begin: int, end: int, page_size: int) -> NDArray[np.int64]:
-    """Slots of the tokens [begin, end) of a request, int64 [end - begin]."""
+    """Slots of the tokens [begin, end) of a request, int64 [end - begin]; entries of other pages are not looked at."""
     if page_size == 1:
         return page_table[begin:end]
     first_page = begin // page_size
@@ -77,80 +177,161 @@ def token_slots(page_table: NDArray[np.int64], begin: int, end: int, page_size: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """One request's rows [begin, end) of the step, and the slots [context] of everything that they may look at."""
+    """One request's rows [begin, end) of the step, and the slots of the tokens [first_context, ...) that they look at."""
 
     begin: int
     end: int
+    first_token: int
+    first_context: int
     context_slots: Tensor
 
-    def blocks(self) -> list[tuple[int, int]]:
-        return [(row, min(row + QUERY_BLOCK_TOKENS, self.end)) for row in range(self.begin, self.end, QUERY_BLOCK_TOKENS)]
+    def blocks(self, window_tokens: int) -> list[tuple[int, int, int, int]]:
+        """(first row, end row, first and end index into the context) of each block of rows that attend in one call."""
+        found = []
+        for begin in range(self.begin, self.end, QUERY_BLOCK_TOKENS):
+            end = min(begin + QUERY_BLOCK_TOKENS, self.end)
+            first_query, end_query = (self.first_token + row - self.begin for row in (begin, end))
+            first_key = max(self.first_context, first_query - window_tokens + 1) if window_tokens else self.first_context
+            found.append((begin, end, first_key - self.first_context, end_query - self.first_context))
+        return found
+
+
+class _ChunkGroup:
+    """What the layers of one group share in a prefill step: where new tokens go, what each chunk reads, and the mask."""
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        part: PagedKVPool,
+        items: Sequence[PrefillItem],
+        tables: Sequence[NDArray[np.int64]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.window_tokens = group.window_tokens
+        self.chunks: list[_Chunk] = []
+        new_slots: list[NDArray[np.int64]] = []
+        row = 0
+        for item, table in zip(items, tables, strict=True):
+            first_context = group.first_needed_token(item.first_token)
+            slots = token_slots(table, first_context, item.end_token, part.page_size)
+            new_slots.append(slots[item.first_token - first_context :])
+            self.chunks.append(
+                _Chunk(
+                    begin=row,
+                    end=row + item.num_tokens,
+                    first_token=item.first_token,
+                    first_context=first_context,
+                    context_slots=torch.from_numpy(slots).to(part.device),
+                )
+            )
+            row += item.num_tokens
+        self.new_slots = torch.from_numpy(np.concatenate(new_slots)).to(part.device)
+        self._mask = self._band(items, dtype, part.device)
+
+    def _band(self, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[rows, context] with -inf where the key is later than the query or has left its window.
+
+        It is the last rows and keys of a full block. Counted from the lower right corner every block of every request is a
+        part of this one matrix.
+        """
+        rows = min(QUERY_BLOCK_TOKENS, max(item.num_tokens for item in items))
+        context = max(item.end_token for item in items)
+        if self.window_tokens:
+            context = min(context, rows + self.window_tokens - 1)
+        blocked = torch.full((rows, context), float("-inf"), dtype=dtype, device=device)
+        mask = blocked.triu(context - rows + 1)
+        return mask + blocked.tril(context - rows - self.window_tokens) if self.window_tokens else mask
+
+    def mask(self, rows: int, context: int) -> Tensor:
+        """The mask of `rows` queries whose last one is the last of `context` keys."""
+        mask_rows, mask_context = self._mask.shape
+        return self._mask[mask_rows - rows :, mask_context - context :]
 
 
 class PrefillPlan:
-    """A ragged batch of chunks; see `AttentionPlan`.
+    """A ragged batch of chunks; see `StepPlan`.
 
     Args:
         items: The step's items, already checked.
-        tables: Their page tables, int64.
-        pool: Where K and V are written and read.
+        tables: Their page tables.
+        pool: Where K, V and states are written and read.
         dtype: What the model computes in.
-        on_written: Called with each layer after its K and V of all items are in the pool.
+        on_written: Called with each layer after its share of all items is in the pool.
     """
 
     def __init__(
         self,
         items: Sequence[PrefillItem],
-        tables: Sequence[NDArray[np.int64]],
-        pool: PagedKVPool,
+        tables: Sequence[Tables],
+        pool: KVPool,
         dtype: torch.dtype,
         on_written: Callable[[int], None],
     ) -> None:
         self._pool = pool
         self._on_written = on_written
         self._dtype = dtype
-        self._chunks: list[_Chunk] = []
-        new_slots: list[NDArray[np.int64]] = []
-        row = 0
-        for item, table in zip(items, tables, strict=True):
-            slots = token_slots(table, 0, item.end_token, pool.page_size)
-            new_slots.append(slots[item.first_token :])
-            context_slots = torch.from_numpy(slots).to(pool.device)
-            self._chunks.append(_Chunk(begin=row, end=row + item.num_tokens, context_slots=context_slots))
-            row += item.num_tokens
-        self._new_slots = torch.from_numpy(np.concatenate(new_slots)).to(pool.device)
-        self._mask = self._triangular_mask(items, dtype)
+        self._items = items
+        self._groups: dict[int, _ChunkGroup] = {}
+        self._state_rows: list[Tensor] = []
+        for index, (group, part) in enumerate(zip(pool.groups, pool.parts, strict=True)):
+            own = [tables_of_item[index] for tables_of_item in tables]
+            if group.kind is GroupKind.STATE:
+                self._state_rows = [torch.from_numpy(table).to(pool.device) for table in own]
+            else:
+                self._groups[index] = _ChunkGroup(group, part, items, own, dtype)
 
-    def _triangular_mask(self, items: Sequence[PrefillItem], dtype: torch.dtype) -> Tensor:
-        """[rows, context] with -inf where the key is later than the query, for the last rows and keys of a full block.
-
-        Counted from the lower right corner every block of every request is a part of this one matrix.
-        """
-        rows = min(QUERY_BLOCK_TOKENS, max(item.num_tokens for item in items))
-        context = max(item.end_token for item in items)
-        mask = torch.full((rows, context), float("-inf"), dtype=dtype, device=self._pool.device)
-        return mask.triu_(context - rows + 1)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        pool = self._pool
-        pool.write(layer, self._new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        group = self._groups[self._pool.group_of(layer)]
+        self._pool.write(layer, group.new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         self._on_written(layer)
-        mask_rows, mask_context = self._mask.shape
-        output = torch.empty((1, query.shape[2], query.shape[1], value.shape[-1]), dtype=query.dtype, device=query.device)
-        for chunk in self._chunks:
-            k, v = (part.to(self._dtype).transpose(0, 1).unsqueeze(0) for part in pool.read(layer, chunk.context_slots))
-            for begin, end in chunk.blocks():
-                context = chunk.context_slots.shape[0] - (chunk.end - end)
-                attended = functional.scaled_dot_product_attention(
-                    query[:, :, begin:end],
-                    k[:, :, :context],
-                    v[:, :, :context],
-                    attn_mask=self._mask[mask_rows - (end - begin) :, mask_context - context :],
-                    scale=scale,
-                    enable_gqa=True,
-                )
+
+        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = (part.to(self._dtype).transpose(0, 1).unsqueeze(0) for part in self._pool.read(layer, slots))
+            return k, v
+
+        return self._attend(group, query, value.shape[-1], read, scores)
+
+    def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
+        """Every head's K and V are made of the latents for the time of the call: many queries share that work."""
+        group = self._groups[self._pool.group_of(layer)]
+        self._pool.write(layer, group.new_slots, latents, latents[..., :0])
+        self._on_written(layer)
+
+        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+            return heads.expand(self._pool.read(layer, slots)[0].to(self._dtype))
+
+        return self._attend(group, query, heads.value_dim, read, scores)
+
+    def _attend(
+        self,
+        group: _ChunkGroup,
+        query: Tensor,
+        value_dim: int,
+        read: Callable[[Tensor], tuple[Tensor, Tensor]],
+        scores: Scores,
+    ) -> Tensor:
+        output = torch.empty((1, query.shape[2], query.shape[1], value_dim), dtype=query.dtype, device=query.device)
+        for chunk in group.chunks:
+            k, v = read(chunk.context_slots)
+            for begin, end, first_key, end_key in chunk.blocks(group.window_tokens):
+                mask = group.mask(end - begin, end_key - first_key)
+                attended = attention(query[:, :, begin:end], k[:, :, first_key:end_key], v[:, :, first_key:end_key], mask, scores)
                 output[:, begin:end] = attended.transpose(1, 2)
         return output
+
+    def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
+        outputs: list[Tensor] = []
+        row = 0
+        for item, state_row in zip(self._items, self._state_rows, strict=True):
+            states, no_v = self._pool.read(layer, state_row)
+            if item.first_token == 0:
+                states.zero_()
+            output, states = advance(hidden[:, row : row + item.num_tokens], states)
+            self._pool.write(layer, state_row, states, no_v)
+            outputs.append(output)
+            row += item.num_tokens
+        self._on_written(layer)
+        return torch.cat(outputs, dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,23 +349,30 @@ class _RowGroup:
     mask: Tensor | None
 
 
-class DecodePlan:
-    """One token of each request; see `AttentionPlan`.
+class _TokenGroup:
+    """What the layers of one group share in a decode step: where the new tokens go and what each row reads.
 
-    Requests attend together, padded to the longest of their group; no request is padded to more than twice its own length.
+    Requests attend together, padded to the longest of their row group; none is padded to more than twice its own length.
     """
 
     def __init__(
-        self, items: Sequence[DecodeItem], tables: Sequence[NDArray[np.int64]], pool: PagedKVPool, dtype: torch.dtype
+        self,
+        group: LayerGroup,
+        part: PagedKVPool,
+        items: Sequence[DecodeItem],
+        tables: Sequence[NDArray[np.int64]],
+        dtype: torch.dtype,
     ) -> None:
-        self._pool = pool
+        slots = [
+            token_slots(table, group.first_needed_token(item.position), item.position + 1, part.page_size)
+            for item, table in zip(items, tables, strict=True)
+        ]
         self._dtype = dtype
-        slots = [token_slots(table, 0, item.position + 1, pool.page_size) for item, table in zip(items, tables, strict=True)]
-        self._new_slots = torch.tensor([own[-1] for own in slots], dtype=torch.int64, device=pool.device)
-        self._groups = [self._row_group(rows, slots) for rows in _rows_of_similar_length([len(own) for own in slots])]
+        self._device = part.device
+        self.new_slots = torch.tensor([own[-1] for own in slots], dtype=torch.int64, device=part.device)
+        self.row_groups = [self._row_group(rows, slots) for rows in _rows_of_similar_length([len(own) for own in slots])]
 
     def _row_group(self, rows: list[int], slots: list[NDArray[np.int64]]) -> _RowGroup:
-        device = self._pool.device
         longest = max(len(slots[row]) for row in rows)
         padded = np.empty((len(rows), longest), dtype=np.int64)
         mask = np.zeros((len(rows), 1, 1, longest), dtype=np.float32)
@@ -194,28 +382,83 @@ class DecodePlan:
             padded[index, len(own) :] = own[0]
             mask[index, :, :, len(own) :] = -np.inf
         return _RowGroup(
-            rows=None if len(rows) == len(slots) else torch.tensor(rows, device=device),
-            context_slots=torch.from_numpy(padded).to(device),
-            mask=torch.from_numpy(mask).to(device, self._dtype) if mask.any() else None,
+            rows=None if len(rows) == len(slots) else torch.tensor(rows, device=self._device),
+            context_slots=torch.from_numpy(padded).to(self._device),
+            mask=torch.from_numpy(mask).to(self._device, self._dtype) if mask.any() else None,
         )
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        pool = self._pool
-        pool.write(layer, self._new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        num_query_heads, num_rows, dim = query.shape[1:]
-        num_kv_heads = key.shape[1]
-        # The query heads that share a KV head take the place of query tokens: [rows, KV heads, heads of each, dim].
-        queries = query[0].transpose(0, 1).reshape(num_rows, num_kv_heads, num_query_heads // num_kv_heads, dim)
-        output = torch.empty((num_rows, num_kv_heads, queries.shape[2], value.shape[-1]), dtype=query.dtype, device=query.device)
-        for group in self._groups:
-            k, v = (part.to(self._dtype).transpose(1, 2) for part in pool.read(layer, group.context_slots))
-            own = queries if group.rows is None else queries[group.rows]
-            attended = functional.scaled_dot_product_attention(own, k, v, attn_mask=group.mask, scale=scale)
-            if group.rows is None:
+
+class DecodePlan:
+    """One token of each request; see `StepPlan`.
+
+    Args:
+        items: The step's items, already checked.
+        tables: Their page tables.
+        pool: Where K, V and states are written and read.
+        dtype: What the model computes in.
+    """
+
+    def __init__(self, items: Sequence[DecodeItem], tables: Sequence[Tables], pool: KVPool, dtype: torch.dtype) -> None:
+        self._pool = pool
+        self._dtype = dtype
+        self._groups: dict[int, _TokenGroup] = {}
+        for index, (group, part) in enumerate(zip(pool.groups, pool.parts, strict=True)):
+            own = [tables_of_item[index] for tables_of_item in tables]
+            if group.kind is GroupKind.STATE:
+                self._state_rows = torch.from_numpy(np.concatenate(own)).to(pool.device)
+                self._new_states = torch.tensor([item.position == 0 for item in items], device=pool.device)
+            else:
+                self._groups[index] = _TokenGroup(group, part, items, own, dtype)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        group = self._groups[self._pool.group_of(layer)]
+        self._pool.write(layer, group.new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+
+        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = (part.to(self._dtype).transpose(1, 2) for part in self._pool.read(layer, slots))
+            return k, v
+
+        return self._attend(group, query, value.shape[-1], read, scores)
+
+    def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
+        """The heads' keys and values are never made: each row reads its latents once, as one KV head that all heads share."""
+        group = self._groups[self._pool.group_of(layer)]
+        self._pool.write(layer, group.new_slots, latents, latents[..., :0])
+
+        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+            # The rotary part is carried along among the values and dropped: values as wide as keys keep the fast path.
+            context = self._pool.read(layer, slots)[0].to(self._dtype).transpose(1, 2)
+            return context, context
+
+        return heads.values(self._attend(group, heads.absorb(query), latents.shape[-1], read, scores))
+
+    def _attend(
+        self,
+        group: _TokenGroup,
+        query: Tensor,
+        value_dim: int,
+        read: Callable[[Tensor], tuple[Tensor, Tensor]],
+        scores: Scores,
+    ) -> Tensor:
+        num_query_heads, num_rows = query.shape[1:3]
+        queries = query[0].transpose(0, 1).unsqueeze(2)  # [rows, query heads, 1, dim]
+        output = torch.empty((num_rows, num_query_heads, 1, value_dim), dtype=query.dtype, device=query.device)
+        for rows in group.row_groups:
+            k, v = read(rows.context_slots)
+            own = queries if rows.rows is None else queries[rows.rows]
+            attended = attention(own, k, v, rows.mask, scores)
+            if rows.rows is None:
                 output = attended
             else:
-                output[group.rows] = attended
-        return output.reshape(1, num_rows, num_query_heads, -1)
+                output[rows.rows] = attended
+        return output.view(1, num_rows, num_query_heads, -1)
+
+    def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
+        states, no_v = self._pool.read(layer, self._state_rows)
+        states.masked_fill_(self._new_states.view(-1, 1, 1), 0)
+        output, states = advance(hidden.transpose(0, 1), states)
+        self._pool.write(layer, self._state_rows, states, no_v)
+        return output.transpose(0, 1)
 
 
 def _rows_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,11 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+from embedded_engine.architectures import Hook
+from embedded_engine.dummy_weights import dummy_state
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles
+from embedded_engine.recurrent_state import cut_gated_delta_nets
 from transfer.errors import ConfigError, EngineError
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -133,13 +136,15 @@ def load_causal_lm(
     """
     options: dict[str, Any] = {}
     loader: Any = model_class
+    if files.dummy_seed is not None:
+        options["state_dict"] = dummy_state(model_class, files.config, files.dummy_seed)
     if group is not None:
-        loader = _meshed(model_class, device, group.size)
+        loader = _meshed(model_class, files.family.tp_styles, device, group.size)
         options["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=group.size)
     try:
         with _quiet_transformers():
             model, report = loader.from_pretrained(
-                files.directory,
+                files.directory if files.dummy_seed is None else None,
                 config=files.config,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -161,6 +166,8 @@ def load_causal_lm(
             )
     if group is not None:
         _unwrap(model, group)
+        if files.family.hook is Hook.GATED_DELTA_NET:
+            cut_gated_delta_nets(model, group.rank, group.size)
     loaded: PreTrainedModel = model.requires_grad_(False).to(device).eval()
     return loaded
 
@@ -175,12 +182,18 @@ class _TensorParallelMesh:
         return self.mesh
 
 
-def _meshed(model_class: type[PreTrainedModel], device: torch.device, size: int) -> type[PreTrainedModel]:
-    """`model_class`, loading onto our device.
+def _meshed(
+    model_class: type[PreTrainedModel], tp_styles: Mapping[str, str], device: torch.device, size: int
+) -> type[PreTrainedModel]:
+    """`model_class`, loading onto our device, and with `tp_styles` in its plan.
 
     transformers takes the machine's accelerator and an environment variable instead: CPU ranks could then not run on a machine
     that has a GPU, and its sub-groups would have a deadline of their own.
     """
+
+    def init_parallel_plans(self: Any) -> None:
+        model_class.init_parallel_plans(self)
+        self.tp_plan = {**self.tp_plan, **tp_styles}
 
     def prepare_distribute_model(
         cls: type[PreTrainedModel], distributed_config: DistributedConfig, device_map: Any = None
@@ -188,8 +201,16 @@ def _meshed(model_class: type[PreTrainedModel], device: torch.device, size: int)
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
         return distributed_config, device, _TensorParallelMesh(mesh)
 
-    body = {"prepare_distribute_model": classmethod(prepare_distribute_model), "__module__": model_class.__module__}
+    body = {
+        "prepare_distribute_model": classmethod(prepare_distribute_model),
+        "init_parallel_plans": init_parallel_plans,
+        "__module__": model_class.__module__,
+    }
     return type(model_class.__name__, (model_class,), body)
+
+
+_LOCAL_STYLES = (None, "colwise", "packed_colwise", "colwise_gather_output", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Styles whose layers need nothing of other ranks: the module's own forward over its part of the weights."""
 
 
 def _unwrap(model: PreTrainedModel, group: TensorParallelGroup) -> None:
@@ -208,7 +229,7 @@ def _unwrap(model: PreTrainedModel, group: TensorParallelGroup) -> None:
             _reduce_rows(module, group)
         elif style == "embedding_rowwise":
             _reduce_vocabulary(module, group)
-        elif style not in (None, "colwise", "colwise_gather_output", "replicated_with_grad_allreduce"):
+        elif style not in _LOCAL_STYLES:
             raise EngineError(f"tensor parallel style of {name} is {style!r}, which the embedded engine does not know")
 
 
@@ -225,16 +246,17 @@ def _reduce_rows(module: nn.Module, group: TensorParallelGroup) -> None:
     module.forward = forward
 
 
-def _reduce_vocabulary(module: nn.Module, group: TensorParallelGroup) -> None:
+def _reduce_vocabulary(module: Any, group: TensorParallelGroup) -> None:
     """The vocabulary is cut: each rank looks up the tokens that it holds, the others' rows are zero, and all are added up."""
-    weight: Tensor = module.get_parameter("weight")
-    num_rows = weight.shape[0]
+    num_rows = module.get_parameter("weight").shape[0]
     first = group.rank * num_rows
+    look_up = module.forward  # of the class: some families scale what they find
+    module.padding_idx = None  # matters to training alone, and may be a row that this rank does not have
 
     def forward(token_ids: Tensor) -> Tensor:
         rows = token_ids - first
         is_foreign = (rows < 0) | (rows >= num_rows)
-        found = functional.embedding(rows.masked_fill(is_foreign, 0), weight)
+        found: Tensor = look_up(rows.masked_fill(is_foreign, 0))
         found.masked_fill_(is_foreign.unsqueeze(-1), 0)
         group.sum(found)
         return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+import transformers
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from kvferry.demo_model import make_demo_model
+from tests.engine.families import make_family
 
 Generate = Callable[[Path, tuple[int, ...], int], list[int]]
 
@@ -59,15 +62,26 @@ def qwen_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a family's model, made when it is first asked for."""
+    parent = tmp_path_factory.mktemp("families")
+
+    def directory_of(name: str) -> Path:
+        return parent / name if (parent / name).exists() else make_family(name, parent / name)
+
+    return directory_of
+
+
+@pytest.fixture(scope="session")
 def generate() -> Generate:
     """Greedy tokens of transformers' own `generate`, with its own attention and cache."""
-    classes: dict[str, type[PreTrainedModel]] = {"demo": LlamaForCausalLM, "qwen": Qwen3ForCausalLM}
     models: dict[Path, PreTrainedModel] = {}
     known: dict[tuple[Path, tuple[int, ...]], list[int]] = {}
 
     def greedy(directory: Path, token_ids: tuple[int, ...], num_tokens: int) -> list[int]:
         if directory not in models:
-            models[directory] = classes[directory.name].from_pretrained(directory, local_files_only=True).eval()
+            architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+            models[directory] = getattr(transformers, architecture).from_pretrained(directory, local_files_only=True).eval()
         key = (directory, token_ids)
         if len(known.get(key, [])) < num_tokens:
             ids = torch.tensor([token_ids])

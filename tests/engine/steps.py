@@ -6,7 +6,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from transfer.engine_types import GREEDY, DecodeItem, PrefillItem, SamplingParams
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup
 
 
 def bind_pages(num_pages: int, page_size: int, lengths: Mapping[str, int], seed: int = 0) -> dict[str, list[int]]:
@@ -21,10 +25,80 @@ def bind_pages(num_pages: int, page_size: int, lengths: Mapping[str, int], seed:
     return tables
 
 
+class PageBook:
+    """The page tables of some requests in every group of layers, as they change while windows move on.
+
+    Args:
+        groups: The pool's groups.
+        num_pages: Pages of each.
+        page_size: Tokens per page.
+        lengths: Tokens of each request in the end.
+        seed: Of the order of pages.
+        pool: Filled with numbers that are none wherever a window has passed; None leaves that out.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        num_pages: Sequence[int],
+        page_size: int,
+        lengths: Mapping[str, int],
+        *,
+        seed: int = 0,
+        pool: KVPool | None = None,
+    ) -> None:
+        self.groups = groups
+        self.page_size = page_size
+        self.pool = pool
+        self._tables: list[dict[str, list[int]]] = []
+        for group, count in zip(groups, num_pages, strict=True):
+            size = group.page_size(page_size)
+            wanted = {name: group.num_pages(length, size) * size for name, length in lengths.items()}
+            self._tables.append(bind_pages(count, size, wanted, seed))
+
+    @classmethod
+    def of(cls, engine: Any, lengths: Mapping[str, int], *, seed: int = 0) -> PageBook:
+        """Over an engine's own pool, which is filled with numbers that are none before anything is written."""
+        pool: KVPool = engine.pool
+        fill_with_nan(pool)
+        return cls(pool.groups, pool.num_pages, pool.page_size, lengths, seed=seed, pool=pool)
+
+    def at(self, request_id: str, next_token: int) -> tuple[list[int], ...]:
+        """The tables for a step whose first token is `next_token`."""
+        for index, group in enumerate(self.groups):
+            if group.kind is GroupKind.WINDOW:
+                table = self._tables[index][request_id]
+                for entry in range(group.first_needed_token(next_token) // self.page_size):
+                    if table[entry] != NO_PAGE and self.pool is not None:
+                        fill_with_nan(self.pool, group.layers, table[entry])
+                    table[entry] = NO_PAGE
+        return tuple(list(tables[request_id]) for tables in self._tables)
+
+
+def fill_with_nan(pool: KVPool, layers: Sequence[int] | None = None, page: int | None = None) -> None:
+    """Whatever is read of it before it is written again poisons what is computed."""
+    for layer in range(pool.layout.num_layers) if layers is None else layers:
+        for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]:
+            buffer = pool.buffer(layer, is_v=is_v)
+            (buffer if page is None else buffer[page]).fill_(torch.nan)
+
+
+def pages_for(groups: Sequence[LayerGroup], num_pages: int, num_states: int = 8) -> tuple[int, ...]:
+    """Pages of each group: enough for a test, and states for few requests, so that their rows are used again."""
+    return tuple(num_states if group.kind is GroupKind.STATE else num_pages for group in groups)
+
+
+Tables = Mapping[str, Sequence[int]] | PageBook
+
+
+def _tables_at(tables: Tables, request_id: str, next_token: int) -> tuple[Sequence[int], ...]:
+    return tables.at(request_id, next_token) if isinstance(tables, PageBook) else (tables[request_id],)
+
+
 def prefill_all(
     engine: Any,
     prompts: Mapping[str, tuple[int, ...]],
-    tables: Mapping[str, Sequence[int]],
+    tables: Tables,
     *,
     chunk_tokens: int = 1_000_000,
     sampling: SamplingParams = GREEDY,
@@ -38,7 +112,7 @@ def prefill_all(
                 request_id=request_id,
                 token_ids=tokens[begin : begin + chunk_tokens],
                 first_token=begin,
-                page_tables=(tables[request_id],),
+                page_tables=_tables_at(tables, request_id, begin),
                 sampling=sampling,
                 is_last=begin + chunk_tokens >= len(tokens),
             )
@@ -53,7 +127,7 @@ def decode_all(
     engine: Any,
     first: Mapping[str, int],
     lengths: Mapping[str, int],
-    tables: Mapping[str, Sequence[int]],
+    tables: Tables,
     num_tokens: int,
     *,
     sampling: SamplingParams = GREEDY,
@@ -67,7 +141,7 @@ def decode_all(
                     request_id=request_id,
                     token_id=own[-1],
                     position=lengths[request_id] + step,
-                    page_tables=(tables[request_id],),
+                    page_tables=_tables_at(tables, request_id, lengths[request_id] + step),
                     sampling=sampling,
                 )
                 for request_id, own in tokens.items()

@@ -20,7 +20,7 @@ from kvferry.demo_model import make_demo_model
 from tests.engine.conftest import Generate
 from tests.engine.steps import bind_pages, decode_all, prefill_all
 from transfer.errors import ConfigError
-from transfer.kv_pool import PagedKVPool
+from transfer.kv_pool import KVPool
 from transfer.layout import Shard, TokenOrder
 
 NUM_TOKENS = 48
@@ -30,14 +30,14 @@ TEXTS = (
     "How is the cache of a model moved from the machine that reads to the one that writes? Tell me in one sentence.",
     "Once upon a time, far away, a bell rang seven times. " * 6,
 )
-Damage = Callable[[PagedKVPool, Sequence[int]], None]
+Damage = Callable[[KVPool, Sequence[int]], None]
 
 
 def slots_of(table: Sequence[int], begin: int, end: int, page_size: int) -> torch.Tensor:
     return torch.tensor([table[token // page_size] * page_size + token % page_size for token in range(begin, end)])
 
 
-def copy_kv(source: PagedKVPool, source_table: Sequence[int], target: PagedKVPool, table: Sequence[int], tokens: int) -> None:
+def copy_kv(source: KVPool, source_table: Sequence[int], target: KVPool, table: Sequence[int], tokens: int) -> None:
     for layer in range(source.layout.num_layers):
         k, v = source.read(layer, slots_of(source_table, 0, tokens, source.page_size))
         target.write(layer, slots_of(table, 0, tokens, target.page_size), k, v)
@@ -57,10 +57,10 @@ def test_kv_computed_in_one_pool_generates_from_another(
     chosen = {str(length): prompts[length] for length in (1, 16, 129, 257)}
     lengths = {name: len(tokens) for name, tokens in chosen.items()}
     source = EmbeddedEngine(demo_dir, shard=prefill, num_pages=1000 // prefill.page_size)
-    source_tables = bind_pages(source.pool.num_pages, prefill.page_size, lengths, seed=1)
+    source_tables = bind_pages(source.pool.num_pages[0], prefill.page_size, lengths, seed=1)
     first = prefill_all(source, chosen, source_tables, chunk_tokens=60)
     target = EmbeddedEngine(demo_dir, shard=decode, num_pages=1000 // decode.page_size)
-    tables = bind_pages(target.pool.num_pages, decode.page_size, {name: n + 16 for name, n in lengths.items()}, seed=2)
+    tables = bind_pages(target.pool.num_pages[0], decode.page_size, {name: n + 16 for name, n in lengths.items()}, seed=2)
     for name, length in lengths.items():
         copy_kv(source.pool, source_tables[name], target.pool, tables[name], length)
     tokens = decode_all(target, first, lengths, tables, 16)
@@ -100,12 +100,12 @@ def patient(request: pytest.FixtureRequest, demo_dir: Path) -> Patient:
     return Patient(engine, tuple(AutoTokenizer.from_pretrained(demo_dir)(TEXTS[request.param])["input_ids"]))
 
 
-def untouched(pool: PagedKVPool, table: Sequence[int]) -> None:
+def untouched(pool: KVPool, table: Sequence[int]) -> None:
     pass
 
 
 def without_head(layer: int, head: int) -> Damage:
-    def damage(pool: PagedKVPool, table: Sequence[int]) -> None:
+    def damage(pool: KVPool, table: Sequence[int]) -> None:
         for is_v in (False, True):
             pool.buffer(layer, is_v=is_v)[table, :, head] = 0
 
@@ -113,7 +113,7 @@ def without_head(layer: int, head: int) -> Damage:
 
 
 def swapped(first: int, second: int, *, is_v: Sequence[bool] = (False, True)) -> Damage:
-    def damage(pool: PagedKVPool, table: Sequence[int]) -> None:
+    def damage(pool: KVPool, table: Sequence[int]) -> None:
         for layer in range(pool.layout.num_layers):
             for one in is_v:
                 pages = pool.buffer(layer, is_v=one)
@@ -125,7 +125,7 @@ def swapped(first: int, second: int, *, is_v: Sequence[bool] = (False, True)) ->
 def shifted(begin: int, end: int) -> Damage:
     """The chunk [begin, end) lands one token late: its last token falls on the next one."""
 
-    def damage(pool: PagedKVPool, table: Sequence[int]) -> None:
+    def damage(pool: KVPool, table: Sequence[int]) -> None:
         for layer in range(pool.layout.num_layers):
             k, v = pool.read(layer, slots_of(table, begin, end, pool.page_size))
             pool.write(layer, slots_of(table, begin + 1, end + 1, pool.page_size), k, v)
@@ -169,7 +169,7 @@ def test_swapping_whole_pages_with_both_k_and_v_cannot_change_anything(patient: 
 
 
 def test_a_page_of_another_request_changes_the_tokens(patient: Patient) -> None:
-    def damage(pool: PagedKVPool, table: Sequence[int]) -> None:
+    def damage(pool: KVPool, table: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(0)
         for layer in range(pool.layout.num_layers):
             for is_v in (False, True):

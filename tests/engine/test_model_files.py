@@ -58,7 +58,7 @@ def message_of(error_type: type[TransferError], action: Callable[[], object]) ->
         (lambda d: (d / "config.json").write_text("{"), ["config.json is not valid JSON"]),
         (lambda d: (d / "config.json").write_text("[]"), ["JSON list", "must be an object"]),
         (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json is not valid JSON"]),
-        (lambda d: edit_config(d, architectures=["MistralForCausalLM"]), ["MistralForCausalLM", "Qwen3ForCausalLM"]),
+        (lambda d: edit_config(d, architectures=["MixtralForCausalLM"]), ["MixtralForCausalLM", "Qwen3ForCausalLM"]),
         (lambda d: edit_config(d, architectures="absent"), ["architectures is None", "LlamaForCausalLM"]),
         (lambda d: edit_config(d, model_type="mistral"), ["model_type is 'mistral'", "'llama'"]),
         (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), ["quantization_config", "plain weights"]),
@@ -90,10 +90,26 @@ def test_a_wrong_directory_is_refused(copied: Path, edit: Edit, named: list[str]
     assert all(part in text for part in [str(copied), *named]), text
 
 
-def test_sliding_windows_are_refused(qwen_dir: Path, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(qwen_dir, tmp_path / "copy"))
-    edit_config(copied, use_sliding_window=True, sliding_window=64, max_window_layers=0, layer_types="absent")
-    assert "sliding_attention" in message_of(ConfigError, lambda: read_model_files(copied))
+@pytest.mark.parametrize(
+    ("family", "values", "named"),
+    [
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("gemma3", {"sliding_window": None}, "sliding_window is None; must be a positive integer"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}},
+            "rope_type is 'dynamic'",
+        ),
+    ],
+)
+def test_layers_that_the_engine_does_not_run_are_refused(
+    family_dir: Callable[[str], Path], tmp_path: Path, family: str, values: dict[str, Any], named: str
+) -> None:
+    copied = Path(shutil.copytree(family_dir(family), tmp_path / "copy"))
+    edit_config(copied, **values)
+    assert named in message_of(ConfigError, lambda: read_model_files(copied))
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,11 @@ def test_half_precision_model_and_narrower_pool(demo_dir: Path, prompts: Prompts
     wanted = generate_all(exact, tokens, 1)
     for options in ({"dtype": DType.BFLOAT16}, {"dtype": DType.FLOAT16}):
         engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=20, **options)
-        assert engine.layout.dtype is options["dtype"] and engine.pool.dtype is getattr(torch, options["dtype"].value)
+        assert engine.layout.dtype is options["dtype"]
+        assert engine.pool.buffer(0, is_v=True).dtype is getattr(torch, options["dtype"].value)
         generate_all(engine, tokens, 4)
     narrow = EmbeddedEngine(demo_dir, shard=Shard(dtype=DType.FLOAT16), num_pages=20)
-    assert narrow.pool.dtype is torch.float16 and narrow.layout.dtype is DType.FLOAT32
+    assert narrow.pool.buffer(0, is_v=True).dtype is torch.float16 and narrow.layout.dtype is DType.FLOAT32
     assert generate_all(narrow, tokens, 1) == wanted
 
 

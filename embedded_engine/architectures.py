@@ -1,0 +1,147 @@
+"""The model families that the embedded engine runs: one entry each, and one file more where a family's layers need a hook.
+
+Model code, tokenizers and weights stay with transformers. What the engine takes over is where a layer keeps what it must know of
+earlier tokens; `Hook` names the ways to get there, the modules of those names do it. Plain Python: a node asks this table
+before it starts any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from transfer.errors import ConfigError
+
+CUT_SIZES: Final = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
+"""What tensor parallelism divides among the ranks, in most families."""
+
+
+class Hook(StrEnum):
+    """How a family's layers reach the pool."""
+
+    ATTENTION = "attention"  # K and V, through the attention function: `paged_attention`
+    LATENT = "latent"  # MLA latents: `latent_attention`
+    GATED_DELTA_NET = "gated_delta_net"  # recurrent state in some layers, K and V in the others: `recurrent_state`
+
+
+def _no_moe(config: Mapping[str, Any]) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One family.
+
+    Args:
+        model_type: What config.json must call it.
+        config_class: Name of its configuration class in transformers.
+        hook: How its layers reach the pool.
+        cut_sizes: Names in config.json of what tensor parallelism divides.
+        tp_styles: Styles of tensor parallelism that differ from, or are missing in, transformers' own plan: module -> style.
+        has_moe: Whether a configuration (every field given) has layers of experts: they are not cut.
+    """
+
+    model_type: str
+    config_class: str
+    hook: Hook = Hook.ATTENTION
+    cut_sizes: tuple[str, ...] = CUT_SIZES
+    tp_styles: Mapping[str, str] = field(default_factory=dict)
+    has_moe: Callable[[Mapping[str, Any]], bool] = _no_moe
+
+
+def _deepseek_has_moe(config: Mapping[str, Any]) -> bool:
+    return bool(config["num_hidden_layers"] > config["first_k_dense_replace"])
+
+
+def _qwen3_next_has_moe(config: Mapping[str, Any]) -> bool:
+    dense = set(config["mlp_only_layers"] or ())
+    step = config["decoder_sparse_step"]
+    layers = range(config["num_hidden_layers"])
+    return bool(config["num_experts"] > 0 and any((layer + 1) % step == 0 and layer not in dense for layer in layers))
+
+
+# transformers gathers the joined gate and up projections whole on every rank; cut in both halves, no rank needs another's part.
+_JOINED_MLP: Final = {
+    "model.layers.*.mlp.gate_up_proj": "packed_colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+# Query heads are cut, the latent that all of them read is the same on every rank.
+_LATENT: Final = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.q_b_proj": "colwise",
+    "model.layers.*.self_attn.kv_b_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+# The rows of both input projections lie key head by key head; `recurrent_state` cuts the small tensors that do not.
+_GATED_DELTA_NET: Final = {
+    "model.layers.*.linear_attn.in_proj_qkvz": "colwise",
+    "model.layers.*.linear_attn.in_proj_ba": "colwise",
+    "model.layers.*.linear_attn.out_proj": "rowwise",
+}
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "LlamaForCausalLM": Architecture(model_type="llama", config_class="LlamaConfig"),
+    "MistralForCausalLM": Architecture(model_type="mistral", config_class="MistralConfig"),
+    "Qwen2ForCausalLM": Architecture(model_type="qwen2", config_class="Qwen2Config"),
+    "Qwen3ForCausalLM": Architecture(model_type="qwen3", config_class="Qwen3Config"),
+    "Gemma2ForCausalLM": Architecture(model_type="gemma2", config_class="Gemma2Config"),
+    "Gemma3ForCausalLM": Architecture(model_type="gemma3_text", config_class="Gemma3TextConfig"),
+    "GlmForCausalLM": Architecture(model_type="glm", config_class="GlmConfig", tp_styles=_JOINED_MLP),
+    "Glm4ForCausalLM": Architecture(model_type="glm4", config_class="Glm4Config", tp_styles=_JOINED_MLP),
+    "GptOssForCausalLM": Architecture(model_type="gpt_oss", config_class="GptOssConfig", has_moe=lambda config: True),
+    "DeepseekV2ForCausalLM": Architecture(
+        model_type="deepseek_v2",
+        config_class="DeepseekV2Config",
+        hook=Hook.LATENT,
+        tp_styles=_LATENT,
+        has_moe=_deepseek_has_moe,
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        model_type="deepseek_v3",
+        config_class="DeepseekV3Config",
+        hook=Hook.LATENT,
+        tp_styles=_LATENT,
+        has_moe=_deepseek_has_moe,
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        model_type="qwen3_next",
+        config_class="Qwen3NextConfig",
+        hook=Hook.GATED_DELTA_NET,
+        cut_sizes=(*CUT_SIZES, "linear_num_key_heads"),
+        tp_styles=_GATED_DELTA_NET,
+        has_moe=_qwen3_next_has_moe,
+    ),
+}
+"""By the name that config.json gives in `architectures`."""
+
+
+def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
+    """Refuse a TP size that does not fit a model. Of a config.json that leaves values to its class, what is known is checked.
+
+    Args:
+        name: A name in `ARCHITECTURES`.
+        tp_size: Ranks of an instance.
+        config: Fields of the configuration.
+
+    Raises:
+        ConfigError: The message names what the size does not divide, and the sizes that would do.
+    """
+    architecture = ARCHITECTURES[name]
+    if tp_size == 1:
+        return
+    try:
+        has_moe = architecture.has_moe(config)
+    except (KeyError, TypeError):
+        has_moe = False  # a field is left to the class: the ranks, which know it, ask again
+    if has_moe:
+        raise ConfigError(f"tp_size is {tp_size}; must be 1, the embedded engine does not cut the experts of a {name}")
+    sizes = {size: config[size] for size in architecture.cut_sizes if type(config.get(size)) is int and config[size] > 0}
+    for size_name, value in sizes.items():
+        if value % tp_size:
+            fitting = [tp for tp in range(1, min(sizes.values()) + 1) if all(v % tp == 0 for v in sizes.values())]
+            raise ConfigError(
+                f"tp_size is {tp_size}, which does not divide the model's {size_name} {value}; "
+                f"must be one of {', '.join(map(str, fitting))}"
+            )

@@ -1,0 +1,66 @@
+"""Weights out of nothing but config.json: to try sizes and speed where the real ones are not at hand.
+
+Every weight is a function of (seed, its name, its place in the whole tensor), so that a rank of any cut has its part of the same
+model. They are not trained: what such a model says is noise, but finite noise, the same in every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+BLOCK_ELEMENTS = 1_048_573
+"""Random numbers drawn per tensor; larger ones repeat them, for drawing 70 billion would take minutes and show nothing more. A
+prime, so that the rows of a matrix do not repeat with them."""
+
+
+class DummyTensor:
+    """One tensor that is made when it is read, part by part, as transformers reads a safetensors file.
+
+    Args:
+        name: Its name in the model.
+        shape: Its whole shape.
+        seed: Seed of the model.
+    """
+
+    def __init__(self, name: str, shape: Sequence[int], seed: int) -> None:
+        self._name = name
+        self._shape = tuple(shape)
+        self._seed = seed
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The part that `index` (``...`` or a slice of each dimension) names, float32, on the CPU.
+
+        A 1-dimensional tensor is a norm's weight (1) or a bias (0). Others are normal, scaled such that a layer keeps the size
+        of what it is given.
+        """
+        if len(self._shape) < 2:
+            return torch.full(self._shape, 1.0 if "norm" in self._name else 0.0)[index]
+        slices: tuple[slice, ...] = index if isinstance(index, tuple) else (slice(None),)
+        rows = range(self._shape[0])[slices[0]]
+        row_elements = math.prod(self._shape[1:])
+        begin, count = rows.start * row_elements % BLOCK_ELEMENTS, len(rows) * row_elements
+        repeated = self._block().repeat(-(-(begin + count) // BLOCK_ELEMENTS))
+        return repeated[begin : begin + count].view(len(rows), *self._shape[1:])[(slice(None), *slices[1:])]
+
+    def _block(self) -> Tensor:
+        digest = hashlib.blake2b(f"{self._seed}/{self._name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.randn(BLOCK_ELEMENTS, generator=generator) * math.sqrt(1 / self._shape[-1])
+
+
+def dummy_state(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> dict[str, DummyTensor]:
+    """All weights of a model by name, none of them made yet."""
+    with torch.device("meta"):
+        model: Any = model_class(config)
+    tied = set(model.all_tied_weights_keys)
+    return {name: DummyTensor(name, tensor.shape, seed) for name, tensor in model.state_dict().items() if name not in tied}
