@@ -246,7 +246,7 @@ class GroupAllocator:
         return self.tables(owner)
 
     def advance(self, owner: str, next_token: int, *, kept_from: int | None = None) -> None:
-        """The next token to be computed, in a step that is not sent yet, is `next_token`: let the windows move on.
+        """Every step before `next_token` is over, and none will compute a token before it: let the windows move on.
 
         Args:
             kept_from: Number of tokens of a prompt whose last window still has to be gathered from here; None for no such need.

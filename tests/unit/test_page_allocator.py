@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.page_allocator import PageAllocator
+from transfer.layer_groups import NO_PAGE, PageNeeds, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
+from transfer.page_allocator import GroupAllocator, PageAllocator
 
 
 def test_a_reservation_is_all_or_nothing_and_by_count() -> None:
@@ -58,13 +62,66 @@ def test_released_pages_rest_longest() -> None:
     assert allocator.bind("b", 2) == [2, 3]
 
 
+def test_what_is_passed_goes_back_and_may_be_bound_again() -> None:
+    allocator = PageAllocator(6)
+    allocator.reserve("a", 3)
+    assert allocator.bind("a", 3) == [0, 1, 2]
+    assert allocator.pass_before("a", 2) == 2
+    assert allocator.pages("a") == (NO_PAGE, NO_PAGE, 2)
+    assert (allocator.num_free, allocator.num_reserved, allocator.num_bound) == (3, 2, 1)
+    assert allocator.bind("a", 2) == [3, 4], "not those that were just passed: they rest"
+    assert allocator.pages("a") == (NO_PAGE, NO_PAGE, 2, 3, 4)
+    assert allocator.reserve("b", 3) and allocator.bind("b", 3) == [5, 0, 1], "another owner gets what was passed"
+    assert allocator.release("a") == 3
+    assert allocator.pages("b") == (5, 0, 1)
+    allocator.check_invariants()
+
+
+def test_a_window_never_moves_back() -> None:
+    allocator = PageAllocator(6)
+    allocator.reserve("a", 3)
+    allocator.bind("a", 3)
+    assert allocator.pass_before("a", 2) == 2
+    before = allocator.pages("a")
+    for entry in (-1, 0, 1, 2):
+        assert allocator.pass_before("a", entry) == 0
+    assert allocator.pages("a") is before, "the same tuple: nothing was built anew"
+
+
+def test_entries_that_were_never_bound_are_skipped() -> None:
+    allocator = PageAllocator(6)
+    allocator.reserve("a", 2)
+    assert allocator.pass_before("a", 3) == 0
+    assert allocator.pages("a") == (NO_PAGE,) * 3 and allocator.reserved("a") == 2
+    allocator.bind("a", 1)
+    assert allocator.pages("a") == (NO_PAGE, NO_PAGE, NO_PAGE, 0)
+    assert allocator.pass_before("a", 9) == 1, "one was bound, the other entries never had a page"
+    assert allocator.pages("a") == (NO_PAGE,) * 9 and allocator.reserved("a") == 2
+    assert allocator.release("a") == 2 and allocator.num_free == 6
+
+
+def test_tables_are_snapshots() -> None:
+    allocator = PageAllocator(6)
+    allocator.reserve("a", 4)
+    allocator.bind("a", 2)
+    before = allocator.pages("a")
+    allocator.bind("a", 1)
+    allocator.pass_before("a", 1)
+    assert before == (0, 1) and allocator.pages("a") == (NO_PAGE, 1, 2)
+
+
 def test_wrong_calls_are_named() -> None:
     with pytest.raises(ConfigError, match="num_pages is 0"):
         PageAllocator(0)
     allocator = PageAllocator(3)
     with pytest.raises(LocalProtocolError, match="count is -1"):
         allocator.reserve("a", -1)
-    for call in (allocator.pages, allocator.reserved, lambda owner: allocator.bind(owner, 0)):
+    for call in (
+        allocator.pages,
+        allocator.reserved,
+        lambda owner: allocator.bind(owner, 0),
+        lambda owner: allocator.pass_before(owner, 0),
+    ):
         with pytest.raises(LocalProtocolError, match="'a' has no pages and no reservation"):
             call("a")
     allocator.reserve("a", 1)
@@ -95,51 +152,197 @@ def test_check_invariants_notices(break_it: object) -> None:
 
 
 class Model(RuleBasedStateMachine):
-    """The allocator beside a dictionary of owner -> [reserved, bound]."""
+    """The allocator beside two dictionaries: what an owner may still bind, and its table."""
 
     owners: Bundle[str] = Bundle("owners")
 
     def __init__(self) -> None:
         super().__init__()
         self.allocator = PageAllocator(20)
-        self.model: dict[str, list[int]] = {}
+        self.reserved: dict[str, int] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.passed: dict[str, int] = {}
+
+    def bound(self, name: str) -> list[int]:
+        return [page for page in self.tables[name] if page != NO_PAGE]
+
+    @property
+    def num_bound(self) -> int:
+        return sum(len(self.bound(name)) for name in self.tables)
 
     @rule(target=owners, name=st.text("abcdefgh", min_size=1, max_size=2), count=st.integers(0, 12))
     def reserve(self, name: str, count: int) -> object:
-        free = 20 - sum(reserved + bound for reserved, bound in self.model.values())
+        free = 20 - sum(self.reserved.values()) - self.num_bound
         assert self.allocator.reserve(name, count) is (count <= free)
         if count > free:
             return multiple()
-        self.model.setdefault(name, [0, 0])[0] += count
+        self.reserved[name] = self.reserved.get(name, 0) + count
+        self.tables.setdefault(name, [])
+        self.passed.setdefault(name, 0)
         return name
 
     @rule(name=owners, count=st.integers(0, 6))
     def bind(self, name: str, count: int) -> None:
-        reserved = self.model.get(name, [-1, 0])[0]
-        if count > reserved:
+        if count > self.reserved.get(name, -1):
             with pytest.raises(LocalProtocolError):
                 self.allocator.bind(name, count)
             return
-        assert len(self.allocator.bind(name, count)) == count
-        self.model[name][0] -= count
-        self.model[name][1] += count
+        pages = self.allocator.bind(name, count)
+        assert len(pages) == count
+        self.reserved[name] -= count
+        self.tables[name] += pages
+
+    @rule(name=owners, entry=st.integers(0, 12))
+    def pass_before(self, name: str, entry: int) -> None:
+        if name not in self.tables:
+            with pytest.raises(LocalProtocolError):
+                self.allocator.pass_before(name, entry)
+            return
+        table = self.tables[name]
+        gone = [page for page in table[:entry] if page != NO_PAGE]
+        assert self.allocator.pass_before(name, entry) == len(gone)
+        self.tables[name] = [NO_PAGE] * entry + table[entry:] if entry > self.passed[name] else table
+        self.passed[name] = max(entry, self.passed[name])
+        self.reserved[name] += len(gone)
 
     @rule(name=owners)
     def release(self, name: str) -> None:
-        if name not in self.model:
+        if name not in self.tables:
             with pytest.raises(LocalProtocolError):
                 self.allocator.release(name)
             return
-        assert self.allocator.release(name) == sum(self.model.pop(name))
+        bound = self.bound(name)
+        del self.tables[name], self.passed[name]
+        assert self.allocator.release(name) == self.reserved.pop(name) + len(bound)
 
     @invariant()
     def agrees(self) -> None:
         self.allocator.check_invariants()
-        assert set(self.allocator.owners()) == set(self.model)
-        assert self.allocator.num_reserved == sum(reserved for reserved, _ in self.model.values())
-        assert self.allocator.num_bound == sum(bound for _, bound in self.model.values())
-        for name, (_, bound) in self.model.items():
-            assert len(self.allocator.pages(name)) == bound
+        assert set(self.allocator.owners()) == set(self.tables)
+        assert self.allocator.num_reserved == sum(self.reserved.values())
+        assert self.allocator.num_bound == self.num_bound
+        for name, table in self.tables.items():
+            assert list(self.allocator.pages(name)) == table
+            assert self.allocator.reserved(name) == self.reserved[name]
 
 
 TestModel = Model.TestCase
+
+
+# All groups of a model together
+
+HYBRID = layer_groups(
+    KVLayout(
+        layers=(
+            LayerSpec(num_kv_heads=2, k_head_dim=4, v_head_dim=4),
+            LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=6),
+            LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=2, k_head_dim=9, v_head_dim=0),
+        ),
+        dtype=DType.BFLOAT16,
+    )
+)
+NEEDS = PageNeeds(groups=HYBRID, page_size=4, tokens_in_flight=1)  # of 20 tokens: 5 pages, 3 pages, 1 state
+
+
+def free_of(allocator: GroupAllocator) -> list[int]:
+    return [pages.num_free for _, pages in allocator.by_group]
+
+
+@pytest.mark.parametrize(("room", "name"), [((9, 6, 2), "full"), ((10, 5, 2), "window_6"), ((10, 6, 1), "state")])
+def test_room_is_taken_in_all_groups_or_in_none(room: tuple[int, ...], name: str) -> None:
+    allocator = GroupAllocator(NEEDS, room)
+    assert [group.name for group, _ in allocator.by_group] == ["full", "window_6", "state"]
+    assert allocator.reserve("a", 20)
+    before = free_of(allocator)
+    assert not allocator.reserve("b", 20), f"a page of {name} is missing"
+    assert free_of(allocator) == before
+    assert all(pages.owners() == ("a",) for _, pages in allocator.by_group)
+    allocator.release("a")
+    assert free_of(allocator) == list(room)
+    assert allocator.reserve("b", 20)
+
+
+def test_a_request_from_its_first_token_to_its_release() -> None:
+    allocator = GroupAllocator(NEEDS, (10, 6, 2))
+    allocator.reserve("a", 20)
+    assert allocator.tables("a") == ((), (), ())
+    assert allocator.cover("a", 9) == ((0, 1, 2), (0, 1, 2), (0,))
+    assert allocator.cover("a", 9) == allocator.cover("a", 3) == allocator.tables("a"), "it has them already"
+    allocator.advance("a", 13)  # token 13 reaches back to 8
+    assert allocator.tables("a") == ((0, 1, 2), (NO_PAGE, NO_PAGE, 2), (0,))
+    assert allocator.cover("a", 14) == ((0, 1, 2, 3), (NO_PAGE, NO_PAGE, 2, 3), (0,))
+    allocator.check_invariants()
+    allocator.release("a")
+    assert free_of(allocator) == [10, 6, 2]
+    for call in (
+        lambda: allocator.release("a"),
+        lambda: allocator.tables("a"),
+        lambda: allocator.cover("a", 4),
+        lambda: allocator.advance("a", 40),
+        lambda: allocator.begin_at("a", 40),
+    ):
+        with pytest.raises(LocalProtocolError, match="'a' has no pages"):
+            call()
+
+
+def test_a_prompt_that_still_has_to_be_gathered_keeps_its_last_window() -> None:
+    allocator = GroupAllocator(NEEDS, (10, 6, 2))
+    allocator.reserve("a", 13)
+    allocator.cover("a", 8)
+    allocator.advance("a", 8, kept_from=13)  # token 8 reaches back to 3
+    assert allocator.tables("a")[1] == (0, 1)
+    allocator.cover("a", 12)
+    allocator.advance("a", 13, kept_from=13)  # token 13 would reach back to 8, but token 7 has to be gathered
+    assert allocator.tables("a")[1] == (NO_PAGE, 1, 2)
+    allocator.advance("a", 13)
+    assert allocator.tables("a")[1] == (NO_PAGE, NO_PAGE, 2)
+
+
+def test_a_prompt_that_arrives_gets_no_pages_in_front_of_its_last_window() -> None:
+    allocator = GroupAllocator(NEEDS, (10, 6, 2))
+    allocator.reserve("a", 40)
+    allocator.begin_at("a", 21)  # of its tokens 15 to 20 travel
+    assert allocator.cover("a", 21) == ((0, 1, 2, 3, 4, 5), (NO_PAGE, NO_PAGE, NO_PAGE, 0, 1, 2), (0,))
+    allocator.check_invariants()
+
+
+def test_a_request_cannot_outgrow_its_reservation() -> None:
+    allocator = GroupAllocator(NEEDS, (10, 6, 2))
+    allocator.reserve("a", 8)
+    with pytest.raises(LocalProtocolError, match="'a' binds 3 pages; it has reserved 2"):
+        allocator.cover("a", 9)
+
+
+def test_every_group_has_a_number_of_pages() -> None:
+    with pytest.raises(ConfigError, match=r"num_pages is \(4, 4\); there are 3 groups of layers: one number for each"):
+        GroupAllocator(NEEDS, (4, 4))
+    with pytest.raises(ConfigError, match="num_pages is 0"):
+        GroupAllocator(NEEDS, (4, 4, 0))
+
+
+def test_a_fault_in_any_group_is_noticed() -> None:
+    allocator = GroupAllocator(NEEDS, (4, 4, 4))
+    allocator.check_invariants()
+    allocator.by_group[2][1]._unbound.pop()
+    with pytest.raises(LocalProtocolError, match="lost"):
+        allocator.check_invariants()
+
+
+def test_reserving_binding_and_releasing_do_not_grow_with_the_pool() -> None:
+    """An allocator that looks through its pages would take a thousand times as long in the larger pool."""
+
+    def fastest_s(num_pages: int) -> float:
+        allocator = PageAllocator(num_pages)
+        samples_s = []
+        for _ in range(5):
+            began = time.process_time()
+            for _ in range(2000):
+                allocator.reserve("a", 4)
+                allocator.bind("a", 3)
+                allocator.pass_before("a", 2)
+                allocator.bind("a", 2)
+                allocator.release("a")
+            samples_s.append(time.process_time() - began)
+        return min(samples_s)
+
+    assert fastest_s(1_000_000) < 10 * fastest_s(1_000)
