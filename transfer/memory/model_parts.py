@@ -169,12 +169,12 @@ class ModelShape:
             params[weights.part] = params.get(weights.part, 0) + weights.num_params_on_rank(cut)
         return self._bytes_of(params, dtype)
 
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of the whole model, draft layers and all."""
+    def checkpoint_bytes(self, dtype: DType | None = None) -> int:
+        """Bytes of a checkpoint of the whole model, draft layers and all; `dtype` is taken where the stored one is unknown."""
         params: dict[Part, int] = {}
         for weights in (*self._all_weights(), *self.draft, *self.draft_copies):
             params[weights.part] = params.get(weights.part, 0) + weights.num_params
-        return self._bytes_of(params, None)
+        return self._bytes_of(params, self.dtype or dtype)
 
     def _all_weights(self) -> Iterable[Weights]:
         yield from self.first_stage

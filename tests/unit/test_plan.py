@@ -1,0 +1,626 @@
+"""The memory plan, by hand: every number of five published models' plans is worked out here beside what `make_plan` says.
+
+A reader needs no more than the model's config.json (tests/unit/configs) and docs/memory.md. Then what must hold of any plan.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from transfer.errors import ConfigError, LayoutError, MemoryPlanError
+from transfer.layer_groups import GroupKind
+from transfer.layout import DType
+from transfer.memory.model_shape import ModelShape, read_model_shape
+from transfer.memory.plan import (
+    MemoryPlan,
+    PlanInputs,
+    Policy,
+    Role,
+    agree_on_free_bytes,
+    compare_with_real,
+    make_plan,
+)
+from transfer.memory.plan_inputs import default_batches
+from transfer.memory.workspace import Strategy, sparse_prefill_workspaces
+
+CONFIGS = Path(__file__).parent / "configs"
+MIB, GIB = 1 << 20, 1 << 30
+H200 = 143_771 * MIB  # "141 GB", as nvidia-smi counts them
+
+
+@cache
+def model(name: str) -> ModelShape:
+    return read_model_shape(json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def inputs_of(name: str, **flags: Any) -> PlanInputs:
+    return PlanInputs(**({"model": model(name), "role": Role.PREFILL} | flags))
+
+
+def lines_of(plan: MemoryPlan) -> dict[str, int]:
+    return {line.name: line.num_bytes for line in plan.lines}
+
+
+# --- worked examples ------------------------------------------------------------------------------------------------------
+
+
+def test_deepseek_v31_tp_8_on_141_gb() -> None:
+    plan = make_plan(inputs_of("deepseek-v3.1", tp_size=8, device_bytes=H200))
+
+    # Reserve, in MB: chunks of 8,192 and CUDA graphs up to 512 are the defaults of a device of 90 to 160 GiB with tp 4 or more.
+    reserved_mb = 512 + 1.5 * 8192 + 2 * 512 + 1024 * 8 * 1 / 8
+    assert reserved_mb == 14_848  # above the floor of 10,240 for devices above 61,440 MB
+    assert plan.static_fraction == round((143_771 - 14_848) / 143_771, 3) == 0.897
+    reserve = H200 - int(H200 * 0.897)
+
+    # Weights, in fp8: one byte for each weight of a linear layer, two for what is not quantised.
+    # Attention: 16 of 128 heads; the projections down to the latents are whole on every rank.
+    attention = 7168 * 1536 + 7168 * (512 + 64) + 16 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * 7168)
+    dense, expert = 3 * 7168 * 18432 // 8, 3 * 7168 * 2048 // 8  # an eighth of each matrix
+    linears = 61 * attention + 3 * dense + 58 * (256 + 1) * expert  # 256 routed experts and the shared one
+    norms = 61 * (2 * 7168 + 1536 + 512) + 7168
+    routers = 58 * (256 * 7168 + 256)
+    embeddings, head = 129_280 * 7168, 129_280 * 7168 // 8  # the head is cut, the embeddings are not
+    weights = linears + 2 * (norms + routers + embeddings + head)
+    assert plan.weights_bytes == weights == 86_741_167_104
+
+    # KV: a latent of 512 and a rotary part of 64, in bfloat16, for 61 layers, the same on all eight ranks.
+    assert plan.cell_bytes == (512 + 64) * 61 * 2 == 70_272
+
+    page_tables = (32 + 1) * 163_840 * 4  # 163,840 is a multiple of 32
+    pages = (H200 - weights - page_tables - reserve) // (16 * 70_272)
+    assert plan.num_pages == pages == 43_104
+    assert plan.max_total_tokens == 16 * 43_104 == 689_664
+    left = H200 - weights - page_tables - reserve - pages * 16 * 70_272
+    assert plan.free_bytes == reserve + left - 2 * 512 * MIB  # without what CUDA graphs take
+    assert plan.advice == ("13.5 GiB stay free, more than 10 GB: raise the fraction by 0.01, --static-fraction 0.907",)
+
+
+def test_llama_3_70b_tp_4_on_80_gb() -> None:
+    checkpoint = 141_107_412_992  # total_size of its index
+    inputs = inputs_of("llama-3-70b", tp_size=4, device_bytes=80 * GIB, checkpoint_bytes=checkpoint, checkpoint_source="index")
+    plan = make_plan(inputs)
+
+    reserved_mb = 512 + 1.5 * 8192 + 2 * 512 + 1024 * 4 * 1 / 8
+    assert reserved_mb == 14_336
+    assert plan.static_fraction == round((81_920 - 14_336) / 81_920, 3) == 0.825
+    reserve = 80 * GIB - int(80 * GIB * 0.825)
+
+    # This rank's part of the checkpoint: a quarter of every matrix and of the head, the embeddings and norms whole.
+    whole = 80 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 2 * 128256 * 8192 + 8192
+    assert 2 * whole == checkpoint
+    cut = 80 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 128256 * 8192
+    weights = 2 * (cut // 4 + (whole - cut))
+    assert plan.weights_bytes == weights == 36_854_841_344
+
+    # KV: 2 of 8 KV heads, K and V of 128 each, 80 layers, bfloat16.
+    assert plan.cell_bytes == 2 * (128 + 128) * 80 * 2 == 81_920
+    page_tables = (32 + 1) * 8192 * 4
+    assert plan.num_pages == (80 * GIB - weights - page_tables - reserve) // (16 * 81_920) == 25_948
+    assert plan.max_total_tokens == 415_168
+
+
+def test_qwen3_8b_on_24_gb() -> None:
+    plan = make_plan(inputs_of("qwen3-8b", device_bytes=24 * GIB, checkpoint_bytes=16_381_470_720))
+    reserved_mb = 512 + 1.5 * 2048 + 2 * 24 + 1024 * 1 * 1 / 8  # chunks of 2,048, graphs up to 24: a device of 20 to 35 GiB
+    assert reserved_mb == 3760
+    assert plan.static_fraction == round((24_576 - 3760) / 24_576, 3) == 0.847
+    assert plan.weights_bytes == 16_381_470_720  # one rank has all of it
+    assert plan.cell_bytes == 8 * (128 + 128) * 36 * 2 == 147_456
+    reserve = 24 * GIB - int(24 * GIB * 0.847)
+    budget = 24 * GIB - 16_381_470_720 - 33 * 40_960 * 4 - reserve
+    assert plan.num_pages == budget // (16 * 147_456) == 2305
+    assert plan.max_total_tokens == 36_880
+    assert plan.free_bytes == reserve + budget % (16 * 147_456) - 2 * 24 * MIB
+    assert plan.advice == (
+        "the pool holds 36,880 tokens, a sequence may have 40,960: longer ones are refused; --max-seq-len 36880 says so, and "
+        "makes page tables smaller",
+    )
+
+
+def test_gemma_3_27b() -> None:
+    """52 layers with a window of 1,024 tokens and 10 that keep every token, each kind in a pool of its own; a vision tower."""
+    plan = make_plan(inputs_of("gemma-3-27b", role=Role.DECODE, device_bytes=H200))
+
+    reserved_mb = 512 + 1.5 * 8192 + 2 * 256 + 1024 * 1 * 1 / 8
+    assert reserved_mb == 13_440
+    size_of_tower = 27 * 1152**2 / (24 * 1024**2)  # in ViT-L/14s
+    factor = 0.95 * (1 - 0.1 * (size_of_tower - 1))
+    assert plan.static_fraction == round((143_771 - 13_440) / 143_771, 3) * factor
+    reserve = H200 - int(H200 * plan.static_fraction)
+
+    # Weights: 32 query and 16 KV heads of 128, four norms a layer and one for queries and one for keys, head tied to embeddings.
+    layer = 2 * 32 * 128 * 5376 + 2 * 16 * 128 * 5376 + 3 * 5376 * 21504 + 4 * 5376 + 2 * 128
+    tower = 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 1152 * 5376
+    weights = 2 * (62 * layer + 262_208 * 5376 + 5376 + tower)
+    assert plan.weights_bytes == weights == 54_853_219_840
+
+    full, window = plan.groups
+    assert (full.kind, full.layers, full.cell_bytes) == (GroupKind.FULL, tuple(range(5, 60, 6)), 16 * 256 * 10 * 2)
+    assert (window.kind, len(window.layers), window.cell_bytes) == (GroupKind.WINDOW, 52, 16 * 256 * 52 * 2)
+
+    # A decoding request reaches 1,023 tokens back from the one it computes: 1,024 tokens lie in at most 65 pages of 16.
+    assert window.num_pages == 32 * 65 == 2080
+    page_tables = 2 * 33 * 131_072 * 4  # one for each kind
+    budget = H200 - weights - page_tables - reserve
+    assert full.num_pages == (budget - 2080 * 16 * window.cell_bytes) // (16 * full.cell_bytes) == 42_211
+    assert plan.max_total_tokens == 16 * 42_211 == 675_376
+    assert plan.group_pages == (42_211, 2080)
+
+    # Without windows every token would take all 62 layers: not 675,376 but
+    assert budget // (16 * 256 * 62 * 2) == 136_845
+
+
+GLM = {"device_bytes": 24 * GIB, "max_running_requests": 1}
+
+
+def test_glm_4_9b_1m_expanding_heads_eagerly_does_not_fit() -> None:
+    """What killed a server: 32 heads of 128 for 1,048,576 tokens in fp16 are 8 GiB, for K and again for V."""
+    expanded = 1 * 32 * 1_048_576 * 128 * 2
+    assert expanded == 8 * GIB
+    with pytest.raises(MemoryPlanError) as caught:
+        make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, workspaces=sparse_prefill_workspaces(Strategy.EAGER)))
+    assert str(caught.value) == (
+        "no page of KV fits: of 24.0 GiB the largest terms are weights 17.7 GiB, k_expanded 8.0 GiB, v_expanded 8.0 GiB; it is "
+        "13.5 GiB too little. What would help: a larger --tp or --pp, or a quantised model; --workspace-strategy chunk_bounded"
+    )
+
+
+KEPT = {  # of 1,048,576 tokens: blocks of 128; a go of 16,384 tokens is 128 blocks or 1,024 rows; 256 chunks of keys of 4,096
+    "prefill_mask": 32 * 128 * 8192,
+    "m_partial": 257 * 32 * 1024 * 4,
+    "l_partial": 257 * 32 * 1024 * 4,
+    "block_sums": 32 * 128 * 8192 * 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "has_offload", "expanded", "at_start", "num_pages"),
+    [
+        (Strategy.EAGER, True, 0, 0, 2046),  # not needed at all
+        (Strategy.LAZY, True, 0, 0, 2046),
+        (Strategy.CHUNK_BOUNDED, True, 0, 0, 2046),
+        (Strategy.CHUNK_BOUNDED, False, 128 * MIB, 128 * MIB, 1842),
+        (Strategy.LAZY, False, 8 * GIB, 0, 2046),
+    ],
+)
+def test_glm_4_9b_1m_with_sparse_prefill(
+    strategy: Strategy, has_offload: bool, expanded: int, at_start: int, num_pages: int
+) -> None:
+    workspaces = sparse_prefill_workspaces(strategy)
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, workspaces=workspaces, has_kv_offload=has_offload))
+    found = {one.name: one for one in plan.workspaces}
+    for name in ("k_expanded", "v_expanded"):
+        assert (found[name].num_bytes, found[name].is_allocated) == (expanded, at_start > 0)
+        assert lines_of(plan).get(name, 0) == at_start
+        assert found[name].reason.startswith("not needed: with KV offload") == has_offload
+    assert {name: lines_of(plan)[name] for name in KEPT} == KEPT  # in every mode
+
+    assert plan.cell_bytes == 4 * (128 + 128) * 40 * 2 == 81_920
+    assert plan.weights_bytes == 2 * model("glm-4-9b-chat-1m").num_params == 18_967_715_840
+    reserve = 24 * GIB - int(24 * GIB * 0.847)
+    budget = 24 * GIB - 18_967_715_840 - 2 * 1_048_576 * 4 - sum(KEPT.values()) - 2 * at_start - reserve
+    assert plan.num_pages == budget // (16 * 81_920) == num_pages
+    says_so = [
+        line for line in plan.advice if line.startswith("lazy workspaces will take 16.0 GiB of the 3.6 GiB that stay free")
+    ]
+    assert [line.split(", ")[1].partition(":")[0] for line in says_so] == ["which does NOT fit"] * (expanded == 8 * GIB)
+
+
+def test_lazy_workspaces_that_fit_are_said_too() -> None:
+    workspaces = sparse_prefill_workspaces(Strategy.LAZY)
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", device_bytes=80 * GIB, max_seq_len=131_072, workspaces=workspaces))
+    assert "lazy workspaces will take 2.0 GiB of the 12.6 GiB that stay free, which fits" in plan.advice
+    assert lines_of(plan).get("k_expanded") is None
+
+
+def test_heads_that_are_not_shared_need_no_expansion() -> None:
+    config = json.loads((CONFIGS / "glm-4-9b-chat-1m.json").read_text(encoding="utf-8")) | {"multi_query_group_num": 32}
+    plan = make_plan(
+        PlanInputs(model=read_model_shape(config), role=Role.PREFILL, device_bytes=H200, workspaces=sparse_prefill_workspaces())
+    )
+    assert [one.reason for one in plan.workspaces[:2]] == ["not needed: every query head has a KV head of its own"] * 2
+    assert not plan.workspaces[0].is_allocated
+
+
+def test_workspaces_of_kv_heads_are_refused_for_a_model_without() -> None:
+    with pytest.raises(ConfigError, match="workspace k_expanded is of attention with KV heads; DeepseekV3ForCausalLM has none"):
+        make_plan(inputs_of("deepseek-v3.1", tp_size=8, device_bytes=H200, workspaces=sparse_prefill_workspaces()))
+
+
+def test_recurrent_states_are_one_row_for_each_request() -> None:
+    plan = make_plan(inputs_of("qwen3-next-80b-a3b", tp_size=4, device_bytes=80 * GIB, max_running_requests=100))
+    full, state = plan.groups
+    # Of a rank's 4 key heads: two value heads' states of 128 x 128, and 4 columns of 2 x 128 + 2 x 128 values; in float32.
+    assert state.cell_bytes == 4 * (2 * 128 * 128 + 4 * (2 * 128 + 2 * 128)) * 36 * 4
+    assert (state.num_pages, state.page_size, state.num_bytes) == (100, 1, 100 * state.cell_bytes)
+    assert full.cell_bytes == plan.cell_bytes == 1 * (256 + 256) * 12 * 2  # of 2 KV heads, four ranks share each
+    assert plan.page_table_bytes == 101 * 262_144 * 4  # states need none
+
+
+# --- the static fraction --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "reserved_mb", "device_mb"),
+    [
+        ({}, 512 + 1.5 * 2048 + 2 * 24 + 1024 / 8, 24_576),
+        ({"chunked_prefill_size": 512}, 512 + 1.5 * 2048 + 2 * 24 + 1024 / 8, 24_576),  # never for less than 2,048
+        ({"cuda_graph_batch_sizes": (1, 2, 64)}, 512 + 1.5 * 2048 + 2 * 64 + 1024 / 8, 24_576),
+        ({"cuda_graph_batch_sizes": ()}, 512 + 1.5 * 2048 + 1024 / 8, 24_576),
+        ({"tp_size": 2, "pp_size": 3}, 512 + 1.5 * 2048 + 2 * 24 + 1024 * 6 / 8, 24_576),
+        ({"chunked_prefill_size": 2048, "cuda_graph_batch_sizes": ()}, 10 * 1024, 61_441),  # the floor, above 60 x 1024
+        ({"chunked_prefill_size": 2048, "cuda_graph_batch_sizes": ()}, 512 + 1.5 * 2048 + 1024 / 8, 61_440),
+        ({"speculative": "ngram"}, 3760, 24_576),
+        ({"speculative": "EAGLE3"}, 3760 + 2048, 24_576),
+        ({"speculative": "STANDALONE"}, 3760 + 6144, 36_000 - 3424),
+        ({"speculative": "eagle", "chunked_prefill_size": 2048, "cuda_graph_batch_sizes": ()}, 10 * 1024 + 2048, 81_920),
+        (
+            {"tp_size": 8, "dp_size": 4, "has_dp_attention": True, "cuda_graph_batch_sizes": (300,)},
+            512 + 1.5 * 8192 + 2 * 300 + 3 * 300 * 4 + 1024,
+            81_920,
+        ),
+        (
+            {"tp_size": 8, "dp_size": 4, "has_dp_attention": True, "cuda_graph_batch_sizes": (301,)},
+            512 + 1.5 * 8192 + 2 * 301 + 3 * 301 * 4 + 1.5 * 301 * 4 + 1024,
+            81_920,
+        ),
+    ],
+)
+def test_static_fraction(flags: dict[str, Any], reserved_mb: float, device_mb: int) -> None:
+    plan = make_plan(inputs_of("qwen3-8b", device_bytes=device_mb * MIB, kv_dtype=DType.FLOAT8_E4M3, **flags))
+    assert plan.static_fraction == round((device_mb - reserved_mb) / device_mb, 3)
+    assert f"= {reserved_mb:,.0f} of {device_mb:,} MB" in next(line.formula for line in plan.lines if line.name == "reserve")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fraction"),
+    [
+        ({"device_bytes": 80 * GIB, "static_fraction": 0.9}, 0.9),
+        ({"free_bytes": 80 * GIB}, 0.88),  # the size is unknown
+        ({"device_bytes": 80 * GIB, "is_cpu": True}, 0.88),
+    ],
+)
+def test_a_given_fraction_wins_and_an_unknown_device_has_its_own(flags: dict[str, Any], fraction: float) -> None:
+    for name in ("qwen3-8b", "gemma-3-27b"):  # a vision tower reduces only what the heuristic found
+        plan = make_plan(inputs_of(name, **flags))
+        assert plan.static_fraction == fraction
+        assert plan.reserved_bytes == 80 * GIB - int(80 * GIB * fraction)
+
+
+def test_a_small_vision_tower_costs_no_more_than_half_a_hundredth() -> None:
+    config = json.loads((CONFIGS / "gemma-3-27b.json").read_text(encoding="utf-8"))
+    factors = []
+    for num_layers, hidden_size in ((1, 64), (100, 2048)):
+        config["vision_config"] = {"num_hidden_layers": num_layers, "hidden_size": hidden_size}
+        plan = make_plan(PlanInputs(model=read_model_shape(config), role=Role.PREFILL, device_bytes=H200))
+        factors.append(plan.static_fraction / round((143_771 - 13_440) / 143_771, 3))
+    assert factors == pytest.approx([0.95 * 1.05, 0.95 * 0.8])
+
+
+def test_a_device_smaller_than_its_reserve_is_refused() -> None:
+    with pytest.raises(
+        MemoryPlanError, match=r"the device has 2,048 MB, and 3,728 MB of it are to stay free \(512 \+ 1\.5 x 2048"
+    ):
+        make_plan(inputs_of("qwen3-8b", device_bytes=2 * GIB))
+
+
+def test_default_batches_go_by_the_device() -> None:
+    sizes = [16, 24, 48, 80, 141, 192]
+    assert [default_batches(size * GIB, 1) for size in sizes] == [
+        (2048, 8), (2048, 24), (4096, 32), (8192, 256), (8192, 256), (16384, 512),
+    ]  # fmt: skip
+    assert [default_batches(size * GIB, 4)[1] for size in sizes] == [8, 80, 160, 512, 512, 512]
+    on_cpu = inputs_of("qwen3-8b", device_bytes=80 * GIB, is_cpu=True)
+    assert (on_cpu.chunk_tokens, on_cpu.cuda_graph_max_bs) == (2048, 0)
+
+
+# --- the other policy, other cuts -----------------------------------------------------------------------------------------
+
+
+def test_page_count_policy() -> None:
+    """mini-sglang: (ratio x free - what was allocated) / (2 x head_dim x kv_heads / tp x page_size x element x layers)."""
+    flags = {"policy": Policy.PAGE_COUNT, "memory_ratio": 0.9, "device_bytes": 80 * GIB, "free_bytes": 78 * GIB}
+    plan = make_plan(inputs_of("qwen3-8b", **flags, tp_size=2, page_size=64, ring_bytes=GIB, staging_bytes=MIB))
+    allocated = plan.weights_bytes + plan.page_table_bytes + GIB + MIB
+    assert plan.num_pages == (int(0.9 * 78 * GIB) - allocated) // (2 * 128 * (8 // 2) * 64 * 2 * 36)
+    assert plan.reserved_bytes == 78 * GIB - int(0.9 * 78 * GIB)
+    assert plan.static_fraction == round((80 * GIB - plan.reserved_bytes) / (80 * GIB), 3)
+    assert lines_of(plan)["in_use"] == 2 * GIB
+    assert plan.advice == ("7.3 GiB stay free, between 5 and 8 GB: good",)  # 7.8 GiB, less 0.5 for CUDA graphs
+
+
+@pytest.mark.parametrize(
+    ("reserve_gib", "advice"),
+    [
+        (12, "12.0 GiB stay free, more than 10 GB: raise the fraction by 0.01, --memory-ratio 0.86"),
+        (9, None),
+        (7, "7.0 GiB stay free, between 5 and 8 GB: good"),
+        (4, None),
+        (2.5, "2.5 GiB stay free, less than 3 GB: lower --chunked-prefill-size or --cuda-graph-max-bs if memory runs out"),
+        (1.5, "1.5 GiB stay free, less than 2 GB: lower --chunked-prefill-size or --cuda-graph-max-bs, or memory will run out"),
+    ],
+)
+def test_advice_on_what_stays_free(reserve_gib: float, advice: str | None) -> None:
+    flags = {"device_bytes": 80 * GIB, "cuda_graph_batch_sizes": ()}
+    plan = make_plan(inputs_of("qwen3-8b", policy=Policy.PAGE_COUNT, memory_ratio=1 - reserve_gib / 80, **flags))
+    assert plan.advice == (() if advice is None else (advice,))
+    plan = make_plan(inputs_of("qwen3-8b", static_fraction=1 - reserve_gib / 80, **flags))
+    assert plan.advice == (() if advice is None else (advice.replace("--memory-ratio 0.86", "--static-fraction 0.860"),))
+    assert make_plan(inputs_of("qwen3-8b", static_fraction=1 - reserve_gib / 80, **flags, is_cpu=True)).advice == ()
+
+
+def test_measured_weights_win_and_stored_ones_are_scaled_to_the_dtype() -> None:
+    flags = {"device_bytes": 80 * GIB, "checkpoint_bytes": 16_381_470_720, "checkpoint_source": "index"}
+    assert make_plan(inputs_of("qwen3-8b", weights_bytes=20 * GIB, **flags)).weights_bytes == 20 * GIB
+    assert make_plan(inputs_of("qwen3-8b", dtype=DType.FLOAT32, **flags)).weights_bytes == 2 * 16_381_470_720
+    assert (
+        make_plan(inputs_of("gpt-oss-20b", dtype=DType.BFLOAT16, **flags)).weights_bytes == 16_381_470_720
+    )  # stored in who knows
+
+
+def test_dp_attention_cuts_attention_over_fewer_ranks() -> None:
+    flags = {"tp_size": 8, "device_bytes": H200}
+    cut = make_plan(inputs_of("qwen3-next-80b-a3b", **flags))
+    replicas = make_plan(inputs_of("qwen3-next-80b-a3b", **flags, dp_size=8, has_dp_attention=True))
+    assert cut.cell_bytes * 2 == replicas.cell_bytes  # 1 of 2 KV heads, or both
+    assert replicas.weights_bytes > cut.weights_bytes
+
+
+def test_draft_layers_count_only_where_they_are_loaded() -> None:
+    flags = {"tp_size": 8, "device_bytes": H200}
+    plain, eagle, ngram = (
+        make_plan(inputs_of("deepseek-v3.1", speculative=one, **flags)).weights_bytes for one in (None, "eagle", "ngram")
+    )
+    assert plain == ngram and 1.4e9 < eagle - plain < 1.8e9  # an eighth of 11.5e9, but for what is not cut
+
+
+def test_the_rank_with_the_most_heads_is_planned_for() -> None:
+    """8 heads over 3 ranks are 2, 3 and 3."""
+    plan = make_plan(inputs_of("qwen3-8b", tp_size=3, device_bytes=80 * GIB))
+    assert plan.cell_bytes == 3 * (128 + 128) * 36 * 2
+
+
+def test_stages_have_their_own_groups() -> None:
+    """Gemma-3 27B over 62 stages: one layer each, so that a stage has either a window or every token."""
+    flags = {"pp_size": 62, "device_bytes": 32 * GIB, "cuda_graph_batch_sizes": (), "max_seq_len": 8192}
+    window = make_plan(inputs_of("gemma-3-27b", pp_rank=0, **flags))
+    full = make_plan(inputs_of("gemma-3-27b", pp_rank=5, **flags))
+    assert [group.num_bytes > 0 for group in window.groups] == [False, True]
+    assert [group.num_bytes > 0 for group in full.groups] == [True, False]
+    assert window.groups[1].num_pages == 32 * min(8192 // 16, -(-(1023 + 2 * 2048 - 1) // 16) + 1)  # all that requests can need
+    assert window.cell_bytes == full.cell_bytes == 16 * 256 * 2
+    names = {line.name: line.formula for line in window.lines}
+    assert names["pool_full"] == "this stage has none of these layers"
+    with pytest.raises(LayoutError, match="pp_rank is 62"):
+        make_plan(inputs_of("gemma-3-27b", pp_rank=62, **flags))
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "sliding_window": 100,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def test_a_model_of_windows_alone() -> None:
+    """Nothing keeps every token: the pool is no larger than what all requests can hold, and smaller where that does not fit."""
+    shape = read_model_shape(MIXTRAL)
+    cell = 2 * (16 + 16) * 4 * 4
+    flags: dict[str, Any] = {"model": shape, "role": Role.DECODE, "is_cpu": True, "max_running_requests": 10}
+    plan = make_plan(PlanInputs(device_bytes=GIB, **flags))
+    assert plan.num_pages == 10 * 8  # 100 tokens lie in at most 8 pages of 16
+    assert (plan.cell_bytes, plan.max_total_tokens) == (cell, 10 * 8 * 16)
+    assert plan.advice == ()
+    used = plan.weights_bytes + plan.page_table_bytes
+    tight = make_plan(PlanInputs(device_bytes=(used + 33 * 16 * cell) * 100 // 88 + 99, **flags))
+    assert tight.num_pages == 33
+
+
+def test_a_stage_of_states_alone_holds_what_requests_can_have() -> None:
+    flags = {"pp_size": 48, "device_bytes": 16 * GIB, "max_running_requests": 3, "max_seq_len": 1000}
+    plan = make_plan(inputs_of("qwen3-next-80b-a3b", **flags))
+    assert [group.num_bytes > 0 for group in plan.groups] == [False, True]
+    assert plan.groups[1].num_pages == 3
+    assert plan.max_total_tokens == 3 * 63 * 16
+    with pytest.raises(MemoryPlanError, match=r"pool_state 207.5 GiB.*a smaller --max-running-requests"):
+        make_plan(inputs_of("qwen3-next-80b-a3b", **flags | {"max_running_requests": 100_000}))
+
+
+def test_max_total_tokens_is_taken_in_whole_pages() -> None:
+    plan = make_plan(inputs_of("qwen3-8b", device_bytes=24 * GIB, max_total_tokens=1000))
+    assert (plan.num_pages, plan.max_total_tokens) == (62, 992)
+    left = next(line for line in plan.lines if line.name == "left")
+    assert left.formula == "max_total_tokens is 1,000; 36,880 tokens would fit"
+
+
+def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        make_plan(inputs_of("llama-3-70b", device_bytes=80 * GIB))
+    assert str(caught.value) == (
+        "no page of KV fits: of 80.0 GiB the largest terms are weights 131.4 GiB, reserve 13.1 GiB, page_tables 1.0 MiB; it is "
+        "64.5 GiB too little. What would help: a larger --tp or --pp, or a quantised model; a larger --static-fraction, or a "
+        "smaller --chunked-prefill-size or --cuda-graph-max-bs; a smaller --max-seq-len or --max-running-requests"
+    )
+    with pytest.raises(MemoryPlanError, match="a larger --memory-ratio, or a smaller"):
+        make_plan(inputs_of("llama-3-70b", device_bytes=80 * GIB, policy=Policy.PAGE_COUNT))
+    crowded = {"device_bytes": 80 * GIB, "free_bytes": 20 * GIB, "ring_bytes": 30 * GIB, "staging_bytes": 31 * GIB}
+    with pytest.raises(MemoryPlanError, match="end what else runs on the device; a smaller --staging; a smaller --ring"):
+        make_plan(inputs_of("qwen3-8b", **crowded))
+    masks = {"workspaces": sparse_prefill_workspaces(), "max_running_requests": 1, "device_bytes": 40 * GIB}
+    with pytest.raises(MemoryPlanError, match=r"block_sums 12\.0 GiB.*a smaller --max-seq-len"):
+        config = json.loads((CONFIGS / "glm-4-9b-chat-1m.json").read_text(encoding="utf-8")) | {"seq_length": 192 << 20}
+        make_plan(PlanInputs(model=read_model_shape(config), role=Role.PREFILL, **masks))
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "device memory is unknown; it must be given with --device-memory, or what is free with --free-memory"),
+        ({"device_bytes": 0}, "device_bytes is 0; it must be at least 1"),
+        ({"free_bytes": GIB, "page_size": 0}, "page_size is 0; it must be at least 1"),
+        ({"free_bytes": GIB, "ring_bytes": -1}, "ring_bytes is -1; it must be at least 0"),
+        ({"free_bytes": GIB, "cuda_graph_batch_sizes": (1, 0)}, "cuda_graph_batch_sizes is [1, 0]; each must be at least 1"),
+        ({"free_bytes": GIB, "static_fraction": 1.0}, "static_fraction is 1.0; it must be between 0 and 1"),
+        ({"free_bytes": GIB, "memory_ratio": 0.0}, "memory_ratio is 0.0; it must be between 0 and 1"),
+        ({"device_bytes": 1, "free_bytes": 2}, "free_bytes is 2; it must be at most device_bytes, 1"),
+        (
+            {"free_bytes": GIB, "dp_size": 2},
+            "dp_size is 2; without dp-attention every replica is a node of its own, it must be 1",
+        ),
+        ({"free_bytes": GIB, "dp_size": 2, "has_dp_attention": True, "tp_size": 3}, "dp_size is 2; it must divide tp_size, 3"),
+        ({"free_bytes": GIB, "max_seq_len": 40_961}, "max_seq_len is 40961; the model was made for at most 40960 tokens"),
+        ({"free_bytes": GIB, "max_total_tokens": 15}, "max_total_tokens is 15; it must be at least one page, 16"),
+    ],
+)
+def test_wrong_inputs_are_named(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inputs_of("qwen3-8b", **flags)
+    assert str(caught.value) == message
+
+
+# --- agreement, and what really came out ----------------------------------------------------------------------------------
+
+
+def test_ranks_agree_on_the_least() -> None:
+    assert agree_on_free_bytes({0: 79 * GIB, 1: 78 * GIB, 2: 80 * GIB}) == 78 * GIB
+    with pytest.raises(MemoryPlanError) as caught:
+        agree_on_free_bytes({0: 79 * GIB, 1: 80 * GIB, 2: 78 * GIB - 1, 3: 80 * GIB})
+    assert str(caught.value) == (
+        "free memory differs by more than 2.0 GiB: rank 2 has 78.0 GiB, rank 1 has 80.0 GiB; another process must have taken the "
+        "memory of rank 2's device"
+    )
+    with pytest.raises(ConfigError, match="free_by_rank is empty"):
+        agree_on_free_bytes({})
+
+
+def test_what_differs_by_more_than_a_twentieth_is_a_warning() -> None:
+    plan = make_plan(inputs_of("qwen3-8b", device_bytes=24 * GIB, ring_bytes=64 * MIB))
+    ring, pool = 64 * MIB, plan.pool_bytes
+    assert compare_with_real(plan, {"ring": ring + ring // 20, "pool": pool, "weights": plan.weights_bytes, "in_use": 0}) == []
+    assert compare_with_real(plan, {"ring": ring + ring // 20 + 1, "staging": 3, "free": plan.free_bytes}) == [
+        "ring: planned 64.0 MiB (67108864 bytes), real 67.2 MiB (70464308 bytes), +5.0 %",
+        "staging: planned 0 B (0 bytes), real 3 B (3 bytes)",
+    ]
+    assert compare_with_real(plan, {"pool": pool * 9 // 10})[0].endswith(", -10.0 %")
+    with pytest.raises(ConfigError, match="line is 'kv'; must be one of in_use, weights, "):
+        compare_with_real(plan, {"kv": 1})
+
+
+def test_json_has_every_key_in_plain_values() -> None:
+    plan = make_plan(inputs_of("glm-4-9b-chat-1m", **GLM, workspaces=sparse_prefill_workspaces(), staging_bytes=2048))
+    content = plan.as_json()
+    assert json.loads(json.dumps(content)) == content
+    assert content["max_total_tokens"] == plan.max_total_tokens and content["page_size"] == 16
+    assert {
+        "static_fraction", "reserved_bytes", "weights_bytes", "cell_bytes", "max_total_tokens", "num_pages", "page_size",
+        "staging_bytes", "ring_bytes", "workspaces", "free_bytes", "advice", "lines", "groups",
+    } <= content.keys()  # fmt: skip
+    workspaces: Any = content["workspaces"]
+    assert {"name", "bytes", "strategy", "allocated"} <= workspaces[0].keys()
+    assert {type(value) for value in content.values()} <= {int, str, float, list, dict}
+    assert "2.0 KiB" in str(compare_with_real(plan, {"staging": 1}))
+
+
+# --- what holds of any plan -----------------------------------------------------------------------------------------------
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+@st.composite
+def any_inputs(draw: st.DrawFn) -> PlanInputs:
+    name = draw(st.sampled_from(NAMES))
+    tp_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    device_bytes = draw(st.integers(16 * GIB, 800 * GIB))
+    dp_size = draw(st.sampled_from([size for size in (1, 2, 4) if tp_size % size == 0]))
+    return inputs_of(
+        name,
+        role=draw(st.sampled_from(Role)),
+        device_bytes=device_bytes,
+        free_bytes=draw(st.none() | st.integers(device_bytes // 2, device_bytes)),
+        is_cpu=draw(st.booleans()),
+        tp_size=tp_size,
+        pp_size=draw(st.integers(1, 4)),
+        dp_size=dp_size,
+        has_dp_attention=dp_size > 1,
+        dtype=DType.BFLOAT16,
+        kv_dtype=draw(st.sampled_from([None, DType.FLOAT8_E4M3, DType.FLOAT32])),
+        page_size=draw(st.sampled_from([1, 7, 16, 64])),
+        max_running_requests=draw(st.integers(1, 300)),
+        policy=draw(st.sampled_from(Policy)),
+        max_total_tokens=draw(st.none() | st.integers(64, 10**7)),
+        staging_bytes=draw(st.integers(0, GIB)),
+        ring_bytes=draw(st.integers(0, GIB)),
+    )
+
+
+def planned(inputs: PlanInputs) -> MemoryPlan:
+    try:
+        return make_plan(inputs)
+    except MemoryPlanError:
+        assume(False)
+        raise
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_inputs())
+def test_lines_add_up_and_never_exceed_the_budget(inputs: PlanInputs) -> None:
+    plan = planned(inputs)
+    assert sum(line.num_bytes for line in plan.lines if not line.inside) == plan.device_bytes
+    assert sum(line.num_bytes for line in plan.lines if line.inside == "reserve") == plan.reserved_bytes
+    assert all(line.num_bytes >= 0 for line in plan.lines)
+    assert plan.pool_bytes == sum(line.num_bytes for line in plan.lines if line.name.startswith("pool_"))
+    assert len({line.name for line in plan.lines}) == len(plan.lines)
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_inputs())
+def test_one_page_more_does_not_fit(inputs: PlanInputs) -> None:
+    inputs = replace(inputs, max_total_tokens=None)
+    plan = planned(inputs)
+    assume(any(group.kind is GroupKind.FULL and group.layers for group in plan.groups))
+    more = {group.name: group.num_pages for group in plan.groups}
+    for group in plan.groups:
+        grows = group.kind is GroupKind.FULL or (group.kind is GroupKind.WINDOW and group.num_pages == plan.num_pages)
+        more[group.name] += grows
+    needed = [next(one for one in inputs.groups if one.name == group.name) for group in plan.groups]
+    for group, one in zip(plan.groups, needed, strict=True):
+        if group.kind is GroupKind.WINDOW:  # a window grows no further than requests can need
+            peak = one.peak_pages(inputs.sequence_tokens, page_size=inputs.page_size, tokens_in_flight=inputs.tokens_in_flight)
+            more[group.name] = min(more[group.name], inputs.max_running_requests * peak)
+    grown = sum(more[group.name] * group.cell_bytes * group.page_size for group in plan.groups)
+    assert grown > plan.pool_bytes + lines_of(plan)["left"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_inputs(), st.integers(0, 100 * GIB))
+def test_more_memory_never_means_fewer_tokens(inputs: PlanInputs, more: int) -> None:
+    """With the flags held fast: the default batches, and with them the reserve, grow with the device."""
+    inputs = replace(
+        inputs, free_bytes=None, chunked_prefill_size=inputs.chunk_tokens, cuda_graph_batch_sizes=(), static_fraction=0.9
+    )
+    assert inputs.device_bytes is not None
+    plan = planned(inputs)
+    assert make_plan(replace(inputs, device_bytes=inputs.device_bytes + more)).max_total_tokens >= plan.max_total_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_inputs(), st.integers(64, 10**7))
+def test_max_total_tokens_only_lowers(inputs: PlanInputs, max_total_tokens: int) -> None:
+    free = planned(replace(inputs, max_total_tokens=None))
+    bounded = make_plan(replace(inputs, max_total_tokens=max_total_tokens))
+    page_size = inputs.page_size
+    assert bounded.max_total_tokens == min(free.max_total_tokens, max_total_tokens // page_size * page_size)
+    assert bounded.pool_bytes <= free.pool_bytes
+    assert bounded.free_bytes >= free.free_bytes

@@ -1,0 +1,220 @@
+"""The memory plan of a rank: what its device will hold, before a byte of it is allocated. docs/memory.md explains every line.
+
+`make_plan` turns `PlanInputs` into a `MemoryPlan`, whose lines add up to the device. What does not fit is a `MemoryPlanError`
+with the largest terms and the flags that would help; never an out-of-memory at run time.
+
+Sources: the static fraction and the number of tokens are SGLang's (``server_args``, ``model_runner.profile_max_num_token``), the
+page count is mini-sglang's (``engine._determine_num_pages``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from transfer.errors import ConfigError, MemoryPlanError
+from transfer.layer_groups import GroupKind
+from transfer.layout import LayerKind
+from transfer.memory.plan_advice import advice_on, does_not_fit
+from transfer.memory.plan_inputs import GIB, PlanInputs, Policy, Role
+from transfer.memory.plan_pools import PoolSizing
+from transfer.memory.plan_reserve import Reserve, make_reserve
+from transfer.memory.plan_values import GroupPlan, MemoryPlan, PlanLine, WorkspacePlan, shown
+from transfer.memory.workspace import SPARSE_CHUNK_TOKENS, Strategy, Workspace, WorkspaceSizes
+
+__all__ = [
+    "GroupPlan",
+    "MemoryPlan",
+    "PlanInputs",
+    "PlanLine",
+    "Policy",
+    "Role",
+    "WorkspacePlan",
+    "agree_on_free_bytes",
+    "compare_with_real",
+    "make_plan",
+]
+
+MAX_DIFFERENCE_BYTES: Final = 2 * GIB
+"""Ranks whose free memory differs by more than this do not start: something else runs on one of their devices."""
+MAX_REAL_DIFFERENCE: Final = 0.05
+PAGE_TABLE_COLUMNS: Final = 32
+"""Columns of a page table are a multiple of this: 128 bytes, a cache line of the device."""
+_INDEX_BYTES: Final = 4  # int32
+
+
+def make_plan(inputs: PlanInputs) -> MemoryPlan:
+    """Count what a rank's device will hold.
+
+    Raises:
+        ConfigError: The inputs do not go together with the model.
+        LayoutError: The model cannot be cut like that.
+        MemoryPlanError: Not one page of KV fits; the message has the largest terms and the flags that would help.
+    """
+    shard = inputs.fullest_shard()
+    weights_bytes, weights_formula = _weights(inputs)
+    page_table_bytes, page_table_formula = _page_tables(inputs)
+    workspaces = tuple(_workspace(inputs, one) for one in inputs.workspaces)
+    used = inputs.total_bytes - inputs.free_before_bytes
+    before_pool = [
+        PlanLine(name="in_use", num_bytes=used, formula="device - free before"),
+        PlanLine(name="weights", num_bytes=weights_bytes, formula=weights_formula),
+        PlanLine(name="staging", num_bytes=inputs.staging_bytes, formula="as set"),
+        PlanLine(name="ring", num_bytes=inputs.ring_bytes, formula="as set"),
+        PlanLine(name="page_tables", num_bytes=page_table_bytes, formula=page_table_formula),
+    ]
+    before_pool += [
+        PlanLine(name=one.name, num_bytes=one.num_bytes, formula=one.reason) for one in workspaces if one.is_allocated
+    ]
+    reserve = make_reserve(inputs)
+    reserve_line = PlanLine(name="reserve", num_bytes=reserve.num_bytes, formula=reserve.formula)
+    budget = inputs.total_bytes - reserve.num_bytes - sum(line.num_bytes for line in before_pool)
+    sizing = PoolSizing(inputs, shard)
+    num_pages = sizing.most_pages(budget)
+    if num_pages < 1:
+        raise does_not_fit(inputs, [*before_pool, reserve_line, *sizing.state_lines()], budget - sizing.cost(1))
+    most_tokens = num_pages * inputs.page_size
+    if inputs.max_total_tokens is not None:
+        num_pages = min(num_pages, inputs.max_total_tokens // inputs.page_size)
+    groups = sizing.groups(num_pages)
+    deciding = next((group for group in groups if group.cell_bytes and group.kind is not GroupKind.STATE), groups[0])
+    left = budget - sum(group.num_bytes for group in groups)
+    free_bytes = reserve.num_bytes + left - reserve.cuda_graph_bytes
+    lines = [
+        *before_pool,
+        *sizing.lines(groups),
+        reserve_line,
+        *_inside_reserve(reserve),
+        PlanLine(name="left", num_bytes=left, formula=_left_formula(inputs, num_pages, most_tokens)),
+    ]
+    return MemoryPlan(
+        inputs=inputs,
+        static_fraction=reserve.static_fraction,
+        reserved_bytes=reserve.num_bytes,
+        weights_bytes=weights_bytes,
+        cell_bytes=deciding.cell_bytes,
+        max_total_tokens=num_pages * inputs.page_size,
+        num_pages=num_pages,
+        page_table_bytes=page_table_bytes,
+        groups=groups,
+        workspaces=workspaces,
+        free_bytes=free_bytes,
+        lines=tuple(lines),
+        advice=tuple(advice_on(inputs, reserve, groups, workspaces, free_bytes, num_pages)),
+    )
+
+
+def agree_on_free_bytes(free_by_rank: Mapping[int, int]) -> int:
+    """What every rank may count on: the least that is free on any of their devices.
+
+    Raises:
+        MemoryPlanError: Two ranks differ by more than 2 GiB.
+    """
+    if not free_by_rank:
+        raise ConfigError("free_by_rank is empty; every rank must say what is free on its device")
+    least = min(free_by_rank, key=lambda rank: (free_by_rank[rank], rank))
+    most = max(free_by_rank, key=lambda rank: (free_by_rank[rank], -rank))
+    if free_by_rank[most] - free_by_rank[least] > MAX_DIFFERENCE_BYTES:
+        raise MemoryPlanError(
+            f"free memory differs by more than {shown(MAX_DIFFERENCE_BYTES)}: rank {least} has {shown(free_by_rank[least])}, "
+            f"rank {most} has {shown(free_by_rank[most])}; another process must have taken the memory of rank {least}'s device"
+        )
+    return free_by_rank[least]
+
+
+def compare_with_real(plan: MemoryPlan, real: Mapping[str, int]) -> list[str]:
+    """What came out otherwise than planned, by more than 5 %: one phrase for each, with both numbers.
+
+    Args:
+        real: Measured bytes by the name of a line, see `MemoryPlan.planned_bytes`.
+    """
+    warnings = []
+    for name, measured in real.items():
+        planned = plan.planned_bytes(name)
+        if abs(measured - planned) > MAX_REAL_DIFFERENCE * planned:
+            change = f", {100 * (measured - planned) / planned:+.1f} %" if planned else ""
+            warnings.append(
+                f"{name}: planned {shown(planned)} ({planned} bytes), real {shown(measured)} ({measured} bytes){change}"
+            )
+    return warnings
+
+
+def _weights(inputs: PlanInputs) -> tuple[int, str]:
+    if inputs.weights_bytes is not None:
+        return inputs.weights_bytes, "measured"
+    model = inputs.model
+    estimate = model.weights_bytes(
+        tp_size=inputs.tp_size,
+        attention_tp_size=inputs.attention_tp_size,
+        pp_size=inputs.pp_size,
+        pp_rank=inputs.pp_rank,
+        dtype=inputs.dtype,
+        with_draft=inputs.speculative is not None and inputs.speculative.lower() not in ("ngram", "standalone"),
+    )
+    if inputs.checkpoint_bytes is None:
+        return estimate, f"estimated from the configuration: {model.num_params:,} parameters, this rank's part"
+    whole = model.checkpoint_bytes(inputs.dtype)
+    size = -(-inputs.checkpoint_bytes * estimate // whole)
+    return size, f"{inputs.checkpoint_bytes:,} B ({inputs.checkpoint_source}) x {estimate / whole:.4f}, this rank's part"
+
+
+def _page_tables(inputs: PlanInputs) -> tuple[int, str]:
+    columns = -(-inputs.sequence_tokens // PAGE_TABLE_COLUMNS) * PAGE_TABLE_COLUMNS
+    rows = inputs.max_running_requests + 1
+    num_tables = sum(group.kind is not GroupKind.STATE for group in inputs.groups)
+    formula = f"({inputs.max_running_requests} + 1) rows x {columns:,} x {_INDEX_BYTES} B x {num_tables} group(s) with pages"
+    return rows * columns * _INDEX_BYTES * num_tables, formula
+
+
+def _workspace(inputs: PlanInputs, workspace: Workspace) -> WorkspacePlan:
+    specs = [layer.kv for layer in inputs.model.layers if layer.kv.kind in (LayerKind.ATTENTION, LayerKind.SLIDING_WINDOW)]
+    if not specs:
+        raise ConfigError(
+            f"workspace {workspace.name} is of attention with KV heads; {inputs.model.architecture} has none, it must be left out"
+        )
+    if inputs.mode not in workspace.modes:
+        return WorkspacePlan(
+            name=workspace.name,
+            num_bytes=0,
+            strategy=workspace.strategy,
+            is_allocated=False,
+            reason=f"not needed: {workspace.why_skipped}",
+        )
+    tp_size = inputs.attention_tp_size
+    is_bounded = workspace.strategy is Strategy.CHUNK_BOUNDED
+    sizes = WorkspaceSizes(
+        num_tokens=min(inputs.sequence_tokens, SPARSE_CHUNK_TOKENS) if is_bounded else inputs.sequence_tokens,
+        max_seq_len=inputs.sequence_tokens,
+        num_heads=-(-inputs.model.num_query_heads // tp_size),
+        num_kv_heads=-(-specs[0].num_kv_heads // tp_size),
+        head_dim=specs[0].k_head_dim,
+        element_bytes=inputs.layout.dtype.num_bytes,
+    )
+    num_bytes = workspace.num_bytes(sizes)
+    reason = f"{workspace.shape}, {sizes.num_heads} heads, {sizes.num_tokens:,} tokens"
+    return WorkspacePlan(
+        name=workspace.name,
+        num_bytes=num_bytes,
+        strategy=workspace.strategy,
+        is_allocated=workspace.strategy is not Strategy.LAZY and num_bytes > 0,
+        reason=reason if num_bytes else "not needed: every query head has a KV head of its own",
+    )
+
+
+def _inside_reserve(reserve: Reserve) -> tuple[PlanLine, PlanLine]:
+    graphs = PlanLine(
+        name="cuda_graphs", num_bytes=reserve.cuda_graph_bytes, formula=reserve.cuda_graph_formula, inside="reserve"
+    )
+    rest = PlanLine(
+        name="activations",
+        num_bytes=reserve.num_bytes - reserve.cuda_graph_bytes,
+        formula="the rest of the reserve: activations, and what the libraries take",
+        inside="reserve",
+    )
+    return graphs, rest
+
+
+def _left_formula(inputs: PlanInputs, num_pages: int, most_tokens: int) -> str:
+    if num_pages * inputs.page_size < most_tokens:
+        return f"max_total_tokens is {inputs.max_total_tokens:,}; {most_tokens:,} tokens would fit"
+    return "less than one more page takes, or more than every request at once can use"

@@ -1,0 +1,114 @@
+"""What a plan leaves free for activations, CUDA graphs and the libraries: the two published policies.
+
+Sources: SGLang, ``server_args._handle_gpu_memory_settings`` and ``adjust_mem_fraction_for_vlm``; mini-sglang,
+``engine._determine_num_pages``. All of SGLang's figures are MB of 2**20 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer.errors import MemoryPlanError
+from transfer.memory.model_parts import VisionSizes
+from transfer.memory.plan_inputs import MB, UNKNOWN_FRACTION, PlanInputs, Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """What stays free.
+
+    Args:
+        static_fraction: Share of the device that weights and KV may take.
+        num_bytes: The rest of the device.
+        formula: How it came about.
+        cuda_graph_bytes: Part of it that CUDA graphs are expected to take.
+        cuda_graph_formula: How that came about.
+    """
+
+    static_fraction: float
+    num_bytes: int
+    formula: str
+    cuda_graph_bytes: int
+    cuda_graph_formula: str
+
+
+def make_reserve(inputs: PlanInputs) -> Reserve:
+    """The reserve by the policy of the inputs.
+
+    Raises:
+        MemoryPlanError: The heuristic asks for more than the device has.
+    """
+    total = inputs.total_bytes
+    if inputs.policy is Policy.PAGE_COUNT:
+        free = inputs.free_before_bytes
+        num_bytes = free - int(inputs.memory_ratio * free)
+        fraction = round((total - num_bytes) / total, 3)
+        formula = f"free before x (1 - memory ratio {inputs.memory_ratio})"
+    else:
+        fraction, how = _static_fraction(inputs)
+        num_bytes = total - int(total * fraction)
+        formula = f"device x (1 - static fraction {fraction:.4g}): {how}"
+    graph_mb, graph_formula = _cuda_graph_mb(inputs)
+    return Reserve(
+        static_fraction=fraction,
+        num_bytes=num_bytes,
+        formula=formula,
+        cuda_graph_bytes=min(num_bytes, int(graph_mb * MB)),
+        cuda_graph_formula=f"{graph_formula} MB",
+    )
+
+
+def _static_fraction(inputs: PlanInputs) -> tuple[float, str]:
+    if inputs.static_fraction is not None:
+        return inputs.static_fraction, "as given"
+    if inputs.is_cpu:
+        return UNKNOWN_FRACTION, "on a CPU"
+    if inputs.device_bytes is None:
+        return UNKNOWN_FRACTION, "the device's size is unknown"
+    total_mb = inputs.device_bytes / MB
+    graph_mb, graph_formula = _cuda_graph_mb(inputs)
+    reserved = 512 + 1.5 * max(inputs.chunk_tokens, 2048) + graph_mb + 1024 * inputs.tp_size * inputs.pp_size / 8
+    formula = f"512 + 1.5 x {max(inputs.chunk_tokens, 2048)} + {graph_formula} + 1024 x {inputs.tp_size} x {inputs.pp_size} / 8"
+    if total_mb > 60 * 1024 and reserved < 10 * 1024:
+        reserved = 10 * 1024
+        formula = f"at least 10 x 1024 above 60 x 1024 ({formula})"
+    draft_mb = _draft_mb(inputs.speculative)
+    if draft_mb:
+        reserved += draft_mb
+        formula += f" + {draft_mb} for {inputs.speculative}"
+    fraction = round((total_mb - reserved) / total_mb, 3)
+    formula += f" = {reserved:,.0f} of {total_mb:,.0f} MB"
+    if inputs.model.vision is not None:
+        factor = _vision_factor(inputs.model.vision)
+        fraction *= factor
+        formula += f", then x {factor:.4f} for the vision tower"
+    if fraction <= 0:
+        raise MemoryPlanError(
+            f"the device has {total_mb:,.0f} MB, and {reserved:,.0f} MB of it are to stay free ({formula}); a smaller "
+            "--chunked-prefill-size or --cuda-graph-max-bs, or --static-fraction, would help"
+        )
+    return fraction, formula
+
+
+def _cuda_graph_mb(inputs: PlanInputs) -> tuple[float, str]:
+    batch = inputs.cuda_graph_max_bs
+    size, formula = 2.0 * batch, f"2 x {batch}"
+    if inputs.has_dp_attention:
+        size += 3 * batch * inputs.dp_size
+        formula += f" + 3 x {batch} x {inputs.dp_size}"
+        if batch > 300:
+            size += 1.5 * batch * inputs.dp_size
+            formula += f" + 1.5 x {batch} x {inputs.dp_size}"
+    return size, formula
+
+
+def _draft_mb(speculative: str | None) -> int:
+    if speculative is None or speculative.lower() == "ngram":
+        return 0
+    return 6 * 1024 if speculative.lower() == "standalone" else 2 * 1024
+
+
+def _vision_factor(vision: VisionSizes) -> float:
+    """0.95, and a tenth less for each time that the tower is as large as ViT-L/14 again; between 0.8 and 1.05 of that."""
+    size = vision.num_layers * vision.hidden_size**2 / (24 * 1024**2)
+    return 0.95 * max(0.8, min(1.05, 1.0 - 0.1 * (size - 1.0)))
