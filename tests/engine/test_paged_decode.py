@@ -1,0 +1,190 @@
+"""Decode attention and row writes: the reference against torch, every check, and the kernels in an interpreting process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from embedded_engine.kernels.arguments import DecodeCall, WriteCall
+from embedded_engine.kernels.paged_decode import MAX_SPLITS, num_splits_of, paged_decode_attention, tiles_of
+from embedded_engine.kernels.reference import reference_decode_attention, reference_write_rows
+from embedded_engine.kernels.write_rows import write_rows
+from tests.engine.decode_cases import GQA, MHA, DecodeCase
+from transfer.errors import ConfigError, LayoutError
+from transfer.kv_pool import PagedKVPool
+from transfer.layout import DType, KVLayout, Shard, TokenOrder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_kernels_under_the_interpreter() -> None:
+    """The interpreter is chosen when Triton is imported, hence a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--noconftest"]
+    done = subprocess.run(
+        [*command, "tests/engine/decode_under_interpreter.py"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def token_major(arguments: dict[str, Any], name: str, slots: Tensor) -> Tensor:
+    """[KV heads, n, dim] of some slots, read in another way than the reference does."""
+    buffer: Tensor = arguments[name]
+    page_size = buffer.shape[1] if arguments["order"] is TokenOrder.NHD else buffer.shape[2]
+    rows = []
+    for slot in slots.tolist():
+        page = buffer[slot // page_size]
+        rows.append(page[slot % page_size] if arguments["order"] is TokenOrder.NHD else page[:, slot % page_size])
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("heads", [MHA, GQA])
+@pytest.mark.parametrize("order", list(TokenOrder))
+def test_the_reference_is_torch_s_own_attention(order: TokenOrder, heads: tuple[int, int], window: int) -> None:
+    arguments = DecodeCase(heads=heads, order=order, window_tokens=window, v_dim=24, lengths=(90, 7)).arguments()
+    out, lse = reference_decode_attention(DecodeCall(**arguments))
+    for request, length in enumerate((90, 7)):
+        slots = arguments["slots"][request + 1, max(0, length - window) if window else 0 : length]
+        k, v = token_major(arguments, "k", slots), token_major(arguments, "v", slots)
+        query = arguments["query"][request][:, None]
+        attended = functional.scaled_dot_product_attention(query, k, v, scale=arguments["scale"], enable_gqa=True)
+        torch.testing.assert_close(out[request], attended[:, 0], rtol=1e-5, atol=1e-6)
+        scores = query @ k.repeat_interleave(heads[0] // heads[1], dim=0).transpose(1, 2) * arguments["scale"]
+        torch.testing.assert_close(lse[request], scores.logsumexp(dim=-1)[:, 0])
+    assert out[2:].eq(0).all() and lse[2:].eq(float("-inf")).all()
+
+
+def test_sinks_and_softcap_are_those_of_the_models() -> None:
+    """GPT-OSS: the sink is one more logit, dropped after the softmax; Gemma: tanh over the cap, before the mask."""
+    arguments = DecodeCase(has_sinks=True, softcap=2.0, lengths=(40,)).arguments()
+    out, lse = reference_decode_attention(DecodeCall(**arguments))
+    k, v = (token_major(arguments, name, arguments["slots"][1, :40]).repeat_interleave(2, dim=0) for name in ("k", "v"))
+    scores = arguments["query"][0][:, None] @ k.transpose(1, 2) * arguments["scale"]
+    scores = torch.tanh(scores / 2.0) * 2.0
+    combined = torch.cat([scores, arguments["sinks"].reshape(-1, 1, 1)], dim=-1)
+    probabilities = torch.softmax(combined, dim=-1)[..., :-1]
+    torch.testing.assert_close(out[0], (probabilities @ v)[:, 0])
+    torch.testing.assert_close(lse[0], combined.logsumexp(dim=-1)[:, 0])
+    assert out[1:].eq(0).all()
+    torch.testing.assert_close(lse[1:], arguments["sinks"].expand(2, -1))
+
+
+def test_without_v_it_is_the_beginning_of_k() -> None:
+    arguments = DecodeCase(heads=(6, 1), k_dim=40, v_dim=24, has_v=False, lengths=(33,)).arguments()
+    out, _ = reference_decode_attention(DecodeCall(**arguments))
+    explicit = arguments | {"v": arguments["k"][..., :24], "v_dim": None}
+    assert torch.equal(out, reference_decode_attention(DecodeCall(**explicit))[0])
+
+
+@pytest.mark.parametrize("order", list(TokenOrder))
+def test_rows_are_written_as_the_pool_writes_them(order: TokenOrder) -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=8, v_head_dim=4, dtype=DType.FLOAT8_E4M3)
+    ours, theirs = (PagedKVPool(layout=layout, shard=Shard(page_size=4, order=order), num_pages=3) for _ in range(2))
+    new_k, new_v = torch.randn(4, 2, 8) * 300, torch.randn(4, 2, 4) * 300
+    k, v = (ours.buffer(0, is_v=is_v) for is_v in (False, True))
+    slots = torch.tensor([5, -1, 12, 0], dtype=torch.int32)
+    reference_write_rows(WriteCall(k=k, v=v, new_k=new_k, new_v=new_v, slots=slots, order=order))
+    theirs.write(0, torch.tensor([5, 0]), new_k[[0, 3]], new_v[[0, 3]])
+    for is_v in (False, True):
+        assert torch.equal(ours.buffer(0, is_v=is_v).view(torch.uint8), theirs.buffer(0, is_v=is_v).view(torch.uint8))
+
+
+def test_a_launch_follows_from_shapes_alone() -> None:
+    assert num_splits_of(1, 131072) == MAX_SPLITS  # one request, one KV head: as many as are ever merged
+    assert num_splits_of(64, 131072) == 8
+    assert num_splits_of(4096, 131072) == 1
+    assert num_splits_of(1, 512) == 4  # a split is never cut below 128 tokens
+    llama = tiles_of(group_heads=8, k_dim=128, v_dim=128, element_bytes=2)
+    assert (llama.block_heads, llama.head_tiles, llama.k_main, llama.k_rest, llama.v_block) == (16, 1, 128, 0, 128)
+    deepseek = tiles_of(group_heads=128, k_dim=576, v_dim=512, element_bytes=2)
+    assert (deepseek.block_heads, deepseek.head_tiles, deepseek.k_main, deepseek.k_rest) == (32, 4, 512, 64)
+    assert [(tiles_of(1, dim, dim, 2).k_main, tiles_of(1, dim, dim, 2).k_rest) for dim in (8, 80, 96, 112)] == [
+        (16, 0), (64, 16), (64, 32), (128, 0),
+    ]  # fmt: skip
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("query", torch.zeros(4, 4, 32, dtype=torch.float64), "query is torch.float64"),
+    ("query", torch.zeros(4, 8), "query is .*; must be \\[B, query heads, k_dim\\]"),
+    ("query", torch.zeros(4, 32, 8).transpose(1, 2), "query is .*elements adjacent"),
+    ("query", torch.zeros(4, 7, 32), "query has 7 heads; must be a multiple of k's 2"),
+    ("query", torch.zeros(4, 4, 16), "k has 32 elements per head; query has 16"),
+    ("k", torch.zeros(6, 16, 2, 32, dtype=torch.int8), "k is torch.int8"),
+    ("k", torch.zeros(6, 16, 2), "k is .*must have 4 dimensions"),
+    ("k", torch.zeros(6, 16, 32, 2).transpose(2, 3), "k is .*a head's elements adjacent"),
+    ("v", torch.zeros(6, 16, 4, 32), "v is .*must be as k"),
+    ("v", torch.zeros(6, 16, 2, 32, dtype=torch.float16), "v is torch.float16"),
+    ("v", None, "v_dim is None; without v it must be in \\[1, 32\\]"),
+    ("v_dim", 32, "v_dim is 32; where v is given"),
+    ("slots", torch.zeros(4, 544, dtype=torch.int64), "slots is torch.int64"),
+    ("slots", torch.zeros(544, 4, dtype=torch.int32).T, "slots is .*row by row"),
+    ("rows", torch.zeros(5, dtype=torch.int32), "rows is .*must be int32 \\[4\\]"),
+    ("rows", torch.zeros(4, dtype=torch.int64), "rows is torch.int64"),
+    ("lengths", torch.zeros(8, dtype=torch.int32)[::2], "lengths is .*contiguous"),
+    ("sinks", torch.zeros(2), "sinks is .*must be floating point \\[4\\]"),
+    ("out", torch.zeros(4, 4, 16), "out is .*must be torch.float32 \\(4, 4, 32\\)"),
+    ("out", torch.zeros(4, 32, 4).transpose(1, 2), "out is .*head by head"),
+    ("scale", float("inf"), "scale is inf"),
+    ("window_tokens", -1, "window_tokens is -1"),
+    ("softcap", 0.0, "softcap is 0.0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_an_attention_call_that_does_not_fit_is_refused(name: str, value: Any, message: str) -> None:
+    arguments = DecodeCase(lengths=(20, 5)).arguments()
+    with pytest.raises((LayoutError, ConfigError), match=message):
+        paged_decode_attention(**arguments | {name: value})
+
+
+WRONG_WRITES: list[tuple[str, Any, str]] = [
+    ("new_k", torch.zeros(3, 2, 16), "new_k is .*must be floating point \\(3, 2, 8\\)"),
+    ("new_k", torch.zeros(3, 8, 2).transpose(1, 2), "new_k is .*head by head"),
+    ("new_v", torch.zeros(3, 2, 4, dtype=torch.int32), "new_v is torch.int32"),
+    ("new_v", None, "v, but no new_v is given"),
+    ("v", None, "no v, but new_v is given"),
+    ("v", torch.zeros(4, 4, 2, 4), "v is .*must be as k"),
+    ("slots", torch.zeros(3, dtype=torch.int64), "slots is torch.int64"),
+    ("slots", torch.zeros(6, dtype=torch.int32)[::2], "slots is .*contiguous"),
+    ("k", torch.zeros(0, 4, 2, 8), "k is .*not empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_WRITES)
+def test_a_write_that_does_not_fit_is_refused(name: str, value: Any, message: str) -> None:
+    arguments = {
+        "k": torch.zeros(3, 4, 2, 8),
+        "v": torch.zeros(3, 4, 2, 4),
+        "new_k": torch.zeros(3, 2, 8),
+        "new_v": torch.zeros(3, 2, 4),
+        "slots": torch.zeros(3, dtype=torch.int32),
+    }
+    with pytest.raises(LayoutError, match=message):
+        write_rows(**arguments | {name: value})
+
+
+def test_on_a_cpu_the_kernels_say_who_does_it_there() -> None:
+    arguments = DecodeCase(lengths=(20, 5)).arguments()
+    with pytest.raises(LayoutError, match=r"query is on cpu; .*reference_decode_attention"):
+        paged_decode_attention(**arguments)
+    with pytest.raises(ConfigError, match="num_splits is 0"):
+        paged_decode_attention(**arguments, num_splits=0)
+    k, v, slots = arguments["k"], arguments["v"], torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(LayoutError, match=r"k is on cpu; .*PagedKVPool\.write"):
+        write_rows(k, v, torch.zeros(2, 2, 32), torch.zeros(2, 2, 32), slots)

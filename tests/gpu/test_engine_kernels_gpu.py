@@ -1,0 +1,184 @@
+"""The compiled decode kernels on a real GPU, against the references on the same device, and under CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from embedded_engine.kernels.arguments import DecodeCall
+from embedded_engine.kernels.reference import reference_decode_attention
+from tests.engine.decode_cases import (
+    MODEL_DTYPES,
+    POOL_DTYPES,
+    TOLERANCES,
+    DecodeCase,
+    assert_attends,
+    assert_writes,
+    attention_cases,
+)
+from transfer.layout import DType, TokenOrder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),  # each case compiles its own kernels
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
+]
+
+CASES = attention_cases()
+LONG = (540, 1, 129, 0, 64, 513, 33)
+DEEPSEEK = DecodeCase(heads=(128, 1), k_dim=576, v_dim=512, has_v=False, page_size=64, dtype=DType.BFLOAT16, lengths=LONG)
+REAL_SHAPES = {
+    "Llama-3-70B, TP 8": DecodeCase(heads=(8, 1), k_dim=128, v_dim=128, dtype=DType.BFLOAT16, lengths=LONG),
+    "Qwen3-8B": DecodeCase(heads=(32, 8), k_dim=128, v_dim=128, dtype=DType.BFLOAT16, lengths=LONG),
+    "Qwen3-8B in float32": DecodeCase(heads=(32, 8), k_dim=128, v_dim=128, lengths=LONG),
+    "Gemma-2, HND": DecodeCase(
+        heads=(8, 4),
+        k_dim=256,
+        v_dim=256,
+        dtype=DType.BFLOAT16,
+        order=TokenOrder.HND,
+        softcap=50.0,
+        window_tokens=400,
+        lengths=LONG,
+    ),
+    "GPT-OSS": DecodeCase(
+        heads=(64, 8), k_dim=64, v_dim=64, dtype=DType.BFLOAT16, has_sinks=True, window_tokens=128, lengths=LONG
+    ),
+    "head of 192, V of 128": DecodeCase(heads=(16, 4), k_dim=192, v_dim=128, dtype=DType.FLOAT16, lengths=LONG),
+    "DeepSeek-V3": DEEPSEEK,
+    "DeepSeek-V3, TP 8": replace(DEEPSEEK, heads=(16, 1)),
+    "DeepSeek-V3 in float8": replace(DEEPSEEK, pool_dtype=DType.FLOAT8_E4M3),
+    "DeepSeek-V3 in float32": replace(DEEPSEEK, heads=(16, 1), dtype=DType.FLOAT32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_reference(name: str) -> None:
+    assert_attends(CASES[name], "cuda")
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("name", REAL_SHAPES)
+def test_shapes_of_real_models(name: str, num_splits: int | None) -> None:
+    assert_attends(REAL_SHAPES[name], "cuda", num_splits)
+
+
+@pytest.mark.parametrize("order", list(TokenOrder))
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_written_rows_are_the_reference_s(dtype: DType, pool_dtype: DType, order: TokenOrder) -> None:
+    assert_writes(dtype, pool_dtype, order, device="cuda")
+    assert_writes(dtype, pool_dtype, order, device="cuda", has_v=False)
+
+
+def test_float32_is_that_of_torch_without_tf32() -> None:
+    """Held to torch's attention in float64, at a length where TF32's 10 bits would show at once."""
+    generator = torch.Generator().manual_seed(5)
+    num_tokens, page_size = 8000, 16
+    k, v = (torch.randn(num_tokens // page_size, page_size, 2, 128, generator=generator).cuda() for _ in range(2))
+    query = torch.randn(1, 8, 128, generator=generator).cuda()
+    slots = torch.randperm(num_tokens, generator=generator).to(torch.int32)[None].cuda()
+    arguments = call(query, k, v, slots, rows=[0], lengths=[num_tokens])
+    out, _ = attend(arguments)
+    keys, values = (buffer.view(num_tokens, 2, 128)[slots[0].long()].transpose(0, 1).double() for buffer in (k, v))
+    right = functional.scaled_dot_product_attention(
+        query[0][:, None].double(), keys, values, scale=arguments["scale"], enable_gqa=True
+    )
+    torch.testing.assert_close(out[0].double(), right[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """A K buffer of 2**32 elements and more, with the request's tokens on its last pages."""
+    num_pages, page_size = (1 << 32) // (64 * 1024) + 8, 64
+    k = torch.zeros(num_pages, page_size, 8, 128, dtype=torch.float8_e4m3fn, device="cuda")
+    v = torch.zeros_like(k)
+    filled = torch.randn(8, page_size, 8, 128, generator=torch.Generator().manual_seed(4)).cuda()
+    k[-8:], v[-8:] = filled.to(k.dtype), filled.flip(0).to(k.dtype)
+    num_slots = num_pages * page_size
+    slots = torch.arange(num_slots - 1, num_slots - 513, -1, dtype=torch.int32, device="cuda")[None]
+    query = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(5)).cuda().bfloat16()
+    arguments = call(query, k, v, slots, rows=[0], lengths=[512])
+    small = arguments | {"k": k[-8:], "v": v[-8:], "slots": slots - (num_slots - 512)}
+    assert torch.equal(attend(arguments)[0], attend(small)[0])
+    from embedded_engine.kernels.write_rows import write_rows
+
+    new = torch.full((1, 8, 128), 2.0, device="cuda", dtype=torch.bfloat16)
+    write_rows(k, v, new, new, torch.tensor([num_slots - 1], dtype=torch.int32, device="cuda"))
+    assert k[-1, -1].float().eq(2).all() and v[-1, -1].float().eq(2).all() and k[0, 0].float().eq(0).all()
+
+
+@pytest.mark.parametrize("pool_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
+def test_a_captured_step_is_replayed_while_requests_grow_come_and_go(pool_dtype: DType) -> None:
+    """Write and attention of one batch size, captured once: later only the contents of its input tensors change."""
+    from embedded_engine.kernels.write_rows import write_rows
+
+    case = DecodeCase(heads=(16, 4), k_dim=64, v_dim=64, dtype=DType.BFLOAT16, pool_dtype=pool_dtype, lengths=(500, 301, 40, 0))
+    arguments = case.arguments("cuda") | {"window_tokens": 0}
+    shape = (len(arguments["rows"]), 4, 64)
+    new_k, new_v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    new_slots = torch.full(shape[:1], -1, dtype=torch.int32, device="cuda")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        write_rows(arguments["k"], arguments["v"], new_k, new_v, new_slots)
+        return attend(arguments)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    rows, lengths, slots = arguments["rows"], arguments["lengths"], arguments["slots"]
+    dummy = slots.shape[0] - 1
+    steps = [([1, 2, 3, dummy], [1, 300, 40, 0]), ([1, 2, 3, dummy], [500, 301, 2, 0]), ([2, dummy, dummy, 1], [129, 0, 0, 128])]
+    for step_rows, step_lengths in steps:
+        rows[:4] = torch.tensor(step_rows, dtype=torch.int32)
+        lengths[:4] = torch.tensor(step_lengths, dtype=torch.int32)
+        new_slots[:4] = slots[rows[:4].long(), lengths[:4].long() - 1]
+        new_k.normal_(), new_v.normal_()
+        graph.replay()
+        expected, expected_lse = reference_decode_attention(DecodeCall(**arguments))
+        tolerance = TOLERANCES[torch.bfloat16]
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
+        written = int(new_slots[0])
+        assert torch.equal(arguments["k"][written // 16, written % 16].float(), new_k[0].to(arguments["k"].dtype).float())
+
+
+def test_queued_without_a_synchronisation() -> None:
+    arguments = REAL_SHAPES["Qwen3-8B"].arguments("cuda")
+    attend(arguments)
+    torch.cuda.synchronize()
+    event = torch.cuda.Event()
+    torch.cuda._sleep(200_000_000)
+    attend(arguments)
+    event.record()
+    assert not event.query()
+    event.synchronize()
+
+
+def attend(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    from embedded_engine.kernels.paged_decode import paged_decode_attention
+
+    return paged_decode_attention(**arguments)
+
+
+def call(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *, rows: list[int], lengths: list[int]
+) -> dict[str, Any]:
+    on_device = {"dtype": torch.int32, "device": query.device}
+    return {
+        "query": query,
+        "k": k,
+        "v": v,
+        "slots": slots,
+        "rows": torch.tensor(rows, **on_device),  # type: ignore[arg-type]
+        "lengths": torch.tensor(lengths, **on_device),  # type: ignore[arg-type]
+        "scale": query.shape[2] ** -0.5,
+    }
