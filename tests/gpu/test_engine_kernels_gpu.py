@@ -21,6 +21,7 @@ from tests.engine.decode_cases import (
     attention_cases,
 )
 from transfer.layout import DType, TokenOrder
+from transfer.memory.page_table import PageTable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,6 +162,19 @@ def test_queued_without_a_synchronisation() -> None:
     event.record()
     assert not event.query()
     event.synchronize()
+
+
+def test_the_page_table_is_written_behind_the_current_stream() -> None:
+    """Many small steps without a synchronisation: the pinned memory of a copy is not reused under it."""
+    on_gpu, on_cpu = (PageTable(num_rows=9, max_seq_len=640, page_size=16, device=device) for device in ("cuda", "cpu"))
+    torch.cuda._sleep(200_000_000)
+    event = torch.cuda.Event()
+    for step in range(200):
+        items = [(str((step + offset) % 11), tuple(range(step, step + 1 + step % 40)), 1) for offset in range(8)]
+        assert on_gpu.rows_of(items) == on_cpu.rows_of(items)
+    event.record()
+    assert not event.query()
+    assert torch.equal(on_gpu.slots.cpu(), on_cpu.slots)
 
 
 def attend(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
