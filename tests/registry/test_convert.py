@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,14 @@ specs = st.one_of(
         v_head_dim=st.just(64),
         window_tokens=st.integers(1, 4096),
     ),
+    st.builds(
+        LayerSpec,
+        kind=st.just(LayerKind.RECURRENT_STATE),
+        num_kv_heads=st.integers(1, 32),
+        k_head_dim=st.integers(1, 40000),
+        v_head_dim=st.just(0),
+        dtype=st.sampled_from((None, *DType)),
+    ),
 )
 layouts = st.builds(KVLayout, layers=st.lists(specs, min_size=4, max_size=12).map(tuple), dtype=st.sampled_from(DType))
 shards = st.builds(
@@ -54,6 +63,13 @@ instances = st.builds(
     version=st.text(max_size=8),
 )
 
+STATES = KVLayout(
+    layers=(
+        LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=12, k_head_dim=9, v_head_dim=0, dtype=DType.FLOAT32),
+        *(LayerSpec(num_kv_heads=12, k_head_dim=32, v_head_dim=32),) * 3,
+    ),
+    dtype=DType.BFLOAT16,
+)
 LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
 
 
@@ -103,6 +119,27 @@ def test_a_shard_without_dtype_travels_with_the_layouts() -> None:
 def test_layers_travel_as_runs() -> None:
     info = convert.layout_to_proto(LLAMA)
     assert [(run.num_layers, run.num_kv_heads) for run in info.runs] == [(8, 12)]
+
+
+def test_runs_end_where_a_dtype_changes() -> None:
+    state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=9, v_head_dim=0)
+    exact = replace(state, dtype=DType.FLOAT32)
+    layout = KVLayout(layers=(state, state, exact, exact, exact, state), dtype=DType.FLOAT32)
+    info = convert.layout_to_proto(layout)
+    assert [(run.num_layers, run.dtype) for run in info.runs] == [(2, ""), (3, "float32"), (1, "")]
+    assert convert.layout_from_proto(info) == layout
+
+
+def test_an_instance_from_before_layers_had_a_dtype_is_understood() -> None:
+    """It does not send the field, and what it sends has the fingerprint that it always had."""
+    state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=16, k_head_dim=33792, v_head_dim=0)
+    attention = LayerSpec(num_kv_heads=2, k_head_dim=256, v_head_dim=256)
+    one = instance(layout=KVLayout(layers=(state, state, state, attention) * 12, dtype=DType.BFLOAT16))
+    info = convert.instance_to_proto(one)
+    for run in info.layout.runs:
+        run.ClearField("dtype")
+    assert info.layout_fingerprint == "29077ae868110ffd"
+    assert convert.instance_from_proto(info).layout == one.layout
 
 
 def test_attach_survives_the_wire() -> None:
@@ -183,6 +220,9 @@ def _set(path: str, value: Any) -> Callable[[pb.InstanceInfo], None]:
         (_set("layout.runs.0.num_kv_heads", 0), "num_kv_heads is 0"),
         (_set("layout.runs.0.k_head_dim", 0), "head dims are K 0"),
         (_set("layout.runs.0.window_tokens", 5), "window_tokens is 5"),
+        (_set("layout.runs.0.dtype", "float32"), "dtype of a layer of kind attention is float32; it must be None"),
+        (_set("layout.runs.0.dtype", "float7"), "dtype is 'float7'; known here: float32, bfloat16"),
+        (_set("layout.runs.0.dtype", "f" * 9999), "dtype is 'fff"),
         (_set("shard.tp_size", 0), "tp_size is 0"),
         (_set("shard.pp_size", 0), "pp_size is 0"),
         (_set("shard.tp_size", 2**32 - 1), "tp_size is 4294967295"),
@@ -275,8 +315,11 @@ TEXTS = st.sampled_from(["", "x", "int8", "bfloat16", "float8_e4m3fn", "HND", "m
 @st.composite
 def hostile_attaches(draw: st.DrawFn) -> pb.AttachRequest:
     """An attach that fits, with some of its fields put out of their range."""
+    layout = draw(st.sampled_from((LLAMA, STATES)))
     request = convert.attach_request_to_proto(
-        AttachRequest(prefill=instance(), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
+        AttachRequest(
+            prefill=instance(layout=layout), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096
+        )
     )
     shard, run = request.prefill.shard, request.prefill.layout.runs[0]
     for _ in range(draw(st.integers(1, 4))):
@@ -298,11 +341,13 @@ def hostile_attaches(draw: st.DrawFn) -> pb.AttachRequest:
 @given(request=hostile_attaches())
 def test_a_hostile_attach_is_computed_with_or_refused_and_never_a_bug(request: pb.AttachRequest) -> None:
     """All that a decode rank works out of an attach; any other error would stop the rank."""
-    ours = instance(shard=Shard(tp_size=4))
+    states = request.prefill.layout.runs[0].kind == LayerKind.RECURRENT_STATE
+    layout = STATES if states else LLAMA
+    ours = instance(layout=layout, shard=Shard(tp_size=4))
     try:
         attach = convert.attach_request_from_proto(request)
         check_compatible(ours, attach.prefill)
-        sent = [route for route in routes(LLAMA, attach.prefill.shard, ours.shard) if route.prefill_rank == attach.prefill_rank]
-        largest_wire_bytes(attach.chunk_plan, LLAMA, sent, wire_dtype(LLAMA, attach.prefill.shard, ours.shard))
+        sent = [route for route in routes(layout, attach.prefill.shard, ours.shard) if route.prefill_rank == attach.prefill_rank]
+        largest_wire_bytes(attach.chunk_plan, layout, sent, wire_dtype(layout, attach.prefill.shard, ours.shard))
     except (RemoteProtocolError, LayoutError) as error:
         assert len(str(error)) < 6000

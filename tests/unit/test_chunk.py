@@ -87,23 +87,31 @@ LAYOUT = KVLayout(
         LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=8, v_head_dim=8, window_tokens=9),
         LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=40, v_head_dim=0),
         LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=100, v_head_dim=0),
+        LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=3, v_head_dim=0),
+        LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=5, v_head_dim=0, dtype=DType.FLOAT32),
     ),
     dtype=DType.BFLOAT16,
 )
 
 
-@given(chunk_tokens=st.integers(1, 20), layers_per_group=st.integers(0, 4), prefill_tp=st.integers(1, 6), data=st.data())
+@given(
+    chunk_tokens=st.integers(1, 20),
+    layers_per_group=st.integers(0, 6),
+    prefill_tp=st.integers(1, 6),
+    dtype=st.sampled_from((DType.FLOAT32, DType.FLOAT16, DType.FLOAT8_E4M3)),
+    data=st.data(),
+)
 def test_no_piece_of_any_request_is_larger_than_the_largest(
-    chunk_tokens: int, layers_per_group: int, prefill_tp: int, data: st.DataObject
+    chunk_tokens: int, layers_per_group: int, prefill_tp: int, dtype: DType, data: st.DataObject
 ) -> None:
     plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
     found = routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=2, pp_size=2))
-    largest = largest_wire_bytes(plan, LAYOUT, found, DType.FLOAT16)
+    largest = largest_wire_bytes(plan, LAYOUT, found, dtype)
 
     def pieces(num_tokens: int, start: int) -> list[int]:
         return [
-            wire_bytes(LAYOUT, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=DType.FLOAT16)
-            for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=4, start_token=start)
+            wire_bytes(LAYOUT, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=dtype)
+            for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start)
             for route in found
         ]
 

@@ -32,6 +32,7 @@ MHA = LayerSpec(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
 MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=576, v_head_dim=0)
 WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=8, k_head_dim=64, v_head_dim=32, window_tokens=10)
 STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=1000, v_head_dim=0)
+STATE32 = replace(STATE, dtype=DType.FLOAT32)
 
 
 @st.composite
@@ -39,8 +40,17 @@ def layouts(draw: st.DrawFn) -> KVLayout:
     mha = st.builds(
         LayerSpec, num_kv_heads=st.sampled_from((1, 2, 3, 4, 5, 8, 12, 16)), k_head_dim=st.just(4), v_head_dim=st.just(2)
     )
+    own = st.builds(
+        LayerSpec,
+        kind=st.just(LayerKind.RECURRENT_STATE),
+        num_kv_heads=st.sampled_from((1, 2, 3, 4, 16)),
+        k_head_dim=st.integers(1, 9),
+        v_head_dim=st.just(0),
+        dtype=st.sampled_from(DType),
+    )
+    others = st.sampled_from((MHA, MLA, WINDOW, STATE, STATE32))
     return KVLayout(
-        layers=tuple(draw(st.lists(st.one_of(mha, st.sampled_from((MHA, MLA, WINDOW, STATE))), min_size=1, max_size=9))),
+        layers=tuple(draw(st.lists(st.one_of(mha, own, others), min_size=1, max_size=9))),
         dtype=draw(st.sampled_from(DType)),
     )
 
@@ -197,19 +207,65 @@ def test_wire_buffers_are_contiguous_and_exact(data: st.DataObject, layout: KVLa
     tokens = Span(begin=begin, end=data.draw(st.integers(begin + 1, num_tokens)))
     first = data.draw(st.integers(0, layout.num_layers))
     layers = Span(begin=first, end=data.draw(st.integers(first, layout.num_layers)))
+    dtype = data.draw(st.sampled_from(DType))
     for route in routes(layout, Shard(tp_size=2, pp_size=min(2, layout.num_layers)), Shard(tp_size=3)):
-        arguments = {"tokens": tokens, "layers": layers, "num_tokens": num_tokens, "dtype": DType.FLOAT16}
+        arguments = {"tokens": tokens, "layers": layers, "num_tokens": num_tokens, "dtype": dtype}
         buffers = wire_buffers(layout, route, **arguments)
         position = 0
         for buffer in buffers:
             spec = layout.layers[buffer.layer]
+            element = (spec.dtype or dtype).num_bytes
             assert buffer.layer in route.layers and buffer.layer in layers and len(buffer.tokens)
-            assert buffer.offset_bytes == position
-            assert buffer.row_bytes == route.heads.count * (spec.v_head_dim if buffer.is_v else spec.k_head_dim) * 2
-            position += buffer.num_bytes
+            assert buffer.offset_bytes % element == 0 and 0 <= buffer.offset_bytes - position < element
+            assert buffer.row_bytes == route.heads.count * (spec.v_head_dim if buffer.is_v else spec.k_head_dim) * element
+            position = buffer.offset_bytes + buffer.num_bytes
         assert position == wire_bytes(layout, route, **arguments)
         places = [(buffer.layer, buffer.is_v) for buffer in buffers]
         assert places == sorted(set(places))
+
+
+def test_a_layer_with_a_dtype_of_its_own_begins_on_its_elements() -> None:
+    """Three bytes of a latent, then a state in float32, then latents again: nothing is rounded up but where it must be."""
+    latent = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=3, v_head_dim=0)
+    state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=1, k_head_dim=5, v_head_dim=0, dtype=DType.FLOAT32)
+    layout = KVLayout(layers=(latent, state, latent, latent, state), dtype=DType.BFLOAT16)
+    whole = Span(begin=0, end=5)
+    route = replace(ROUTE, layers=whole, heads=HeadSlice(source_start=0, target_start=0, count=1))
+    for dtype, offsets, end in (
+        (DType.FLOAT8_E4M3, [0, 4, 24, 27, 32], 52),
+        (DType.BFLOAT16, [0, 8, 28, 34, 40], 60),
+        (DType.FLOAT32, [0, 12, 32, 44, 56], 76),
+    ):
+        arguments = {"tokens": Span(begin=0, end=1), "layers": whole, "num_tokens": 1, "dtype": dtype}
+        buffers = wire_buffers(layout, route, **arguments)
+        assert [buffer.offset_bytes for buffer in buffers] == offsets
+        assert [buffer.row_bytes for buffer in buffers if buffer.layer in (1, 4)] == [20, 20], "float32, whatever the wire is"
+        assert wire_bytes(layout, route, **arguments) == end
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 4), (4, 2), (3, 2), (2, 3), (1, 16), (16, 1)])
+def test_recurrent_heads_are_cut_as_kv_heads_are(prefill_tp: int, decode_tp: int) -> None:
+    """Qwen3-Next: 16 heads of state beside 2 KV heads, which replicate where there are more ranks than that."""
+    state, attention = replace(STATE32, num_kv_heads=16), replace(MHA, num_kv_heads=2)
+    layout = KVLayout(layers=(state, state, state, attention) * 2, dtype=DType.BFLOAT16)
+    prefill, decode = Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)
+    assert_exact_cover(layout, prefill, decode)
+    assert_exact_cover(layout, replace(prefill, pp_size=2), replace(decode, pp_size=3))
+    what = {"tokens": Span(begin=90, end=100), "layers": Span(begin=0, end=8), "num_tokens": 100, "dtype": DType.FLOAT8_E4M3}
+    states, latest = 0, 0
+    for route in routes(layout, prefill, decode):
+        for buffer in wire_buffers(layout, route, **what):
+            states += buffer.num_bytes * (layout.layers[buffer.layer].kind is LayerKind.RECURRENT_STATE)
+            latest += buffer.num_bytes * (layout.layers[buffer.layer].kind is LayerKind.ATTENTION)
+    assert states == 6 * 16 * 1000 * 4, "each head of each state once"
+    assert latest == 10 * 2 * 256 * max(2, decode_tp), "each KV head once to each rank that has it"
+
+
+def test_a_rank_keeps_a_state_in_the_dtype_of_the_model() -> None:
+    layout = KVLayout(layers=(MHA, STATE32, STATE), dtype=DType.BFLOAT16)
+    for shard, pool in ((Shard(), DType.BFLOAT16), (Shard(dtype=DType.FLOAT8_E4M3), DType.FLOAT8_E4M3)):
+        assert [shard.layer_dtype(layout, layer) for layer in range(3)] == [pool, DType.FLOAT32, pool]
+    assert wire_dtype(layout, Shard(), Shard(dtype=DType.FLOAT8_E4M3)) is DType.FLOAT8_E4M3, "that of the other layers"
 
 
 def test_whole_buffers_travel_in_layer_order_k_before_v() -> None:
@@ -285,6 +341,51 @@ def test_fingerprints_never_change() -> None:
     mixed = KVLayout(layers=(MHA, WINDOW, WINDOW, MLA, STATE), dtype=DType.FLOAT8_E4M3)
     assert llama.fingerprint() == "2c64c3e1c19c272b"
     assert mixed.fingerprint() == "4e2d4dcc4f92abec"
+
+
+GATED_DELTA = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=16, k_head_dim=33792, v_head_dim=0)
+KV64 = LayerSpec(num_kv_heads=8, k_head_dim=64, v_head_dim=64)
+WINDOW64 = replace(KV64, kind=LayerKind.SLIDING_WINDOW, window_tokens=1024)
+SMALL = LayerSpec(num_kv_heads=2, k_head_dim=256, v_head_dim=256)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fingerprint"),
+    [
+        (KVLayout(layers=(replace(KV64, num_kv_heads=32, k_head_dim=96),) * 32, dtype=DType.FLOAT16), "f601f87155ae2f1d"),
+        (KVLayout(layers=(MLA,) * 61, dtype=DType.FLOAT8_E4M3), "499fcc462f64223b"),
+        (KVLayout(layers=(replace(WINDOW64, window_tokens=4096),) * 32, dtype=DType.FLOAT32), "67c9578f00054fec"),
+        (
+            KVLayout(layers=(*(WINDOW64,) * 5, KV64, replace(WINDOW64, window_tokens=512)), dtype=DType.BFLOAT16),
+            "d3a1f3b784c25f05",
+        ),
+        (KVLayout(layers=(*(GATED_DELTA,) * 3, SMALL) * 12, dtype=DType.BFLOAT16), "29077ae868110ffd"),
+        (
+            KVLayout(
+                layers=(
+                    SMALL,
+                    MLA,
+                    GATED_DELTA,
+                    LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=8, v_head_dim=6, window_tokens=9),
+                ),
+                dtype=DType.INT8,
+            ),
+            "fd215f302b04609e",
+        ),
+    ],
+)
+def test_a_dtype_of_a_layers_own_changed_no_fingerprint(layout: KVLayout, fingerprint: str) -> None:
+    """Golden, from before a layer could have one: a layout without it is told as it was then."""
+    assert layout.fingerprint() == fingerprint
+    assert not any("dtype=" in value for value in layout.fields().values())
+
+
+def test_a_dtype_of_a_layers_own_is_part_of_the_fingerprint() -> None:
+    ours = KVLayout(layers=(GATED_DELTA, SMALL), dtype=DType.BFLOAT16)
+    theirs = KVLayout(layers=(replace(GATED_DELTA, dtype=DType.FLOAT32), SMALL), dtype=DType.BFLOAT16)
+    assert theirs.fingerprint() == "01b5751e9aa09bb7"
+    text = "recurrent_state kv_heads=16 k_dim=33792 v_dim=0 window=0"
+    assert ours.differences(theirs) == [f"layers[0:1]: {text} != {text} dtype=float32"]
 
 
 @given(left=layouts(), right=layouts())
@@ -371,6 +472,9 @@ def test_ranks_are_stage_major() -> None:
         (lambda: replace(MLA, num_kv_heads=2), "an MLA layer has one latent"),
         (lambda: replace(MLA, v_head_dim=2), "an MLA layer has one latent"),
         (lambda: replace(STATE, v_head_dim=2), "one state buffer; got V dim 2"),
+        (lambda: replace(MHA, dtype=DType.FLOAT32), "dtype of a layer of kind attention is float32; it must be None"),
+        (lambda: replace(MLA, dtype=DType.BFLOAT16), "dtype of a layer of kind mla is bfloat16; it must be None"),
+        (lambda: replace(WINDOW, dtype=DType.INT8), "dtype of a layer of kind sliding_window is int8; it must be None"),
         (lambda: replace(WINDOW, window_tokens=0), "window_tokens is 0 for kind sliding_window"),
         (lambda: replace(MHA, window_tokens=4), "window_tokens is 4 for kind attention"),
         (lambda: KVLayout(layers=(), dtype=DType.INT8), "layers is empty"),
@@ -404,6 +508,9 @@ def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="float63"):
         KVLayout(layers=(MHA,), dtype="float63")  # type: ignore[arg-type]
     assert KVLayout(layers=(MHA,), dtype="float16").dtype is DType.FLOAT16  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="float63"):
+        replace(STATE, dtype="float63")
+    assert replace(STATE, dtype="float32") == STATE32 and isinstance(replace(STATE, dtype="float32").dtype, DType)
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size", "num_layers"), [(1024, 1, 4096), (1, 1024, 4096), (32, 32, 32)])
