@@ -63,6 +63,12 @@ class PageBook:
         fill_with_nan(pool)
         return cls(pool.groups, pool.num_pages, pool.page_size, lengths, seed=seed, pool=pool)
 
+    def give(self, former: str, latter: str) -> None:
+        """The pages of a request that is over go to another that needs no more of them, with what is in them."""
+        for tables in self._tables:
+            given = [page for page in tables[former] if page != NO_PAGE][: len(tables[latter])]
+            tables[latter][: len(given)] = given
+
     def at(self, request_id: str, next_token: int) -> tuple[list[int], ...]:
         """The tables for a step whose first token is `next_token`."""
         for index, group in enumerate(self.groups):

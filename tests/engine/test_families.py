@@ -1,0 +1,227 @@
+"""Every family, one rank: greedy tokens are those of transformers' own `generate`, whatever a layer keeps of earlier tokens.
+
+Pools are full of numbers that are none before anything is written, and wherever a window has passed: what a mask, a window's
+bound or a state's first step gets wrong shows as a request without tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embedded_engine.architectures import ARCHITECTURES
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.model_files import read_model_files
+from tests.engine.conftest import Generate
+from tests.engine.families import FAMILIES
+from tests.engine.steps import PageBook, decode_all, fill_with_nan, pages_for, prefill_all
+from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.errors import EngineError
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
+from transfer.layout import DType, Shard, TokenOrder
+
+NUM_TOKENS = 24
+LENGTHS = (1, 5, 17, 64, 129)
+SETTINGS: Mapping[str, tuple[int, Shard]] = {
+    "small": (7, Shard(page_size=4)),
+    "large": (64, Shard(page_size=16, order=TokenOrder.HND)),
+    "tokens": (200, Shard(page_size=1)),
+}
+"""Chunk tokens and the rank's cut."""
+
+# What each kind of layer keeps is tried with every setting, families that only compute otherwise with one or two.
+CASES = [
+    *((family, setting) for family in ("gemma3", "deepseek_v3", "qwen3_next") for setting in SETTINGS),
+    *((family, setting) for family in ("mistral", "gpt_oss", "gemma2") for setting in ("small", "large")),
+    *((family, "small") for family in ("qwen2", "glm", "glm4", "deepseek_v2", "deepseek_v3_moe", "qwen3_next_moe")),
+]
+
+Directory = Callable[[str], Path]
+Prompts = dict[int, tuple[int, ...]]
+
+
+def make_engine(directory: Path, shard: Shard, num_tokens: int = 640) -> EmbeddedEngine:
+    groups = layer_groups(read_model_files(directory).layout())
+    return EmbeddedEngine(directory, shard=shard, num_pages=pages_for(groups, num_tokens // shard.page_size))
+
+
+def generated(engine: EmbeddedEngine, prompts: Mapping[str, tuple[int, ...]], chunk_tokens: int) -> dict[str, list[int]]:
+    lengths = {name: len(tokens) for name, tokens in prompts.items()}
+    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in lengths.items()})
+    first = prefill_all(engine, prompts, book, chunk_tokens=chunk_tokens)
+    return decode_all(engine, first, lengths, book, NUM_TOKENS)
+
+
+def test_there_is_a_model_of_every_architecture() -> None:
+    covered = {f"{stem}ForCausalLM" for stem, _ in FAMILIES.values()} | {"LlamaForCausalLM", "Qwen3ForCausalLM"}
+    assert covered == set(ARCHITECTURES) and {family for family, _ in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(("family", "setting"), CASES)
+def test_greedy_tokens_are_those_of_transformers(
+    family_dir: Directory, generate: Generate, prompts: Prompts, family: str, setting: str
+) -> None:
+    directory = family_dir(family)
+    chunk_tokens, shard = SETTINGS[setting]
+    engine = make_engine(directory, shard)
+    found = generated(engine, {str(length): prompts[length] for length in LENGTHS}, chunk_tokens)
+    assert found == {str(length): generate(directory, prompts[length], NUM_TOKENS) for length in LENGTHS}
+    assert len({token for tokens in found.values() for token in tokens}) > 25, "generations that repeat themselves prove little"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
+def test_requests_join_and_leave_between_steps(family_dir: Directory, generate: Generate, prompts: Prompts, family: str) -> None:
+    """Chunks from the middle of one prompt and from the beginning of another in a step, and rows of states used again."""
+    directory = family_dir(family)
+    engine = make_engine(directory, Shard(page_size=4))
+    book = PageBook.of(engine, {name: int(name) + NUM_TOKENS for name in ("129", "64", "17", "33")})
+    chunk = {"129": 40, "64": 25, "17": 17}
+    begins = {"129": -40, "64": -75, "17": -34}  # negative: waits for its turn
+    first: dict[str, int] = {}
+    while len(first) < 3:
+        items = []
+        for name, size in chunk.items():
+            tokens, begin = prompts[int(name)], begins[name] + size
+            begins[name] = begin
+            if 0 <= begin < len(tokens):
+                part = tokens[begin : begin + size]
+                is_last = begin + size >= len(tokens)
+                tables = book.at(name, begin)
+                items.append(PrefillItem(request_id=name, token_ids=part, first_token=begin, page_tables=tables, is_last=is_last))
+        first |= engine.prefill(items)
+    lengths = {name: int(name) for name in chunk}
+    decode_all(engine, {"64": first["64"]}, lengths, book, 3)  # ends here; its pages are given to another request
+    book.give("64", "33")
+    late = prefill_all(engine, {"33": prompts[33]}, book, chunk_tokens=10)
+    found = decode_all(engine, {"129": first["129"], "17": first["17"]} | late, lengths | {"33": 33}, book, NUM_TOKENS)
+    assert found == {name: generate(directory, prompts[int(name)], NUM_TOKENS) for name in ("129", "17", "33")}
+
+
+def copy_kv(source: KVPool, source_tables: Any, target: KVPool, tables: Any, num_tokens: int) -> None:
+    """What a transfer moves: of a window its last tokens, of a recurrent layer its state after the last of them."""
+    for layer in range(source.layout.num_layers):
+        index = source.group_of(layer)
+        group = source.groups[index]
+        tokens = range(1) if group.kind is GroupKind.STATE else range(group.first_travelling_token(num_tokens), num_tokens)
+        slots = []
+        for pool, table in ((source, source_tables[index]), (target, tables[index])):
+            size = pool.part_of(layer).page_size
+            slots.append(torch.tensor([table[token // size] * size + token % size for token in tokens]))
+        target.write(layer, slots[1], *source.read(layer, slots[0]))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_what_a_transfer_moves_is_all_that_decode_needs(
+    family_dir: Directory, generate: Generate, prompts: Prompts, family: str
+) -> None:
+    directory = family_dir(family)
+    lengths = {str(length): length for length in (1, 17, 129)}
+    chosen = {name: prompts[length] for name, length in lengths.items()}
+    source = make_engine(directory, Shard(page_size=4))
+    source_book = PageBook.of(source, lengths, seed=1)
+    first = prefill_all(source, chosen, source_book, chunk_tokens=50)
+    target = make_engine(directory, Shard(page_size=7, order=TokenOrder.HND))
+    book = PageBook.of(target, {name: length + NUM_TOKENS for name, length in lengths.items()}, seed=2)
+    for name, length in lengths.items():
+        # The source's tables as they were in the last step; the target has pages for what travels, and no others.
+        last_step = (length - 1) // 50 * 50
+        copy_kv(source.pool, source_book.at(name, last_step), target.pool, book.at(name, length - 1), length)
+    found = decode_all(target, first, lengths, book, NUM_TOKENS)
+    assert found == {name: generate(directory, own, NUM_TOKENS) for name, own in chosen.items()}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
+def test_layers_are_reported_once_each_in_order(family_dir: Directory, prompts: Prompts, family: str) -> None:
+    directory = family_dir(family)
+    files = read_model_files(directory)
+    num_pages = pages_for(layer_groups(files.layout()), 20)
+    engine = EmbeddedEngine(files, shard=Shard(), num_pages=num_pages, layers_per_group=1)
+    book = PageBook.of(engine, {"a": 64})
+    seen: list[int] = []
+
+    def on_layers_written(layers_done: int, event: object) -> None:
+        layer = layers_done - 1
+        part = engine.pool.part_of(layer)
+        table = book.at("a", 0)[engine.pool.group_of(layer)]
+        assert not engine.pool.read(layer, torch.tensor([table[0] * part.page_size]))[0].isnan().any()
+        seen.append(layers_done)
+
+    items = [PrefillItem(request_id="a", token_ids=prompts[64], first_token=0, page_tables=book.at("a", 0), is_last=True)]
+    engine.prefill(items, on_layers_written)
+    assert seen == list(range(1, engine.layout.num_layers + 1))
+
+
+def test_half_precision_keeps_states_whole(family_dir: Directory, prompts: Prompts) -> None:
+    directory = family_dir("qwen3_next")
+    groups = layer_groups(read_model_files(directory).layout())
+    engine = EmbeddedEngine(directory, shard=Shard(dtype=DType.FLOAT16), num_pages=pages_for(groups, 40), dtype=DType.BFLOAT16)
+    assert engine.pool.buffer(0, is_v=False).dtype is torch.float32
+    assert engine.pool.buffer(1, is_v=False).dtype is torch.float16
+    assert len(generated(engine, {"64": prompts[64], "5": prompts[5]}, 30)["5"]) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "deepseek_v2", "deepseek_v3", "qwen3_next"])
+def test_half_precision_runs(family_dir: Directory, prompts: Prompts, family: str) -> None:
+    directory = family_dir(family)
+    groups = layer_groups(read_model_files(directory).layout())
+    engine = EmbeddedEngine(directory, shard=Shard(), num_pages=pages_for(groups, 40), dtype=DType.BFLOAT16)
+    assert len(generated(engine, {"64": prompts[64], "5": prompts[5]}, 30)["5"]) == NUM_TOKENS
+
+
+def items_of(engine: EmbeddedEngine, **tables: tuple[list[int], ...]) -> list[PrefillItem]:
+    return [
+        PrefillItem(request_id=name, token_ids=(5,) * 4, first_token=40, page_tables=own, is_last=True)
+        for name, own in tables.items()
+    ]
+
+
+def test_tables_of_windows_are_checked_where_they_are_read(family_dir: Directory) -> None:
+    """Window of 18 tokens, pages of 4: the step over [40, 44) reads from token 23 on."""
+    engine = make_engine(family_dir("gemma3"), Shard(page_size=4))
+    full = list(range(11))
+    needed = [NO_PAGE] * 5 + list(range(6))
+    engine.prefill(items_of(engine, a=(full, needed)))
+    with pytest.raises(EngineError, match=r"request 'a', window_18 has pages -1 to 4; the pool's are in \[0, 160\)"):
+        engine.prefill(items_of(engine, a=(full, [NO_PAGE] * 6 + list(range(5)))))
+    with pytest.raises(EngineError, match=r"request 'a', full has pages -1 to 10"):
+        engine.prefill(items_of(engine, a=([NO_PAGE, *full[1:]], needed)))
+    with pytest.raises(EngineError, match="window_18 has pages 0 to 160"):
+        engine.prefill(items_of(engine, a=(full, [*needed[:-1], 160])))
+    with pytest.raises(EngineError, match="window_18 has 10 pages of 4 tokens; 44 tokens need 11"):
+        engine.prefill(items_of(engine, a=(full, needed[:-1])))
+    with pytest.raises(EngineError, match="has 1 page tables; the model has one for each of: full, window_18"):
+        engine.prefill(items_of(engine, a=(full,)))
+    late = DecodeItem(request_id="a", token_id=5, position=41, page_tables=(full, [NO_PAGE] * 6 + list(range(5))))
+    assert engine.decode([late]), "a decode step at 41 reads from token 24 on"
+
+
+def test_tables_of_states_are_checked(family_dir: Directory) -> None:
+    engine = make_engine(family_dir("qwen3_next"), Shard(page_size=4))
+    pages = {"a": list(range(11)), "b": list(range(11, 22))}
+    engine.prefill(items_of(engine, a=(pages["a"], [0]), b=(pages["b"], [1])))
+    with pytest.raises(EngineError, match=r"request 'a', state has pages 8 to 8; the pool's are in \[0, 8\)"):
+        engine.prefill(items_of(engine, a=(pages["a"], [8])))
+    with pytest.raises(EngineError, match="request 'a', state has 0 pages of 1 tokens; 44 tokens need 1"):
+        engine.prefill(items_of(engine, a=(pages["a"], [])))
+    with pytest.raises(EngineError, match="requests 'a' and 'b' both have the state in row 3"):
+        engine.prefill(items_of(engine, a=(pages["a"], [3]), b=(pages["b"], [3])))
+
+
+def test_a_damaged_state_costs_its_own_request_only(family_dir: Directory, generate: Generate, prompts: Prompts) -> None:
+    directory = family_dir("qwen3_next")
+    engine = make_engine(directory, Shard(page_size=4))
+    book = PageBook.of(engine, {"17": 60, "64": 100})
+    first = prefill_all(engine, {"17": prompts[17], "64": prompts[64]}, book)
+    fill_with_nan(engine.pool, [0], book.at("64", 64)[1][0])
+    items = [
+        DecodeItem(request_id=name, token_id=first[name], position=int(name), page_tables=book.at(name, int(name)))
+        for name in ("64", "17")
+    ]
+    with pytest.raises(EngineError, match="request 64 are not finite") as fault:
+        engine.decode(items)
+    assert fault.value.tokens == {"17": generate(directory, prompts[17], 2)[1]}  # type: ignore[attr-defined]
