@@ -113,6 +113,10 @@ class PagedKVPool:
             tensor.numel() * tensor.element_size() for pair in self._buffers for tensor in (pair.k, pair.v) if tensor is not None
         )
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of every buffer; often one and the same."""
+        return [tensor.untyped_storage() for pair in self._buffers for tensor in (pair.k, pair.v) if tensor is not None]
+
     def num_heads(self, layer: int) -> int:
         """KV heads of this rank in the global layer `layer`."""
         return len(self.shard.heads(self._spec(layer).num_kv_heads))
@@ -288,6 +292,10 @@ class KVPool:
                 f"num_pages is {counts}; the model has {len(groups)} groups of layers ({', '.join(g.name for g in groups)}): "
                 "one number for each"
             )
+        # Also of groups that are other stages': the ranks of an instance count alike.
+        for group, count in zip(groups, counts, strict=True):
+            if count < 1:
+                raise ConfigError(f"num_pages of group {group.name} is {count}; a pool has at least 1 page")
         parts = {
             group: PagedKVPool(layout=layout, shard=shard, num_pages=count, device=device, layers=mine)
             for group, count in zip(groups, counts, strict=True)
@@ -318,6 +326,12 @@ class KVPool:
     def num_bytes(self) -> int:
         """Bytes of all pages of all layers, without padding."""
         return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of all memory that the pool's tensors lie in, padding and whatever else is in it included."""
+        storages = {storage.data_ptr(): storage.nbytes() for part in self.parts for storage in part.storages()}
+        return sum(storages.values())
 
     def group_of(self, layer: int) -> int:
         """Index in `groups` of the global layer `layer`: which of a request's page tables is its."""
@@ -361,23 +375,39 @@ class PoolView(KVPool):
         buffers: The rank's layers in order, each ``[num_pages, page_size, heads, dim]`` (HND: ``[num_pages, heads, page_size,
             dim]``; a recurrent layer: ``[requests, 1, heads, elements]``), with pages, tokens and heads any stride apart. The
             layers of a group have equally many pages.
+        num_pages: Pages of each group, as in `KVPool`. Needed by the nodes where this rank's stage has no layer of a group, whose
+            pages its tensors cannot tell: the ranks of an instance count alike. None: as the tensors say, 0 for such a group.
 
     Raises:
-        LayoutError: A tensor does not fit the layout and the shard.
+        LayoutError: A tensor does not fit the layout and the shard, or `num_pages` does not fit the tensors.
     """
 
-    def __init__(self, *, layout: KVLayout, shard: Shard, buffers: Sequence[LayerBuffers]) -> None:
-        stage = shard.layers(layout)
+    def __init__(
+        self, *, layout: KVLayout, shard: Shard, buffers: Sequence[LayerBuffers], num_pages: Sequence[int] | None = None
+    ) -> None:
+        stage, groups = shard.layers(layout), layer_groups(layout)
         if len(buffers) != len(stage):
             raise LayoutError(f"buffers has {len(buffers)} layers; this rank has {len(stage)}")
+        if num_pages is not None and len(num_pages) != len(groups):
+            raise LayoutError(
+                f"num_pages is {tuple(num_pages)}; the model has {len(groups)} groups of layers: one number for each"
+            )
+        counts = [0] * len(groups) if num_pages is None else list(num_pages)
         parts: dict[LayerGroup, PagedKVPool] = {}
-        counts: list[int] = []
-        for group in layer_groups(layout):
+        for index, group in enumerate(groups):
             mine = group.layers_of(layout, shard)
+            if not mine:
+                continue
             pairs = [buffers[layer - stage.begin] for layer in mine]
-            counts.append(pairs[0].k.shape[0] if pairs and pairs[0].k.dim() else 0)
-            if mine:
-                parts[group] = PagedKVPool(layout=layout, shard=shard, num_pages=counts[-1], buffers=pairs, layers=mine)
+            first = pairs[0].k
+            if first.dim() != 4 or not len(first):
+                raise LayoutError(f"k of layer {mine[0]} is {tuple(first.shape)}; must have 4 dimensions, and at least 1 page")
+            if num_pages is not None and counts[index] != len(first):
+                raise LayoutError(
+                    f"num_pages of group {group.name} is {counts[index]}; k of layer {mine[0]} has {len(first)} pages"
+                )
+            counts[index] = len(first)
+            parts[group] = PagedKVPool(layout=layout, shard=shard, num_pages=len(first), buffers=pairs, layers=mine)
         devices = {part.device for part in parts.values()}
         if len(devices) > 1:
             raise LayoutError(f"buffers lie on {', '.join(sorted(map(str, devices)))}; must all lie on one device")
