@@ -35,7 +35,8 @@ from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Watermark
-from transfer.staging import ALIGNMENT_BYTES, StagingBuffer
+from transfer.staging import StagingBuffer
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 from transfer.transport.probe import ProbePlan, serve_probe
 from transfer.transport.ucx import Lane, UcxTransport
 
@@ -119,7 +120,7 @@ class Setting:
     def slot_bytes(self) -> int:
         """Room for the largest chunk."""
         most = largest_wire_bytes(self.plan, self.layout, [self.route], self.layout.dtype)
-        return -(-most // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return -(-most // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
 
 
 @cache

@@ -51,6 +51,7 @@ class _Life:
     def __init__(self, node: DecodeNode, hellos: tuple[RankHello, ...], address: str) -> None:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
+        self.memory = tuple(hello.memory for hello in hellos)
         self.max_context_tokens = first.max_context_tokens
         self.vocab_size = first.vocab_size
         self.eos_token_ids = frozenset(first.eos_token_ids)

@@ -37,6 +37,7 @@ from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
+from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
@@ -114,6 +115,9 @@ class DecodeWorker:
         self._transport = open_transport(config.transport, host=config.server.host)
         self._instance = own_instance(engine, self._transport, incarnation=self._spec.incarnation)
         pool = engine.pool
+        ring_memory = StagingBuffer(num_bytes=config.ring.capacity_bytes, device=pool.device)
+        memory = rank_memory(engine, {"ring": ring_memory.num_bytes})
+        self._metrics.memory(memory.planned, memory.real)
         self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size), pool.num_pages)
         host, advertised = config.server.host, config.server.advertised_host
         self._control = ZmqControlServer(f"tcp://{host_port(host, 0)}", advertise_host=advertised)
@@ -122,7 +126,7 @@ class DecodeWorker:
             owner=self,
             pool=pool,
             transport=self._transport,
-            ring_memory=StagingBuffer(num_bytes=config.ring.capacity_bytes, device=pool.device),
+            ring_memory=ring_memory,
             control=self._control,
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
@@ -149,6 +153,7 @@ class DecodeWorker:
             vocab_size=engine.vocab_size,
             eos_token_ids=tuple(engine.eos_token_ids),
             address=host_port(advertised, self._server.port),
+            memory=memory,
         )
 
     def _crash(self, error: BaseException) -> None:

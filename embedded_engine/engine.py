@@ -33,6 +33,7 @@ from transfer.errors import ConfigError, EngineError
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
+from transfer.memory.plan import MemoryPlan
 
 OnLayersWritten = Callable[[int, Any], None]
 
@@ -149,6 +150,11 @@ class EmbeddedEngine:
         group: The rank's TP group (`init_distributed`); None for TP 1. The engine leaves it on `close()`.
         layers_per_group: How many layers `prefill` reports at a time; None reports them all at once.
         num_threads: CPU threads of a torch operation in this process; None leaves them as they are.
+        max_seq_len: Longest request, prompt and generation together; None is the model's context.
+
+    Attributes:
+        memory_plan: What the pool's size was taken from, where a plan was made.
+        weights_bytes: Bytes of this rank's weights.
 
     Raises:
         ConfigError: The directory or a parallel size is wrong.
@@ -166,7 +172,9 @@ class EmbeddedEngine:
         group: TensorParallelGroup | None = None,
         layers_per_group: int | None = None,
         num_threads: int | None = None,
+        max_seq_len: int | None = None,
     ) -> None:
+        self.memory_plan: MemoryPlan | None = None
         self.files = directory if isinstance(directory, ModelFiles) else read_model_files(directory)
         self.files.check_shard(shard)
         self.layout: KVLayout = self.files.layout(dtype)
@@ -177,7 +185,7 @@ class EmbeddedEngine:
             torch.set_num_threads(num_threads)
         self.shard = shard
         self.model_fields: Mapping[str, str] = self.files.fields
-        self.max_context_tokens = self.files.max_context_tokens
+        self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
         self.vocab_size = self.files.vocab_size
         self.eos_token_ids = self.files.eos_token_ids
         self._device = torch.device(device)
@@ -187,9 +195,10 @@ class EmbeddedEngine:
         self._logit_softcap: float | None = getattr(self.files.config, "final_logit_softcapping", None)
         self._failure: str | None = None
         self._model: PreTrainedModel | None = self._load_model()
+        self.weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
         if callable(num_pages):
-            num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
-            num_pages = num_pages(LoadedWeights(num_bytes=num_bytes, device=self._device, layout=self.layout, shard=shard))
+            loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=shard)
+            num_pages = num_pages(loaded)
         self.pool = KVPool(layout=self.layout, shard=shard, num_pages=num_pages, device=self._device)
 
     def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedded_engine.engine import EmbeddedEngine, PlanPages
+import torch
+
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.memory import MemoryPlanner
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from transfer.config import NodeConfig, PrefillNodeConfig
-from transfer.errors import ConfigError
 from transfer.layout import DType, Shard
 
 DUMMY_SEED = 0
 """Of dummy weights: the same model on both tiers."""
 
 
-def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path, plan_pages: PlanPages | None = None) -> EmbeddedEngine:
+def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedEngine:
     """Load this rank's share of the model and make its pool.
 
     Args:
         rank: TP rank of this process.
         rendezvous: Fresh file at which the ranks meet.
-        plan_pages: Says how large the pool is, once the weights are loaded; None makes it as large as the settings allow.
 
     Raises:
         ConfigError: The model directory or a parallel size is wrong.
         EngineError: The weights cannot be loaded, or the ranks did not meet.
+        MemoryPlanError: The model does not fit the device, or the ranks' devices differ by too much.
     """
     files = read_model_files(config.model, dummy_seed=DUMMY_SEED if config.dummy_weights else None)
     tp_size = config.parallel.tp_size
@@ -35,16 +37,17 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path, plan_pages: 
     files.check_shard(shard)
     device = config.device if config.device == "cpu" else f"{config.device}:{rank}"
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None
-    num_pages = plan_pages or config.most_pages
-    if num_pages is None:
-        raise ConfigError(f"pool.num_pages is not set; on {config.device} it must be, where no memory plan says it")
-    return EmbeddedEngine(
+    planner = MemoryPlanner(config, shard, torch.device(device), group)
+    engine = EmbeddedEngine(
         files,
         shard=shard,
-        num_pages=num_pages,
+        num_pages=planner,
         device=device,
         dtype=None if config.dtype is None else DType(config.dtype),
         group=group,
         layers_per_group=(config.chunk.layers_per_group or None) if isinstance(config, PrefillNodeConfig) else None,
         num_threads=config.parallel.threads_per_rank,
+        max_seq_len=config.limits.max_seq_len,
     )
+    engine.memory_plan = planner.plan
+    return engine

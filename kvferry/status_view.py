@@ -77,13 +77,26 @@ def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
         "protocol_versions": list(instance.protocol_versions),
         "capabilities": list(instance.capabilities),
     }
+    content["memory_plan"] = None
+    if status.HasField("memory_plan"):
+        plan = status.memory_plan
+        content["memory_plan"] = {
+            **_fields(plan),
+            "lines": [_fields(line) | {"real_bytes": _real_bytes(line)} for line in plan.lines],
+            "advice": list(plan.advice),
+            "warnings": list(plan.warnings),
+        }
     content["ranks"] = [_fields(rank) | {"pools": [_fields(pool) for pool in rank.pools]} for rank in status.ranks]
     content["peers"] = [_fields(peer) | {"incarnation": f"{peer.incarnation:#018x}"} for peer in status.peers]
     content["links"] = [_fields(link) for link in status.links]
     return content
 
 
-_REPEATED = ("stage_layers", "pools")
+def _real_bytes(line: pb.MemoryLine) -> int | None:
+    return line.real_bytes if line.HasField("real_bytes") else None
+
+
+_REPEATED = ("stage_layers", "pools", "lines", "advice", "warnings")
 
 
 def _fields(message: Any) -> dict[str, Any]:
@@ -96,6 +109,8 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
     parts: list[RenderableType] = [_head(status, address)]
     if status.ranks:
         parts += [_rank_table(status), _pool_table(status)]
+    if status.HasField("memory_plan"):
+        parts.append(_memory_table(status.memory_plan))
     if any(rank.ring_capacity for rank in status.ranks):
         parts.append(ring_table(status))
     if status.peers:
@@ -148,6 +163,18 @@ def _pool_table(status: pb.NodeStatus) -> Table:
             pages = (f"{one:,}" for one in (pool.pages, pool.reserved, pool.bound))
             table.add_row("" if index else str(rank.rank), pool.group, *pages, "" if index else slots)
     return table
+
+
+def _memory_table(plan: pb.MemoryPlan) -> RenderableType:
+    table = _table(
+        f"memory of rank 0: {plan.max_total_tokens:,} tokens of {plan.cell_bytes:,} B, fraction {plan.static_fraction:.3f}",
+        "line", "planned", "real",
+    )  # fmt: skip
+    for line in plan.lines:
+        name = f"  {line.name}" if line.inside else line.name
+        real = f"{line.real_bytes / 2**20:,.1f} MiB" if line.HasField("real_bytes") else "-"
+        table.add_row(name, f"{line.planned_bytes / 2**20:,.1f} MiB", real)
+    return Group(table, *(Text(warning, style="yellow") for warning in plan.warnings))
 
 
 def _peer_table(status: pb.NodeStatus) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -14,6 +14,7 @@ import structlog
 from node_runtime.daemon import Daemon
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_process import RankSpec
+from node_runtime.rank_report import RankMemory
 from node_runtime.rank_setup import preloaded_modules
 from node_runtime.supervisor import RankSupervisor
 from node_runtime.transfer_ids import is_try_of
@@ -53,6 +54,9 @@ class Life(Protocol):
 
     @property
     def instance(self) -> Instance: ...
+
+    @property
+    def memory(self) -> Sequence[RankMemory]: ...
 
     @property
     def requests(self) -> Requests: ...
@@ -187,6 +191,7 @@ class Leader(Generic[ConfigT, LifeT]):
             restarts=self._daemon.num_restarts,
             ready=readiness.is_ready,
             not_ready_reason="" if readiness.is_ready else readiness.reason,
+            memory_plan=_memory_to_proto(life.memory) if life is not None else None,
         )
 
     # Both roles' API
@@ -207,3 +212,26 @@ class Leader(Generic[ConfigT, LifeT]):
             async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
                 await self.drain()
         return pb.DrainResponse(remaining=self.num_in_flight)
+
+
+def _memory_to_proto(ranks: Sequence[RankMemory]) -> pb.MemoryPlan | None:
+    """What the node says of its memory: rank 0's plan, and every rank's warnings; None where the engine makes no plan."""
+    first = ranks[0]
+    if not first.plan:
+        return None
+    plan = first.plan
+    names = (
+        "policy", "static_fraction", "device_bytes", "reserved_bytes", "cell_bytes", "max_total_tokens", "free_bytes", "advice",
+    )  # fmt: skip
+    lines = [
+        pb.MemoryLine(
+            name=line["name"],
+            planned_bytes=line["bytes"],
+            formula=line["formula"],
+            inside=line["inside"],
+            real_bytes=first.real.get(line["name"]),
+        )
+        for line in plan["lines"]
+    ]
+    warnings = [f"rank {rank}: {warning}" for rank, memory in enumerate(ranks) for warning in memory.warnings]
+    return pb.MemoryPlan(**{name: plan[name] for name in names}, lines=lines, warnings=warnings)

@@ -10,6 +10,26 @@ from transfer.page_allocator import GroupAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """A rank's memory once everything that lasts is allocated.
+
+    Args:
+        plan: The memory plan, as `MemoryPlan.as_json` gives it; empty for an engine that makes none.
+        real: Measured bytes by the name of a line of the plan.
+        warnings: Where they differ by too much.
+    """
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    real: dict[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """Planned bytes by the name of a line."""
+        return {line["name"]: line["bytes"] for line in self.plan.get("lines", ())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankHello:
     """The rank's engine is loaded and its pool, staging or ring exist.
 
@@ -20,6 +40,7 @@ class RankHello:
         vocab_size: Token ids are below it.
         eos_token_ids: The model's own end tokens.
         address: host:port of the rank's own gRPC server; empty where it has none.
+        memory: What it planned to take of its device, and what it took.
     """
 
     rank: int
@@ -30,6 +51,7 @@ class RankHello:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     address: str = ""
+    memory: RankMemory = field(default_factory=RankMemory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

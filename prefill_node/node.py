@@ -63,6 +63,7 @@ class _Life:
     def __init__(self, node: PrefillNode, hellos: tuple[RankHello, ...]) -> None:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
+        self.memory = tuple(hello.memory for hello in hellos)
         self.max_context_tokens = first.max_context_tokens
         self.vocab_size = first.vocab_size
         self.requests = PrefillRequests(

@@ -9,19 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transfer.errors import LocalProtocolError
-from transfer.layer_groups import LayerGroup, PageCounts, PageNeeds
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, PageCounts, PageNeeds
 
-STEPS_AHEAD = 2  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
+STEPS_AHEAD = (
+    PREFILL_STEPS_IN_FLIGHT - 1
+)  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
 
 
 def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, chunk_tokens: int) -> PageNeeds:
-    """What requests take of a prefill rank's pool.
-
-    In flight are the steps that the leader sends ahead, and one more: it goes by rank 0, and another rank can have ended a step
-    as well and not looked yet. Not two of them: a rank runs its steps one after the other, and looks before it reads the message
-    that rank 0's end of the second brings.
-    """
-    return PageNeeds(groups=groups, page_size=page_size, tokens_in_flight=(STEPS_AHEAD + 1) * chunk_tokens)
+    """What requests take of a prefill rank's pool."""
+    return PageNeeds(groups=groups, page_size=page_size, tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import structlog
 
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
+from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
@@ -39,15 +40,16 @@ from prefill_node.rank_messages import (
 from prefill_node.scheduler import page_needs
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
-from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
+from transfer.chunk import Chunk, split_into_chunks
 from transfer.config import PrefillNodeConfig
 from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, SamplingParams
-from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError, TransferError
+from transfer.errors import EngineError, LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layout import routes, wire_dtype
+from transfer.memory.node_plan import chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
-from transfer.staging import ALIGNMENT_BYTES, StagingBuffer
+from transfer.staging import StagingBuffer
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +80,7 @@ class PrefillWorker:
         self._engine_lane = Lane("engine", loop, self._crash)
         self._requests: dict[str, _Request] = {}
         self._attaching: set[asyncio.Task[None]] = set()
-        self._plan = ChunkPlan(chunk_tokens=spec.config.chunk.chunk_tokens, layers_per_group=spec.config.chunk.layers_per_group)
+        self._plan = chunk_plan(spec.config)
         self._engine: PrefillEngine
         self._instance: Instance
         self._allocator: GroupAllocator
@@ -98,12 +100,17 @@ class PrefillWorker:
             page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens), pool.num_pages
         )
         num_slots = self._config.staging.num_slots
+        staging = StagingBuffer(
+            num_bytes=num_slots * staging_slot_bytes(self._config, engine.layout, engine.shard), device=pool.device
+        )
+        memory = rank_memory(engine, {"staging": staging.num_bytes})
+        self._metrics.memory(memory.planned, memory.real)
         self._sender = SenderLoop(
             loop=self._loop,
             owner=self,
             pool=pool,
             transport=transport,
-            staging=StagingBuffer(num_bytes=num_slots * self._slot_bytes(), device=pool.device),
+            staging=staging,
             settings=SenderSettings(num_slots=num_slots),
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
@@ -128,20 +135,8 @@ class PrefillWorker:
             pool_pages=pool.num_pages,
             max_context_tokens=engine.max_context_tokens,
             vocab_size=engine.vocab_size,
+            memory=memory,
         )
-
-    def _slot_bytes(self) -> int:
-        """Room for the largest grant: this rank's whole share of a chunk."""
-        layout, shard = self._engine.layout, self._engine.shard
-        mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == shard.rank]
-        most = largest_wire_bytes(self._plan, layout, mine, shard.pool_dtype(layout))
-        asked = self._config.staging.slot_bytes
-        if asked is not None and asked < most:
-            raise MemoryPlanError(
-                f"staging.slot_bytes is {asked}; a chunk of {self._plan.chunk_tokens} tokens has up to {most} bytes here: "
-                "raise it, or lower chunk.chunk_tokens"
-            )
-        return -(-(most if asked is None else asked) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def _crash(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": "a lane failed", "exception": error})

@@ -169,14 +169,14 @@ class MemoryConfig(_Section):
         default=None,
         description="Memory of a rank's device; null asks the device, and on cpu shares the machine's among the ranks.",
     )
-    policy: Literal["static_fraction", "page_count"] = Field(
-        default="static_fraction", description="What leaves room for activations: a part of the device, or of what was free."
+    policy: Literal["static-fraction", "page-count"] = Field(
+        default="static-fraction", description="What leaves room for activations: a part of the device, or of what was free."
     )
     static_fraction: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=1)] | None = Field(
         default=None, description="Part of the device for weights and pool; null computes it from the other settings."
     )
     memory_ratio: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=1)] = Field(
-        default=0.88, description="With the policy page_count: part of the memory free before loading for weights and pool."
+        default=0.88, description="With the policy page-count: part of the memory free before loading for weights and pool."
     )
 
 

@@ -18,6 +18,15 @@ NO_PAGE: Final = -1
 """Entry of a page table where a window has passed, or where it began only behind: nothing may be read or written there."""
 
 
+PREFILL_STEPS_IN_FLIGHT: Final = 3
+"""Steps of a prompt's chunks that a prefill rank may have been sent without having taken note of their end.
+
+Two are sent ahead by the leader, see `prefill_node.scheduler`, and one more is over: the leader goes by rank 0, and another rank
+can have ended a step as well and not looked yet. Not two of them: a rank runs its steps one after the other, and looks before it
+reads the message that rank 0's end of the second brings.
+"""
+
+
 class GroupKind(StrEnum):
     """For how long a group keeps a token."""
 

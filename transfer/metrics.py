@@ -88,6 +88,8 @@ RANK_METRICS: Final = (
     _spec("gauge", "ring_watermark_position_bytes", "Position in the ring below which everything is released; only grows."),
     _spec("gauge", "staging_slots", "Staging slots by state: used or free.", "state"),
     _spec("gauge", "pool_pages", "Pages of the KV pool by group of layers and state: free, reserved or bound.", "group", "state"),
+    _spec("gauge", "memory_planned_bytes", "Bytes of the device that the memory plan gives to a line.", "line"),
+    _spec("gauge", "memory_real_bytes", "Bytes that a line of the memory plan came to, where it was measured.", "line"),
     _spec("gauge", "rank_requests", "Requests that the rank keeps any state of."),
     _spec("gauge", "sessions", "Open sessions with ranks of the other tier."),
     _spec(
@@ -234,6 +236,13 @@ class RankMetrics:
         self.link_closed(session)
         self._links[session] = link
         self._show_link(link)
+
+    def memory(self, planned: Mapping[str, int], real: Mapping[str, int]) -> None:
+        """What the memory plan gives to each of its lines, and what the measured ones came to; both in bytes."""
+        for line, num_bytes in planned.items():
+            self._series("memory_planned_bytes", line=line).set(num_bytes)
+        for line, num_bytes in real.items():
+            self._series("memory_real_bytes", line=line).set(num_bytes)
 
     def link_closed(self, session: int) -> None:
         """The session is over, and its link is shown no more; a session without a measured link is none."""

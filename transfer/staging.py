@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from transfer.errors import ConfigError, MemoryPlanError
-
-ALIGNMENT_BYTES = 4096
-"""Of a buffer and of each slot: a page of host memory, what registration and zero-copy sends work in."""
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 
 def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """Zeroed uint8 [num_bytes], on a multiple of `ALIGNMENT_BYTES`.
+    """Zeroed uint8 [num_bytes], on a multiple of `REGION_ALIGNMENT_BYTES`.
 
     On CPU every page is touched, so that no first transfer pays for page faults, and huge pages are asked for where the system
     grants them (fewer TLB misses when pages are copied in no order).
@@ -24,8 +22,8 @@ def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu") -> Tensor:
         MemoryPlanError: The system has not that much address space left (CPU).
     """
     if torch.device(device).type != "cpu":
-        memory = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-        start = -memory.data_ptr() % ALIGNMENT_BYTES
+        memory = torch.zeros(num_bytes + REGION_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % REGION_ALIGNMENT_BYTES
         return memory[start : start + num_bytes]
     # Private and anonymous: zero, page-aligned, given back with the last tensor that views it.
     try:

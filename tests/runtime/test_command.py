@@ -56,7 +56,7 @@ HEAVY = ("torch", "transformers", "grpc", "numpy", "ucxx")
 def model(tmp_path: Path) -> Path:
     """As much of a model directory as the settings are checked against."""
     sizes = {"num_attention_heads": 24, "num_key_value_heads": 12, "intermediate_size": 240, "vocab_size": 4800}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes}))
     return tmp_path
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from transfer.errors import ConfigError, MemoryPlanError
-from transfer.staging import ALIGNMENT_BYTES, StagingBuffer, zeroed_bytes
+from transfer.staging import StagingBuffer, zeroed_bytes
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 
 def test_a_buffer_is_aligned_zero_and_really_there() -> None:
@@ -16,7 +17,7 @@ def test_a_buffer_is_aligned_zero_and_really_there() -> None:
     before = resident_bytes()
     buffer = StagingBuffer(64 << 20)
     assert resident_bytes() - before >= 60 << 20
-    assert buffer.tensor.data_ptr() % ALIGNMENT_BYTES == 0 and buffer.num_bytes == 64 << 20
+    assert buffer.tensor.data_ptr() % REGION_ALIGNMENT_BYTES == 0 and buffer.num_bytes == 64 << 20
     assert not buffer.tensor.any() and buffer.tensor.device == torch.device("cpu")
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Final
 
 from transfer.errors import ConfigError
-from transfer.layer_groups import LayerGroup, layer_groups
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.model_parts import ModelShape
 from transfer.memory.workspace import Mode, Workspace
@@ -73,6 +73,8 @@ class PlanInputs:
         kv_dtype: Element type of the pool; None: `dtype`.
         page_size: Tokens per page.
         chunked_prefill_size: Tokens of a prefill step; None: by the size of the device.
+        tokens_in_flight: See `LayerGroup.peak_pages`; None: of a prefill rank the tokens of the steps that it can have been sent,
+            each of `chunked_prefill_size`; of a decode rank 1.
         max_running_requests: Requests at once.
         max_seq_len: Tokens of the longest sequence; None: the model's context.
         cuda_graph_batch_sizes: Batch sizes of which CUDA graphs are captured; None: by the size of the device.
@@ -106,6 +108,7 @@ class PlanInputs:
     kv_dtype: DType | None = None
     page_size: int = 16
     chunked_prefill_size: int | None = None
+    tokens_in_flight: int | None = None
     max_running_requests: int = 32
     max_seq_len: int | None = None
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
@@ -129,7 +132,7 @@ class PlanInputs:
             )
         at_least_one = (
             "device_bytes", "free_bytes", "tp_size", "pp_size", "dp_size", "page_size", "chunked_prefill_size",
-            "max_running_requests", "max_seq_len", "max_total_tokens", "weights_bytes", "checkpoint_bytes",
+            "tokens_in_flight", "max_running_requests", "max_seq_len", "max_total_tokens", "weights_bytes", "checkpoint_bytes",
         )  # fmt: skip
         for name in at_least_one:
             value = getattr(self, name)
@@ -186,9 +189,10 @@ class PlanInputs:
         return self.model.max_context_tokens if self.max_seq_len is None else self.max_seq_len
 
     @property
-    def tokens_in_flight(self) -> int:
-        """Tokens between the first that a running step computes and the last of a step already sent to the engine."""
-        return 2 * self.chunk_tokens if self.role is Role.PREFILL else 1
+    def most_tokens_in_flight(self) -> int:
+        if self.tokens_in_flight is not None:
+            return self.tokens_in_flight
+        return PREFILL_STEPS_IN_FLIGHT * self.chunk_tokens if self.role is Role.PREFILL else 1
 
     @property
     def attention_tp_size(self) -> int:

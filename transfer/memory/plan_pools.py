@@ -22,7 +22,7 @@ class PoolSizing:
     def _needed_pages(self, group: LayerGroup) -> int:
         """Pages that `max_running_requests` requests of the greatest length can hold at once."""
         inputs = self._inputs
-        peak = group.peak_pages(inputs.sequence_tokens, page_size=inputs.page_size, tokens_in_flight=inputs.tokens_in_flight)
+        peak = group.peak_pages(inputs.sequence_tokens, page_size=inputs.page_size, tokens_in_flight=inputs.most_tokens_in_flight)
         return inputs.max_running_requests * peak
 
     def pages(self, index: int, num_pages: int) -> int:

@@ -377,7 +377,7 @@ class DrainResponse(_message.Message):
     def __init__(self, remaining: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts", "ready", "not_ready_reason")
+    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts", "ready", "not_ready_reason", "memory_plan")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +390,7 @@ class NodeStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
     role: str
     state: str
     instance: InstanceInfo
@@ -402,7 +403,46 @@ class NodeStatus(_message.Message):
     restarts: int
     ready: bool
     not_ready_reason: str
-    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ...) -> None: ...
+    memory_plan: MemoryPlan
+    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ...) -> None: ...
+
+class MemoryPlan(_message.Message):
+    __slots__ = ("policy", "static_fraction", "device_bytes", "reserved_bytes", "cell_bytes", "max_total_tokens", "free_bytes", "lines", "advice", "warnings")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    STATIC_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CELL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    static_fraction: float
+    device_bytes: int
+    reserved_bytes: int
+    cell_bytes: int
+    max_total_tokens: int
+    free_bytes: int
+    lines: _containers.RepeatedCompositeFieldContainer[MemoryLine]
+    advice: _containers.RepeatedScalarFieldContainer[str]
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, policy: _Optional[str] = ..., static_fraction: _Optional[float] = ..., device_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., free_bytes: _Optional[int] = ..., lines: _Optional[_Iterable[_Union[MemoryLine, _Mapping]]] = ..., advice: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MemoryLine(_message.Message):
+    __slots__ = ("name", "planned_bytes", "formula", "inside", "real_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FORMULA_FIELD_NUMBER: _ClassVar[int]
+    INSIDE_FIELD_NUMBER: _ClassVar[int]
+    REAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    planned_bytes: int
+    formula: str
+    inside: str
+    real_bytes: int
+    def __init__(self, name: _Optional[str] = ..., planned_bytes: _Optional[int] = ..., formula: _Optional[str] = ..., inside: _Optional[str] = ..., real_bytes: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
     __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages", "pools")

@@ -35,6 +35,9 @@ from transfer.errors import ConfigError, LocalProtocolError
 MAX_KEY = 2**62 - 1
 """The largest key that every transport can carry (UCX tags have 64 bits, two of them say what the message is)."""
 
+REGION_ALIGNMENT_BYTES = 4096
+"""Of registered memory and of each staging slot: a page of host memory, what registration and zero-copy sends work in."""
+
 FIRST_PROBE_KEY = 2**61
 """Keys from here to `MAX_KEY` belong to the link probe; grants use keys below."""
 

@@ -1,0 +1,82 @@
+"""The memory plan of an embedded engine's rank: made before the weights are loaded, and once more when their size is known."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from embedded_engine.engine import LoadedWeights
+from embedded_engine.tensor_parallel import TensorParallelGroup
+from transfer.config import NodeConfig
+from transfer.errors import EngineError
+from transfer.layout import Shard
+from transfer.memory.host_memory import host_memory
+from transfer.memory.model_directory import read_model_directory
+from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
+from transfer.memory.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
+
+log = structlog.get_logger(__name__)
+
+
+class MemoryPlanner:
+    """Plans one rank's memory, together with the other ranks of its group.
+
+    Made before anything is loaded, it refuses a model that cannot fit. Called with the loaded weights, it says how many pages
+    there are.
+
+    Args:
+        config: The node's settings.
+        shard: The rank's cut.
+        device: The rank's device.
+        group: The rank's TP group; None for TP 1.
+
+    Raises:
+        ConfigError: The settings do not go together with the model.
+        MemoryPlanError: Not one page of KV would fit, or the ranks' devices differ by too much.
+    """
+
+    def __init__(self, config: NodeConfig, shard: Shard, device: torch.device, group: TensorParallelGroup | None) -> None:
+        self._config = config
+        self._shard = shard
+        self._device = device
+        self._group = group
+        self._model = read_model_directory(config.model)
+        self.plan: MemoryPlan = make_plan(node_plan_inputs(config, self._model, shard, self._measure()))
+
+    def __call__(self, weights: LoadedWeights) -> tuple[int, ...]:
+        """Pages of each layer group, with the weights where they will stay."""
+        now = self._measure()
+        before = DeviceMemory(
+            total_bytes=now.total_bytes,
+            free_bytes=min(now.total_bytes, now.free_bytes + weights.num_bytes),
+            is_cpu=now.is_cpu,
+        )
+        inputs = node_plan_inputs(self._config, self._model, self._shard, before, weights_bytes=weights.num_bytes)
+        for difference in compare_with_real(self.plan, {"weights": weights.num_bytes}):
+            log.warning("weights_not_as_estimated", difference=difference)
+        self.plan = make_plan(inputs)
+        return self.plan.group_pages
+
+    def _measure(self) -> DeviceMemory:
+        """What this rank's device has, and the least that is free on any rank's."""
+        num_ranks = 1 if self._group is None else self._group.size
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+        else:
+            total, free = (size // num_ranks for size in host_memory())
+        agreed = agree_on_free_bytes(dict(enumerate(_of_all_ranks(free, self._group))))
+        return DeviceMemory(total_bytes=total, free_bytes=max(1, agreed), is_cpu=self._device.type != "cuda")
+
+
+def _of_all_ranks(value: int, group: TensorParallelGroup | None) -> list[int]:
+    """What each rank has given, in rank order."""
+    if group is None:
+        return [value]
+    mine = torch.tensor([value], dtype=torch.int64, device=group.device)
+    found = [torch.empty_like(mine) for _ in range(group.size)]
+    try:
+        dist.all_gather(found, mine)
+    except RuntimeError as error:
+        raise EngineError(f"the ranks could not compare their free memory: {error}") from error
+    return [int(one) for one in found]

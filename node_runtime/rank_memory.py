@@ -1,0 +1,39 @@
+"""A rank's memory, as it came out: what its engine planned, held against what was allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+import torch
+
+from node_runtime.rank_report import RankMemory
+from transfer.memory.plan import MemoryPlan, compare_with_real
+
+log = structlog.get_logger(__name__)
+
+
+def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
+    """What a rank reports once engine, pool and transfer memory are there; what is not as planned is a warning in its log.
+
+    Args:
+        engine: The rank's engine; one that makes no plan has none to be held against.
+        transfer_bytes: The rank's own memory, staging or ring, by the name of its line in the plan.
+    """
+    plan: MemoryPlan | None = getattr(engine, "memory_plan", None)
+    if plan is None:
+        return RankMemory()
+    pool = engine.pool
+    real = {"weights": engine.weights_bytes, "pool": pool.storage_bytes, **transfer_bytes}
+    if pool.device.type == "cuda":
+        real["free"], _ = torch.cuda.mem_get_info(pool.device)
+    warnings = compare_with_real(plan, real)
+    if engine.shard.rank == 0:
+        sizes = {f"{line.name}_bytes": line.num_bytes for line in plan.lines}
+        log.info(
+            "memory_plan", max_total_tokens=plan.max_total_tokens, pages=plan.group_pages, fraction=plan.static_fraction, **sizes
+        )
+    for warning in warnings:
+        log.warning("memory_not_as_planned", difference=warning)
+    return RankMemory(plan=plan.as_json(), real=real, warnings=tuple(warnings))

@@ -1,0 +1,125 @@
+"""The memory plan of a daemon's rank: from its settings, and from what its device says, to `PlanInputs`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer.chunk import ChunkPlan, largest_wire_bytes
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.errors import ConfigError, MemoryPlanError
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
+from transfer.layout import DType, KVLayout, Shard, routes
+from transfer.memory.model_directory import ModelDirectory
+from transfer.memory.plan import PlanInputs, Policy, Role
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What a rank can see of its device.
+
+    Args:
+        total_bytes: Its size; of a host whose memory several ranks share, this rank's part.
+        free_bytes: What of it is free now.
+        is_cpu: Whether it is a host's memory.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    is_cpu: bool
+
+    def __post_init__(self) -> None:
+        if not 0 < self.free_bytes <= self.total_bytes:
+            raise ConfigError(f"free_bytes is {self.free_bytes} of {self.total_bytes}; it must be above 0 and at most all")
+
+    def limited_to(self, num_bytes: int | None) -> DeviceMemory:
+        """As a device of `num_bytes` of which as much is in use, where a setting says how much of this one to count on."""
+        if num_bytes is None:
+            return self
+        in_use = (
+            0 if self.is_cpu else self.total_bytes - self.free_bytes
+        )  # of a host, the other processes' use is not this rank's
+        return DeviceMemory(total_bytes=num_bytes, free_bytes=max(1, num_bytes - in_use), is_cpu=self.is_cpu)
+
+
+def staging_slot_bytes(config: PrefillNodeConfig, layout: KVLayout, shard: Shard) -> int:
+    """Size of a staging slot: room for the largest grant, which is this rank's whole share of a chunk.
+
+    Raises:
+        MemoryPlanError: `staging.slot_bytes` is smaller than that.
+    """
+    mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == shard.rank]
+    most = largest_wire_bytes(chunk_plan(config), layout, mine, shard.pool_dtype(layout))
+    asked = config.staging.slot_bytes
+    if asked is not None and asked < most:
+        raise MemoryPlanError(
+            f"staging.slot_bytes is {asked}; a chunk of {config.chunk.chunk_tokens} tokens has up to {most} bytes here: "
+            "raise it, or lower chunk.chunk_tokens"
+        )
+    return -(-(most if asked is None else asked) // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+
+
+def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
+    """Decode batches of which a CUDA graph is captured: fine where a batch is small, then in steps of eight."""
+    most = config.limits.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
+    sizes = (1, 2, 4, *range(8, most, 8), most)
+    return tuple(sorted({size for size in sizes if 0 < size <= most}))
+
+
+def chunk_plan(config: PrefillNodeConfig) -> ChunkPlan:
+    """How the node cuts prompts."""
+    return ChunkPlan(chunk_tokens=config.chunk.chunk_tokens, layers_per_group=config.chunk.layers_per_group)
+
+
+def node_plan_inputs(
+    config: NodeConfig, model: ModelDirectory, shard: Shard, device: DeviceMemory, *, weights_bytes: int | None = None
+) -> PlanInputs:
+    """What the plan of one rank is made from.
+
+    Args:
+        model: Its model directory.
+        shard: The rank's cut.
+        device: What is free before the weights are loaded.
+        weights_bytes: This rank's weights, once they are loaded.
+
+    Raises:
+        ConfigError: The settings do not go together with the model.
+        MemoryPlanError: `staging.slot_bytes` is too small.
+    """
+    dtype = None if config.dtype is None else DType(config.dtype)
+    staging_bytes = ring_bytes = 0
+    graphs: tuple[int, ...] = ()
+    if isinstance(config, PrefillNodeConfig):
+        staging_bytes = config.staging.num_slots * staging_slot_bytes(config, model.shape.layout(dtype), shard)
+    elif isinstance(config, DecodeNodeConfig):
+        ring_bytes = config.ring.capacity_bytes
+        graphs = () if device.is_cpu else graph_batch_sizes(config)
+    counted = device.limited_to(config.memory.device_memory)
+    most_pages = config.most_pages
+    return PlanInputs(
+        model=model.shape,
+        role=Role(config.role),
+        device_bytes=counted.total_bytes,
+        free_bytes=counted.free_bytes,
+        is_cpu=device.is_cpu,
+        tp_size=shard.tp_size,
+        pp_size=shard.pp_size,
+        pp_rank=shard.pp_rank,
+        dtype=dtype,
+        kv_dtype=shard.dtype,
+        page_size=shard.page_size,
+        chunked_prefill_size=config.limits.max_step_tokens if isinstance(config, PrefillNodeConfig) else 1,
+        tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * config.chunk.chunk_tokens if isinstance(config, PrefillNodeConfig) else 1,
+        max_running_requests=config.limits.max_running_requests,
+        max_seq_len=config.limits.max_seq_len,
+        cuda_graph_batch_sizes=graphs,
+        static_fraction=config.memory.static_fraction,
+        policy=Policy(config.memory.policy),
+        memory_ratio=config.memory.memory_ratio,
+        max_total_tokens=None if most_pages is None else most_pages * shard.page_size,
+        staging_bytes=staging_bytes,
+        ring_bytes=ring_bytes,
+        weights_bytes=weights_bytes,
+        checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
+        checkpoint_source=model.checkpoint_source,
+    )
