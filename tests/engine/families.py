@@ -39,6 +39,8 @@ MLA: Mapping[str, Any] = {
 
 DELTA_NET: Mapping[str, Any] = {
     "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "linear_num_key_heads": 4,

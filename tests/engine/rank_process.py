@@ -16,8 +16,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from embedded_engine import engine as engines
+from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
+from tests.engine.steps import pages_for
 from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 
 
@@ -27,10 +30,11 @@ class Rank:
     def __init__(self, directory: Path, group: str, rank: int, tp_size: int, timeout_s: float, model: str) -> None:
         store = f"file://{directory / group}.store"
         process_group = init_distributed(rank, tp_size, store, timeout_s=timeout_s)
+        files = read_model_files(model)
         self.engine = engines.EmbeddedEngine(
-            model,
+            files,
             shard=Shard(tp_size=tp_size, tp_rank=rank),
-            num_pages=200,
+            num_pages=pages_for(layer_groups(files.layout()), 200),
             group=process_group,
             num_threads=1,
             layers_per_group=2,
@@ -55,6 +59,12 @@ class Rank:
 
         pool = self.engine.pool
         return [tuple(part.numpy() for part in pool.read(layer, torch.tensor(slots))) for layer in range(pool.layout.num_layers)]  # type: ignore[misc]
+
+    def read(self, layer: int, slots: list[int]) -> Any:
+        """What the K buffer of a layer has at some slots: K, latents or states."""
+        import torch
+
+        return self.engine.pool.read(layer, torch.tensor(slots))[0].numpy()
 
     def about(self) -> dict[str, Any]:
         shape = tuple(self.engine.pool.buffer(0, is_v=False).shape)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,106 +15,26 @@ import torch
 
 from embedded_engine.engine import EmbeddedEngine
 from tests.engine.conftest import Generate
+from tests.engine.ranks import GroupOfRanks, Ranks, running_ranks
 from tests.engine.steps import bind_pages, decode_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
 from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
 
 NUM_TOKENS = 8
-START_S = 60.0
-ANSWER_S = 60.0
 FROZEN_TIMEOUT_S = 3.0
-
-
-class Ranks:
-    """All ranks of a group, driven in step: what a node's leader does. Looks like an engine to `steps`."""
-
-    def __init__(self, directory: Path, group: str, size: int) -> None:
-        self.connections = [_connect(directory / f"{group}-{rank}") for rank in range(size)]
-        self.pids = [_peer_pid(connection) for connection in self.connections]
-        self.num_killed = 0
-
-    def send(self, rank: int, method: str, *arguments: Any) -> None:
-        self.connections[rank].send((method, arguments))
-
-    def answer(self, rank: int, wait_s: float = ANSWER_S) -> tuple[bool, Any]:
-        assert self.connections[rank].poll(wait_s), f"rank {rank} gave no answer within {wait_s} s"
-        answer: tuple[bool, Any] = self.connections[rank].recv()
-        return answer
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        for rank in range(len(self.connections)):
-            self.send(rank, method, *arguments)
-        answers = [self.answer(rank) for rank in range(len(self.connections))]
-        assert all(is_ok for is_ok, _ in answers), answers
-        return [result for _, result in answers]
-
-    def prefill(self, items: list[PrefillItem]) -> dict[str, int]:
-        return self._leader("prefill", items)
-
-    def decode(self, items: list[DecodeItem]) -> dict[str, int]:
-        return self._leader("decode", items)
-
-    def _leader(self, method: str, items: list[Any]) -> dict[str, int]:
-        first, *others = self.call(method, items)
-        assert all(other == {} for other in others), "only rank 0 samples"
-        tokens: dict[str, int] = first
-        return tokens
-
-    def kill(self, rank: int) -> None:
-        os.kill(self.pids[rank], signal.SIGKILL)
-        self.num_killed += 1
-
-    def hang_up(self) -> None:
-        for connection in self.connections:
-            connection.close()
-
-
-def _connect(path: Path) -> Connection:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return Client(str(path), family="AF_UNIX")
-        except (FileNotFoundError, ConnectionRefusedError):
-            assert time.monotonic() < deadline, f"no rank at {path}"
-            time.sleep(0.05)
-
-
-def _peer_pid(connection: Connection) -> int:
-    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
 @pytest.fixture(scope="module")
 def groups(demo_dir: Path, qwen_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
-    directory = tmp_path_factory.mktemp("ranks")
     sizes = {"two": 2, "three": 3, "killed": 2, "frozen": 2, "qwen": 2, "callback": 2, "leaving": 3}
     timeouts_s = {"frozen": FROZEN_TIMEOUT_S, "callback": FROZEN_TIMEOUT_S}
-    described = [
-        f"{group}:{size}:{timeouts_s.get(group, 30.0)}:{qwen_dir if group == 'qwen' else demo_dir}"
+    described = {
+        group: GroupOfRanks(size=size, model=qwen_dir if group == "qwen" else demo_dir, timeout_s=timeouts_s.get(group, 30.0))
         for group, size in sizes.items()
-    ]
-    script = Path(__file__).with_name("rank_process.py")
-    process = subprocess.Popen([sys.executable, str(script), str(directory), *described], stdout=subprocess.PIPE, text=True)
-    ranks: dict[str, Ranks] = {}
-    try:
-        for group, size in sizes.items():
-            ranks[group] = Ranks(directory, group, size)
+    }
+    with running_ranks(tmp_path_factory.mktemp("ranks"), described) as ranks:
         yield ranks
-        for group in ranks.values():
-            group.hang_up()
-        # Every rank that no test has killed ends by itself and in order, whether or not it was closed.
-        output, _ = process.communicate(timeout=30)
-        num_killed = sum(group.num_killed for group in ranks.values())
-        assert output.strip() == str([-9] * num_killed + [0] * (sum(sizes.values()) - num_killed))
-    finally:
-        for pid in (pid for group in ranks.values() for pid in group.pids):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.kill()
-        process.wait(timeout=30)
 
 
 @pytest.mark.parametrize("group", ["two", "three"])
