@@ -58,7 +58,7 @@ CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,ring,messages,page_allo
 	tests/protocol/test_{sender,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_admission.py tests/prefill/test_scheduler.py
 CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/ring.py,transfer/messages.py,$\
 	transfer/page_allocator.py,transfer/instance.py,$\
-	transfer/memory/*.py,$\
+	transfer/memory/config_fields.py,transfer/memory/model_*.py,transfer/memory/plan*.py,transfer/memory/workspace.py,$\
 	decode_node/admission.py,decode_node/receiver.py,decode_node/receiver_events.py,decode_node/receiver_state.py,$\
 	prefill_node/scheduler.py,prefill_node/sender.py,prefill_node/sender_events.py,prefill_node/sender_state.py
 

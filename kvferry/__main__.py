@@ -1,4 +1,4 @@
-"""`kvferry`: demo, model make, generate, status, doctor. What a command needs is loaded only when it runs."""
+"""`kvferry`: demo, model make, plan, generate, status, doctor. What a command needs is loaded only when it runs."""
 
 from __future__ import annotations
 
@@ -95,6 +95,78 @@ def model_make(
         print(f"kvferry model make: {directory} cannot be written: {error.strerror}", file=sys.stderr)
         raise typer.Exit(exit_codes.BAD_INPUT) from None
     print(made)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="Hugging Face directory; its config.json is enough.")],
+    device_memory: Annotated[str | None, typer.Option(help="Of each rank's device, as 80GiB; by default detected.")] = None,
+    free_memory: Annotated[str | None, typer.Option(help="What of it is free before the node starts; by default all.")] = None,
+    role: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
+    tp: Annotated[int, typer.Option(help="Tensor parallel degree.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel degree.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data parallel degree within tp, with --dp-attention.")] = 1,
+    dp_attention: Annotated[bool, typer.Option("--dp-attention", help="Attention is cut over tp / dp ranks.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="What the model computes in; by default what it is stored in.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Element type of the KV pools; by default --dtype.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 16,
+    chunked_prefill_size: Annotated[int | None, typer.Option(help="Tokens of a prefill step; by default by the device.")] = None,
+    max_running_requests: Annotated[int, typer.Option(help="Requests at once.")] = 32,
+    max_seq_len: Annotated[int | None, typer.Option(help="Longest sequence; by default the model's context.")] = None,
+    cuda_graph_max_bs: Annotated[int | None, typer.Option(help="Largest batch with a CUDA graph; 0: none.")] = None,
+    cuda_graph_bs: Annotated[str | None, typer.Option(help="Batches with a CUDA graph, with commas between them.")] = None,
+    speculative: Annotated[str | None, typer.Option(help="Speculative algorithm: eagle, standalone, ngram, ...")] = None,
+    static_fraction: Annotated[float | None, typer.Option(help="Share for weights and KV; by default a heuristic.")] = None,
+    policy: Annotated[str, typer.Option(help="static-fraction or page-count.")] = "static-fraction",
+    memory_ratio: Annotated[float, typer.Option(help="Share of the free memory, with the policy page-count.")] = 0.88,
+    max_total_tokens: Annotated[int | None, typer.Option(help="Upper bound of the pool's tokens.")] = None,
+    staging: Annotated[str, typer.Option(help="Staging slots of a prefill rank, for example 256MiB.")] = "0",
+    ring: Annotated[str, typer.Option(help="Ring of a decode rank, for example 1GiB.")] = "0",
+    weights: Annotated[str | None, typer.Option(help="Weights of a rank, where they were measured.")] = None,
+    sparse_prefill: Annotated[bool, typer.Option("--sparse-prefill", help="Workspaces of block-sparse prefill.")] = False,
+    kv_offload: Annotated[bool, typer.Option("--kv-offload", help="KV is offloaded to the host during prefill.")] = False,
+    workspace_strategy: Annotated[str, typer.Option(help="chunk_bounded, lazy or eager.")] = "chunk_bounded",
+    json: JsonFlag = False,
+    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    compare: Annotated[str | None, typer.Option(help='Other settings beside these, for example "tp=4,page_size=64".')] = None,
+) -> None:
+    """Say what a node's devices would hold: weights, KV pools, reserve, and how many tokens fit. Needs no GPU."""
+    from kvferry.plan_command import run_plan
+    from kvferry.plan_options import PlanOptions
+
+    options = PlanOptions(
+        role=role,
+        device_memory=device_memory,
+        free_memory=free_memory,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        dp_attention=dp_attention,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        chunked_prefill_size=chunked_prefill_size,
+        max_running_requests=max_running_requests,
+        max_seq_len=max_seq_len,
+        cuda_graph_max_bs=cuda_graph_max_bs,
+        cuda_graph_bs=cuda_graph_bs,
+        speculative=speculative,
+        static_fraction=static_fraction,
+        policy=policy,
+        memory_ratio=memory_ratio,
+        max_total_tokens=max_total_tokens,
+        staging=staging,
+        ring=ring,
+        weights=weights,
+        sparse_prefill=sparse_prefill,
+        kv_offload=kv_offload,
+        workspace_strategy=workspace_strategy,
+    )
+    try:
+        code = run_plan(model, options, is_json=json, png=png, compare=compare)
+    except TransferError as error:
+        _fail("plan", error)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from transfer.errors import (
     EngineError,
     IntegrityError,
     LayoutError,
+    MemoryPlanError,
     PeerUnreachable,
     StagingError,
     TransferAborted,
@@ -25,7 +26,7 @@ UNAVAILABLE: Final = 4  # UNAVAILABLE: nobody listens, no prefill node is joined
 ABORTED: Final = 5  # ABORTED or CANCELLED, by somebody else
 TOO_LATE: Final = 6  # DEADLINE_EXCEEDED
 DATA_LOSS: Final = 7  # DATA_LOSS: bytes arrived broken twice
-DOES_NOT_FIT: Final = 8  # FAILED_PRECONDITION
+DOES_NOT_FIT: Final = 8  # FAILED_PRECONDITION, or a plan that does not fit its device
 ENGINE_FAILED: Final = 9  # INTERNAL
 INTERRUPTED: Final = 130  # Ctrl-C
 TERMINATED: Final = 143  # SIGTERM, SIGHUP
@@ -33,6 +34,7 @@ TERMINATED: Final = 143  # SIGTERM, SIGHUP
 _BY_ERROR: Final[tuple[tuple[type[TransferError], int], ...]] = (
     (ConfigError, BAD_INPUT),
     (LayoutError, DOES_NOT_FIT),
+    (MemoryPlanError, DOES_NOT_FIT),
     (StagingError, NO_ROOM),
     (TransportTimeout, TOO_LATE),
     (PeerUnreachable, UNAVAILABLE),

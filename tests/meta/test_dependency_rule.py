@@ -100,6 +100,7 @@ FOREIGN: dict[str, Foreign] = {
     "grpc_health": Foreign(distribution="grpcio-health-checking", allowed=GRPC_FILES),
     "grpc_reflection": Foreign(distribution="grpcio-reflection", allowed=GRPC_FILES),
     "grpc_status": Foreign(distribution="grpcio-status", allowed=GRPC_FILES),
+    "matplotlib": Foreign(distribution="matplotlib", allowed=("kvferry/plan_picture.py",)),
     "msgpack": Foreign(distribution="msgpack", allowed=("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
     "nixl": Foreign(distribution="nixl", allowed=("transfer/transport/nixl.py",)),
     "numpy": Foreign(distribution="numpy", allowed=(*DEVICE_FILES, "transfer/digest.py")),

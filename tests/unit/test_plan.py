@@ -396,7 +396,7 @@ def test_stages_have_their_own_groups() -> None:
     full = make_plan(inputs_of("gemma-3-27b", pp_rank=5, **flags))
     assert [group.num_bytes > 0 for group in window.groups] == [False, True]
     assert [group.num_bytes > 0 for group in full.groups] == [True, False]
-    assert window.groups[1].num_pages == 32 * min(8192 // 16, -(-(1023 + 2 * 2048 - 1) // 16) + 1)  # all that requests can need
+    assert window.groups[1].num_pages == 32 * min(8192 // 16, -(-(1023 + 3 * 2048 - 1) // 16) + 1)  # all that requests can need
     assert window.cell_bytes == full.cell_bytes == 16 * 256 * 2
     names = {line.name: line.formula for line in window.lines}
     assert names["pool_full"] == "this stage has none of these layers"
@@ -452,6 +452,8 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
     )
     with pytest.raises(MemoryPlanError, match="a larger --memory-ratio, or a smaller"):
         make_plan(inputs_of("llama-3-70b", device_bytes=80 * GIB, policy=Policy.PAGE_COUNT))
+    with pytest.raises(MemoryPlanError, match="a larger --static-fraction; a smaller --max-seq-len"):
+        make_plan(inputs_of("llama-3-70b", device_bytes=80 * GIB, is_cpu=True))
     crowded = {"device_bytes": 80 * GIB, "free_bytes": 20 * GIB, "ring_bytes": 30 * GIB, "staging_bytes": 31 * GIB}
     with pytest.raises(MemoryPlanError, match="end what else runs on the device; a smaller --staging; a smaller --ring"):
         make_plan(inputs_of("qwen3-8b", **crowded))
@@ -597,7 +599,9 @@ def test_one_page_more_does_not_fit(inputs: PlanInputs) -> None:
     needed = [next(one for one in inputs.groups if one.name == group.name) for group in plan.groups]
     for group, one in zip(plan.groups, needed, strict=True):
         if group.kind is GroupKind.WINDOW:  # a window grows no further than requests can need
-            peak = one.peak_pages(inputs.sequence_tokens, page_size=inputs.page_size, tokens_in_flight=inputs.tokens_in_flight)
+            peak = one.peak_pages(
+                inputs.sequence_tokens, page_size=inputs.page_size, tokens_in_flight=inputs.most_tokens_in_flight
+            )
             more[group.name] = min(more[group.name], inputs.max_running_requests * peak)
     grown = sum(more[group.name] * group.cell_bytes * group.page_size for group in plan.groups)
     assert grown > plan.pool_bytes + lines_of(plan)["left"]

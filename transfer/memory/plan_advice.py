@@ -31,7 +31,8 @@ def does_not_fit(inputs: PlanInputs, lines: list[PlanLine], short_by: int) -> Me
     for line in largest:
         if line.name == "reserve":
             ratio = "--memory-ratio" if inputs.policy is Policy.PAGE_COUNT else "--static-fraction"
-            flags.append(f"a larger {ratio}, or a smaller --chunked-prefill-size or --cuda-graph-max-bs")
+            gpu = "" if inputs.is_cpu else ", or a smaller --chunked-prefill-size or --cuda-graph-max-bs"
+            flags.append(f"a larger {ratio}{gpu}")
         else:
             flags.append(_FLAGS.get(line.name, "a smaller --max-seq-len"))
     return MemoryPlanError(
