@@ -7,7 +7,7 @@ before it starts any rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -26,10 +26,6 @@ class Hook(StrEnum):
     GATED_DELTA_NET = "gated_delta_net"  # recurrent state in some layers, K and V in the others: `recurrent_state`
 
 
-def _no_moe(config: Mapping[str, Any]) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """One family.
@@ -40,7 +36,7 @@ class Architecture:
         hook: How its layers reach the pool.
         cut_sizes: Names in config.json of what tensor parallelism divides.
         tp_styles: Styles of tensor parallelism that differ from, or are missing in, transformers' own plan: module -> style.
-        has_moe: Whether a configuration (every field given) has layers of experts: they are not cut.
+        is_cut: Whether tensor parallelism is possible at all.
     """
 
     model_type: str
@@ -48,18 +44,7 @@ class Architecture:
     hook: Hook = Hook.ATTENTION
     cut_sizes: tuple[str, ...] = CUT_SIZES
     tp_styles: Mapping[str, str] = field(default_factory=dict)
-    has_moe: Callable[[Mapping[str, Any]], bool] = _no_moe
-
-
-def _deepseek_has_moe(config: Mapping[str, Any]) -> bool:
-    return bool(config["num_hidden_layers"] > config["first_k_dense_replace"])
-
-
-def _qwen3_next_has_moe(config: Mapping[str, Any]) -> bool:
-    dense = set(config["mlp_only_layers"] or ())
-    step = config["decoder_sparse_step"]
-    layers = range(config["num_hidden_layers"])
-    return bool(config["num_experts"] > 0 and any((layer + 1) % step == 0 and layer not in dense for layer in layers))
+    is_cut: bool = True
 
 
 # transformers gathers the joined gate and up projections whole on every rank; cut in both halves, no rank needs another's part.
@@ -90,28 +75,27 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "Gemma3ForCausalLM": Architecture(model_type="gemma3_text", config_class="Gemma3TextConfig"),
     "GlmForCausalLM": Architecture(model_type="glm", config_class="GlmConfig", tp_styles=_JOINED_MLP),
     "Glm4ForCausalLM": Architecture(model_type="glm4", config_class="Glm4Config", tp_styles=_JOINED_MLP),
-    "GptOssForCausalLM": Architecture(model_type="gpt_oss", config_class="GptOssConfig", has_moe=lambda config: True),
+    "GptOssForCausalLM": Architecture(model_type="gpt_oss", config_class="GptOssConfig", is_cut=False),
     "DeepseekV2ForCausalLM": Architecture(
         model_type="deepseek_v2",
         config_class="DeepseekV2Config",
         hook=Hook.LATENT,
+        cut_sizes=(*CUT_SIZES, "moe_intermediate_size"),
         tp_styles=_LATENT,
-        has_moe=_deepseek_has_moe,
     ),
     "DeepseekV3ForCausalLM": Architecture(
         model_type="deepseek_v3",
         config_class="DeepseekV3Config",
         hook=Hook.LATENT,
+        cut_sizes=(*CUT_SIZES, "moe_intermediate_size"),
         tp_styles=_LATENT,
-        has_moe=_deepseek_has_moe,
     ),
     "Qwen3NextForCausalLM": Architecture(
         model_type="qwen3_next",
         config_class="Qwen3NextConfig",
         hook=Hook.GATED_DELTA_NET,
-        cut_sizes=(*CUT_SIZES, "linear_num_key_heads"),
+        cut_sizes=(*CUT_SIZES, "linear_num_key_heads", "moe_intermediate_size", "shared_expert_intermediate_size"),
         tp_styles=_GATED_DELTA_NET,
-        has_moe=_qwen3_next_has_moe,
     ),
 }
 """By the name that config.json gives in `architectures`."""
@@ -131,12 +115,8 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
     architecture = ARCHITECTURES[name]
     if tp_size == 1:
         return
-    try:
-        has_moe = architecture.has_moe(config)
-    except (KeyError, TypeError):
-        has_moe = False  # a field is left to the class: the ranks, which know it, ask again
-    if has_moe:
-        raise ConfigError(f"tp_size is {tp_size}; must be 1, the embedded engine does not cut the experts of a {name}")
+    if not architecture.is_cut:
+        raise ConfigError(f"tp_size is {tp_size}; must be 1, the embedded engine does not cut a {name}")
     sizes = {size: config[size] for size in architecture.cut_sizes if type(config.get(size)) is int and config[size] > 0}
     for size_name, value in sizes.items():
         if value % tp_size:

@@ -227,6 +227,8 @@ def _unwrap(model: PreTrainedModel, group: TensorParallelGroup) -> None:
         module.__dict__.pop("forward", None)
         if style == "rowwise":
             _reduce_rows(module, group)
+        elif style == "moe_tp_experts":
+            _reduce_experts(module, group)
         elif style == "embedding_rowwise":
             _reduce_vocabulary(module, group)
         elif style not in _LOCAL_STYLES:
@@ -242,6 +244,18 @@ def _reduce_rows(module: nn.Module, group: TensorParallelGroup) -> None:
         partial = functional.linear(hidden, weight)
         group.sum(partial)
         return partial if bias is None else partial + bias
+
+    module.forward = forward
+
+
+def _reduce_experts(module: Any, group: TensorParallelGroup) -> None:
+    """Every expert is cut, as a dense MLP is: the ranks' partial outputs of the experts are added up."""
+    compute = module.forward  # of the class
+
+    def forward(*routed: Tensor) -> Tensor:
+        partial: Tensor = compute(*routed)
+        group.sum(partial)
+        return partial
 
     module.forward = forward
 

@@ -21,7 +21,15 @@ from transfer.layer_groups import GroupKind, layer_groups
 from transfer.layout import LayerKind, Shard
 
 NUM_TOKENS = 24
-CUTS = {"mistral": (2,), "gemma3": (2, 4), "glm4": (2,), "deepseek_v3": (2, 4), "qwen3_next": (2, 4)}
+CUTS = {
+    "mistral": (2,),
+    "gemma3": (2, 4),
+    "glm4": (2,),
+    "deepseek_v3": (4,),
+    "deepseek_v3_moe": (2,),
+    "qwen3_next": (4,),
+    "qwen3_next_moe": (2,),
+}
 CASES = [(family, size) for family, sizes in CUTS.items() for size in sizes]
 
 Directory = Callable[[str], Path]
@@ -52,25 +60,25 @@ def test_tokens_are_those_of_one_rank(
     assert tokens == {name: generate(directory, own, NUM_TOKENS) for name, own in chosen.items()}
 
 
-@pytest.mark.parametrize("family", CUTS)
+@pytest.mark.parametrize(("family", "size"), CASES)
 def test_the_ranks_pools_beside_each_other_are_a_whole_model_s(
-    groups: dict[str, Ranks], family_dir: Directory, prompts: dict[int, tuple[int, ...]], family: str
+    groups: dict[str, Ranks], family_dir: Directory, prompts: dict[int, tuple[int, ...]], family: str, size: int
 ) -> None:
     """That is also a hand-over between tiers of different cuts. A latent is the same on every rank."""
     directory = family_dir(family)
     whole = EmbeddedEngine(directory, shard=Shard(), num_pages=num_pages_of(directory))
     tables = book_of(directory, {"a": 33}).at("a", 0)
     item = PrefillItem(request_id="a", token_ids=prompts[33], first_token=0, page_tables=tables, is_last=True)
-    assert groups[f"{family}_2"].prefill([item]) == whole.prefill([item])
+    assert groups[f"{family}_{size}"].prefill([item]) == whole.prefill([item])
     for layer in range(whole.layout.num_layers):
         index = whole.pool.group_of(layer)
         is_state = whole.pool.groups[index].kind is GroupKind.STATE
         slots = list(tables[index]) if is_state else [page * 16 + offset for page in tables[index] for offset in range(16)][:33]
-        parts = [torch.from_numpy(part) for part in groups[f"{family}_2"].call("read", layer, slots)]
+        parts = [torch.from_numpy(part) for part in groups[f"{family}_{size}"].call("read", layer, slots)]
         expected = whole.pool.read(layer, torch.tensor(slots))[0]
         is_latent = whole.layout.layers[layer].kind is LayerKind.MLA
         found = parts if is_latent else [torch.cat(parts, dim=1)]
-        assert len(parts) == 2
+        assert len(parts) == size
         for one in found:
             torch.testing.assert_close(one, expected, atol=2e-3, rtol=1e-3)
 
@@ -87,10 +95,7 @@ def book_of(directory: Path, lengths: dict[str, int]) -> PageBook:
 @pytest.mark.parametrize(
     ("family", "tp_size", "named"),
     [
-        ("gpt_oss", 2, "must be 1, the embedded engine does not cut the experts of a GptOssForCausalLM"),
-        ("deepseek_v3_moe", 2, "does not cut the experts"),
-        ("deepseek_v2", 2, "does not cut the experts"),
-        ("qwen3_next_moe", 4, "does not cut the experts"),
+        ("gpt_oss", 2, "must be 1, the embedded engine does not cut a GptOssForCausalLM"),
         ("qwen3_next", 8, "does not divide the model's num_key_value_heads 4; must be one of 1, 2, 4"),
         ("deepseek_v3", 3, "does not divide the model's num_key_value_heads 4"),
     ],
