@@ -13,10 +13,23 @@ import torch
 from torch import Tensor
 
 from transfer.engine_types import SamplingParams
+from transfer.errors import EngineError
+
+SAMPLED_ELEMENTS = 1 << 22
+"""Logits that are sampled at a time, about 32 rows of a large vocabulary: eight arrays of 8 bytes each, so about 256 MiB, however
+large the batch."""
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """Choose one token per row.
+    """As `sample_on_device`, as a list: waits for the device."""
+    tokens: list[int] = sample_on_device(logits, params, positions).tolist()
+    return tokens
+
+
+def sample_on_device(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """Choose one token per row, where the logits are.
+
+    Queued on the current stream of the logits' device, without a synchronisation. Greedy rows cost an argmax and no more.
 
     Args:
         logits: [rows, vocab], floating point, on any device; must be finite.
@@ -24,37 +37,63 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         positions: Position in its request that each row's token will have.
 
     Returns:
-        One token id per row.
+        One token id per row, int64 [rows] on the logits' device.
+
+    Raises:
+        EngineError: There is not one set of values and one position for each row.
     """
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    for row, (values, position) in enumerate(zip(params, positions, strict=True)):
-        if not values.is_greedy:
-            tokens[row] = _sample_row(logits[row], values, position)
+    if not len(params) == len(positions) == len(logits):
+        raise EngineError(f"logits has {len(logits)} rows, params {len(params)}, positions {len(positions)}; must be as many")
+    tokens = logits.argmax(dim=-1)
+    sampled = [row for row, values in enumerate(params) if not values.is_greedy]
+    block_rows = max(1, SAMPLED_ELEMENTS // max(1, logits.shape[-1]))
+    for begin in range(0, len(sampled), block_rows):
+        rows = sampled[begin : begin + block_rows]
+        at, chosen = _sample_rows(logits, rows, [params[row] for row in rows], [positions[row] for row in rows])
+        tokens.index_copy_(0, at, chosen)
     return tokens
 
 
-def _sample_row(logits: Tensor, params: SamplingParams, position: int) -> int:
-    """Invert the cumulative distribution of the kept tokens at one uniform number.
+def _sample_rows(
+    logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Invert the cumulative distribution of each row's kept tokens at one uniform number; the rows' numbers and tokens.
 
     The tokens stay in the order of their ids. In the order of their probability, two nearly equal ones would swap places with
     the last bit of a logit, which differs between batches, and every token between them would change with them.
     """
-    # Computed on the CPU in float64: the same bits on both sides, whatever devices they run on.
-    scaled = logits.to(device="cpu", dtype=torch.float64) / params.temperature
-    if 0 < params.top_k < scaled.numel():
+    vocab = logits.shape[-1]
+    # In float64 the sums of two devices differ by far less than their logits do.
+    values = torch.tensor(
+        [
+            rows,
+            [one.temperature for one in params],
+            [one.top_k if 0 < one.top_k < vocab else 0 for one in params],
+            [one.top_p if one.top_p < 1 else 2.0 for one in params],
+            [uniform(one.seed, position) for one, position in zip(params, positions, strict=True)],
+        ],
+        dtype=torch.float64,
+        pin_memory=logits.device.type == "cuda",
+    ).to(logits.device, non_blocking=True)
+    at = values[0].long()
+    temperature, top_k, top_p, threshold = values[1:, :, None]
+    scaled = logits.index_select(0, at).double() / temperature
+    most_kept = max((one.top_k for one in params if one.top_k < vocab), default=0)
+    if most_kept:
         # Ties with the k-th are kept: dropping one of them would depend on an order that means nothing.
-        smallest_kept = torch.topk(scaled, params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < smallest_kept, float("-inf"))
+        smallest_kept = scaled.topk(most_kept).values.gather(1, (top_k.long() - 1).clamp_(min=0))
+        scaled = scaled.masked_fill(scaled < smallest_kept.masked_fill_(top_k == 0, float("-inf")), float("-inf"))
     probabilities = torch.softmax(scaled, dim=-1)
-    if params.top_p < 1:
-        descending, order = torch.sort(probabilities, descending=True, stable=True)
+    if any(one.top_p < 1 for one in params):
+        descending, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
         reached_before = torch.cumsum(descending, dim=-1) - descending
-        dropped = order[reached_before >= params.top_p]
-        probabilities[dropped] = 0
+        kept = descending.masked_fill_(reached_before >= top_p, 0.0)
+        probabilities = torch.empty_like(kept).scatter_(1, order, kept)
     cumulative = torch.cumsum(probabilities, dim=-1)
-    threshold = uniform(params.seed, position) * cumulative[-1]
     # right=True: the first token whose cumulative probability is above the threshold, which never is one of probability 0.
-    return int(torch.searchsorted(cumulative, threshold, right=True).clamp_(max=int(probabilities.nonzero()[-1])))
+    chosen = torch.searchsorted(cumulative, threshold * cumulative[:, -1:], right=True)
+    last_kept = vocab - 1 - (probabilities > 0).to(torch.uint8).flip(-1).argmax(dim=-1)
+    return at, torch.minimum(chosen[:, 0], last_kept)
 
 
 def uniform(seed: int, position: int) -> float:

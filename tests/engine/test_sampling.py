@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
+from embedded_engine import sampling
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.sampling import sample, uniform
+from embedded_engine.sampling import sample, sample_on_device, uniform
 from tests.engine.steps import generate_all
 from transfer.engine_types import GREEDY, SamplingParams
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
 
 
@@ -75,6 +79,82 @@ def test_edges() -> None:
     spread = torch.zeros(1, 1000)
     assert max(sample(spread, [SamplingParams(temperature=100.0, seed=seed)], [0])[0] for seed in range(500)) > 950
     assert sample(torch.empty(0, 10), [], []) == []
+
+
+def sample_row(logits: Tensor, params: SamplingParams, position: int) -> int:
+    """One row at a time, as plainly as it can be said: what the batched computation must agree with."""
+    if params.is_greedy:
+        return int(logits.argmax())
+    scaled = logits.to(torch.float64) / params.temperature
+    if 0 < params.top_k < scaled.numel():
+        smallest_kept = torch.topk(scaled, params.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < smallest_kept, float("-inf"))
+    probabilities = torch.softmax(scaled, dim=-1)
+    if params.top_p < 1:
+        descending, order = torch.sort(probabilities, descending=True, stable=True)
+        reached_before = torch.cumsum(descending, dim=-1) - descending
+        dropped = order[reached_before >= params.top_p]
+        probabilities[dropped] = 0
+    cumulative = torch.cumsum(probabilities, dim=-1)
+    threshold = uniform(params.seed, position) * cumulative[-1]
+    return int(torch.searchsorted(cumulative, threshold, right=True).clamp_(max=int(probabilities.nonzero()[-1])))
+
+
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.0, 0.01, 0.5, 1.0, 3.0, 100.0)),
+    top_p=st.sampled_from((1.0, 1e-6, 0.3, 0.9, 0.999999)),
+    top_k=st.sampled_from((0, 1, 3, 20, 10_000)),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+@settings(max_examples=150)
+@given(
+    params=st.lists(sampling_params, max_size=9),
+    vocab=st.sampled_from((1, 2, 17, 300, 3000)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    decimals=st.sampled_from((0, 1, 6)),
+    seed=st.integers(0, 1000),
+    block_elements=st.sampled_from((1, 600, 1 << 22)),
+)
+def test_a_batch_gives_what_its_rows_give(
+    params: list[SamplingParams], vocab: int, dtype: torch.dtype, decimals: int, seed: int, block_elements: int
+) -> None:
+    """Bit for bit the row-by-row computation, with ties (rounded logits), in any batch and cut into any blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(len(params), vocab, generator=generator) * 3).round(decimals=decimals).to(dtype)
+    before = logits.clone()
+    positions = list(range(seed, seed + len(params)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "SAMPLED_ELEMENTS", block_elements)
+        tokens = sample_on_device(logits, params, positions)
+    assert tokens.dtype is torch.int64 and tuple(tokens.shape) == (len(params),)
+    assert tokens.tolist() == [sample_row(*row) for row in zip(logits, params, positions, strict=True)]
+    assert torch.equal(logits, before)
+
+
+def test_greedy_rows_cost_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(5, 50)
+    for name in ("softmax", "sort", "cumsum"):
+        monkeypatch.setattr(torch, name, None)
+    assert sample(logits, [GREEDY] * 5, [0] * 5) == logits.argmax(dim=-1).tolist()
+
+
+def test_the_last_number_never_runs_over_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest uniform number times a sum can round up to the sum itself."""
+    monkeypatch.setattr(sampling, "uniform", lambda seed, position: 1.0)
+    logits = torch.tensor([[1.0, 5.0, 2.0, 4.0, -1.0]])
+    assert sample(logits, [SamplingParams(temperature=1.0, top_k=2)], [0]) == [3]
+    assert sample(logits, [SamplingParams(temperature=1.0, top_p=0.5)], [0]) == [1]
+    # A row that keeps every token keeps those too that a sum of 1 is reached before, whatever its neighbours drop.
+    steep = torch.tensor([[50.0, 0.0], [50.0, 0.0]])
+    assert sample(steep, [SamplingParams(temperature=1.0, top_p=top_p) for top_p in (1.0, 0.5)], [0, 0]) == [1, 0]
+
+
+def test_values_and_rows_must_be_as_many() -> None:
+    with pytest.raises(EngineError, match="logits has 2 rows, params 1, positions 2"):
+        sample(torch.zeros(2, 4), [GREEDY], [0, 0])
 
 
 def test_sampled_generation_is_reproducible_and_independent_of_its_batch(

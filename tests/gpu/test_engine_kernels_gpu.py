@@ -11,6 +11,7 @@ import torch.nn.functional as functional
 
 from embedded_engine.kernels.arguments import DecodeCall
 from embedded_engine.kernels.reference import reference_decode_attention
+from embedded_engine.sampling import sample_on_device
 from tests.engine.decode_cases import (
     MODEL_DTYPES,
     POOL_DTYPES,
@@ -20,6 +21,7 @@ from tests.engine.decode_cases import (
     assert_writes,
     attention_cases,
 )
+from transfer.engine_types import SamplingParams
 from transfer.layout import DType, TokenOrder
 from transfer.memory.page_table import PageTable
 
@@ -165,16 +167,29 @@ def test_queued_without_a_synchronisation() -> None:
 
 
 def test_the_page_table_is_written_behind_the_current_stream() -> None:
-    """Many small steps without a synchronisation: the pinned memory of a copy is not reused under it."""
+    """Many small steps behind a slow one: the pinned memory of a copy is not reused under it."""
     on_gpu, on_cpu = (PageTable(num_rows=9, max_seq_len=640, page_size=16, device=device) for device in ("cuda", "cpu"))
-    torch.cuda._sleep(200_000_000)
-    event = torch.cuda.Event()
+    torch.cuda._sleep(1_000_000_000)
     for step in range(200):
         items = [(str((step + offset) % 11), tuple(range(step, step + 1 + step % 40)), 1) for offset in range(8)]
         assert on_gpu.rows_of(items) == on_cpu.rows_of(items)
-    event.record()
-    assert not event.query()
     assert torch.equal(on_gpu.slots.cpu(), on_cpu.slots)
+
+
+def test_sampling_waits_for_nothing_and_agrees_with_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(60, 50_000, generator=generator) * 3
+    values = [(0.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.9, 0), (1.0, 1.0, 40), (1.3, 0.95, 1000)]
+    params = [SamplingParams(temperature=t, top_p=p, top_k=k, seed=row) for row in range(12) for t, p, k in values]
+    on_gpu, positions = logits.cuda(), list(range(60))
+    sample_on_device(on_gpu, params, positions)  # the first call loads kernels and pins memory, which may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = sample_on_device(on_gpu, params, positions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.is_cuda and tokens.tolist() == sample_on_device(logits, params, positions).tolist()
 
 
 def attend(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
