@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from node_runtime.rank_report import RankHello
+from node_runtime.rank_report import RankHello, RankMemory
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig
 from transfer.instance import Instance
 from transfer.layout import DType, KVLayout, Shard
@@ -28,7 +28,15 @@ def instance(incarnation: int, *, tp_size: int = 1, layout: KVLayout = LAYOUT, w
     )
 
 
-def hello(rank: int, *, incarnation: int = 1, pool_pages: int = 8, pid: int = 0, weights: str = "some") -> RankHello:
+def hello(
+    rank: int,
+    *,
+    incarnation: int = 1,
+    pool_pages: int = 8,
+    pid: int = 0,
+    weights: str = "some",
+    memory: RankMemory | None = None,
+) -> RankHello:
     return RankHello(
         rank=rank,
         pid=pid,
@@ -36,6 +44,7 @@ def hello(rank: int, *, incarnation: int = 1, pool_pages: int = 8, pid: int = 0,
         pool_pages=(pool_pages,),
         max_context_tokens=64,
         vocab_size=100,
+        memory=memory or RankMemory(),
     )
 
 

@@ -1,0 +1,84 @@
+"""An embedded engine's pool is what its memory plan says, or the engine says why there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from embedded_engine import memory as memory_module
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.loading import load_engine
+from embedded_engine.memory import MemoryPlanner
+from embedded_engine.tensor_parallel import TensorParallelGroup
+from tests.runtime.instances import decode_config, prefill_config
+from transfer.config import CPU_POOL_PAGES
+from transfer.errors import ConfigError, MemoryPlanError
+from transfer.layout import Shard
+
+MIB = 1 << 20
+
+
+def load(tmp_path: Path, demo_dir: Path, **settings: object) -> EmbeddedEngine:
+    return load_engine(decode_config(demo_dir, **settings), rank=0, rendezvous=tmp_path / "unused")
+
+
+def test_the_pool_has_the_pages_that_were_planned_and_the_plan_knows_the_weights(demo_dir: Path, tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        engine = load(tmp_path, demo_dir, memory={"device_memory": 120 * MIB}, ring={"capacity_bytes": 8 * MIB})
+    plan = engine.memory_plan
+    assert plan is not None and engine.pool.num_pages == plan.group_pages
+    assert plan.weights_bytes == engine.weights_bytes
+    assert abs(engine.weights_bytes - (demo_dir / "model.safetensors").stat().st_size) < 64_000, "but for the file's header"
+    assert 0 < plan.num_pages < CPU_POOL_PAGES, "120 MiB less weights, ring and reserve have less room than a CPU's default"
+    budget = int(120 * MIB * 0.88) - engine.weights_bytes - 8 * MIB - plan.page_table_bytes
+    assert plan.num_pages == budget // (16 * plan.cell_bytes)
+    assert not [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
+
+
+def test_settings_only_lower_what_is_planned(demo_dir: Path, tmp_path: Path) -> None:
+    assert load(tmp_path, demo_dir).pool.num_pages == (CPU_POOL_PAGES,)
+    assert load(tmp_path, demo_dir, pool={"num_pages": 9}).pool.num_pages == (9,)
+    few = load(tmp_path, demo_dir, pool={"num_pages": 5000}, memory={"device_memory": 150 * MIB}, limits={"max_seq_len": 64})
+    assert few.pool.num_pages[0] < 5000 and few.max_context_tokens == 64
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddedEngine, "_load_model", lambda self: pytest.fail("the weights must not be loaded"))
+    with pytest.raises(MemoryPlanError, match=r"no page of KV fits: of 30\.0 MiB the largest terms are weights"):
+        load(tmp_path, demo_dir, memory={"device_memory": 30 * MIB}, ring={"capacity_bytes": MIB})
+    with pytest.raises(ConfigError, match="max_seq_len is 5000; the model was made for at most 4096"):
+        load(tmp_path, demo_dir, limits={"max_seq_len": 5000})
+
+
+def test_an_estimate_that_was_wrong_is_a_warning_with_both_numbers(demo_dir: Path, tmp_path: Path) -> None:
+    """Weights that are computed in half of what they are stored in are half as large, and the plan knows that too."""
+    with capture_logs() as logs:
+        engine = load(tmp_path, demo_dir, dtype="bfloat16")
+    assert engine.memory_plan is not None and engine.memory_plan.weights_bytes < 20 * MIB
+    assert not [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
+    config = prefill_config(demo_dir)
+    planner = MemoryPlanner(config, Shard(), torch.device("cpu"), None)
+    loaded = memory_module.LoadedWeights(
+        num_bytes=2 * planner.plan.weights_bytes, device=torch.device("cpu"), layout=planner.plan.inputs.layout, shard=Shard()
+    )
+    with capture_logs() as logs:
+        planner(loaded)
+    (warning,) = [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
+    assert "weights: planned 34.1 MiB" in warning["difference"] and "+100.0 %" in warning["difference"]
+
+
+def test_ranks_take_the_least_and_refuse_devices_that_differ(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TensorParallelGroup(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
+    free = [7 * 1024 * MIB, 6 * 1024 * MIB]
+    monkeypatch.setattr(memory_module, "host_memory", lambda: (32 * 1024 * MIB, 14 * 1024 * MIB))
+    monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: free)
+    planner = MemoryPlanner(prefill_config(demo_dir), Shard(tp_size=2), torch.device("cpu"), group)
+    assert (planner.plan.inputs.device_bytes, planner.plan.inputs.free_bytes) == (16 * 1024 * MIB, 6 * 1024 * MIB)
+    free[1] = 4 * 1024 * MIB
+    with pytest.raises(MemoryPlanError, match=r"differs by more than 2\.0 GiB: rank 1 has 4\.0 GiB, rank 0 has 7\.0 GiB"):
+        MemoryPlanner(prefill_config(demo_dir), Shard(tp_size=2), torch.device("cpu"), group)

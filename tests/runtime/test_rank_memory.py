@@ -1,0 +1,105 @@
+"""What a rank says of its memory: its plan, what came out, and a warning for what did not come out as planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+from structlog.testing import capture_logs
+
+from decode_node import rank_messages as decode_messages
+from kvferry.status_view import status_to_json
+from node_runtime.leader_service import _memory_to_proto
+from node_runtime.rank_memory import rank_memory
+from node_runtime.rank_report import RankMemory
+from tests.runtime.instances import hello
+from transfer.config import PrefillNodeConfig
+from transfer.kv_pool import KVPool
+from transfer.layout import Shard
+from transfer.memory.model_directory import ModelDirectory
+from transfer.memory.model_shape import read_model_shape
+from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
+from transfer.memory.plan import MemoryPlan, make_plan
+from transfer.metrics import NodeMetrics, RankMetrics
+from transfer.pb import kvferry_pb2 as pb
+
+WEIGHTS = 1 << 20
+MODEL = ModelDirectory(
+    shape=read_model_shape(
+        {
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "max_position_embeddings": 512, "torch_dtype": "float32",
+        }
+    ),
+    checkpoint_bytes=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def plan() -> MemoryPlan:
+    config = PrefillNodeConfig.model_validate({"model": Path("m"), "pool": {"num_pages": 12}})
+    device = DeviceMemory(total_bytes=64 << 20, free_bytes=64 << 20, is_cpu=True)
+    return make_plan(node_plan_inputs(config, MODEL, Shard(), device, weights_bytes=WEIGHTS))
+
+
+def engine(plan: MemoryPlan | None, num_pages: int = 12, weights_bytes: int = WEIGHTS, tp_rank: int = 0) -> Any:
+    shard = Shard(tp_size=2, tp_rank=tp_rank) if tp_rank else Shard()
+    pool = KVPool(layout=MODEL.shape.layout(), shard=shard, num_pages=num_pages)
+    return SimpleNamespace(memory_plan=plan, pool=pool, weights_bytes=weights_bytes, shard=shard)
+
+
+def test_what_is_as_planned_is_logged_once_and_warned_of_never(plan: MemoryPlan) -> None:
+    with capture_logs() as logs:
+        memory = rank_memory(engine(plan), {"staging": plan.inputs.staging_bytes})
+    assert memory.warnings == () and [entry["event"] for entry in logs] == ["memory_plan"]
+    assert (logs[0]["max_total_tokens"], logs[0]["pages"], logs[0]["weights_bytes"]) == (192, (12,), WEIGHTS)
+    assert memory.plan == plan.as_json()
+    assert memory.real == {"weights": WEIGHTS, "pool": 12 * 16 * 2 * 2 * 2 * 16 * 4, "staging": plan.inputs.staging_bytes}
+    with capture_logs() as logs:
+        rank_memory(engine(plan, tp_rank=1, num_pages=24), {})
+    assert not logs, "one rank's plan stands for all"
+
+
+def test_what_is_not_as_planned_is_a_warning_with_both_numbers(plan: MemoryPlan) -> None:
+    with capture_logs() as logs:
+        memory = rank_memory(engine(plan, num_pages=13), {"staging": plan.inputs.staging_bytes // 2})
+    pool, staging = memory.warnings
+    assert "pool: planned 96.0 KiB (98304 bytes), real 104.0 KiB (106496 bytes), +8.3 %" in pool and "-50.0 %" in staging
+    assert [entry["difference"] for entry in logs if entry["log_level"] == "warning"] == list(memory.warnings)
+
+
+def test_an_engine_without_a_plan_says_nothing() -> None:
+    assert rank_memory(engine(None), {"ring": 5}) == rank_memory(SimpleNamespace(), {}) == RankMemory()
+    assert _memory_to_proto([RankMemory(), RankMemory()]) is None
+
+
+def test_it_travels_to_the_leader_and_from_there_to_everybody(plan: MemoryPlan) -> None:
+    first = rank_memory(engine(plan), {"staging": plan.inputs.staging_bytes})
+    said = RankMemory(plan=first.plan, real=first.real, warnings=("pool: too large",))
+    travelled = decode_messages.CODEC.decode(decode_messages.CODEC.encode(hello(0, memory=said)))
+    assert travelled.memory == said
+    found = _memory_to_proto([first, said])
+    assert found is not None and list(found.warnings) == ["rank 1: pool: too large"]
+    assert (found.max_total_tokens, found.cell_bytes, found.policy) == (192, plan.cell_bytes, "static-fraction")
+    lines = {line.name: line for line in found.lines}
+    assert sum(line.planned_bytes for line in found.lines if not line.inside) == found.device_bytes == 64 << 20
+    assert lines["weights"].real_bytes == WEIGHTS and not lines["reserve"].HasField("real_bytes")
+    assert all(line.formula for line in found.lines)
+
+    content = status_to_json(pb.NodeStatus(memory_plan=found))["memory_plan"]
+    assert content["max_total_tokens"] == 192 and content["warnings"] == ["rank 1: pool: too large"]
+    assert {line["name"]: line["real_bytes"] for line in content["lines"]}["reserve"] is None
+    assert status_to_json(pb.NodeStatus())["memory_plan"] is None
+
+
+def test_planned_and_real_are_metrics(plan: MemoryPlan) -> None:
+    metrics = RankMetrics(role="prefill", rank=3)
+    memory = rank_memory(engine(plan), {"staging": 7})
+    metrics.memory(memory.planned, memory.real)
+    page = NodeMetrics(role="prefill").render([msgpack.unpackb(msgpack.packb(metrics.snapshot({})))]).decode()
+    assert 'kvferry_memory_planned_bytes{line="weights",rank="3",role="prefill"} 1.048576e+06' in page
+    assert 'kvferry_memory_real_bytes{line="staging",rank="3",role="prefill"} 7.0' in page

@@ -1,0 +1,172 @@
+"""From a node's settings and its device to the inputs of its memory plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transfer.chunk import largest_wire_bytes
+from transfer.config import CPU_POOL_PAGES, DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.errors import ConfigError, MemoryPlanError
+from transfer.layout import DType, Shard, TokenOrder, routes
+from transfer.memory.host_memory import host_memory
+from transfer.memory.model_directory import ModelDirectory
+from transfer.memory.model_shape import read_model_shape
+from transfer.memory.node_plan import DeviceMemory, chunk_plan, graph_batch_sizes, node_plan_inputs, staging_slot_bytes
+from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
+from transfer.transport.base import REGION_ALIGNMENT_BYTES
+
+GIB = 1 << 30
+GPU = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, is_cpu=False)
+CPU = DeviceMemory(total_bytes=8 * GIB, free_bytes=6 * GIB, is_cpu=True)
+
+MODEL = ModelDirectory(
+    shape=read_model_shape(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 32_000,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+            "torch_dtype": "bfloat16",
+        }
+    ),
+    checkpoint_bytes=400 << 20,
+    checkpoint_source="files",
+)
+
+
+def prefill(**settings: Any) -> PrefillNodeConfig:
+    return PrefillNodeConfig.model_validate({"model": Path("m"), **settings})
+
+
+def decode(**settings: Any) -> DecodeNodeConfig:
+    return DecodeNodeConfig.model_validate({"model": Path("m"), **settings})
+
+
+def inputs_of(config: NodeConfig, device: DeviceMemory = GPU, tp_size: int = 1, **more: Any) -> PlanInputs:
+    shard = Shard(tp_size=tp_size, page_size=config.pool.page_size, dtype=config.pool.dtype, order=TokenOrder.NHD)
+    return node_plan_inputs(config, MODEL, shard, device, **more)
+
+
+def test_a_prefill_rank_counts_its_staging_and_the_steps_that_it_may_have_been_sent() -> None:
+    config = prefill(chunk={"chunk_tokens": 256}, staging={"num_slots": 3}, limits={"max_step_tokens": 1024})
+    inputs = inputs_of(config)
+    slot = 256 * 8 * 2 * 8 * 64 * 2  # tokens x layers x (K and V) x heads x dim x bytes
+    assert slot % REGION_ALIGNMENT_BYTES == 0 and inputs.staging_bytes == 3 * slot
+    assert (inputs.role, inputs.ring_bytes, inputs.chunk_tokens) == (Role.PREFILL, 0, 1024)
+    assert inputs.most_tokens_in_flight == 3 * 256
+    assert inputs.cuda_graph_max_bs == 0
+    assert inputs_of(config, tp_size=4).staging_bytes == 3 * slot // 4
+
+
+def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
+    config = decode(ring={"capacity_bytes": "1GiB"}, limits={"max_running_requests": 20}, pool={"page_size": 64})
+    inputs = inputs_of(config)
+    assert (inputs.role, inputs.ring_bytes, inputs.staging_bytes) == (Role.DECODE, GIB, 0)
+    assert (inputs.most_tokens_in_flight, inputs.page_size, inputs.max_running_requests) == (1, 64, 20)
+    assert inputs.cuda_graph_batch_sizes == (1, 2, 4, 8, 16, 20)
+    assert inputs_of(config, CPU).cuda_graph_batch_sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("running", "most", "sizes"),
+    [
+        (32, None, (1, 2, 4, 8, 16, 24, 32)),
+        (32, 0, ()),
+        (32, 3, (1, 2, 3)),
+        (1, None, (1,)),
+        (4, 64, (1, 2, 4, *range(8, 72, 8))),
+    ],
+)
+def test_graphs_are_captured_up_to_the_largest_batch(running: int, most: int | None, sizes: tuple[int, ...]) -> None:
+    assert graph_batch_sizes(decode(limits={"max_running_requests": running}, cuda_graph_max_bs=most)) == sizes
+
+
+def test_the_settings_reach_the_plan() -> None:
+    config = decode(
+        dtype="float16",
+        pool={"dtype": "float8_e4m3fn", "page_size": 32, "num_tokens": 1000},
+        memory={"device_memory": "40GiB", "policy": "page-count", "memory_ratio": 0.5, "static_fraction": 0.7},
+        limits={"max_seq_len": 4096},
+    )
+    inputs = inputs_of(config)
+    assert (inputs.dtype, inputs.kv_dtype, inputs.max_seq_len) == (DType.FLOAT16, DType.FLOAT8_E4M3, 4096)
+    assert (inputs.policy, inputs.memory_ratio, inputs.static_fraction) == (Policy.PAGE_COUNT, 0.5, 0.7)
+    assert (inputs.device_bytes, inputs.free_bytes) == (40 * GIB, 39 * GIB), "what others hold of the device is theirs still"
+    assert inputs.max_total_tokens == 32 * 32
+    assert inputs_of(config, CPU).free_bytes == 40 * GIB, "what others hold of a host is not this rank's"
+    assert inputs_of(config, weights_bytes=7).weights_bytes == 7
+    dummy = inputs_of(decode(dummy_weights=True))
+    assert (dummy.checkpoint_bytes, inputs.checkpoint_bytes) == (None, 400 << 20)
+
+
+def test_a_pool_without_a_size_is_the_plans_on_a_gpu_and_small_on_a_cpu() -> None:
+    assert inputs_of(decode(device="cuda")).max_total_tokens is None
+    assert inputs_of(decode(), CPU).max_total_tokens == CPU_POOL_PAGES * 16
+    assert make_plan(inputs_of(decode(), CPU)).num_pages == CPU_POOL_PAGES
+    assert make_plan(inputs_of(decode(device="cuda"))).max_total_tokens > 1_000_000
+
+
+def test_a_slot_holds_the_largest_piece_and_says_when_it_cannot() -> None:
+    config = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3})
+    layout, shard = MODEL.shape.layout(), Shard(tp_size=2, tp_rank=1)
+    mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == 1]
+    most = largest_wire_bytes(chunk_plan(config), layout, mine, DType.BFLOAT16)
+    assert most == 100 * 3 * 2 * 4 * 64 * 2
+    slot = staging_slot_bytes(config, layout, shard)
+    assert slot - REGION_ALIGNMENT_BYTES < most <= slot and slot % REGION_ALIGNMENT_BYTES == 0
+    small = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": most - 1})
+    with pytest.raises(MemoryPlanError, match=f"staging.slot_bytes is {most - 1}; a chunk of 100 tokens has up to {most} bytes"):
+        staging_slot_bytes(small, layout, shard)
+    large = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": 5 * most})
+    assert staging_slot_bytes(large, layout, shard) >= 5 * most
+
+
+@pytest.mark.parametrize(("total", "free"), [(10, 0), (10, 11)])
+def test_a_device_that_cannot_be_is_refused(total: int, free: int) -> None:
+    with pytest.raises(ConfigError, match=f"free_bytes is {free} of {total}"):
+        DeviceMemory(total_bytes=total, free_bytes=free, is_cpu=True)
+
+
+def host(folder: Path, limit: str | None, current: int = 0, inactive: int | None = None) -> tuple[int, int]:
+    meminfo = folder / "meminfo"
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree:   100 kB\nMemAvailable:    600 kB\n\nHugePages_Total:       0\n")
+    if limit is not None:
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{current}\n")
+    if inactive is not None:
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+    return host_memory(meminfo, folder)
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "inactive", "expected"),
+    [
+        (None, 0, None, (1_024_000, 614_400)),
+        ("max", 0, None, (1_024_000, 614_400)),
+        ("2000000", 0, None, (1_024_000, 614_400)),
+        ("500000", 100_000, None, (500_000, 400_000)),
+        ("500000", 300_000, 200_000, (500_000, 400_000)),
+        ("500000", 600_000, 0, (500_000, 0)),
+        ("900000", 0, None, (900_000, 614_400)),
+    ],
+)
+def test_a_container_has_what_its_group_may_still_take(
+    tmp_path: Path, limit: str | None, current: int, inactive: int | None, expected: tuple[int, int]
+) -> None:
+    assert host(tmp_path, limit, current, inactive) == expected
+
+
+def test_a_system_that_does_not_say_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory cannot be read from .*none.*must be given"):
+        host_memory(tmp_path / "none", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal: many kB\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        host_memory(tmp_path / "meminfo", tmp_path)
