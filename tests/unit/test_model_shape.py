@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-head-dim": ("Qwen3", {"head_dim": 32, "attention_bias": True, "sliding_window": 8, "use_sliding_window": True}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, **MOE}),
     "qwen3-moe-mixed": ("Qwen3Moe", {"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 32, **MOE}),
+    "qwen3-moe-every-third": ("Qwen3Moe", {"num_experts": 4, "decoder_sparse_step": 3, **MOE}),
     "qwen3-moe-window": ("Qwen3Moe", {"num_experts": 4, "use_sliding_window": True, "sliding_window": 64, **MOE}),
     "qwen3-next": ("Qwen3Next", {"head_dim": 16, **LINEAR}),
     "qwen3-next-interval": ("Qwen3Next", {"full_attention_interval": 2, "mlp_only_layers": [0], **LINEAR}),
@@ -124,6 +125,19 @@ def test_weights_are_those_of_the_model_of_transformers(case: str) -> None:
     assert shape.num_params == num_params
     assert shape.weights_bytes() == 4 * num_params
     assert shape.vocab_size == 96 and shape.hidden_size == 64 and shape.max_context_tokens == 256
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_configuration_that_transformers_wrote_out_says_the_same(case: str) -> None:
+    """It writes every default, and derives some fields from others; the embedded engine reads such a dictionary."""
+    import transformers
+
+    name, _ = CASES[case]
+    config_class = transformers.Gemma3TextConfig if name == "Gemma3" else getattr(transformers, f"{name}Config")
+    written = config_class.from_dict({key: value for key, value in _config(case).items() if key != "architectures"}).to_dict()
+    shape, again = read_model_shape(_config(case)), read_model_shape(written | {"architectures": [f"{name}ForCausalLM"]})
+    assert again.layout(DType.FLOAT32) == shape.layout()
+    assert (again.num_params, again.max_context_tokens) == (shape.num_params, shape.max_context_tokens)
 
 
 def test_recurrent_states_are_kept_by_key_head_in_float32() -> None:

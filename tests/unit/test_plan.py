@@ -435,6 +435,31 @@ def test_a_stage_of_states_alone_holds_what_requests_can_have() -> None:
         make_plan(inputs_of("qwen3-next-80b-a3b", **flags | {"max_running_requests": 100_000}))
 
 
+def test_a_pool_that_fits_to_the_byte_fits() -> None:
+    flags: dict[str, Any] = {"policy": Policy.PAGE_COUNT, "memory_ratio": 0.5, "cuda_graph_batch_sizes": ()}
+    for name in ("qwen3-8b", "gemma-3-27b", "qwen3-next-80b-a3b"):
+        loose = make_plan(inputs_of(name, **flags, device_bytes=400 * GIB))
+        exact = inputs_of(name, **flags, device_bytes=400 * GIB - 2 * lines_of(loose)["left"])
+        assert (make_plan(exact).num_pages, lines_of(make_plan(exact))["left"]) == (loose.num_pages, 0)
+        short = replace(exact, device_bytes=exact.total_bytes - 2)
+        assert make_plan(short).num_pages == loose.num_pages - 1
+
+
+def test_page_tables_have_whole_cache_lines() -> None:
+    plan = make_plan(inputs_of("gemma-3-27b", device_bytes=H200, max_seq_len=5001, max_running_requests=7))
+    assert (
+        plan.page_table_bytes == (7 + 1) * 5024 * 4 * 2
+    )  # 5,024 is the next multiple of 32; one for windows, one for the others
+
+
+def test_tokens_in_flight_can_be_given() -> None:
+    flags = {"device_bytes": H200, "max_running_requests": 1, "chunked_prefill_size": 512}
+    pages = [
+        make_plan(inputs_of("gemma-3-27b", **flags, tokens_in_flight=tokens)).groups[1].num_pages for tokens in (1, 3 * 512, None)
+    ]
+    assert pages == [65, (1023 + 1536 - 1) // 16 + 2, (1023 + 1536 - 1) // 16 + 2]
+
+
 def test_max_total_tokens_is_taken_in_whole_pages() -> None:
     plan = make_plan(inputs_of("qwen3-8b", device_bytes=24 * GIB, max_total_tokens=1000))
     assert (plan.num_pages, plan.max_total_tokens) == (62, 992)
