@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-BLOCK_ELEMENTS = 1_048_573
+BLOCK_ELEMENTS = 262_139
 """Random numbers drawn per tensor; larger ones repeat them, for drawing 70 billion would take minutes and show nothing more. A
 prime, so that the rows of a matrix do not repeat with them."""
 
@@ -48,9 +48,19 @@ class DummyTensor:
         slices: tuple[slice, ...] = index if isinstance(index, tuple) else (slice(None),)
         rows = range(self._shape[0])[slices[0]]
         row_elements = math.prod(self._shape[1:])
-        begin, count = rows.start * row_elements % BLOCK_ELEMENTS, len(rows) * row_elements
-        repeated = self._block().repeat(-(-(begin + count) // BLOCK_ELEMENTS))
-        return repeated[begin : begin + count].view(len(rows), *self._shape[1:])[(slice(None), *slices[1:])]
+        whole_rows = self._elements(rows.start * row_elements, len(rows) * row_elements).view(len(rows), *self._shape[1:])
+        part = whole_rows[(slice(None), *slices[1:])]
+        return part if part.shape == whole_rows.shape else part.clone()  # a view would keep the whole rows alive
+
+    def _elements(self, begin: int, count: int) -> Tensor:
+        """Elements [begin, begin + count) of the tensor as one row."""
+        block, elements, done = self._block(), torch.empty(count), 0
+        while done < count:
+            offset = (begin + done) % BLOCK_ELEMENTS
+            length = min(BLOCK_ELEMENTS - offset, count - done)
+            elements[done : done + length] = block[offset : offset + length]
+            done += length
+        return elements
 
     def _block(self) -> Tensor:
         digest = hashlib.blake2b(f"{self._seed}/{self._name}".encode(), digest_size=8).digest()

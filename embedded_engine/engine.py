@@ -26,7 +26,7 @@ from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.paged_attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, Tables
 from embedded_engine.recurrent_state import hook_gated_delta_nets
-from embedded_engine.sampling import sample
+from embedded_engine.sampling import sample_on_device
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError
@@ -266,13 +266,10 @@ class EmbeddedEngine:
                 return ForwardOutput(request_ids=(), next_tokens=none.to(self._device), next_tokens_host=none, copied=None)
             is_finite = torch.isfinite(logits).all(dim=-1)
             # Looking at the rows that are not would wait for the device; they are drawn from zeros and then crossed out.
-            drawn = torch.tensor(
-                sample(
-                    torch.where(is_finite.unsqueeze(-1), logits, 0),
-                    [one.sampling for one in batch.wanted],
-                    [one.position for one in batch.wanted],
-                ),
-                device=self._device,
+            drawn = sample_on_device(
+                torch.where(is_finite.unsqueeze(-1), logits, 0),
+                [one.sampling for one in batch.wanted],
+                [one.position for one in batch.wanted],
             )
             next_tokens = torch.where(is_finite, drawn, NO_TOKEN)
             is_gpu = self._device.type == "cuda"

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from embedded_engine.engine import EmbeddedEngine, LoadedWeights
 from embedded_engine.loading import load_engine
+from embedded_engine.model_files import read_model_files
 from tests.runtime.instances import decode_config, prefill_config
+from transfer.errors import ConfigError
+from transfer.layer_groups import layer_groups
+from transfer.layout import Shard
 
 
 def test_only_a_prefill_node_cuts_its_layers_into_groups(demo_dir: Path, tmp_path: Path) -> None:
@@ -17,3 +28,70 @@ def test_only_a_prefill_node_cuts_its_layers_into_groups(demo_dir: Path, tmp_pat
     finally:
         prefill.close()
         decode.close()
+
+
+def test_pages_are_planned_with_the_weights_in_place(demo_dir: Path) -> None:
+    asked: list[LoadedWeights] = []
+
+    def plan(weights: LoadedWeights) -> Sequence[int]:
+        asked.append(weights)
+        return (7,)
+
+    engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=plan)
+    assert engine.pool.num_pages == (7,)
+    (weights,) = asked
+    assert weights.num_bytes == sum(tensor.num_bytes for tensor in engine.files.tensors)
+    assert (weights.layout, weights.shard, weights.device) == (engine.layout, Shard(), torch.device("cpu"))
+
+
+def test_pages_for_other_groups_than_the_model_s_are_refused_before_weights_are_loaded(demo_dir: Path) -> None:
+    for num_pages in ((1, 2), (), (0,)):
+        with pytest.raises(ConfigError, match=r"num_pages is .*; must be at least 1 for each group of layers \(full\)"):
+            EmbeddedEngine(demo_dir, shard=Shard(), num_pages=num_pages)
+    assert len(layer_groups(read_model_files(demo_dir).layout())) == 1
+
+
+class PeakMemory:
+    """The most memory of its own, beside mapped files, that this process has while the block runs; beyond what it had before."""
+
+    def __enter__(self) -> PeakMemory:
+        self._before = self._peak = _anonymous_bytes()
+        self._is_over = threading.Event()
+        self._watch = threading.Thread(target=self._run)
+        self._watch.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.001):
+            self._peak = max(self._peak, _anonymous_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._watch.join()
+        self._peak = max(self._peak, _anonymous_bytes())
+
+    @property
+    def num_bytes(self) -> int:
+        return self._peak - self._before
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_loading_needs_no_second_copy_of_the_weights(tmp_path: Path, is_dummy: bool) -> None:
+    """The model is built without memory (on "meta"), then each weight comes straight to its place."""
+    config = LlamaConfig(
+        vocab_size=2000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, dtype="float32"
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    del model
+    files = read_model_files(tmp_path, dummy_seed=0 if is_dummy else None)
+    with PeakMemory() as peak:
+        engine = EmbeddedEngine(files, shard=Shard(), num_pages=1)
+    assert engine.weights_bytes > 120e6
+    largest = 4096 * 1024 * 4
+    assert peak.num_bytes < engine.weights_bytes + 3 * largest, f"{peak.num_bytes} for weights of {engine.weights_bytes}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.engine import NO_TOKEN, EmbeddedEngine
 from tests.engine.conftest import Generate
 from tests.engine.steps import bind_pages, decode_all, generate_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault
@@ -232,3 +232,37 @@ def test_a_request_whose_numbers_are_broken_costs_the_others_of_its_step_nothing
     assert fault.value.request_ids == ("bad",)
     assert fault.value.tokens == alone
     assert engine.decode(items[1:]) == alone
+
+
+def test_a_step_gives_its_tokens_on_the_device_and_on_the_way_to_the_host(
+    engine: EmbeddedEngine, demo_dir: Path, generate: Generate, prompts: Prompts
+) -> None:
+    tables = bind_pages(engine.pool.num_pages[0], engine.pool.page_size, {"17": 40, "64": 90})
+    items = [
+        PrefillItem(request_id=name, token_ids=prompts[int(name)], first_token=0, page_tables=(table,), is_last=name == "64")
+        for name, table in tables.items()
+    ]
+    output = engine.forward_batch(engine.prefill_batch(items))
+    assert output.request_ids == ("64",), "a prompt whose last tokens are to come has no next token"
+    assert output.next_tokens.dtype is torch.int64 and output.next_tokens.device.type == "cpu"
+    assert output.copied is None and output.next_tokens_host.tolist() == generate(demo_dir, prompts[64], 1)
+    assert output.tokens() == {"64": generate(demo_dir, prompts[64], 1)[0]}
+
+
+def test_a_row_without_a_token_is_marked_where_it_is(demo_dir: Path, prompts: Prompts) -> None:
+    engine = make_engine(demo_dir)
+    first = engine.prefill(
+        [
+            PrefillItem(request_id=name, token_ids=prompts[5], first_token=0, page_tables=([page],), is_last=True)
+            for name, page in (("bad", 0), ("good", 1))
+        ]
+    )
+    engine.pool.buffer(3, is_v=True)[0] = float("inf")
+    items = [
+        DecodeItem(request_id=name, token_id=first[name], position=5, page_tables=([page],))
+        for name, page in (("bad", 0), ("good", 1))
+    ]
+    output = engine.forward_batch(engine.decode_batch(items))
+    assert output.next_tokens.tolist()[0] == NO_TOKEN and output.next_tokens.tolist()[1] != NO_TOKEN
+    with pytest.raises(RequestFault):
+        output.tokens()
