@@ -37,7 +37,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
     files.check_shard(shard)
     device = config.device if config.device == "cpu" else f"{config.device}:{rank}"
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None
-    planner = MemoryPlanner(config, shard, torch.device(device), group)
+    planner = MemoryPlanner(config, files, shard, torch.device(device), group)
     engine = EmbeddedEngine(
         files,
         shard=shard,

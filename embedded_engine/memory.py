@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import structlog
 import torch
 import torch.distributed as dist
 
 from embedded_engine.engine import LoadedWeights
+from embedded_engine.model_files import ModelFiles
 from embedded_engine.tensor_parallel import TensorParallelGroup
 from transfer.config import NodeConfig
 from transfer.errors import EngineError
@@ -27,6 +30,7 @@ class MemoryPlanner:
 
     Args:
         config: The node's settings.
+        files: The model directory, checked.
         shard: The rank's cut.
         device: The rank's device.
         group: The rank's TP group; None for TP 1.
@@ -36,12 +40,21 @@ class MemoryPlanner:
         MemoryPlanError: Not one page of KV would fit, or the ranks' devices differ by too much.
     """
 
-    def __init__(self, config: NodeConfig, shard: Shard, device: torch.device, group: TensorParallelGroup | None) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        files: ModelFiles,
+        shard: Shard,
+        device: torch.device,
+        group: TensorParallelGroup | None,
+    ) -> None:
         self._config = config
         self._shard = shard
         self._device = device
         self._group = group
-        self._model = read_model_directory(config.model)
+        model = read_model_directory(config.model)
+        # What config.json says of the dtype can be wrong or missing; the engine goes by the weights.
+        self._model = replace(model, shape=replace(model.shape, dtype=files.stored_dtype))
         self.plan: MemoryPlan = make_plan(node_plan_inputs(config, self._model, shard, self._measure()))
 
     def __call__(self, weights: LoadedWeights) -> tuple[int, ...]:

@@ -48,9 +48,20 @@ def check_before_start(model: Path, tp_size: int) -> None:
         ConfigError: config.json is damaged, or the TP size does not fit the model.
     """
     config = read_config(model)
+    check_cut(architecture_of(model, config), tp_size, config)
+
+
+def architecture_of(directory: Path, config: dict[str, Any]) -> str:
+    """The one architecture that config.json names.
+
+    Raises:
+        ConfigError: It names none, several, or one that the embedded engine does not run.
+    """
     named = config.get("architectures")
-    if isinstance(named, list) and named and named[0] in ARCHITECTURES:
-        check_cut(named[0], tp_size, config)
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"{directory / 'config.json'}: architectures is {named!r}; must name one of {supported}")
+    return str(named[0])
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:

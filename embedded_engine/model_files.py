@@ -19,7 +19,7 @@ import xxhash
 from transformers import PretrainedConfig
 
 from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
-from embedded_engine.model_config import one_line, read_config, read_json
+from embedded_engine.model_config import architecture_of, one_line, read_config, read_json
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.model_shape import read_model_shape
@@ -192,11 +192,7 @@ def read_model_files(directory: Path | str, *, dummy_seed: int | None = None) ->
 
 
 def _architecture(directory: Path, raw: dict[str, Any]) -> str:
-    named = raw.get("architectures")
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"{directory / 'config.json'}: architectures is {named!r}; must name one of {supported}")
-    architecture = str(named[0])
+    architecture = architecture_of(directory, raw)
     expected = ARCHITECTURES[architecture].model_type
     if raw.get("model_type", expected) != expected:
         raise ConfigError(

@@ -14,6 +14,7 @@ from transfer.config import EMBEDDED_ENGINE, NodeConfig, TransportConfig
 from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, Instance
 from transfer.layout import KVLayout, Shard
+from transfer.memory.node_plan import check_fits
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.transport.base import Transport
 
@@ -36,6 +37,7 @@ def check_before_start(config: NodeConfig) -> None:
 
     Raises:
         ConfigError: The model directory is none, does not fit the parallel degree, or the transport or the engine cannot be had.
+        MemoryPlanError: The model does not fit the memory.
     """
     if not (config.model / "config.json").is_file():
         what = "it has no config.json" if config.model.is_dir() else "there is no such directory"
@@ -54,6 +56,7 @@ def check_before_start(config: NodeConfig) -> None:
     if config.engine == EMBEDDED_ENGINE:
         embedded: Any = importlib.import_module("embedded_engine.model_config")
         embedded.check_before_start(config.model, config.parallel.tp_size)
+        check_fits(config)
     else:
         engine_loader(config)
 

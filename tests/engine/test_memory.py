@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,13 @@ from embedded_engine import memory as memory_module
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import load_engine
 from embedded_engine.memory import MemoryPlanner
+from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import TensorParallelGroup
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.config import CPU_POOL_PAGES
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layout import Shard
+from transfer.memory.node_plan import check_fits
 
 MIB = 1 << 20
 
@@ -62,7 +66,7 @@ def test_an_estimate_that_was_wrong_is_a_warning_with_both_numbers(demo_dir: Pat
     assert engine.memory_plan is not None and engine.memory_plan.weights_bytes < 20 * MIB
     assert not [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
     config = prefill_config(demo_dir)
-    planner = MemoryPlanner(config, Shard(), torch.device("cpu"), None)
+    planner = MemoryPlanner(config, read_model_files(demo_dir), Shard(), torch.device("cpu"), None)
     loaded = memory_module.LoadedWeights(
         num_bytes=2 * planner.plan.weights_bytes, device=torch.device("cpu"), layout=planner.plan.inputs.layout, shard=Shard()
     )
@@ -73,12 +77,27 @@ def test_an_estimate_that_was_wrong_is_a_warning_with_both_numbers(demo_dir: Pat
 
 
 def test_ranks_take_the_least_and_refuse_devices_that_differ(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = read_model_files(demo_dir)
     group = TensorParallelGroup(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
     free = [7 * 1024 * MIB, 6 * 1024 * MIB]
     monkeypatch.setattr(memory_module, "host_memory", lambda: (32 * 1024 * MIB, 14 * 1024 * MIB))
     monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: free)
-    planner = MemoryPlanner(prefill_config(demo_dir), Shard(tp_size=2), torch.device("cpu"), group)
+    planner = MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cpu"), group)
     assert (planner.plan.inputs.device_bytes, planner.plan.inputs.free_bytes) == (16 * 1024 * MIB, 6 * 1024 * MIB)
     free[1] = 4 * 1024 * MIB
     with pytest.raises(MemoryPlanError, match=r"differs by more than 2\.0 GiB: rank 1 has 4\.0 GiB, rank 0 has 7\.0 GiB"):
-        MemoryPlanner(prefill_config(demo_dir), Shard(tp_size=2), torch.device("cpu"), group)
+        MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cpu"), group)
+
+
+def test_the_plan_goes_by_what_the_weights_are_stored_in(demo_dir: Path, tmp_path: Path) -> None:
+    """A config.json that says nothing of it, or something else, plans no pool of another dtype than the engine's."""
+    for number, said in enumerate((None, "bfloat16")):
+        model = tmp_path / f"model{number}"
+        shutil.copytree(demo_dir, model)
+        config = json.loads((model / "config.json").read_text())
+        config.pop("dtype", None), config.pop("torch_dtype", None)
+        (model / "config.json").write_text(json.dumps(config | ({} if said is None else {"dtype": said})))
+        engine = load(tmp_path, model)
+        assert engine.memory_plan is not None
+        assert engine.memory_plan.pool_bytes == engine.pool.num_bytes == CPU_POOL_PAGES * 16 * engine.memory_plan.cell_bytes
+        check_fits(decode_config(model))

@@ -55,7 +55,10 @@ HEAVY = ("torch", "transformers", "grpc", "numpy", "ucxx")
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """As much of a model directory as the settings are checked against."""
-    sizes = {"num_attention_heads": 24, "num_key_value_heads": 12, "intermediate_size": 240, "vocab_size": 4800}
+    sizes = {
+        "num_attention_heads": 24, "num_key_value_heads": 12, "head_dim": 8, "hidden_size": 192, "intermediate_size": 240,
+        "num_hidden_layers": 2, "vocab_size": 4800, "max_position_embeddings": 512, "dtype": "float32",
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes}))
     return tmp_path
 
@@ -103,13 +106,16 @@ APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill",
             "the model's num_key_value_heads 12; must be one of 1, 2, 3, 4, 6, 12",
         ),
         (("--tp", "24"), "tp_size is 24, which does not divide the model's num_key_value_heads 12"),
+        (("--set", "memory.device_memory=1MiB"), "no page of KV fits: of 1.0 MiB the largest terms are "),
+        (("--set", "limits.max_seq_len=513"), "max_seq_len is 513; the model was made for at most 512 tokens"),
         (("--set", "engine=foo:bar"), "engine is foo:bar, which cannot be imported: No module named 'foo'"),
         (("--set", "engine=json:no_such"), "engine is json:no_such, which cannot be imported: "),
     ],
 )
 def test_what_no_rank_could_start_with_is_refused(app: Typer, model: Path, arguments: tuple[str, ...], refusal: str) -> None:
     ended = check(app, model, *arguments)
-    assert ended.exit_code == exit_codes.BAD_CONFIG and refusal in ended.output, ended.output
+    code = exit_codes.NO_MEMORY if "no page" in refusal else exit_codes.BAD_CONFIG
+    assert ended.exit_code == code and refusal in ended.output, ended.output
     assert len(ended.output.splitlines()) == 1
 
 

@@ -9,8 +9,9 @@ from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
 from transfer.layout import DType, KVLayout, Shard, routes
-from transfer.memory.model_directory import ModelDirectory
-from transfer.memory.plan import PlanInputs, Policy, Role
+from transfer.memory.host_memory import host_memory
+from transfer.memory.model_directory import ModelDirectory, read_model_directory
+from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 
@@ -123,3 +124,26 @@ def node_plan_inputs(
         checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
         checkpoint_source=model.checkpoint_source,
     )
+
+
+def check_fits(config: NodeConfig) -> None:
+    """Refuse a model that cannot fit, before any rank is started; on a GPU only where a setting says how large it is.
+
+    Raises:
+        ConfigError: The model directory is damaged, of a model that is not known, or does not go together with the settings.
+        LayoutError: The model cannot be cut like that.
+        MemoryPlanError: Not one page of KV fits.
+    """
+    model = read_model_directory(config.model)
+    tp_size, size = config.parallel.tp_size, config.memory.device_memory
+    if config.device == "cpu":
+        total, free = (all_ranks // tp_size for all_ranks in host_memory())
+    elif size is not None:
+        total = free = size
+    else:
+        return  # the ranks ask their devices
+    if model.shape.dtype is None and config.dtype is None:
+        return  # only the weights say what they are stored in
+    device = DeviceMemory(total_bytes=total, free_bytes=max(1, free), is_cpu=config.device == "cpu")
+    shard = Shard(tp_size=tp_size, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype)
+    make_plan(node_plan_inputs(config, model, shard, device))
