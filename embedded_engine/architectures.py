@@ -71,6 +71,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "MistralForCausalLM": Architecture(model_type="mistral", config_class="MistralConfig"),
     "Qwen2ForCausalLM": Architecture(model_type="qwen2", config_class="Qwen2Config"),
     "Qwen3ForCausalLM": Architecture(model_type="qwen3", config_class="Qwen3Config"),
+    "Qwen3MoeForCausalLM": Architecture(
+        model_type="qwen3_moe", config_class="Qwen3MoeConfig", cut_sizes=(*CUT_SIZES, "moe_intermediate_size")
+    ),
+    "MixtralForCausalLM": Architecture(model_type="mixtral", config_class="MixtralConfig"),
     "Gemma2ForCausalLM": Architecture(model_type="gemma2", config_class="Gemma2Config"),
     "Gemma3ForCausalLM": Architecture(model_type="gemma3_text", config_class="Gemma3TextConfig"),
     "GlmForCausalLM": Architecture(model_type="glm", config_class="GlmConfig", tp_styles=_JOINED_MLP),

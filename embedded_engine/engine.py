@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from embedded_engine.architectures import Hook
+from embedded_engine.architectures import ARCHITECTURES, Hook
 from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
@@ -127,7 +127,7 @@ class ForwardOutput:
 
 def preload() -> None:
     """Import everything that an engine needs at run time; for a fork server, before it forks ranks."""
-    for architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+    for architecture in ARCHITECTURES:
         _model_class(architecture)
 
 

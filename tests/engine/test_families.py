@@ -6,6 +6,8 @@ bound or a state's first step gets wrong shows as a request without tokens.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from embedded_engine.model_files import read_model_files
 from tests.engine.conftest import Generate
 from tests.engine.families import FAMILIES
 from tests.engine.steps import PageBook, decode_all, fill_with_nan, pages_for, prefill_all
+from tests.engine.test_model_files import edit_config
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
-from transfer.layout import DType, Shard, TokenOrder
+from transfer.layout import DType, LayerKind, Shard, TokenOrder
+from transfer.memory.model_shape import read_model_shape
 
 NUM_TOKENS = 24
 LENGTHS = (1, 5, 17, 64, 129)
@@ -38,7 +42,10 @@ SETTINGS: Mapping[str, tuple[int, Shard]] = {
 CASES = [
     *((family, setting) for family in ("gemma3", "deepseek_v3", "qwen3_next") for setting in SETTINGS),
     *((family, setting) for family in ("mistral", "gpt_oss", "gemma2") for setting in ("small", "large")),
-    *((family, "small") for family in ("qwen2", "glm", "glm4", "deepseek_v2", "deepseek_v3_moe", "qwen3_next_moe")),
+    *(
+        (family, "small")
+        for family in ("qwen2", "qwen3_moe", "mixtral", "glm", "glm4", "deepseek_v2", "deepseek_v3_moe", "qwen3_next_moe")
+    ),
 ]
 
 Directory = Callable[[str], Path]
@@ -60,6 +67,49 @@ def generated(engine: EmbeddedEngine, prompts: Mapping[str, tuple[int, ...]], ch
 def test_there_is_a_model_of_every_architecture() -> None:
     covered = {f"{stem}ForCausalLM" for stem, _ in FAMILIES.values()} | {"LlamaForCausalLM", "Qwen3ForCausalLM"}
     assert covered == set(ARCHITECTURES) and {family for family, _ in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layout_is_what_transformers_builds(family_dir: Directory, family: str) -> None:
+    """As config.json says it, as the configuration class completes it, and as the layers are in the end: all the same."""
+    directory = family_dir(family)
+    layout = read_model_files(directory).layout()
+    raw = json.loads((directory / "config.json").read_text())
+    assert read_model_shape(raw).layout(layout.dtype) == layout
+    model = make_engine(directory, Shard())._model
+    assert model is not None
+    for spec, layer in zip(layout.layers, model.model.layers, strict=True):
+        if spec.kind is LayerKind.RECURRENT_STATE:
+            net = layer.linear_attn
+            state = net.num_v_heads * net.head_k_dim * net.head_v_dim + net.conv_dim * net.conv_kernel_size
+            assert spec.num_kv_heads == net.num_k_heads and spec.num_kv_heads * spec.k_head_dim == state
+        elif spec.kind is LayerKind.MLA:
+            assert spec.k_head_dim == layer.self_attn.kv_a_proj_with_mqa.out_features
+        else:
+            attention = layer.self_attn
+            window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+            assert spec.window_tokens == (window or 0)
+            assert spec.num_kv_heads * spec.k_head_dim == attention.k_proj.out_features
+            assert spec.num_kv_heads * spec.v_head_dim == attention.v_proj.out_features
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "field"),
+    [
+        ("gemma3", {"sliding_window": 20}, "sliding_window"),
+        ("gemma2", {"attn_logit_softcapping": 6.0}, "attn_logit_softcapping"),
+        ("deepseek_v3_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim"),
+    ],
+)
+def test_what_two_sides_must_have_in_common_names_what_decides_the_numbers(
+    family_dir: Directory, tmp_path: Path, family: str, values: dict[str, Any], field: str
+) -> None:
+    copied = Path(shutil.copytree(family_dir(family), tmp_path / "copy"))
+    edit_config(copied, **values)
+    ours, theirs = read_model_files(family_dir(family)).fields, read_model_files(copied).fields
+    assert {name for name in ours if ours[name] != theirs[name]} == {field}
 
 
 @pytest.mark.parametrize(("family", "setting"), CASES)

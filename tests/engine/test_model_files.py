@@ -58,7 +58,7 @@ def message_of(error_type: type[TransferError], action: Callable[[], object]) ->
         (lambda d: (d / "config.json").write_text("{"), ["config.json is not valid JSON"]),
         (lambda d: (d / "config.json").write_text("[]"), ["JSON list", "must be an object"]),
         (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json is not valid JSON"]),
-        (lambda d: edit_config(d, architectures=["MixtralForCausalLM"]), ["MixtralForCausalLM", "Qwen3ForCausalLM"]),
+        (lambda d: edit_config(d, architectures=["MambaForCausalLM"]), ["MambaForCausalLM", "Qwen3ForCausalLM"]),
         (lambda d: edit_config(d, architectures="absent"), ["architectures is None", "LlamaForCausalLM"]),
         (lambda d: edit_config(d, model_type="mistral"), ["model_type is 'mistral'", "'llama'"]),
         (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), ["quantization_config", "plain weights"]),
