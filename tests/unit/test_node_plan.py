@@ -114,6 +114,17 @@ def test_a_pool_without_a_size_is_the_plans_on_a_gpu_and_small_on_a_cpu() -> Non
     assert make_plan(inputs_of(decode(device="cuda"))).max_total_tokens > 1_000_000
 
 
+def test_advice_and_errors_speak_of_settings() -> None:
+    small = DeviceMemory(total_bytes=40 << 20, free_bytes=40 << 20, is_cpu=True)
+    with pytest.raises(MemoryPlanError) as refused:
+        make_plan(inputs_of(decode(), small))
+    text = str(refused.value)
+    assert "a smaller ring.capacity_bytes" in text and "memory.static_fraction" in text and "--" not in text
+    plan = make_plan(inputs_of(decode(pool={"num_pages": 10}), CPU))
+    assert any("limits.max_seq_len 160 says so" in line for line in plan.advice)
+    assert "--" not in " ".join(plan.advice)
+
+
 def test_a_slot_holds_the_largest_piece_and_says_when_it_cannot() -> None:
     config = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3})
     layout, shard = MODEL.shape.layout(), Shard(tp_size=2, tp_rank=1)

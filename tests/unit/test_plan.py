@@ -653,3 +653,19 @@ def test_max_total_tokens_only_lowers(inputs: PlanInputs, max_total_tokens: int)
     assert bounded.max_total_tokens == min(free.max_total_tokens, max_total_tokens // page_size * page_size)
     assert bounded.pool_bytes <= free.pool_bytes
     assert bounded.free_bytes >= free.free_bytes
+
+
+def test_windows_that_crowd_out_the_tokens_that_are_kept_are_said() -> None:
+    plan = make_plan(inputs_of("gemma-3-27b", device_bytes=80 * GIB, role=Role.DECODE, ring_bytes=GIB))
+    (line,) = [line for line in plan.advice if line.startswith("windows of 32 requests take 7.3 GiB of the pools")]
+    assert "--max-running-requests" in line
+    for quiet in ({"max_running_requests": 1}, {"device_bytes": 200 * GIB}):
+        flags = {"device_bytes": 80 * GIB, "role": Role.DECODE, "ring_bytes": GIB, **quiet}
+        assert not any("windows of" in line for line in make_plan(inputs_of("gemma-3-27b", **flags)).advice)
+
+
+def test_flags_are_called_what_the_planner_calls_them() -> None:
+    names = {"--max-seq-len": "limits.longest", "--max-running-requests": "limits.most"}
+    plan = make_plan(inputs_of("gemma-3-27b", device_bytes=80 * GIB, role=Role.DECODE, ring_bytes=GIB, names=names))
+    text = " ".join(plan.advice)
+    assert "limits.longest 18432 says so" in text and "limits.most leaves" in text and "--static-fraction" in text

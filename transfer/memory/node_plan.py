@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
@@ -13,6 +14,20 @@ from transfer.memory.host_memory import host_memory
 from transfer.memory.model_directory import ModelDirectory, read_model_directory
 from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
+
+SETTINGS: Final = {
+    "--tp": "parallel.tp_size",
+    "--pp": "parallel.pp_size",
+    "--staging": "staging.num_slots or chunk.chunk_tokens",
+    "--ring": "ring.capacity_bytes",
+    "--max-seq-len": "limits.max_seq_len",
+    "--max-running-requests": "limits.max_running_requests",
+    "--static-fraction": "memory.static_fraction",
+    "--memory-ratio": "memory.memory_ratio",
+    "--chunked-prefill-size": "limits.max_step_tokens",
+    "--cuda-graph-max-bs": "cuda_graph_max_bs",
+}
+"""What a node calls the flags of ``kvferry plan``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +138,7 @@ def node_plan_inputs(
         weights_bytes=weights_bytes,
         checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
         checkpoint_source=model.checkpoint_source,
+        names=SETTINGS,
     )
 
 

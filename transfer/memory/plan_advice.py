@@ -37,7 +37,7 @@ def does_not_fit(inputs: PlanInputs, lines: list[PlanLine], short_by: int) -> Me
             flags.append(_FLAGS.get(line.name, "a smaller --max-seq-len"))
     return MemoryPlanError(
         f"no page of KV fits: of {shown(inputs.total_bytes)} the largest terms are {terms}; it is {shown(-short_by)} too little. "
-        f"What would help: {'; '.join(dict.fromkeys(flags))}"
+        + inputs.in_names(f"What would help: {'; '.join(dict.fromkeys(flags))}")
     )
 
 
@@ -61,7 +61,19 @@ def advice_on(
             f"the pool holds {tokens:,} tokens, a sequence may have {inputs.sequence_tokens:,}: longer ones are refused; "
             f"--max-seq-len {tokens} says so, and makes page tables smaller"
         )
-    return advice
+        advice += _advice_on_windows(inputs, groups)
+    return [inputs.in_names(line) for line in advice]
+
+
+def _advice_on_windows(inputs: PlanInputs, groups: tuple[GroupPlan, ...]) -> list[str]:
+    """Windows are kept for as many requests as may run; where they take most of the pool, fewer would leave longer ones room."""
+    windows = sum(group.num_bytes for group in groups if group.kind is GroupKind.WINDOW)
+    if 2 * windows <= sum(group.num_bytes for group in groups) or inputs.max_running_requests == 1:
+        return []
+    return [
+        f"windows of {inputs.max_running_requests} requests take {shown(windows)} of the pools: a smaller --max-running-requests "
+        "leaves more for tokens that are kept"
+    ]
 
 
 def _advice_on_free(inputs: PlanInputs, reserve: Reserve, free_bytes: int) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -89,6 +90,7 @@ class PlanInputs:
         checkpoint_source: Where that comes from, for people.
         workspaces: Buffers that modes of the engine need.
         has_kv_offload: Whether KV is offloaded to host memory during prefill.
+        names: What the flags of `kvferry plan` are called where this plan is made, for its advice and its errors.
 
     Raises:
         ConfigError: A value is out of its range, or the device's memory is unknown.
@@ -124,6 +126,7 @@ class PlanInputs:
     checkpoint_source: str = ""
     workspaces: tuple[Workspace, ...] = ()
     has_kv_offload: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.device_bytes is None and self.free_bytes is None:
@@ -159,6 +162,12 @@ class PlanInputs:
             )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(f"max_total_tokens is {self.max_total_tokens}; it must be at least one page, {self.page_size}")
+
+    def in_names(self, text: str) -> str:
+        """A text that speaks of flags, in the words of whoever plans."""
+        for flag in sorted(self.names, key=len, reverse=True):
+            text = text.replace(flag, self.names[flag])
+        return text
 
     @property
     def total_bytes(self) -> int:

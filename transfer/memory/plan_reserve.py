@@ -83,9 +83,10 @@ def _static_fraction(inputs: PlanInputs) -> tuple[float, str]:
         fraction *= factor
         formula += f", then x {factor:.4f} for the vision tower"
     if fraction <= 0:
+        help_text = "a smaller --chunked-prefill-size or --cuda-graph-max-bs, or --static-fraction, would help"
         raise MemoryPlanError(
-            f"the device has {total_mb:,.0f} MB, and {reserved:,.0f} MB of it are to stay free ({formula}); a smaller "
-            "--chunked-prefill-size or --cuda-graph-max-bs, or --static-fraction, would help"
+            f"the device has {total_mb:,.0f} MB, and {reserved:,.0f} MB of it are to stay free ({formula}); "
+            f"{inputs.in_names(help_text)}"
         )
     return fraction, formula
 
