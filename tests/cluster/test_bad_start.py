@@ -22,7 +22,7 @@ from tests.cluster.nodes import Nodes, open_nodes
 
 pytestmark = pytest.mark.timeout(240)
 
-BAD_CONFIG = 2
+BAD_CONFIG, NO_MEMORY = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,13 @@ class Refusal:
     Args:
         arguments: Of ``serve``; MODEL, CORRUPT and PORT stand for a good model, a damaged one, and a port in use.
         says: What the one line must name.
+        exit_code: With which the process ends.
     """
 
     role: str
     arguments: tuple[str, ...]
     says: tuple[str, ...]
+    exit_code: int = BAD_CONFIG
 
 
 REFUSALS = {
@@ -51,6 +53,12 @@ REFUSALS = {
         role="prefill", arguments=("--model", "MODEL", "--transport", "inproc"), says=("transport.name is inproc", "ucx")
     ),
     "TP that does not fit": Refusal(role="prefill", arguments=("--model", "MODEL", "--tp", "5"), says=("5", "12")),
+    "no room": Refusal(
+        role="decode",
+        arguments=("--model", "MODEL", "--set", "memory.device_memory=60MiB"),
+        says=("no page of KV fits", "ring 64.0 MiB", "ring.capacity_bytes"),
+        exit_code=NO_MEMORY,
+    ),
     "no model directory": Refusal(role="decode", arguments=("--model", "/no/such/model"), says=("model is /no/such/model",)),
     "corrupt configuration": Refusal(role="decode", arguments=("--model", "CORRUPT"), says=("config.json",)),
     "corrupt weights": Refusal(role="prefill", arguments=("--model", "TRUNCATED"), says=("model.safetensors",)),
@@ -103,7 +111,7 @@ def test_refused_in_one_line(
 ) -> None:
     ended = outcomes[name].result()
     refusal = REFUSALS[name]
-    assert ended.returncode == BAD_CONFIG, ended.stderr
+    assert ended.returncode == refusal.exit_code, ended.stderr
     assert "Traceback" not in ended.stderr
     says = [words.get(word, word) for word in refusal.says]
     lines = [line for line in ended.stderr.splitlines() if all(word in line for word in says)]

@@ -144,6 +144,38 @@ async def test_counters_agree_with_what_requests_are_told(steady: LocalCluster, 
     await until_idle(steady.prefill, steady.decode)
 
 
+async def test_the_memory_plan_is_in_status_and_on_the_page_of_metrics(steady: LocalCluster) -> None:
+    for node, transfer_line in ((steady.prefill, "staging"), (steady.decode, "ring")):
+        status = await status_of(node)
+        assert status is not None
+        plan = status.memory_plan
+        lines = {line.name: line for line in plan.lines}
+        assert sum(line.planned_bytes for line in plan.lines if not line.inside) == plan.device_bytes
+        assert plan.max_total_tokens == sum(pool.pages for pool in status.ranks[0].pools) * status.instance.shard.page_size
+        for name in ("weights", transfer_line):
+            assert lines[name].planned_bytes == lines[name].real_bytes > 0, "made of what was measured, and then allocated"
+        assert not plan.warnings
+        code, page = await node.http("/metrics")
+        assert code == 200
+        for rank in range(2):
+            for name, planned in ((name, line.planned_bytes) for name, line in lines.items()):
+                assert metric(page, "kvferry_memory_planned_bytes", line=name, rank=str(rank)) == planned
+            assert metric(page, "kvferry_memory_real_bytes", line="pool", rank=str(rank)) == pytest.approx(
+                lines["pool_full"].planned_bytes, rel=0.01
+            )
+
+
+def metric(page: str, name: str, **labels: str) -> float:
+    """The one sample of that name and with these labels among its own."""
+    (value,) = [
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    return value
+
+
 async def test_health_readiness_and_reflection(steady: LocalCluster) -> None:
     for node, service in ((steady.prefill, "kvferry.v1.PrefillControl"), (steady.decode, "kvferry.v1.DecodeControl")):
         assert await node.http("/healthz") == (200, "ok\n")
