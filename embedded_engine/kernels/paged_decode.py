@@ -23,7 +23,7 @@ from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall
 from transfer.errors import ConfigError, LayoutError
-from transfer.kernels.head_slice import _widened
+from transfer.kernels.elements import widened
 from transfer.layout import TokenOrder
 
 MIN_SPLIT_TOKENS = 128
@@ -123,7 +123,7 @@ def _split_tokens(num_tokens, NUM_SPLITS: tl.constexpr, BLOCK_TOKENS: tl.constex
 def _operand(values, KIND: tl.constexpr, IS_FP8_NATIVE: tl.constexpr, OPERAND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Elements of the pool in the type that is computed in; float8 comes as its bytes, for GPUs that do not know it."""
     if KIND == "float8_e4m3fn":
-        values = values.to(tl.float8e4nv, bitcast=True) if IS_FP8_NATIVE else _widened(values, KIND)
+        values = values.to(tl.float8e4nv, bitcast=True) if IS_FP8_NATIVE else widened(values, KIND)
     return values.to(OPERAND)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embedded_engine.kernels.arguments import WriteCall
 from transfer.errors import LayoutError
-from transfer.kernels.head_slice import _narrowed, _widened
+from transfer.kernels.elements import narrowed, widened
 from transfer.layout import TokenOrder
 
 _IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -76,7 +76,7 @@ def _write_row(source, target, DIM: tl.constexpr, BLOCK: tl.constexpr, SOURCE_KI
     column = tl.arange(0, BLOCK)
     values = tl.load(source + column, mask=column < DIM)
     if SOURCE_KIND != TARGET_KIND:
-        values = _narrowed(_widened(values, SOURCE_KIND), TARGET_KIND)
+        values = narrowed(widened(values, SOURCE_KIND), TARGET_KIND)
     tl.store(target + column, values, mask=column < DIM)
 
 

@@ -23,64 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 from transfer.kernels.copier import CopyJob, HeadSliceCopier
+from transfer.kernels.elements import ELEMENT_TYPES, narrowed, widened
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, Span, WireBuffer
 
 WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-# bfloat16 and float8 go as integers and are converted by hand: exact on every GPU (float8 needs none that knows it) and under
-# Triton's interpreter, which truncates to bfloat16 where hardware rounds.
-ELEMENT_TYPES = {
-    DType.FLOAT32: tl.float32,
-    DType.BFLOAT16: tl.uint16,
-    DType.FLOAT16: tl.float16,
-    DType.FLOAT8_E4M3: tl.uint8,
-    DType.INT8: tl.int8,
-}
 # Measured on an H200 (320 MiB, rows of 512 bytes, 512 to 4096 tried): copies reach 0.99 of a device copy with the smallest tile,
 # conversions twice the speed with the largest.
 COPY_TILE_WORDS = 512
 CONVERSION_TILE_WORDS = 4096
 MAX_ROW_WORDS = 512  # wider rows are cut into column blocks
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _widened(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
-    """Elements of KIND as float32, exact."""
-    if KIND == "bfloat16":
-        result = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif KIND == "float8_e4m3fn":
-        bits = values.to(tl.uint32)
-        magnitude = bits & 0x7F
-        normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)  # exponent bias 7 -> 127
-        number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)  # subnormals are multiples of 2**-9
-        number = tl.where(magnitude == 0x7F, float("nan"), number)
-        result = (number.to(tl.uint32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
-    else:
-        result = values.to(tl.float32)
-    return result
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _narrowed(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 as elements of KIND, rounded to nearest even; float16 and float8 saturate, NaN stays NaN."""
-    bits = values.to(tl.uint32, bitcast=True)
-    if KIND == "bfloat16":
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        result = tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)
-    elif KIND == "float8_e4m3fn":
-        sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-        # Adding 2**14, whose last bit is worth 2**-9, makes the hardware round to multiples of the smallest subnormal.
-        small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        rounded = tl.where(magnitude < 0x3C800000, small, normal)  # below 2**-6
-        rounded = tl.where(magnitude > 0x43E00000, 0x7E, rounded)  # above 448
-        result = (tl.where(magnitude > 0x7F800000, 0x7F, rounded) | sign).to(tl.uint8)
-    elif KIND == "float16":
-        beyond = tl.where(values < 0, -65504.0, 65504.0)
-        result = tl.where(tl.abs(values) > 65504.0, beyond, values).to(tl.float16)
-    else:
-        result = values
-    return result
 
 
 # Only values that change from call to call are kept out of the specialisation: they would compile variants in mid-service.
@@ -136,7 +88,7 @@ def copy_rows(  # type: ignore[no-untyped-def]  # Triton gives the parameters th
     mask = is_row[:, None] & (column < ROW)[None, :]
     values = tl.load(at_pool, mask=mask) if IS_GATHER else tl.load(at_wire, mask=mask)
     if IS_CONVERSION:
-        values = _narrowed(_widened(values, SOURCE_KIND), TARGET_KIND)
+        values = narrowed(widened(values, SOURCE_KIND), TARGET_KIND)
     if IS_GATHER:
         tl.store(at_wire, values, mask=mask)
     else:
