@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from node_runtime import piece_copier
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
+from tests.runtime.test_piece_copier import carry_over
+from transfer.chunk import ChunkPlan
 from transfer.kernels.head_slice import TritonCopier
 from transfer.kernels.reference import ReferenceCopier
 from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
@@ -109,3 +112,11 @@ def test_equally_shaped_buffers_share_a_launch() -> None:
     shape = {"num_layers": 40, "num_kv_heads": 2, "dtype": DType.FLOAT16}
     assert num_launches(KVLayout.uniform(head_dim=8, **shape)) == 1
     assert num_launches(KVLayout.uniform(head_dim=8, v_head_dim=4, **shape)) == 2
+
+
+@pytest.mark.parametrize("dtype", [None, DType.FLOAT8_E4M3])
+def test_a_prompt_of_all_kinds_of_layers_is_carried_over(dtype: DType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full attention, windows, a latent and states, each from and into its own pages; the states stay as they are."""
+    monkeypatch.setattr(piece_copier, "head_slice_copier", TritonCopier)
+    decode = Shard(tp_size=2, page_size=4, order=TokenOrder.HND, dtype=dtype)
+    carry_over(Shard(tp_size=4, page_size=3), decode, ChunkPlan(chunk_tokens=8, layers_per_group=3), 25)

@@ -11,7 +11,8 @@ import pytest
 from decode_node import receiver_events as protocol
 from decode_node.receiver_loop import ReceiverLoop
 from tests.runtime.instances import until
-from tests.runtime.scattered_tiers import ScatteredTiers
+from tests.runtime.scattered_tiers import HybridTiers, ScatteredTiers
+from transfer.chunk import ChunkPlan
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
 
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)
@@ -173,4 +174,51 @@ async def test_broken_bytes_heal_once_and_are_data_loss_twice(num_flips: int, is
         sender.loop.abort_request("a", reason)
         await until(lambda: "a" in sender.failed)
     await settled(tiers)
+    tiers.close()
+
+
+# Models whose layers differ in what they keep: full attention, two windows, a latent, recurrent states
+
+BF16, FP8, FP32 = DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT32
+LENGTHS = (100, 1, 33, 19, 20, 21, 5, 6, 87, 48)
+"""Below, at and above both windows, on chunk borders and beside them."""
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "plan", "is_one_sided"),
+    [
+        (
+            Shard(tp_size=4, page_size=4),
+            Shard(tp_size=2, page_size=8, order=TokenOrder.HND),
+            ChunkPlan(chunk_tokens=8, layers_per_group=1),
+            True,
+        ),
+        (Shard(tp_size=2, page_size=3, order=TokenOrder.HND), Shard(tp_size=3, page_size=1), ChunkPlan(chunk_tokens=7), False),
+        (
+            Shard(tp_size=2, page_size=4),
+            Shard(tp_size=1, page_size=5, dtype=FP8),
+            ChunkPlan(chunk_tokens=8, layers_per_group=3),
+            False,
+        ),
+        (Shard(page_size=8, dtype=FP8), Shard(tp_size=2, page_size=4, dtype=FP32), ChunkPlan(chunk_tokens=30), True),
+        (
+            Shard(pp_size=3, page_size=4, stage_layers=(1, 3, 3)),
+            Shard(pp_size=2, page_size=6, stage_layers=(5, 2)),
+            ChunkPlan(chunk_tokens=8, layers_per_group=2),
+            False,
+        ),
+    ],
+    ids=["4 to 2, layer by layer", "2 to 3", "to float8", "from float8, wide chunks", "stages that lack a kind"],
+)
+async def test_what_decode_may_read_arrives_while_windows_pass_their_pages_on(
+    prefill: Shard, decode: Shard, plan: ChunkPlan, is_one_sided: bool
+) -> None:
+    """Every token in reach, bit for bit, though the pages behind the windows are others' by then, and states in float32."""
+    tiers = HybridTiers(prefill, decode, plan=plan, room=(100, 87, 64), new_tokens=24, is_one_sided=is_one_sided)
+    await asyncio.gather(*(tiers.serve(f"r{number}", num_tokens) for number, num_tokens in enumerate(LENGTHS)))
+    await until(lambda: all(len(sender.sent) == len(LENGTHS) for sender in tiers.senders))
+    await until(tiers.is_idle)
+    tiers.assert_nothing_is_left()
+    for rank in (*tiers.senders, *tiers.receivers):
+        assert rank.group_pages.handed_on == {"window_5", "window_20"}, "others had their pages before they were through"
     tiers.close()

@@ -1,0 +1,217 @@
+"""Pieces of chunks between the pages of every group and contiguous bytes, whatever has been prepared before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node_runtime.piece_copier import PieceCopier
+from tests.runtime.scattered_tiers import HYBRID, GroupPages
+from transfer.chunk import Chunk, ChunkPlan, pieces_of, split_into_chunks
+from transfer.kernels.reference import ReferenceCopier
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import PageNeeds, layer_groups
+from transfer.layout import (
+    DType,
+    HeadSlice,
+    KVLayout,
+    LayerSpec,
+    Route,
+    Shard,
+    Span,
+    TokenOrder,
+    routes,
+    wire_buffers,
+    wire_dtype,
+)
+
+GROUPS = layer_groups(HYBRID)
+
+
+def pages_of(shard: Shard, num_tokens: int, *, seed: int, in_flight: int) -> GroupPages:
+    """A rank with room for one prompt, which is called "a"; `in_flight` as long as the prompt keeps all of its pages."""
+    needs = PageNeeds(groups=GROUPS, page_size=shard.page_size, tokens_in_flight=in_flight)
+    pages = GroupPages(shard, needs, needs.peak(num_tokens).by_group, seed=seed)
+    assert pages.reserve("a", num_tokens)
+    return pages
+
+
+def carry_over(prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int) -> None:
+    """A prompt from every prefill rank to every decode rank, piece by piece, and a check of all that decode may read."""
+    sources = [pages_of(prefill.at(rank), num_tokens, seed=rank, in_flight=num_tokens) for rank in range(prefill.num_ranks)]
+    for pages in sources:
+        pages.cover("a", num_tokens)
+        for part in pages.pool.parts:
+            for layer in part.layers:
+                pages.write("a", layer, Span(begin=0, end=num_tokens))
+    targets = [pages_of(decode.at(rank), num_tokens, seed=100 + rank, in_flight=1) for rank in range(decode.num_ranks)]
+    dtype = wire_dtype(HYBRID, prefill, decode)
+    copiers = {id(pages): PieceCopier(pages.pool) for pages in (*sources, *targets)}
+    for pages in targets:
+        pages.allocator.begin_at("a", num_tokens)
+    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers)
+    for route in routes(HYBRID, prefill, decode):
+        source, target, heads = sources[route.prefill_rank], targets[route.decode_rank], route.heads
+        for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
+            wire = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+            what = {"num_tokens": num_tokens, "dtype": dtype}
+            held = Span(begin=heads.source_start, end=heads.source_start + heads.count)
+            tables = source.allocator.tables("a")
+            copiers[id(source)].prepare(HYBRID, route, chunk, heads=held, tables=tables, **what).gather(wire)
+            wanted = Span(begin=heads.target_start, end=heads.target_start + heads.count)
+            tables = target.cover("a", chunk.tokens.end)
+            copiers[id(target)].prepare(HYBRID, route, chunk, heads=wanted, tables=tables, **what).scatter(wire)
+    for pages in targets:
+        through = [prefill.pool_dtype(HYBRID), dtype, decode.pool_dtype(HYBRID)]
+        pages.assert_readable("a", num_tokens, through, computed=num_tokens)
+
+
+shards = st.builds(
+    Shard,
+    tp_size=st.integers(1, 4),
+    page_size=st.integers(1, 9),
+    order=st.sampled_from(TokenOrder),
+    dtype=st.sampled_from((None, DType.FLOAT8_E4M3, DType.FLOAT32)),
+)
+
+
+@settings(max_examples=40)
+@given(
+    prefill=shards,
+    decode=shards,
+    plan=st.builds(ChunkPlan, chunk_tokens=st.integers(1, 40), layers_per_group=st.integers(0, 7)),
+    num_tokens=st.integers(1, 90),
+)
+def test_a_prompt_is_carried_over_piece_by_piece(prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int) -> None:
+    carry_over(prefill, decode, plan, num_tokens)
+
+
+def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: int, dtype: DType, num_bytes: int) -> torch.Tensor:
+    """By the definition of a wire, buffer by buffer, in tokens of the request."""
+    wire = torch.zeros(num_bytes, dtype=torch.uint8)
+    heads = Span(begin=route.heads.source_start, end=route.heads.source_start + route.heads.count)
+    what = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
+    for buffer in wire_buffers(HYBRID, route, **what):
+        own = HYBRID.layers[buffer.layer].dtype or dtype
+        copier = ReferenceCopier(pages.pool.part_of(buffer.layer), heads=heads, wire_dtype=own)
+        table = torch.tensor(pages.allocator.tables("a")[pages.pool.group_of(buffer.layer)])
+        first = (table >= 0).nonzero()[0].item()
+        first_token = int(first) * copier.pool.page_size
+        copier.gather(table[int(first) :], [buffer], wire, first_token=first_token)
+    return wire
+
+
+@settings(max_examples=60)
+@given(
+    page_size=st.integers(1, 9),
+    chunk_tokens=st.integers(1, 30),
+    prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 89)), min_size=2, max_size=5),
+)
+def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
+    page_size: int, chunk_tokens: int, prompts: list[tuple[int, int]]
+) -> None:
+    """A copier keeps what it has laid out. Equal chunks share it only where the prompt's end makes no difference to them."""
+    shard, dtype = Shard(page_size=page_size), DType.BFLOAT16
+    plan = ChunkPlan(chunk_tokens=chunk_tokens)
+    pages = pages_of(shard, 90, seed=1, in_flight=90)
+    pages.cover("a", 90)
+    for part in pages.pool.parts:
+        for layer in part.layers:
+            pages.write("a", layer, Span(begin=0, end=90))
+    copier = PieceCopier(pages.pool)
+    for num_tokens, start in prompts:
+        chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=start % num_tokens)
+        for route in routes(HYBRID, shard, shard):
+            heads = Span(begin=0, end=route.heads.count)
+            for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
+                wire = torch.zeros(num_bytes, dtype=torch.uint8)
+                tables = pages.allocator.tables("a")
+                piece = copier.prepare(HYBRID, route, chunk, heads=heads, num_tokens=num_tokens, dtype=dtype, tables=tables)
+                piece.gather(wire)
+                assert torch.equal(wire, reference_wire(pages, route, chunk, num_tokens, dtype, num_bytes))
+
+
+def one_group_copier(page_size: int = 4) -> tuple[PieceCopier, KVLayout, Route]:
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT16)
+    shard = Shard(page_size=page_size)
+    (route,) = routes(layout, shard, shard)
+    return PieceCopier(KVPool(layout=layout, shard=shard, num_pages=30)), layout, route
+
+
+def buffers_of(copier: PieceCopier, layout: KVLayout, route: Route, chunk: Chunk, num_tokens: int) -> Sequence[object]:
+    piece = copier.prepare(
+        layout,
+        route,
+        chunk,
+        heads=Span(begin=0, end=2),
+        num_tokens=num_tokens,
+        dtype=DType.FLOAT16,
+        tables=(list(range(-(-num_tokens // 4))),),
+    )
+    (part,) = piece.parts
+    return part.buffers
+
+
+def test_equal_chunks_are_laid_out_once() -> None:
+    """Laying a chunk out costs more than preparing its copy, on the loop that has everything else to do."""
+    copier, layout, route = one_group_copier()
+    plan = ChunkPlan(chunk_tokens=8)
+    found = [
+        buffers_of(copier, layout, route, chunk, num_tokens)
+        for num_tokens in (24, 80)
+        for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=3)
+    ]
+    assert len(found) == 13 and all(buffers is found[0] for buffers in found)
+    shorter = split_into_chunks(plan, num_tokens=21, num_layers=3)[-1]
+    assert buffers_of(copier, layout, route, shorter, 21) is not found[0]
+
+
+def test_every_head_slice_has_a_copier_of_its_own() -> None:
+    """Instances of several cuts can be attached to one rank; slices may begin or end alike."""
+    copier, layout, route = one_group_copier()
+    (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)
+    for heads in (Span(begin=0, end=2), Span(begin=1, end=2), Span(begin=0, end=1)):
+        of_slice = replace(route, heads=HeadSlice(source_start=heads.begin, target_start=0, count=len(heads)))
+        what = {"num_tokens": 8, "dtype": DType.FLOAT16, "tables": ((3, 1),)}
+        (part,) = copier.prepare(layout, of_slice, chunk, heads=heads, **what).parts
+        assert part.copier.heads == heads
+
+
+def test_another_layout_forgets_what_the_last_one_had() -> None:
+    copier, layout, route = one_group_copier()
+    chunk = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)[0]
+    before = buffers_of(copier, layout, route, chunk, 8)
+    same = KVLayout(layers=layout.layers, dtype=layout.dtype)  # what another attach has decoded: equal, another object
+    again = buffers_of(copier, same, route, chunk, 8)
+    assert again == before and again is not before
+
+
+def test_pages_are_those_of_the_groups_own_table() -> None:
+    """A window that begins pages behind the chunk's first one: what the table has there is no page."""
+    window = replace(HYBRID.layers[2], num_kv_heads=4)
+    layout = KVLayout(layers=(LayerSpec(num_kv_heads=4, k_head_dim=8, v_head_dim=6), window), dtype=DType.BFLOAT16)
+    shard = Shard(page_size=4)
+    pool = KVPool(layout=layout, shard=shard, num_pages=(30, 30))
+    (route,) = routes(layout, shard, shard)
+    (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=64), num_tokens=50, num_layers=2)
+    full = list(range(13))
+    windows = [-1] * 7 + [20, 21, 22, 23, 24, 25]  # of tokens 30 to 49
+    piece = PieceCopier(pool).prepare(
+        layout, route, chunk, heads=Span(begin=0, end=4), num_tokens=50, dtype=DType.BFLOAT16, tables=(full, windows)
+    )
+    first, second = piece.parts
+    assert first.pages.tolist() == full and second.pages.tolist() == windows[7:]
+    assert {buffer.tokens for buffer in first.buffers} == {Span(begin=0, end=50)}
+    assert {buffer.tokens for buffer in second.buffers} == {Span(begin=2, end=22)}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 6, 19, 20, 21, 63])
+def test_windows_shorter_and_longer_than_the_prompt(num_tokens: int) -> None:
+    for layers_per_group in (0, 1):
+        plan = ChunkPlan(chunk_tokens=4, layers_per_group=layers_per_group)
+        carry_over(Shard(tp_size=4, page_size=4), Shard(tp_size=2, page_size=3, dtype=DType.FLOAT8_E4M3), plan, num_tokens)
