@@ -10,6 +10,7 @@ import typer
 
 import transfer
 from kvferry import exit_codes
+from kvferry.demo_kinds import ModelKind
 from transfer.errors import TransferError
 
 app = typer.Typer(
@@ -43,8 +44,11 @@ def demo(
     decode_tp: Annotated[int, typer.Option(help="Tensor parallel degree of the decode tier.")] = 2,
     prefill_page_size: Annotated[int, typer.Option(help="Tokens per page of the prefill tier.")] = 16,
     decode_page_size: Annotated[int, typer.Option(help="Tokens per page of the decode tier.")] = 32,
+    prefill_order: Annotated[str, typer.Option(help="Order inside the prefill tier's pages: NHD or HND.")] = "NHD",
+    decode_order: Annotated[str, typer.Option(help="Order inside the decode tier's pages: NHD or HND.")] = "NHD",
     transport: Annotated[str, typer.Option(help="Data plane.")] = "ucx",
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default a small model is made.")] = None,
+    model_kind: Annotated[ModelKind, typer.Option(help="What the layers of the model that is made keep.")] = ModelKind.LLAMA,
     dtype: Annotated[str, typer.Option(help="float32, where tokens are comparable, or model: its own.")] = "float32",
     prompts: Annotated[Path | None, typer.Option(help="Text file, one prompt a line; by default those built in.")] = None,
     requests: Annotated[int | None, typer.Option(help="How many; by default each prompt once.")] = None,
@@ -61,8 +65,11 @@ def demo(
             decode_tp=decode_tp,
             prefill_page_size=prefill_page_size,
             decode_page_size=decode_page_size,
+            prefill_order=prefill_order,
+            decode_order=decode_order,
             transport=transport,
             model=model,
+            model_kind=model_kind,
             dtype=dtype,
             prompts_file=prompts,
             num_requests=requests,
@@ -77,10 +84,11 @@ def demo(
 @model_app.command("make")
 def model_make(
     directory: Annotated[Path, typer.Argument(help="Where to; made if missing.")],
+    kind: Annotated[ModelKind, typer.Option(help="What its layers keep.")] = ModelKind.LLAMA,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo model in the directory.")] = False,
 ) -> None:
-    """Make the demo's small Llama: configuration, safetensors and tokenizer, the same bytes for the same seed."""
+    """Make a small demo model: configuration, safetensors and tokenizer, the same bytes for the same kind and seed."""
     if directory.is_dir() and any(directory.iterdir()) and not force:
         message = f"{directory} is not empty; name another directory, or replace a demo model with --force"
         print(f"kvferry model make: {message}", file=sys.stderr)
@@ -88,7 +96,7 @@ def model_make(
     from kvferry.demo_model import make_demo_model
 
     try:
-        made = make_demo_model(directory, seed=seed)
+        made = make_demo_model(directory, kind=kind, seed=seed)
     except TransferError as error:
         _fail("model make", error)
     except OSError as error:

@@ -22,8 +22,9 @@ import transfer
 from kvferry import exit_codes
 from kvferry.demo_cache import cached_demo_model
 from kvferry.demo_dtype import EXACT_DTYPE, chosen_dtype, model_dtype
+from kvferry.demo_kinds import ModelKind
 from kvferry.demo_print import print_report
-from kvferry.demo_prompts import check_prompts_fit, load_prompts
+from kvferry.demo_prompts import architecture, check_prompts_fit, load_prompts
 from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, make_report
 from kvferry.demo_view import DemoView, RequestProgress, make_view
 from kvferry.local_cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
@@ -35,6 +36,8 @@ from transfer.pb import kvferry_pb2 as pb
 
 REQUEST_TIMEOUT_S: Final = 300.0
 IDLE_TIMEOUT_S: Final = 5.0  # ranks report what they hold four times a second
+TIGHT_RUNNING_REQUESTS: Final = 4
+TIGHT_CHUNK_TOKENS: Final = 32
 _STATUS_S: Final = 0.25
 _POLL_S: Final = 0.05
 _CLEAR_REFUSALS: Final = (node_exit_codes.BAD_CONFIG, node_exit_codes.NO_MEMORY)
@@ -47,6 +50,7 @@ class DemoOptions:
 
     Args:
         model: Hugging Face directory; None makes the demo model.
+        model_kind: Which one.
         dtype: What both tiers and the single process compute in: "float32", in which tokens are comparable, or "model", the
             directory's own.
         prompts_file: One prompt a line; None takes those built in.
@@ -59,8 +63,11 @@ class DemoOptions:
     decode_tp: int = 2
     prefill_page_size: int = 16
     decode_page_size: int = 32
+    prefill_order: str = "NHD"
+    decode_order: str = "NHD"
     transport: str = "ucx"
     model: Path | None = None
+    model_kind: ModelKind = ModelKind.LLAMA
     dtype: str = EXACT_DTYPE
     prompts_file: Path | None = None
     num_requests: int | None = None
@@ -72,6 +79,8 @@ class DemoOptions:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
         if self.dtype not in (EXACT_DTYPE, "model"):
             raise ConfigError(f"--dtype is {self.dtype}; it must be {EXACT_DTYPE} or model")
+        if self.model is not None and self.model_kind is not ModelKind.LLAMA:
+            raise ConfigError(f"--model-kind is {self.model_kind}; it is of the model that is made, and --model names another")
         if self.json_file is not None and not self.is_json_on_stdout:
             _check_writable(self.json_file)
 
@@ -80,7 +89,11 @@ class DemoOptions:
         return self.json_file is not None and str(self.json_file) == "-"
 
     def cluster(self, model: Path, num_requests: int) -> ClusterSpec:
-        """The two tiers, with queues that take every request at once."""
+        """The two tiers, with queues that take every request at once.
+
+        The pools of windows and states are as large as the requests that run at once can need: of the kinds that have some, few
+        run at once, and in small chunks, so that their pages are used again while the demo runs.
+        """
         settings: dict[str, object] = {
             "limits.max_queued_requests": max(256, num_requests),
             "limits.queue_timeout_s": REQUEST_TIMEOUT_S,
@@ -88,10 +101,26 @@ class DemoOptions:
         dtype = chosen_dtype(self.dtype, model)
         if dtype is not None:
             settings["dtype"] = dtype
+        is_tight = self.model_kind is not ModelKind.LLAMA
+        if is_tight:
+            settings["limits.max_running_requests"] = TIGHT_RUNNING_REQUESTS
         return ClusterSpec(
-            prefill=TierSpec(model=model, tp_size=self.prefill_tp, page_size=self.prefill_page_size, settings=settings),
-            decode=TierSpec(model=model, tp_size=self.decode_tp, page_size=self.decode_page_size, settings=settings),
+            prefill=TierSpec(
+                model=model,
+                tp_size=self.prefill_tp,
+                page_size=self.prefill_page_size,
+                order=self.prefill_order,
+                settings=settings,
+            ),
+            decode=TierSpec(
+                model=model,
+                tp_size=self.decode_tp,
+                page_size=self.decode_page_size,
+                order=self.decode_order,
+                settings=settings,
+            ),
             transport=self.transport,
+            chunk_tokens=TIGHT_CHUNK_TOKENS if is_tight else None,
         )
 
 
@@ -155,8 +184,8 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
     with view:
         model = options.model
         if model is None:
-            view.phase("the demo model")
-            model = await cached_demo_model()
+            view.phase("the demo model" if options.model_kind is ModelKind.LLAMA else f"the demo model, {options.model_kind}")
+            model = await cached_demo_model(options.model_kind)
         await check_prompts_fit(model, prompts, options.max_new_tokens)
         dtype, own_dtype = chosen_dtype(options.dtype, model), model_dtype(model)
         if dtype == EXACT_DTYPE and own_dtype not in (None, EXACT_DTYPE):
@@ -175,7 +204,7 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
                 outcomes = await _generate_all(cluster, prompts, options.max_new_tokens, view, reference)
                 generate_s = time.monotonic() - generate_begun_s
                 leaked = await _wait_idle(cluster)
-                decode = await cluster.decode.status()
+                prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
                 if not any(outcome.error for outcome in outcomes):
                     view.phase("waiting for the single process that the tokens are compared with")
                 results = await reference.results()
@@ -192,6 +221,8 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
         seconds=time.monotonic() - begun_s,
         generate_seconds=generate_s,
         dtype=dtype or "as stored",
+        model_kind=options.model_kind if options.model is None else architecture(model),
+        prefill=prefill,
         environment=_environment(options, model),
     )
 

@@ -1,4 +1,4 @@
-"""Keeps the demo model between runs."""
+"""Keeps the demo models between runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Final
 
 import transfer
 from kvferry.cluster_spec import child_environment
+from kvferry.demo_kinds import ModelKind
 from transfer.errors import EngineError
 
 CACHE_FOLDER: Final = Path(".kvferry")
 _POLL_S: Final = 0.05
 
 
-async def cached_demo_model() -> Path:
-    """The demo model's directory; it is made at the first call, in a few seconds.
+async def cached_demo_model(kind: ModelKind = ModelKind.LLAMA) -> Path:
+    """The directory of the demo model of a kind; it is made at the first call, in a few seconds.
 
     It lies in ``.kvferry`` of the working directory, or in the system's temporary folder where that cannot be written. Its name
     holds what the model depends on, so that another version makes another one.
@@ -29,13 +30,13 @@ async def cached_demo_model() -> Path:
     Raises:
         EngineError: It could not be made.
     """
-    directory = _cache_folder() / f"demo-model-{_key()}"
+    directory = _cache_folder() / f"demo-model-{kind}-{_key()}"
     if directory.exists():
         return directory
     # Made elsewhere and moved at the end: a directory under the final name is always whole.
     with tempfile.TemporaryDirectory(prefix="new-", dir=directory.parent) as folder:
         fresh = Path(folder) / directory.name
-        await _run([sys.executable, "-m", "kvferry", "model", "make", str(fresh)])
+        await _run([sys.executable, "-m", "kvferry", "model", "make", "--kind", kind, str(fresh)])
         try:
             fresh.rename(directory)
         except OSError:
@@ -45,9 +46,11 @@ async def cached_demo_model() -> Path:
 
 
 def _key() -> str:
-    """Of everything that decides the model's bytes: the code that makes it, and kvferry's version."""
-    source = Path(__file__).with_name("demo_model.py").read_bytes()
-    return f"{transfer.__version__}-{hashlib.sha256(source).hexdigest()[:12]}"
+    """Of everything that decides a model's bytes: the code that makes it, and kvferry's version."""
+    source = hashlib.sha256()
+    for name in ("demo_model.py", "demo_kinds.py"):
+        source.update(Path(__file__).with_name(name).read_bytes())
+    return f"{transfer.__version__}-{source.hexdigest()[:12]}"
 
 
 def _cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""A small model for demos and tests, made on the spot: a normal Hugging Face directory, the same bytes every time.
+"""Small models for demos and tests, made on the spot: a normal Hugging Face directory, the same bytes every time.
 
 The weights are random, but scaled such that attention decides what comes next: damage to one KV head, one page or one
 position of the cache changes the tokens that a greedy decoder makes. What it says is nonsense made of readable words.
@@ -11,33 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from kvferry.demo_kinds import (
+    EMBEDDING_SCALE,
+    HEAD_DIM,
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    KINDS,
+    LAYER_GROWTH,
+    LOGIT_SCALE,
+    MAX_CONTEXT_TOKENS,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    NUM_QUERY_HEADS,
+    VOCAB_SIZE,
+    DemoKind,
+    ModelKind,
+)
 from transfer.errors import ConfigError
 
-NUM_LAYERS = 8
-HIDDEN_SIZE = 264  # transformers refuses a Llama whose hidden size is not a multiple of its query heads; the nearest to 256
-NUM_QUERY_HEADS = 24
-NUM_KV_HEADS = 12
-HEAD_DIM = 32
-INTERMEDIATE_SIZE = 576
-VOCAB_SIZE = 768
-# Both head counts, the intermediate size and the vocabulary are multiples of 12: TP 1, 2, 3, 4, 6 and 12 divide.
-MAX_CONTEXT_TOKENS = 4096
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
-
-# Found by measurement (tests/engine/test_hand_over.py holds them to it). Larger shares and sharper scores make generation more
-# varied and damage more visible, but also multiply rounding errors from layer to layer until two correct ways to add up the
-# same numbers disagree about a token. With these, logits (standard deviation 2.2) of two correct orders of summation differ by
-# 4e-5 at most over 600 tokens, while zeroing one KV head of one layer moves them by 0.6 or more.
-EMBEDDING_SCALE = 1.0
-QUERY_KEY_SCALE = 1.6  # standard deviation of a query or key element; scores have its square
-ATTENTION_SHARE = 1.0  # what a layer's attention adds to the residual stream, beside an embedding of EMBEDDING_SCALE
-MLP_SHARE = 1.0
-LAYER_GROWTH = 1.1  # of ATTENTION_SHARE per layer: later layers add to a longer residual, and would count less and less
-LOGIT_SCALE = 3.0
+DECAYS = ("A_log", "dt_bias")
+DECAY_RANGE = (-3.0, -0.5)
+"""Of both: a state forgets within some to some hundred tokens; were it at once or never, the chunk before would not matter."""
 
 TRAINING_TEXT = """
 A prompt arrives, and the first machine reads all of it at once. For every word it keeps a key and a value in each layer of the
@@ -67,13 +67,14 @@ seven times. Then the first ferry whistles, the ropes are thrown, and a new day 
 """
 
 
-def make_demo_model(directory: Path | str, *, seed: int = 0) -> Path:
+def make_demo_model(directory: Path | str, *, kind: ModelKind = ModelKind.LLAMA, seed: int = 0) -> Path:
     """Write the demo model, its configuration and its tokenizer as a Hugging Face directory.
 
-    The same seed gives the same bytes. Takes a few seconds, needs no network, 33 MB of disk.
+    The same kind and seed give the same bytes. Takes a few seconds, needs no network, 25 to 35 MB of disk.
 
     Args:
         directory: Where to; made if missing. Must be empty or hold an earlier demo model.
+        kind: What its layers keep.
         seed: Seed of the weights.
 
     Returns:
@@ -87,7 +88,7 @@ def make_demo_model(directory: Path | str, *, seed: int = 0) -> Path:
         raise ConfigError(f"directory is {str(directory)!r}, which holds something else; must be a new or empty directory")
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
-    model = _make_weights(tokenizer, seed)
+    model = _make_weights(tokenizer, KINDS[kind], seed)
     disable_progress_bar()  # for one small file, in the midst of the demo's own lines
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
@@ -121,48 +122,66 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def _make_weights(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=INTERMEDIATE_SIZE,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_QUERY_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_CONTEXT_TOKENS,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+def _make_weights(tokenizer: PreTrainedTokenizerFast, kind: DemoKind, seed: int) -> PreTrainedModel:
+    config = _config(tokenizer, kind)
+    model_class: Any = getattr(transformers, f"{kind.family}ForCausalLM")
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model: Any = model_class(config)
     model.to_empty(device="cpu")
     # A generator of its own, on the CPU: the same numbers everywhere, and the caller's random state is left alone.
     generator = torch.Generator().manual_seed(seed)
-    scales = {
-        "q_proj": QUERY_KEY_SCALE / math.sqrt(HIDDEN_SIZE),
-        "k_proj": QUERY_KEY_SCALE / math.sqrt(HIDDEN_SIZE),
-        "v_proj": 1 / math.sqrt(HIDDEN_SIZE),
-        "o_proj": ATTENTION_SHARE / math.sqrt(NUM_QUERY_HEADS * HEAD_DIM),
-        "gate_proj": 1 / math.sqrt(HIDDEN_SIZE),
-        "up_proj": 1 / math.sqrt(HIDDEN_SIZE),
-        "down_proj": MLP_SHARE / math.sqrt(INTERMEDIATE_SIZE),
-        "embed_tokens": EMBEDDING_SCALE,
-        "lm_head": LOGIT_SCALE,
-    }
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)  # norms
+            module = name.split(".")[-2]
+            if name.endswith(DECAYS):
+                parameter.uniform_(*DECAY_RANGE, generator=generator)
+            elif parameter.ndim == 1:
+                weights = [weight for end, weight in kind.norms.items() if name.endswith(f".{end}.weight")]
+                parameter.fill_(weights[0] if weights else kind.norm)
+            elif module == "embed_tokens":
+                # Gemma multiplies what it looks up by the root of the hidden size.
+                scale = EMBEDDING_SCALE / float(getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif module == "lm_head":
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * LOGIT_SCALE)
             else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scales[name.split(".")[-2]])
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(LAYER_GROWTH**layer.self_attn.layer_idx)
+                gain = kind.gains.get(module, 1.0)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (gain / math.sqrt(parameter.shape[-1])))
+        _grow(model, kind)
         model.lm_head.weight.mul_(_token_weights(tokenizer).unsqueeze(1) / math.sqrt(HIDDEN_SIZE))
-    return model
+    made: PreTrainedModel = model
+    return made
+
+
+def _grow(model: Any, kind: DemoKind) -> None:
+    for index, layer in enumerate(model.model.layers):
+        for name, module in layer.named_modules():
+            if name.split(".")[-1] in kind.grown:
+                factor = LAYER_GROWTH**index
+                if module.weight.ndim == 1:
+                    module.weight.add_(1 - kind.norm).mul_(factor).sub_(1 - kind.norm)
+                else:
+                    module.weight.mul_(factor)
+
+
+def _config(tokenizer: PreTrainedTokenizerFast, kind: DemoKind) -> PretrainedConfig:
+    config_class: type[PretrainedConfig] = getattr(transformers, kind.config_class)
+    shared: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_QUERY_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": MAX_CONTEXT_TOKENS,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    return config_class(**{**shared, **kind.config})
 
 
 def _token_weights(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:

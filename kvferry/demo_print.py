@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from kvferry.demo_dtype import EXACT_DTYPE
+from kvferry.demo_groups import GroupReport
 from kvferry.demo_report import DemoReport, Percentiles
 from kvferry.demo_view import in_bytes
 
@@ -16,6 +17,10 @@ _MAX_LINES = 10
 LEGEND = (
     "transfer: from a prompt's first gather, while later chunks are still being computed, to its last release; "
     "exposed: what of it comes after the last computed chunk; overlap: the rest."
+)
+GROUP_LEGEND = (
+    "used: pages that all requests took, one after the other; more than a pool has were used again. Tokens behind a window, and "
+    "those that a state has taken in, do not travel."
 )
 TIES = (
     "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
@@ -31,6 +36,9 @@ def print_report(console: Console, report: DemoReport) -> None:
     for name, value in _rows(report):
         table.add_row(name, value)
     console.print(table)
+    if has_kinds(report):
+        console.print(_group_table(report))
+        console.print(GROUP_LEGEND, markup=False, highlight=False, soft_wrap=True)
     if report.writes:
         console.print(LEGEND, markup=False, highlight=False, soft_wrap=True)
     for title, lines in _complaints(report):
@@ -59,14 +67,41 @@ def _complaints(report: DemoReport) -> list[tuple[str, Sequence[str]]]:
     ]
 
 
+def has_kinds(report: DemoReport) -> bool:
+    """Whether the model's layers keep anything but K and V of every token."""
+    return [group.keeps for group in report.groups] not in ([], ["K or V"]) or any(one.tokens_left_out for one in report.groups)
+
+
+def _group_table(report: DemoReport) -> Table:
+    table = Table(title=f"what each group of layers took ({report.model_kind})", title_justify="left")
+    table.add_column("group of layers")
+    for group in report.groups:
+        table.add_column(group.name, justify="right")
+    rows: dict[str, Callable[[GroupReport], str]] = {
+        "layers": lambda group: f"{group.layers}, {group.keeps}",
+        "pages of a prefill rank, used": lambda group: f"{group.prefill_pages:,}, {group.prefill_pages_used:,}",
+        "pages of a decode rank, used": lambda group: f"{group.decode_pages:,}, {group.decode_pages_used:,}",
+        "sent": lambda group: f"{group.tokens_sent:,} {'states' if group.keeps == 'state' else 'tokens'}",
+        "tokens that did not have to travel": lambda group: f"{group.tokens_left_out:,}",
+        "bytes moved": lambda group: in_bytes(group.bytes_sent),
+    }
+    for name, shown in rows.items():
+        table.add_row(name, *map(shown, report.groups))
+    return table
+
+
 def cost_line(report: DemoReport) -> str:
     """What the same transfer would have cost if every token x layer x K/V slice of a route were a write."""
     if not report.writes:
         return "Nothing was moved."
     factor = report.writes_without_staging / report.writes
+    kept = list(dict.fromkeys(group.keeps for group in report.groups if group.keeps != "state")) or ["K or V"]
+    states = ", and one for each layer's state" if any(group.keeps == "state" for group in report.groups) else ""
+    size = f"{report.bytes_moved / max(report.writes_without_staging, 1):,.0f} bytes"
+    average = " on average" if len(report.groups) > 1 else ""
     return (
-        "Without staging, each route takes one write for each token, layer and K or V: "
-        f"{report.writes_without_staging:,} writes of {report.bytes_moved / max(report.writes_without_staging, 1):,.0f} bytes. "
+        f"Without staging, each route takes one write for each token, layer and {' or '.join(kept)}{states}: "
+        f"{report.writes_without_staging:,} writes of {size}{average}. "
         f"Here: {report.writes:,} writes of {in_bytes(report.bytes_moved / report.writes)}, {factor:,.0f} times fewer."
     )
 

@@ -86,6 +86,12 @@ def read_config(model: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def architecture(model: Path) -> str:
+    """Name of the model's architecture as its configuration says it; empty where it does not."""
+    named = read_config(model).get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
 def _max_context_tokens(model: Path) -> int | None:
     """As the model's configuration says it; None where it does not."""
     found = read_config(model).get("max_position_embeddings")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.demo_groups import GroupReport, Lengths, group_reports
 from kvferry.reference_generate import ReferenceResult
 from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb
@@ -71,6 +72,8 @@ class DemoReport:
         seconds: The whole run, from the command's start to the last process's end.
         generate_seconds: Of it, from the first request to the last token.
         dtype: What both tiers and the single process computed in.
+        model_kind: What the layers of the demo model keep, or the architecture of a model that was given.
+        groups: What each group of layers took, of the requests that ended well.
         environment: Versions and machine, for the record.
     """
 
@@ -101,6 +104,8 @@ class DemoReport:
     seconds: float
     generate_seconds: float
     dtype: str
+    model_kind: str = ""
+    groups: tuple[GroupReport, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,7 +121,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Percentiles):
         return {"p50": value.p50, "p99": value.p99}
     if isinstance(value, tuple):
-        return list(value)
+        return [_plain(one) for one in value]
+    if isinstance(value, GroupReport):
+        return dataclasses.asdict(value)
     return dict(value) if isinstance(value, Mapping) else value
 
 
@@ -147,6 +154,8 @@ def make_report(
     generate_seconds: float,
     dtype: str,
     environment: Mapping[str, Any],
+    model_kind: str = "",
+    prefill: pb.NodeStatus | None = None,
 ) -> DemoReport:
     """Add up a run.
 
@@ -156,6 +165,8 @@ def make_report(
         decode: The decode node's status after the last request.
         leaked: What is left over.
         dtype: What both tiers and the single process computed in.
+        model_kind: What the layers of the demo model keep, or the architecture of a model that was given.
+        prefill: The prefill node's status; None leaves out what each group of layers took.
 
     Raises:
         ConfigError: The two sequences are not equally long.
@@ -192,8 +203,14 @@ def make_report(
         seconds=seconds,
         generate_seconds=generate_seconds,
         dtype=dtype,
+        model_kind=model_kind,
+        groups=() if prefill is None else group_reports(prefill, decode, [_lengths(one) for one in outcomes if one.done]),
         environment=dict(environment),
     )
+
+
+def _lengths(outcome: RequestOutcome) -> Lengths:
+    return Lengths(prompt_tokens=outcome.prompt_tokens, generated_tokens=len(outcome.token_ids))
 
 
 def _errors(outcomes: Sequence[RequestOutcome], *, after_acceptance: bool) -> tuple[str, ...]:
