@@ -8,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvferry.local_cluster import ClusterNode
 from kvferry.node_client import NodeClient
@@ -135,7 +135,8 @@ class Reference:
     """Greedy tokens of transformers' own `generate` in this process, with its own attention and cache."""
 
     def __init__(self, directory: Path) -> None:
-        self._model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+        loader: Any = AutoModelForCausalLM
+        self._model: Any = loader.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
