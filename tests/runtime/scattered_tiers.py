@@ -145,7 +145,7 @@ class GroupPages:
         self.pool.write(layer, self.slots(request_id, layer, range(tokens.begin, tokens.end)), k, v)
 
     def assert_readable(self, request_id: str, num_tokens: int, through: Sequence[DType], *, computed: int) -> None:
-        """Every layer has what a step after `num_tokens` tokens reads, bit for bit.
+        """Every layer has what a step up to `num_tokens` tokens reads, its own last one with it, bit for bit.
 
         Args:
             through: The pool dtypes and the wire's through which the prompt's values have gone.
@@ -154,7 +154,7 @@ class GroupPages:
         for part in self.pool.parts:
             for layer in part.layers:
                 window = HYBRID.layers[layer].window_tokens
-                first = num_tokens if is_state(layer) else max(0, num_tokens - window + 1) if window else 0
+                first = num_tokens if is_state(layer) else max(0, num_tokens - window) if window else 0
                 tokens = range(first, num_tokens + 1 if is_state(layer) else num_tokens)
                 heads = self.pool.shard.heads(HYBRID.layers[layer].num_kv_heads)
                 found = self.pool.read(layer, self.slots(request_id, layer, tokens))

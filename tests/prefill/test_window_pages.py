@@ -1,0 +1,224 @@
+"""A prefill rank gives the pages that a window has passed back while it computes, and never one that is still read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefill_node.rank_messages import AbortRequest, PagesReleased, RunStep, StartRequest, StepDone, StepPart
+from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
+from prefill_node.worker import PrefillWorker
+from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
+from transfer.chunk import ChunkPlan
+from transfer.engine_types import PrefillItem, SamplingParams
+from transfer.errors import EngineError
+from transfer.layer_groups import PageCounts
+from transfer.page_allocator import GroupAllocator
+
+CHUNK_TOKENS, NUM_TOKENS = 8, 85
+NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)
+
+
+class Engine:
+    """Reads what a step of a real one reads, and writes what it writes."""
+
+    layout, shard = LAYOUT, SHARD
+    is_broken = False
+
+    def __init__(self, memory: PagedMemory) -> None:
+        self._memory = memory
+
+    def prefill(self, items: Sequence[PrefillItem], on_layers_written: Callable[[int, None], None]) -> dict[str, int]:
+        if self.is_broken:
+            raise EngineError("the step failed")
+        for item in items:
+            if item.first_token:
+                self._memory.read(item.request_id, item.page_tables, item.first_token, window_tokens=WINDOW_TOKENS - 1)
+            self._memory.write(item.request_id, item.page_tables, range(item.first_token, item.end_token))
+        on_layers_written(LAYOUT.num_layers, None)
+        return {item.request_id: 7 for item in items if item.is_last}
+
+
+class Rank:
+    """A worker between a scheduler, as the leader has it, and a sender that gathers when told."""
+
+    def __init__(self, pool_pages: tuple[int, ...], max_step_tokens: int = 3 * CHUNK_TOKENS) -> None:
+        self.memory, self.lane, self.said = PagedMemory(), HeldLane(), list[Any]()
+        self.aborted: list[str] = []
+        self.computed: dict[str, set[int]] = {}
+        self.engine = Engine(self.memory)
+        self.allocator = GroupAllocator(NEEDS, pool_pages)
+        self.scheduler = PrefillScheduler(
+            pool_pages=PageCounts(pool_pages),
+            needs=NEEDS,
+            chunk_tokens=CHUNK_TOKENS,
+            max_step_tokens=max_step_tokens,
+            max_running=9,
+        )
+        self.num_steps = 0
+        worker = self.worker = object.__new__(PrefillWorker)
+        worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
+        worker._plan = ChunkPlan(chunk_tokens=CHUNK_TOKENS)
+        worker._engine = self.engine  # type: ignore[assignment]
+        worker._engine_lane = self.lane  # type: ignore[assignment]
+        worker._allocator = self.allocator
+        worker._requests = {}
+        worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
+        worker._sessions = SimpleNamespace(of=lambda _: (SimpleNamespace(shard=SHARD), {0: 1}))  # type: ignore[assignment]
+        worker._sender = SimpleNamespace(  # type: ignore[assignment]
+            start_request=lambda request: self.computed.setdefault(request.request_id, set()),
+            chunk_computed=lambda request_id, chunk, _: self.computed[request_id].add(chunk),
+            abort_request=lambda request_id, _: self.aborted.append(request_id),
+        )
+
+    def submit(self, request_id: str, num_tokens: int = NUM_TOKENS) -> None:
+        self.scheduler.submit(request_id, num_tokens, destination=1)
+
+    def start_all(self) -> list[str]:
+        """Every request that there is room for."""
+        for request_id in self.scheduler.startable():
+            self.scheduler.accept(request_id)
+        started = self.scheduler.start_accepted()
+        for request_id in started:
+            self.worker.on_message(
+                StartRequest(
+                    request_id=request_id,
+                    decode_incarnation=1,
+                    num_tokens=NUM_TOKENS,
+                    start_token=0,
+                    sampling=SamplingParams(),
+                )
+            )
+        return started
+
+    def send_step(self) -> bool:
+        items = self.scheduler.next_step()
+        if items:
+            self.num_steps += 1
+            parts = tuple(
+                StepPart(
+                    request_id=item.request_id,
+                    token_ids=tuple(range(item.begin, item.end)),
+                    first_token=item.begin,
+                    is_last=item.is_last,
+                )
+                for item in items
+            )
+            self.worker.on_message(RunStep(step=self.num_steps, parts=parts))
+        return bool(items)
+
+    def compute_all(self) -> None:
+        """With as many steps sent as there can be at a rank other than 0, which looks later."""
+        while True:
+            while len(self.lane) <= STEPS_AHEAD and self.send_step():
+                pass
+            self.allocator.check_invariants()
+            if not len(self.lane):
+                return
+            self.lane.run_next()
+
+    def gather(self, request_id: str) -> None:
+        """The last window of a prompt, and everything of the other layers."""
+        tables = self.worker.tables_of(request_id)
+        self.memory.read(request_id, tables, NUM_TOKENS, window_tokens=WINDOW_TOKENS)
+        self.worker.on_source_released(request_id)
+
+    def released(self) -> list[str]:
+        return [message.request_id for message in self.said if isinstance(message, PagesReleased)]
+
+    def assert_nothing_is_left(self) -> None:
+        self.allocator.check_invariants()
+        assert all(pages.num_free == pages.num_pages for _, pages in self.allocator.by_group)
+        assert not self.worker._requests
+
+
+def room_for(num_requests: int) -> tuple[int, ...]:
+    return tuple(num_requests * count for count in NEEDS.peak(NUM_TOKENS).by_group)
+
+
+def test_more_prompts_run_at_once_than_their_windows_have_tokens() -> None:
+    rank = Rank(room_for(3))
+    full, window, _ = NEEDS.peak(NUM_TOKENS).by_group
+    assert 3 * window < 2 * full, "with pages for every token there would not be room for two of them"
+    for request_id in "abcd":
+        rank.submit(request_id)
+    assert rank.start_all() == ["a", "b", "c"]
+    rank.compute_all()
+    assert all(len(chunks) == 11 for chunks in rank.computed.values())
+    assert [message.first_tokens for message in rank.said if isinstance(message, StepDone)][-1].keys() == {"a", "b", "c"}
+    assert not rank.released(), "they still have to be gathered"
+    bound = [pages.num_bound for _, pages in rank.allocator.by_group]
+    assert bound == [3 * full, 3 * 3, 3], "of a window, the pages of the last six tokens, 79 to 84"
+    for request_id in "bac":
+        rank.gather(request_id)
+    assert rank.released() == ["b", "a", "c"]
+    rank.assert_nothing_is_left()
+
+
+def test_a_prompt_that_is_gathered_late_keeps_its_last_window_from_the_others() -> None:
+    rank = Rank(room_for(2))
+    rank.submit("a")
+    rank.start_all()
+    rank.compute_all()
+    for request_id in "bcde":  # each takes and gives back many pages, in the room that is left
+        rank.submit(request_id)
+        assert rank.start_all() == [request_id]
+        rank.compute_all()
+        rank.gather(request_id)
+        rank.scheduler.release(request_id)
+    rank.gather("a")
+    assert rank.released() == ["b", "c", "d", "e", "a"]
+    rank.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("order", ["gathers end first", "steps end first"])
+@pytest.mark.parametrize("num_steps_over", [0, 1, 4, 7])
+def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, order: str) -> None:
+    rank = Rank(room_for(2), max_step_tokens=2 * CHUNK_TOKENS)
+    rank.submit("a")
+    rank.submit("b")
+    assert rank.start_all() == ["a", "b"]
+    for _ in range(STEPS_AHEAD + 1):
+        rank.send_step()
+    for _ in range(num_steps_over):
+        rank.lane.run_next()
+        rank.send_step()
+    rank.scheduler.withdraw("a")
+    rank.worker.on_message(AbortRequest(request_id="a", reason="the client left"))
+    assert rank.aborted == ["a"] and not rank.released()
+    if order == "gathers end first":
+        rank.worker.on_source_released("a")
+        assert not rank.released(), "steps that were sent still use its pages"
+    while "a" not in rank.released() and len(rank.lane):
+        rank.lane.run_next()
+        rank.allocator.check_invariants()
+    if order == "steps end first":
+        assert not rank.released(), "a gather may still read its pages"
+        rank.worker.on_source_released("a")
+    assert rank.released() == ["a"]
+    rank.compute_all()
+    rank.gather("b")
+    assert rank.released() == ["a", "b"]
+    rank.assert_nothing_is_left()
+
+
+def test_a_step_that_fails_gives_everything_back_too() -> None:
+    rank = Rank(room_for(2))
+    rank.submit("a")
+    rank.start_all()
+    for _ in range(STEPS_AHEAD + 1):
+        rank.send_step()
+    rank.lane.run_next()
+    rank.engine.is_broken = True
+    rank.lane.run_next()
+    assert rank.aborted == ["a"]
+    rank.scheduler.withdraw("a")
+    rank.worker.on_message(AbortRequest(request_id="a", reason="the step failed"))
+    rank.worker.on_source_released("a")
+    while len(rank.lane):
+        rank.lane.run_next()
+    assert rank.released() == ["a"]
+    rank.assert_nothing_is_left()
