@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 from bench.bench_control import IN_FLIGHT, TARGET_CHUNKS_PER_S, TARGET_ROUND_TRIP_S
 from bench.bench_idle import TARGET_SHARE
+from bench.bench_pages import POOL_PAGES
+from bench.bench_pages import TARGET_PAIRS_PER_S as TARGET_PAGE_PAIRS_PER_S
 from bench.bench_pool_to_pool import TARGET_RATIO
 from bench.bench_ring import LIVE_GRANTS, TARGET_PAIRS_PER_S
 
 Content = dict[str, Any]
 Bound = Literal["at least", "below", "exactly"]
-TARGET_FLATNESS = 0.7  # speed with the most live grants over that with the fewest: nothing that grows with their number would do
+TARGET_FLATNESS = 0.7  # speed with the most grants or pages over that with the fewest: nothing that grows with them would do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ RUNS = (
     Run(module="bench_pool_to_pool", arguments=("--in-flight", "1", "4"), timeout_s=90.0),
     Run(module="bench_control", timeout_s=60.0),
     Run(module="bench_ring", timeout_s=45.0),
+    Run(module="bench_pages", timeout_s=45.0),
     Run(module="bench_idle", timeout_s=90.0),
     Run(module="bench_link", arguments=("--quick",), timeout_s=40.0),
 )
@@ -161,6 +164,26 @@ def _ring(content: Content) -> list[Outcome]:
     ]
 
 
+def _pages(content: Content) -> list[Outcome]:
+    rows = [_rows(content, what="pair", case=f"{number:,} pages")[0] for number in POOL_PAGES]
+    slowest = max(row["median_s"] for row in rows)
+    return [
+        Outcome(
+            what=f"pages, pools of {POOL_PAGES[0]:,} to {POOL_PAGES[-1]:,}",
+            measured=1 / slowest,
+            limit=TARGET_PAGE_PAIRS_PER_S,
+            unit="reserve + release/s",
+            note="the slowest",
+        ),
+        Outcome(
+            what="pages, flat",
+            measured=rows[0]["median_s"] / slowest,
+            limit=TARGET_FLATNESS,
+            unit="of the speed in the smallest pool",
+        ),
+    ]
+
+
 def _idle(content: Content) -> list[Outcome]:
     found: list[Outcome] = []
     for kind, limit in (("rank", TARGET_SHARE), ("leader", None)):
@@ -192,6 +215,7 @@ _READERS: dict[str, Callable[[Content], Sequence[Outcome]]] = {
     "bench_pool_to_pool": _pool_to_pool,
     "bench_control": _control,
     "bench_ring": _ring,
+    "bench_pages": _pages,
     "bench_idle": _idle,
     "bench_link": _link,
 }

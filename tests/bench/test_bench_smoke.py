@@ -94,6 +94,14 @@ def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None
     assert [line.limit for line in outcomes_of("bench_idle", record)] == [3.0, None]
 
 
+def test_pages_and_what_the_table_reads_of_them(tmp_path: Path) -> None:
+    record = bench("bench.bench_pages", tmp_path / "record.json")
+    check_rows(record)
+    assert {row["what"] for row in record["rows"]} == {"pair", "request with a window"}
+    lines = outcomes_of("bench_pages", record)
+    assert [(line.what, line.limit) for line in lines] == [("pages, pools of 1,000 to 1,000,000", 500_000), ("pages, flat", 0.7)]
+
+
 def test_the_whole_table_has_a_verdict_for_every_promise_that_was_run(tmp_path: Path) -> None:
     record = bench("bench", tmp_path / "record.json", "--only", "ring")
     assert [row["what"] for row in record["rows"]] == ["ring, 10 to 10,000 live grants", "ring, flat"]
