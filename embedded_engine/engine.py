@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from embedded_engine.architectures import ARCHITECTURES, Hook
 from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
-from embedded_engine.paged_attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, Tables
+from embedded_engine.paged_attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, Tables, on_device
 from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
@@ -34,6 +34,9 @@ from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from embedded_engine.device_decode import DeviceDecoder
 
 OnLayersWritten = Callable[[int, Any], None]
 
@@ -84,12 +87,21 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """One step, checked and planned. Made by `EmbeddedEngine.prefill_batch` and `decode_batch`."""
+    """One step, checked and planned. Made by `EmbeddedEngine.prefill_batch` and `decode_batch`.
 
+    Args:
+        wanted: Rows whose next token is asked for.
+        token_ids, positions: Of each row.
+        plan: What the layers do.
+        decode_items: In place of a plan, the items of a decode step on a GPU: it is planned there when it runs, in memory that
+            all such steps share.
+    """
+
+    wanted: tuple[_Wanted, ...]
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    plan: StepPlan
-    wanted: tuple[_Wanted, ...]
+    plan: StepPlan | None
+    decode_items: tuple[DecodeItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +150,9 @@ class EmbeddedEngine:
     on every rank before the first collective. After a failed step of a group the engine refuses further ones: the ranks may
     have stopped at different places.
 
-    Its parts come into being in the order in which they need memory: weights, page count, pool.
+    Its parts come into being in the order in which they need memory: weights, page count, pool, page tables, CUDA graphs. The
+    last two are a GPU's alone: there a decode step attends by kernels, see `embedded_engine.device_decode`; elsewhere, and where
+    `max_running_requests` is not given, it goes by torch's attention, as a prefill step does.
 
     Args:
         directory: A local Hugging Face directory of a family in `ARCHITECTURES`, or its already checked `ModelFiles`.
@@ -151,14 +165,16 @@ class EmbeddedEngine:
         layers_per_group: How many layers `prefill` reports at a time; None reports them all at once.
         num_threads: CPU threads of a torch operation in this process; None leaves them as they are.
         max_seq_len: Longest request, prompt and generation together; None is the model's context.
+        max_running_requests: Most requests of a decode step; None where there are no decode steps, or no page tables for them.
+        cuda_graph_batch_sizes: Decode steps of which CUDA graphs are captured; a smaller one is padded to the next of them.
 
     Attributes:
         memory_plan: What the pool's size was taken from, where a plan was made.
         weights_bytes: Bytes of this rank's weights.
 
     Raises:
-        ConfigError: The directory or a parallel size is wrong.
-        EngineError: The weights cannot be loaded.
+        ConfigError: The directory, a parallel size or a batch size is wrong.
+        EngineError: The weights cannot be loaded, or there is no memory left for the CUDA graphs.
     """
 
     def __init__(
@@ -173,12 +189,16 @@ class EmbeddedEngine:
         layers_per_group: int | None = None,
         num_threads: int | None = None,
         max_seq_len: int | None = None,
+        max_running_requests: int | None = None,
+        cuda_graph_batch_sizes: Sequence[int] = (),
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
         self.files = directory if isinstance(directory, ModelFiles) else read_model_files(directory)
         self.files.check_shard(shard)
         self.layout: KVLayout = self.files.layout(dtype)
-        _check_settings(shard, group, num_threads=num_threads, layers_per_group=layers_per_group)
+        counts = {"num_threads": num_threads, "layers_per_group": layers_per_group, "max_running_requests": max_running_requests}
+        _check_settings(shard, group, **counts)
+        _check_batch_sizes(cuda_graph_batch_sizes, max_running_requests or 0)
         if not callable(num_pages):
             _check_num_pages(num_pages, layer_groups(self.layout))
         if num_threads is not None:
@@ -200,6 +220,40 @@ class EmbeddedEngine:
             loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=shard)
             num_pages = num_pages(loaded)
         self.pool = KVPool(layout=self.layout, shard=shard, num_pages=num_pages, device=self._device)
+        self._decoder: DeviceDecoder | None = None
+        if max_running_requests is not None and _has_decode_kernels(self._device):
+            self._decoder = self._make_decoder(max_running_requests)
+            self.capture_cuda_graphs(cuda_graph_batch_sizes)
+
+    @property
+    def page_table_bytes(self) -> int:
+        """Bytes of the page tables on the device."""
+        return 0 if self._decoder is None else self._decoder.page_table_bytes
+
+    @property
+    def cuda_graph_bytes(self) -> int:
+        """What the CUDA graphs took of the device's memory."""
+        return 0 if self._decoder is None else self._decoder.cuda_graph_bytes
+
+    @property
+    def captured_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes of decode steps that are replayed, ascending."""
+        return () if self._decoder is None else self._decoder.captured_batch_sizes
+
+    def capture_cuda_graphs(self, batch_sizes: Sequence[int]) -> None:
+        """Capture decode steps of these sizes, in place of any captured before; on a GPU, where there are page tables.
+
+        A model that waits for the device in mid-step, as experts do that are looked up one by one, is named in the log, and runs
+        without.
+
+        Raises:
+            ConfigError: A size is not that of a decode step.
+            EngineError: The device has too little memory left, or the capture failed.
+        """
+        _check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_running_requests)
+        if self._decoder is not None:
+            with self._step():
+                self._decoder.capture(batch_sizes)
 
     def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:
         """Run one prefill step over all items together; see `PrefillEngine.prefill`."""
@@ -234,7 +288,7 @@ class EmbeddedEngine:
             for item, end in zip(items, ends, strict=True)
             if item.is_last
         )
-        return ForwardBatch(token_ids=token_ids, positions=positions, plan=plan, wanted=wanted)
+        return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan)
 
     def decode_batch(self, items: Sequence[DecodeItem]) -> ForwardBatch:
         """Check and plan a decode step of one item or more.
@@ -245,13 +299,16 @@ class EmbeddedEngine:
         tables = self._check_step(items, [item.position for item in items], [item.position + 1 for item in items])
         token_ids = np.concatenate([self._token_array(item.request_id, (item.token_id,)) for item in items])
         positions = np.array([item.position for item in items], dtype=np.int64)
+        if self._decoder is not None and len(items) > self._decoder.max_running_requests:
+            most = self._decoder.max_running_requests
+            raise EngineError(f"the step has {len(items)} requests; max_running_requests is {most}")
         with self._step():
-            plan = DecodePlan(items, tables, self.pool, self._dtype)
+            plan = DecodePlan(items, tables, self.pool, self._dtype) if self._decoder is None else None
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
             for row, item in enumerate(items)
         )
-        return ForwardBatch(token_ids=token_ids, positions=positions, plan=plan, wanted=wanted)
+        return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan, decode_items=tuple(items))
 
     def forward_batch(self, batch: ForwardBatch) -> ForwardOutput:
         """Run a planned step; does not wait for the device.
@@ -284,6 +341,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Drop the model and leave the TP group; the pool stays readable for transfers under way. May be called twice."""
         self._model = None
+        self._decoder = None
         if self._group is not None:
             self._group.close()
 
@@ -307,26 +365,46 @@ class EmbeddedEngine:
             return output.tokens()
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
-        """Run the model over one flat row of tokens; logits [wanted rows, vocab], on TP rank 0 only."""
-        model = self._model
-        assert model is not None  # _step() refuses a closed engine
-        hidden = model.model(
-            input_ids=torch.from_numpy(batch.token_ids).unsqueeze(0).to(self._device),
-            position_ids=torch.from_numpy(batch.positions).unsqueeze(0).to(self._device),
-            use_cache=False,
-            paged_plan=batch.plan,
-        ).last_hidden_state[0]
-        rows = [one.row for one in batch.wanted]
-        if not rows:
-            return None
-        if len(rows) != len(batch.token_ids):
-            hidden = hidden[rows]
-        logits: Tensor | None = functional.linear(hidden, model.lm_head.weight)
-        if self._group is not None and logits is not None:
+        """Run the model over the rows of a step; logits [wanted rows, vocab], on TP rank 0 only."""
+        logits: Tensor | None
+        if batch.plan is None:
+            assert self._decoder is not None  # decode_batch
+            logits = self._decoder.logits(batch.decode_items)
+        else:
+            token_ids, positions = (on_device(one, self._device).unsqueeze(0) for one in (batch.token_ids, batch.positions))
+            hidden = self._hidden(token_ids, positions, batch.plan)
+            if not batch.wanted:
+                return None
+            if len(batch.wanted) != len(batch.token_ids):
+                hidden = hidden[on_device(np.array([one.row for one in batch.wanted]), self._device)]
+            logits = self._logits(hidden)
+        if self._group is not None:
             logits = self._group.gather_columns(logits)
         if logits is not None and self._logit_softcap is not None:
             logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
         return logits
+
+    def _hidden(self, token_ids: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
+        """[rows, dim] behind the last layer, of one flat row of tokens [1, rows]."""
+        assert self._model is not None  # _step() refuses a closed engine
+        output = self._model.model(input_ids=token_ids, position_ids=positions, use_cache=False, paged_plan=plan)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab], of this rank's part of the vocabulary."""
+        assert self._model is not None
+        return functional.linear(hidden, self._model.lm_head.weight)
+
+    def _make_decoder(self, max_running_requests: int) -> DeviceDecoder:
+        from embedded_engine.device_decode import DeviceDecoder  # imports Triton, which a CPU can do without
+
+        return DeviceDecoder(
+            self.pool,
+            max_running_requests=max_running_requests,
+            max_seq_len=self.max_context_tokens,
+            compute=lambda token_ids, positions, plan: self._logits(self._hidden(token_ids, positions, plan)),
+        )
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -437,6 +515,18 @@ def _check_settings(shard: Shard, group: TensorParallelGroup | None, **counts: i
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; must be at least 1")
+
+
+def _has_decode_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _check_batch_sizes(batch_sizes: Sequence[int], max_running_requests: int) -> None:
+    wrong = [size for size in batch_sizes if not 1 <= size <= max_running_requests]
+    if wrong:
+        raise ConfigError(
+            f"cuda_graph_batch_sizes has {wrong[0]}; a decode step has between 1 and max_running_requests, {max_running_requests}"
+        )
 
 
 def _check_num_pages(num_pages: int | Sequence[int], groups: Sequence[LayerGroup]) -> None:

@@ -27,6 +27,7 @@ class ProjectedHeads:
     def __init__(self, module: Any) -> None:
         self._module = module
         self.value_dim: int = module.v_head_dim
+        self.compressed_dim: int = module.kv_lora_rank
         joined = module.kv_b_proj.weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
         self._key_weight, self._value_weight = joined.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
 
@@ -43,7 +44,7 @@ class ProjectedHeads:
 
     def values(self, attended: Tensor) -> Tensor:
         """The weighted sum of W_V c is W_V times the weighted sum of c."""
-        compressed = attended[..., : self._module.kv_lora_rank]
+        compressed = attended[..., : self.compressed_dim]
         return torch.einsum("brhc,hvc->brhv", compressed, self._value_weight)
 
 

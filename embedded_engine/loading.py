@@ -10,8 +10,9 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.memory import MemoryPlanner
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
-from transfer.config import NodeConfig, PrefillNodeConfig
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.layout import DType, Shard
+from transfer.memory.node_plan import graph_batch_sizes
 
 DUMMY_SEED = 0
 """Of dummy weights: the same model on both tiers."""
@@ -38,6 +39,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
     device = config.device if config.device == "cpu" else f"{config.device}:{rank}"
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None
     planner = MemoryPlanner(config, files, shard, torch.device(device), group)
+    decode = config if isinstance(config, DecodeNodeConfig) else None
     engine = EmbeddedEngine(
         files,
         shard=shard,
@@ -48,6 +50,8 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         layers_per_group=(config.chunk.layers_per_group or None) if isinstance(config, PrefillNodeConfig) else None,
         num_threads=config.parallel.threads_per_rank,
         max_seq_len=config.limits.max_seq_len,
+        max_running_requests=None if decode is None else decode.limits.max_running_requests,
+        cuda_graph_batch_sizes=() if decode is None or decode.device == "cpu" else graph_batch_sizes(decode),
     )
     engine.memory_plan = planner.plan
     return engine

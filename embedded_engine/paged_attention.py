@@ -56,6 +56,11 @@ class LatentHeads(Protocol):
         """Elements of a head's value."""
         ...
 
+    @property
+    def compressed_dim(self) -> int:
+        """Elements at the beginning of a latent that values are made of; the rest is the rotary key."""
+        ...
+
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [1, query heads, tokens, dim] of every head, from latents [tokens, 1, latent dim]."""
         ...
@@ -65,7 +70,8 @@ class LatentHeads(Protocol):
         ...
 
     def values(self, attended: Tensor) -> Tensor:
-        """[1, rows, query heads, value dim], from weighted sums of latents [1, rows, query heads, latent dim]."""
+        """[1, rows, query heads, value dim], from weighted sums of latents [1, rows, query heads, latent dim]; of their beginning
+        at least."""
         ...
 
 
@@ -130,13 +136,19 @@ def paged_attention(
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
+def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """An array as a tensor on a device; on a GPU without waiting for what is queued there."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Softmax attention; K and V of a KV head are read where they are by all query heads that share it, never repeated.
 
     Args:
         query: [batch, query heads, rows, dim].
         key, value: [batch, KV heads, context, dim].
-        mask: Added to the scores: [rows, context], or [batch, 1, rows, context].
+        mask: Added to the scores: [rows, context], or of single rows [batch, 1, 1, context].
         scores: How to weigh.
 
     Returns:
@@ -145,8 +157,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     batch, num_heads, rows, dim = query.shape
     num_kv_heads, context = key.shape[1:3]
     if scores.softcap is None and scores.sinks is None:
-        # A single row per head: the query heads of a KV head take the place of rows, which is one product and not many.
-        grouped = query.reshape(batch, num_kv_heads, -1, dim) if rows == 1 else query
+        # A single row per head: the query heads of a KV head take the place of rows, which is one product and not many. On a GPU
+        # always: its fast kernels take a mask or heads that are shared, not both.
+        is_joined = rows == 1 or not _takes_shared_heads(query.device)
+        grouped = query.reshape(batch, num_kv_heads, -1, dim) if is_joined else query
+        if is_joined and mask is not None and rows > 1:
+            mask = mask.repeat(num_heads // num_kv_heads, 1)
         is_shared = grouped.shape[1] != num_kv_heads
         attended = functional.scaled_dot_product_attention(
             grouped, key, value, attn_mask=mask, scale=scores.scale, enable_gqa=is_shared
@@ -163,6 +179,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         weights = torch.cat((weights, sinks), dim=-1)
     weights = torch.softmax(weights, dim=-1)[..., :context].to(value.dtype)
     return (weights.view(batch, num_kv_heads, -1, context) @ value).view(batch, num_heads, rows, -1)
+
+
+def _takes_shared_heads(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def token_slots(page_table: NDArray[np.int64], begin: int, end: int, page_size: int) -> NDArray[np.int64]:
@@ -221,11 +241,11 @@ class _ChunkGroup:
                     end=row + item.num_tokens,
                     first_token=item.first_token,
                     first_context=first_context,
-                    context_slots=torch.from_numpy(slots).to(part.device),
+                    context_slots=on_device(slots, part.device),
                 )
             )
             row += item.num_tokens
-        self.new_slots = torch.from_numpy(np.concatenate(new_slots)).to(part.device)
+        self.new_slots = on_device(np.concatenate(new_slots), part.device)
         self._mask = self._band(items, dtype, part.device)
 
     def _band(self, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -276,7 +296,7 @@ class PrefillPlan:
         for index, (group, part) in enumerate(zip(pool.groups, pool.parts, strict=True)):
             own = [tables_of_item[index] for tables_of_item in tables]
             if group.kind is GroupKind.STATE:
-                self._state_rows = [torch.from_numpy(table).to(pool.device) for table in own]
+                self._state_rows = [on_device(table, pool.device) for table in own]
             else:
                 self._groups[index] = _ChunkGroup(group, part, items, own, dtype)
 

@@ -26,6 +26,9 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
         return RankMemory()
     pool = engine.pool
     real = {"weights": engine.weights_bytes, "pool": pool.storage_bytes, **transfer_bytes}
+    for line, attribute in (("page_tables", "page_table_bytes"), ("cuda_graphs", "cuda_graph_bytes")):
+        if hasattr(engine, attribute):
+            real[line] = getattr(engine, attribute)
     if pool.device.type == "cuda":
         real["free"], _ = torch.cuda.mem_get_info(pool.device)
     warnings = compare_with_real(plan, real)

@@ -75,6 +75,13 @@ def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
     assert inputs_of(config, CPU).cuda_graph_batch_sizes == ()
 
 
+def test_page_tables_are_counted_where_there_are_any() -> None:
+    config = decode(limits={"max_running_requests": 20, "max_seq_len": 1000})
+    assert make_plan(inputs_of(config)).page_table_bytes == 21 * 1024 * 4
+    for without in (inputs_of(config, CPU), inputs_of(prefill()), inputs_of(prefill(), CPU)):
+        assert make_plan(without).planned_bytes("page_tables") == 0
+
+
 @pytest.mark.parametrize(
     ("running", "most", "sizes"),
     [
@@ -82,7 +89,7 @@ def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
         (32, 0, ()),
         (32, 3, (1, 2, 3)),
         (1, None, (1,)),
-        (4, 64, (1, 2, 4, *range(8, 72, 8))),
+        (4, 64, (1, 2, 4)),  # no batch is ever larger
     ],
 )
 def test_graphs_are_captured_up_to_the_largest_batch(running: int, most: int | None, sizes: tuple[int, ...]) -> None:

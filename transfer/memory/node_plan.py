@@ -76,8 +76,10 @@ def staging_slot_bytes(config: PrefillNodeConfig, layout: KVLayout, shard: Shard
 
 
 def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
-    """Decode batches of which a CUDA graph is captured: fine where a batch is small, then in steps of eight."""
-    most = config.limits.max_running_requests if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
+    """Decode batches of which a CUDA graph is captured: fine where a batch is small, then in steps of eight; up to the largest
+    batch that there can be."""
+    running, asked = config.limits.max_running_requests, config.cuda_graph_max_bs
+    most = running if asked is None else min(asked, running)
     sizes = (1, 2, 4, *range(8, most, 8), most)
     return tuple(sorted({size for size in sizes if 0 < size <= most}))
 
@@ -105,11 +107,13 @@ def node_plan_inputs(
     dtype = None if config.dtype is None else DType(config.dtype)
     staging_bytes = ring_bytes = 0
     graphs: tuple[int, ...] = ()
+    has_page_tables = False
     if isinstance(config, PrefillNodeConfig):
         staging_bytes = config.staging.num_slots * staging_slot_bytes(config, model.shape.layout(dtype), shard)
     elif isinstance(config, DecodeNodeConfig):
         ring_bytes = config.ring.capacity_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
+        has_page_tables = not device.is_cpu
     counted = device.limited_to(config.memory.device_memory)
     most_pages = config.most_pages
     return PlanInputs(
@@ -128,6 +132,7 @@ def node_plan_inputs(
         tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * config.chunk.chunk_tokens if isinstance(config, PrefillNodeConfig) else 1,
         max_running_requests=config.limits.max_running_requests,
         max_seq_len=config.limits.max_seq_len,
+        has_page_tables=has_page_tables,
         cuda_graph_batch_sizes=graphs,
         static_fraction=config.memory.static_fraction,
         policy=Policy(config.memory.policy),

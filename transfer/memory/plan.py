@@ -161,7 +161,7 @@ def _weights(inputs: PlanInputs) -> tuple[int, str]:
 def _page_tables(inputs: PlanInputs) -> tuple[int, str]:
     columns = -(-inputs.sequence_tokens // PAGE_TABLE_COLUMNS) * PAGE_TABLE_COLUMNS
     rows = inputs.max_running_requests + 1
-    num_tables = sum(group.kind is not GroupKind.STATE for group in inputs.groups)
+    num_tables = sum(group.kind is not GroupKind.STATE for group in inputs.groups) if inputs.has_page_tables else 0
     formula = f"({inputs.max_running_requests} + 1) rows x {columns:,} x {_INDEX_BYTES} B x {num_tables} group(s) with pages"
     return rows * columns * _INDEX_BYTES * num_tables, formula
 

@@ -78,6 +78,7 @@ class PlanInputs:
             each of `chunked_prefill_size`; of a decode rank 1.
         max_running_requests: Requests at once.
         max_seq_len: Tokens of the longest sequence; None: the model's context.
+        has_page_tables: Whether page tables lie on the device, as those of decode steps on a GPU do.
         cuda_graph_batch_sizes: Batch sizes of which CUDA graphs are captured; None: by the size of the device.
         speculative: Speculative algorithm, by SGLang's names; None: none.
         static_fraction: Share of the device for weights and KV; None: by the heuristic.
@@ -113,6 +114,7 @@ class PlanInputs:
     tokens_in_flight: int | None = None
     max_running_requests: int = 32
     max_seq_len: int | None = None
+    has_page_tables: bool = True
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
     speculative: str | None = None
     static_fraction: float | None = None

@@ -1,0 +1,112 @@
+"""CUDA graphs of decode steps: one per batch size, in one memory pool, replayed in place of some hundred launches."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embedded_engine.model_config import one_line
+from transfer.errors import EngineError
+
+
+class CannotBeCaptured(EngineError):
+    """The step waits for the device somewhere, as experts do that are looked up one by one: no graph can hold it."""
+
+
+class DecodeGraphs:
+    """A captured step for each of some batch sizes.
+
+    Largest first, so that the smaller ones find the memory of their intermediate results in the pool already: steps never
+    overlap, and what is kept of one is copied out of the pool by the graph itself.
+
+    Args:
+        batch_sizes: Sizes to capture, at least one.
+        load: Fills a step's inputs with dummy requests.
+        step: Launches a step of that many rows from its inputs; logits [rows, vocabulary]. Whatever of the inputs' contents it
+            looks at on the host is captured as it was.
+        device: The GPU.
+
+    Attributes:
+        batch_sizes: The sizes, ascending.
+        num_bytes: What the graphs took of the device's memory; what their kernels' code takes was taken before.
+
+    Raises:
+        CannotBeCaptured: The step waits for the device. Found before anything is captured, and alike on all ranks of a group.
+        EngineError: The device has too little memory left, or the capture failed.
+    """
+
+    def __init__(
+        self, batch_sizes: Sequence[int], load: Callable[[int], None], step: Callable[[int], Tensor], device: torch.device
+    ) -> None:
+        self.batch_sizes = tuple(sorted(set(batch_sizes)))
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                shape, dtype = self._warm_up(load, step)
+                before = _free_bytes()
+                self._logits = torch.empty(shape, dtype=dtype, device=device)
+                pool = torch.cuda.graph_pool_handle()
+                for size in reversed(self.batch_sizes):
+                    load(size)
+                    self._graphs[size] = self._captured(size, step, pool, stream)
+                self.num_bytes = before - _free_bytes()
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest captured size that holds so many rows; None where there is none."""
+        place = bisect_left(self.batch_sizes, num_rows)
+        return self.batch_sizes[place] if place < len(self.batch_sizes) else None
+
+    def replay(self, size: int) -> Tensor:
+        """Queue the captured step of `size` rows; its logits, in memory that all sizes share."""
+        self._graphs[size].replay()
+        return self._logits[:size]
+
+    def _warm_up(self, load: Callable[[int], None], step: Callable[[int], Tensor]) -> tuple[torch.Size, torch.dtype]:
+        """Run every size, so that nothing is compiled or loaded during a capture; shape and type of the largest's logits."""
+        logits = torch.empty(0)
+        for size in self.batch_sizes:
+            load(size)
+            step(size)
+            load(size)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                logits = step(size)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if "synchronizing" not in str(error):
+                    raise
+                raise CannotBeCaptured(f"a decode step waits for the device: {one_line(error)}") from error
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return logits.shape, logits.dtype
+
+    def _captured(self, size: int, step: Callable[[int], Tensor], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads of the process may go on to use the device, as that which watches over NCCL does.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._logits[:size].copy_(step(size))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise EngineError(
+                f"the CUDA graph of a decode step of {size} requests could not be captured: {one_line(error)}; "
+                "cuda_graph_max_bs 0 runs without graphs"
+            ) from error
+        return graph
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return free

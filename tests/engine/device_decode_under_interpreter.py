@@ -1,0 +1,148 @@
+"""Whole models whose decode steps go as on a GPU, under Triton's interpreter; run by test_graphs.py in a process of its own.
+
+What takes the place of CUDA graphs launches the step anew at every replay: everything else of a replayed step is as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embedded_engine import device_decode, engine
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.model_files import read_model_files
+from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
+from tests.engine.steps import pages_for
+from transfer.engine_types import DecodeItem, SamplingParams
+from transfer.errors import EngineError
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import layer_groups
+from transfer.layout import DType, Shard, TokenOrder
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+
+Prompts = dict[int, tuple[int, ...]]
+NUM_STEPS = 2  # of each phase; an interpreted kernel takes as long as thousands of compiled ones
+
+
+class Relaunched:
+    """In the place of `DecodeGraphs`."""
+
+    def __init__(
+        self, batch_sizes: Sequence[int], load: Callable[[int], None], step: Callable[[int], Tensor], device: torch.device
+    ) -> None:
+        self.batch_sizes = tuple(sorted(batch_sizes))
+        self.num_bytes = 0
+        self.replayed: list[int] = []
+        self._step = step
+        for size in self.batch_sizes:
+            load(size)
+            self._logits = step(size).clone()
+
+    size_for = device_decode.DecodeGraphs.size_for
+
+    def replay(self, size: int) -> Tensor:
+        self.replayed.append(size)
+        self._logits[:size].copy_(self._step(size))
+        return self._logits[:size]
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_has_decode_kernels", lambda device: True)
+    monkeypatch.setattr(device_decode, "DecodeGraphs", Relaunched)
+
+
+def make_engine(directory: Path, *, shard: Shard, batch_sizes: Sequence[int] = (), **settings: Any) -> EmbeddedEngine:
+    files = read_model_files(directory)
+    return EmbeddedEngine(
+        files,
+        shard=shard,
+        num_pages=pages_for(layer_groups(files.layout()), 320 // shard.page_size, num_states=5),
+        max_seq_len=MAX_SEQ_LEN,
+        max_running_requests=MAX_RUNNING,
+        cuda_graph_batch_sizes=batch_sizes,
+        **settings,
+    )
+
+
+def on_cpu(directory: Path, prompts: Prompts, **settings: Any) -> dict[str, list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_has_decode_kernels", lambda device: False)
+        return tokens_of_a_life(make_engine(directory, **settings), prompts, NUM_STEPS)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_tokens_are_those_of_the_cpu_s_path(family_dir: Callable[[str], Path], prompts: Prompts, family: str) -> None:
+    """Steps of 3, 2, 4 and 1 requests, padded to 4, 2, 4 and 2."""
+    directory = family_dir(family)
+    made = make_engine(directory, shard=Shard(page_size=4), batch_sizes=(2, 4))
+    found = tokens_of_a_life(made, prompts, NUM_STEPS)
+    assert found == on_cpu(directory, prompts, shard=Shard(page_size=4))
+    assert made._decoder is not None
+    graphs: Any = made._decoder._graphs
+    assert graphs.replayed == [size for size in (4, 2, 4, 2) for _ in range(NUM_STEPS)]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(
+    ("shard", "dtype"),
+    [(Shard(page_size=16, order=TokenOrder.HND), None), (Shard(page_size=1, dtype=DType.FLOAT16), None)],
+    ids=["HND", "narrower pool"],
+)
+def test_pools_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard: Shard, dtype: DType | None) -> None:
+    """No graph at all: every step is launched at its own size."""
+    made = make_engine(qwen_dir, shard=shard, dtype=dtype)
+    assert tokens_of_a_life(made, prompts, NUM_STEPS) == on_cpu(qwen_dir, prompts, shard=shard, dtype=dtype)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_larger_steps_than_any_captured_are_launched(qwen_dir: Path, prompts: Prompts) -> None:
+    made = make_engine(qwen_dir, shard=Shard(), batch_sizes=(2,))
+    assert tokens_of_a_life(made, prompts, NUM_STEPS) == on_cpu(qwen_dir, prompts, shard=Shard())
+    assert made._decoder is not None
+    graphs: Any = made._decoder._graphs
+    assert graphs.replayed == [2] * (2 * NUM_STEPS)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_padding_touches_no_state_and_no_page(family_dir: Callable[[str], Path]) -> None:
+    """One request in a step of four: what the pool holds of others stays, also in the rows that come first."""
+    made = make_engine(family_dir("qwen3_next"), shard=Shard(page_size=4), batch_sizes=(4,))
+    before = contents(made.pool)
+    made.decode([DecodeItem(request_id="a", token_id=5, position=9, page_tables=([7, 8, 9], [3]))])
+    after = contents(made.pool)
+    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+        is_state = made.layout.layers[layer].v_head_dim == 0
+        changed = {int(page) for page in (old != new).flatten(1).any(1).nonzero()}
+        assert changed == ({3} if is_state else {9})
+
+
+def contents(pool: KVPool) -> list[Tensor]:
+    return [pool.buffer(layer, is_v=False).clone() for layer in range(pool.layout.num_layers)]
+
+
+@pytest.mark.usefixtures("on_device")
+def test_sampled_tokens_are_those_of_the_cpu_s_path(qwen_dir: Path, prompts: Prompts) -> None:
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, seed=3)
+    found = tokens_of_a_life(make_engine(qwen_dir, shard=Shard(), batch_sizes=(4,)), prompts, NUM_STEPS, sampling=sampling)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_has_decode_kernels", lambda device: False)
+        assert tokens_of_a_life(make_engine(qwen_dir, shard=Shard()), prompts, NUM_STEPS, sampling=sampling) == found
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_step_of_too_many_is_refused_and_the_engine_goes_on(qwen_dir: Path) -> None:
+    made = make_engine(qwen_dir, shard=Shard(), batch_sizes=(1, 4))
+    items = [DecodeItem(request_id=str(n), token_id=5, position=0, page_tables=((n,),)) for n in range(5)]
+    with pytest.raises(EngineError, match="the step has 5 requests; max_running_requests is 4"):
+        made.decode(items)
+    assert len(made.decode(items[:4])) == 4
+    assert made.page_table_bytes == 5 * MAX_SEQ_LEN * 4 and made.cuda_graph_bytes == 0
+    assert made.captured_batch_sizes == (1, 4)

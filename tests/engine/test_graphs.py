@@ -1,0 +1,229 @@
+"""Decode steps as on a GPU: what is captured and when, with stand-ins for CUDA, and whole models in an interpreting process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from embedded_engine import device_decode, loading, paged_attention
+from embedded_engine import engine as engine_module
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
+from embedded_engine.loading import load_engine
+from embedded_engine.paged_attention import Scores, attention
+from tests.runtime.instances import decode_config, prefill_config
+from transfer.errors import ConfigError, EngineError
+from transfer.layout import Shard
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 7
+
+
+@pytest.mark.timeout(400)
+def test_whole_models_under_the_interpreter() -> None:
+    """The interpreter is chosen when Triton is imported, hence a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/engine/device_decode_under_interpreter.py"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+class FakeCuda:
+    """What `DecodeGraphs` asks of torch.cuda: a graph is the launches of its capture, made again at every replay.
+
+    Attributes:
+        events: Everything that happened, in order.
+        waits: Whether a step waits for the device.
+        free_bytes: Of the device; a capture of n rows takes n.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[Any] = []
+        self.waits = False
+        self.free_bytes = 1000
+        self.is_strict = False
+        self.capturing: FakeGraph | None = None
+        self.error: Exception | None = None
+        nothing = contextlib.nullcontext
+        fakes: dict[str, Any] = {
+            "device": lambda device: nothing(),
+            "stream": lambda stream: nothing(),
+            "Stream": lambda: FakeStream(),
+            "current_stream": lambda: FakeStream(),
+            "graph_pool_handle": lambda: "pool",
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda: (self.free_bytes, 1000),
+            "set_sync_debug_mode": self.set_sync_debug_mode,
+            "CUDAGraph": lambda: FakeGraph(),
+            "graph": self.graph,
+        }
+        for name, fake in fakes.items():
+            patch.setattr(torch.cuda, name, fake)
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.is_strict = mode == "error"
+
+    @contextlib.contextmanager
+    def graph(self, graph: FakeGraph, *, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert pool == "pool"
+        if self.error is not None:
+            raise self.error
+        self.capturing = graph
+        yield
+        self.capturing = None
+
+    def load(self, size: int) -> None:
+        assert self.capturing is None, "the host's copy would be captured"
+        self.events.append(("load", size))
+
+    def step(self, size: int) -> Tensor:
+        if self.waits and self.is_strict:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        kind = "capture" if self.capturing is not None else "check" if self.is_strict else "run"
+        self.events.append((kind, size))
+        if self.capturing is not None:
+            self.free_bytes -= size
+            self.capturing.size = size
+        return torch.full((size, VOCABULARY), float(size))
+
+
+class FakeStream:
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+
+class FakeGraph:
+    size = 0
+    num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def captured(cuda: FakeCuda, *sizes: int) -> DecodeGraphs:
+    return DecodeGraphs(sizes, cuda.load, cuda.step, torch.device("cpu"))
+
+
+def test_every_size_is_warm_before_the_largest_is_captured_first(cuda: FakeCuda) -> None:
+    graphs = captured(cuda, 4, 1, 2, 4)
+    warm = [event for size in (1, 2, 4) for event in (("load", size), ("run", size), ("load", size), ("check", size))]
+    assert cuda.events == warm + [event for size in (4, 2, 1) for event in (("load", size), ("capture", size))]
+    assert graphs.batch_sizes == (1, 2, 4) and graphs.num_bytes == 4 + 2 + 1
+    assert not cuda.is_strict
+
+
+def test_a_step_takes_the_next_larger_graph(cuda: FakeCuda) -> None:
+    graphs = captured(cuda, 1, 2, 4, 8)
+    assert [graphs.size_for(rows) for rows in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, None]
+    assert graphs.replay(2).shape == (2, VOCABULARY) and graphs.replay(8).shape == (8, VOCABULARY)
+    replayed: Any = graphs._graphs
+    assert {size: graph.num_replays for size, graph in replayed.items()} == {1: 0, 2: 1, 4: 0, 8: 1}
+    assert all(graph.size == size for size, graph in replayed.items())
+
+
+def test_a_step_that_waits_is_found_before_anything_is_captured(cuda: FakeCuda) -> None:
+    cuda.waits = True
+    with pytest.raises(CannotBeCaptured, match="a decode step waits for the device: called a synchronizing CUDA operation"):
+        captured(cuda, 1, 2)
+    assert not [event for event in cuda.events if event[0] == "capture"] and not cuda.is_strict
+
+
+def test_a_capture_that_fails_names_the_setting(cuda: FakeCuda) -> None:
+    cuda.error = RuntimeError("operation not permitted")
+    with pytest.raises(EngineError, match=r"a decode step of 2 requests could not be captured: .* cuda_graph_max_bs 0") as failed:
+        captured(cuda, 1, 2)
+    assert not isinstance(failed.value, CannotBeCaptured)
+    cuda.error = torch.OutOfMemoryError("no memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        captured(cuda, 1, 2)
+
+
+def test_what_no_graph_can_hold_is_said_once(cuda: FakeCuda, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda.waits = True
+    monkeypatch.setattr(engine_module, "_has_decode_kernels", lambda device: True)
+    monkeypatch.setattr(device_decode.DeviceDecoder, "_step", lambda self, size: cuda.step(size))
+    with capture_logs() as logs:
+        engine = EmbeddedEngine(
+            demo_dir, shard=Shard(), num_pages=4, max_running_requests=4, cuda_graph_batch_sizes=(1, 4), max_seq_len=64
+        )
+    (entry,) = [entry for entry in logs if entry["event"] == "no_cuda_graphs"]
+    assert "waits for the device" in entry["reason"]
+    assert engine.captured_batch_sizes == () and engine.cuda_graph_bytes == 0
+
+
+def test_on_a_cpu_none_of_it_exists(demo_dir: Path) -> None:
+    engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, max_running_requests=4, cuda_graph_batch_sizes=(1, 4))
+    assert (engine.page_table_bytes, engine.cuda_graph_bytes, engine.captured_batch_sizes) == (0, 0, ())
+    assert engine._decoder is None
+
+
+@pytest.mark.parametrize(("running", "sizes"), [(4, (1, 5)), (4, (0,)), (None, (1,))])
+def test_a_graph_is_of_a_step_that_there_can_be(demo_dir: Path, running: int | None, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"cuda_graph_batch_sizes has {sizes[-1]}; a decode step has between 1 and"):
+        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, max_running_requests=running, cuda_graph_batch_sizes=sizes)
+
+
+def test_a_decode_rank_on_a_gpu_gets_page_tables_and_graphs(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(loading, "EmbeddedEngine", lambda files, **settings: made.append(settings) or SimplePlan())
+    monkeypatch.setattr(loading, "MemoryPlanner", lambda *_: SimplePlan())
+    limits = {"max_running_requests": 12}
+    for config in (
+        decode_config(demo_dir, limits=limits, device="cuda"),
+        decode_config(demo_dir, limits=limits, device="cuda", cuda_graph_max_bs=0),
+        decode_config(demo_dir, limits=limits),
+        prefill_config(demo_dir, limits=limits, device="cuda"),
+    ):
+        load_engine(config, rank=0, rendezvous=tmp_path / "unused")
+    found = [(one["max_running_requests"], one["cuda_graph_batch_sizes"]) for one in made]
+    assert found == [(12, (1, 2, 4, 8, 12)), (12, ()), (12, ()), (None, ())]
+
+
+class SimplePlan:
+    plan = None
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_joined_heads_attend_as_shared_ones(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """On a GPU the query heads of a KV head take the place of rows: the same numbers, and no key is read expanded."""
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(1, 6, rows, 8, generator=generator)
+    key, value = (torch.randn(1, 2, 9, dim, generator=generator) for dim in (8, 4))
+    mask = torch.full((rows, 9), float("-inf")).triu(9 - rows + 1)
+    expected = attention(query, key, value, mask, Scores(scale=0.3))
+    seen: list[dict[str, Any]] = []
+    torch_attention: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*arguments: Tensor, **options: Any) -> Tensor:
+        seen.append(options)
+        return torch_attention(*arguments, **options)
+
+    monkeypatch.setattr(paged_attention, "_takes_shared_heads", lambda device: False)
+    monkeypatch.setattr(paged_attention.functional, "scaled_dot_product_attention", watched)
+    torch.testing.assert_close(attention(query, key, value, mask, Scores(scale=0.3)), expected)
+    assert [options["enable_gqa"] for options in seen] == [False]
