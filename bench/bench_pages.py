@@ -2,9 +2,10 @@
 
     python -m bench.bench_pages [--json FILE] [--quick]
 
-A pair is what admission costs a rank per request and group of layers. A request besides binds its pages, and a window passes some
-of them on; that is told, per request of four pages. Neither may grow with the pool: a million pages are 16 million tokens, which
-a rank with a small model can have.
+A pair is what admission costs a rank per request and group of layers, and must not grow with the pool: a million pages are 16
+million tokens, which a rank with a small model can have. A request besides binds its pages, and a window passes some of them on;
+that is told, per request of four pages. It takes up to twice as long in a large pool, whose page numbers come round so rarely that
+they are never in the processor's cache.
 """
 
 from __future__ import annotations
