@@ -4,8 +4,8 @@
 
 A pair is what admission costs a rank per request and group of layers, and must not grow with the pool: a million pages are 16
 million tokens, which a rank with a small model can have. A request besides binds its pages, and a window passes some of them on;
-that is told, per request of four pages. It takes up to twice as long in a large pool, whose page numbers come round so rarely that
-they are never in the processor's cache.
+that is told, per request of four pages. It takes up to twice as long in a large pool, whose page numbers come round so rarely
+that they are never in the processor's cache.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ def measure(*, is_quick: bool) -> Report:
     count = 2_000 if is_quick else 50_000
     allocators = {num_pages: PageAllocator(num_pages) for num_pages in POOL_PAGES}
     for what, run in (("pair", pairs), ("request with a window", requests)):
+        samples_s: dict[int, list[float]] = {num_pages: [] for num_pages in POOL_PAGES}
+        for _ in range(ROUNDS):  # pool by pool, so that other work on the machine slows all of them alike
+            for num_pages, allocator in allocators.items():
+                samples_s[num_pages].append(run(allocator, count) / count)
         smallest: Row | None = None
-        for num_pages, allocator in allocators.items():
-            samples_s = [run(allocator, count) / count for _ in range(ROUNDS)]
-            row = report.add(f"{num_pages:,} pages", what, samples_s, against=smallest)
+        for num_pages in POOL_PAGES:
+            row = report.add(f"{num_pages:,} pages", what, samples_s[num_pages], against=smallest)
             smallest = smallest or row
     return report
 
