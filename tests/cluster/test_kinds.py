@@ -22,7 +22,7 @@ from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start
 
 pytestmark = pytest.mark.timeout(180)
 
-NEW_TOKENS = {5: 8, 24: 8, 65: 20, 331: 70}
+NEW_TOKENS = {5: 8, 24: 8, 71: 20, 327: 70}
 """By length of the prompt; at the end of the longest nothing of its prompt is within the window any more."""
 CHUNK_TOKENS = 24
 RUNNING_REQUESTS = 2
