@@ -66,6 +66,10 @@ class PrefillEngine(Protocol):
     def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:
         """Run one step over all items together.
 
+        The leader goes by TP rank 0: there it may return only once every other rank has begun the step, as it does where a step
+        has a collective. Where layers have sliding windows, a rank that fell further behind would be sent tokens for which it
+        has no pages left (`transfer.layer_groups.PREFILL_STEPS_IN_FLIGHT`).
+
         Args:
             items: Any mix of requests, at most one item of each.
             on_layers_written: Called from inside the step, layer group by layer group, so that the first layers can travel

@@ -56,7 +56,8 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
     text = shown(status)
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     for whole in (
-        "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096", "10,000", "256", "12,345,678", "1,234,567",
+        "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096",
+        "10,000", "256", "12,345,678", "1,234,567",
         "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "450.00 GB/s",
         "sessions", "dropped", "incarnation", "watermark",
     ):  # fmt: skip
