@@ -19,8 +19,8 @@ LEGEND = (
     "exposed: what of it comes after the last computed chunk; overlap: the rest."
 )
 GROUP_LEGEND = (
-    "used: pages that all requests took, one after the other; more than a pool has were used again. Tokens behind a window, and "
-    "those that a state has taken in, do not travel."
+    "used: pages that all requests took, one after the other; more than there are were used again. Tokens behind a window, and "
+    "those that a state has taken in, need not travel."
 )
 TIES = (
     "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
@@ -79,10 +79,10 @@ def _group_table(report: DemoReport) -> Table:
         table.add_column(group.name, justify="right")
     rows: dict[str, Callable[[GroupReport], str]] = {
         "layers": lambda group: f"{group.layers}, {group.keeps}",
-        "pages of a prefill rank, used": lambda group: f"{group.prefill_pages:,}, {group.prefill_pages_used:,}",
-        "pages of a decode rank, used": lambda group: f"{group.decode_pages:,}, {group.decode_pages_used:,}",
+        "pages of a prefill rank": lambda group: f"{group.prefill_pages:,}; {group.prefill_pages_used:,} used",
+        "pages of a decode rank": lambda group: f"{group.decode_pages:,}; {group.decode_pages_used:,} used",
         "sent": lambda group: f"{group.tokens_sent:,} {'states' if group.keeps == 'state' else 'tokens'}",
-        "tokens that did not have to travel": lambda group: f"{group.tokens_left_out:,}",
+        "tokens that need not travel": lambda group: f"{group.tokens_left_out:,}",
         "bytes moved": lambda group: in_bytes(group.bytes_sent),
     }
     for name, shown in rows.items():
