@@ -72,6 +72,14 @@ def test_what_is_not_as_planned_is_a_warning_with_both_numbers(plan: MemoryPlan)
     assert [entry["difference"] for entry in logs if entry["log_level"] == "warning"] == list(memory.warnings)
 
 
+def test_page_tables_and_graphs_are_held_against_their_lines(plan: MemoryPlan) -> None:
+    with_tables = engine(plan)
+    with_tables.page_table_bytes, with_tables.cuda_graph_bytes = 0, 3 << 20
+    memory = rank_memory(with_tables, {})
+    assert (memory.real["page_tables"], memory.real["cuda_graphs"]) == (0, 3 << 20)
+    assert [warning.partition(":")[0] for warning in memory.warnings] == ["cuda_graphs"], "a prefill rank plans none"
+
+
 def test_an_engine_without_a_plan_says_nothing() -> None:
     assert rank_memory(engine(None), {"ring": 5}) == rank_memory(SimpleNamespace(), {}) == RankMemory()
     assert _memory_to_proto([RankMemory(), RankMemory()]) is None

@@ -1,0 +1,200 @@
+"""Decode steps on a GPU: replayed CUDA graphs against single launches, paged attention against torch's, and the pool's size.
+
+    python -m bench.bench_gpu_decode [--json FILE] [--quick]
+
+The model is a Llama of the 8B's shape with few layers and made-up weights. "step" is what passes from the items to the tokens on
+the host, "device" what the device spends of it (the host runs ahead while the device sleeps). torch attends over K and V that
+were gathered before, contiguous and of equal length: what paging costs is in the ratio. Both read every byte of K and V once, so
+their throughput is held against a device copy, which reads and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from bench.timing import Report, Row, argument_parser
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.kernels.paged_decode import paged_decode_attention
+from embedded_engine.model_files import read_model_files
+from transfer.engine_types import DecodeItem
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import layer_groups
+from transfer.layout import Shard
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+MAX_SEQ_LEN, PAGE_SIZE = 8192, 16
+BATCHES = (1, 8, 32, 64)
+SLEEP_CYCLES = 60_000_000  # some 30 ms, longer than the host needs to launch a step
+POOL_SHARE = 0.5  # of the free memory
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 4096,
+    "intermediate_size": 14_336, "num_attention_heads": QUERY_HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    "max_position_embeddings": MAX_SEQ_LEN, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def measure(*, num_layers: int, contexts: Sequence[int], repetitions: int) -> Report:
+    report = Report(title=f"Decode on {torch.cuda.get_device_name()}: a Llama of the 8B's shape with {num_layers} layers")
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
+        engine = EmbeddedEngine(
+            read_model_files(folder, dummy_seed=0),
+            shard=Shard(page_size=PAGE_SIZE),
+            num_pages=max(BATCHES) * max(contexts) // PAGE_SIZE,
+            device="cuda",
+            max_running_requests=max(BATCHES),
+            max_seq_len=MAX_SEQ_LEN,
+        )
+    launched = {(batch, context): _measure_step(engine, batch, context, repetitions) for context in contexts for batch in BATCHES}
+    engine.capture_cuda_graphs(BATCHES)
+    report.facts["CUDA graphs"] = {"sizes": len(engine.captured_batch_sizes), "MiB": engine.cuda_graph_bytes / 2**20}
+    for (batch, context), (step, device) in launched.items():
+        case = f"{batch} requests of {context} tokens"
+        by_step = report.add(case, "step, launched", step)
+        by_device = report.add(case, "device, launched", device)
+        step, device = _measure_step(engine, batch, context, repetitions)
+        row = report.add(case, "step, replayed", step, against=by_step)
+        report.add(case, "device, replayed", device, against=by_device)
+        report.facts[case] = {"tokens/s": batch / row.median_s, "tokens/s launched": batch / by_step.median_s}
+    engine.close()
+    del engine
+    torch.cuda.empty_cache()
+    copy = _measure_copy(report, repetitions)
+    for context in contexts:
+        for batch in BATCHES:
+            _measure_attention(report, batch, context, repetitions, copy)
+    _measure_pool(report)
+    return report
+
+
+def _items(batch: int, context: int, num_pages: int) -> list[DecodeItem]:
+    """A step of requests that have `context` tokens after it, their pages in random order."""
+    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
+    each = context // PAGE_SIZE
+    tables = [tuple(pages[index * each : (index + 1) * each]) for index in range(batch)]
+    return [
+        DecodeItem(request_id=str(index), token_id=5 + index, position=context - 1, page_tables=(table,))
+        for index, table in enumerate(tables)
+    ]
+
+
+def _measure_step(engine: EmbeddedEngine, batch: int, context: int, repetitions: int) -> tuple[list[float], list[float]]:
+    """Seconds of a step, the host's part included, and of its device's part."""
+    items = _items(batch, context, engine.pool.num_pages[0])
+    step_s, device_s = [], []
+    for repetition in range(-3, repetitions):
+        begun = time.perf_counter()
+        engine.decode(items)
+        elapsed = time.perf_counter() - begun
+        prepared = engine.decode_batch(items)
+        seconds = _timed(lambda prepared=prepared: engine.forward_batch(prepared))  # type: ignore[misc]
+        if repetition >= 0:
+            step_s.append(elapsed)
+            device_s.append(seconds)
+    return step_s, device_s
+
+
+def _measure_copy(report: Report, repetitions: int) -> Row:
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    samples = [_timed(lambda: target.copy_(source)) for _ in range(repetitions + 3)][3:]
+    return report.add("1 GiB", "device copy, read and written", samples, num_bytes=2 * source.numel())
+
+
+def _measure_attention(report: Report, batch: int, context: int, repetitions: int, copy: Row) -> None:
+    """One layer's attention of a step."""
+    num_pages = batch * context // PAGE_SIZE
+    k, v = (torch.randn(num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    query = torch.randn(batch, QUERY_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    pages = torch.randperm(num_pages, device="cuda").view(batch, -1, 1)
+    slots = torch.full((batch + 1, MAX_SEQ_LEN), -1, dtype=torch.int32, device="cuda")
+    slots[:batch, :context] = (pages * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")).view(batch, -1)
+    rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+
+    def gathered(buffer: Tensor) -> Tensor:
+        return buffer.view(-1, KV_HEADS, HEAD_DIM)[slots[:batch, :context].long()].transpose(1, 2).contiguous()
+
+    keys, values = gathered(k), gathered(v)
+    grouped = query.view(batch, KV_HEADS, QUERY_HEADS // KV_HEADS, HEAD_DIM)
+    scale = HEAD_DIM**-0.5
+
+    def paged() -> Tensor:
+        return paged_decode_attention(query, k, v, slots=slots, rows=rows, lengths=lengths, scale=scale)[0]
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "torch, gathered": lambda: functional.scaled_dot_product_attention(grouped, keys, values, scale=scale),
+        "torch, gathered, shared heads": lambda: functional.scaled_dot_product_attention(
+            query.unsqueeze(2), keys, values, scale=scale, enable_gqa=True
+        ),
+        "paged": paged,
+    }
+    torch.testing.assert_close(paged(), calls["torch, gathered"]().view_as(query), rtol=3e-2, atol=3e-2)
+    samples: dict[str, list[float]] = {what: [] for what in calls}
+    for repetition in range(-3, repetitions):
+        for what, call in calls.items():
+            seconds = _timed(call)
+            if repetition >= 0:
+                samples[what].append(seconds)
+    case, num_bytes = f"attention of {batch} over {context} tokens", 2 * keys.numel() * keys.element_size()
+    fastest = min(("torch, gathered", "torch, gathered, shared heads"), key=lambda what: sorted(samples[what])[repetitions // 2])
+    against = report.add(case, fastest, samples[fastest], num_bytes=num_bytes, against=copy)
+    report.add(case, "paged", samples["paged"], num_bytes=num_bytes, against=against)
+
+
+def _measure_pool(report: Report) -> None:
+    """A pool of many GiB: what its pages take by the plan's arithmetic, and what the device has less afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 32}))
+        layout = read_model_files(folder, dummy_seed=0).layout()
+    shard = Shard(page_size=PAGE_SIZE)
+    (group,) = layer_groups(layout)
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    before = torch.cuda.memory_allocated()
+    num_pages = int(POOL_SHARE * free) // group.page_bytes(layout, shard)
+    pool = KVPool(layout=layout, shard=shard, num_pages=num_pages, device="cuda")
+    torch.cuda.synchronize()
+    planned, allocated = num_pages * group.page_bytes(layout, shard), torch.cuda.memory_allocated() - before
+    taken = free - torch.cuda.mem_get_info()[0]
+    report.facts["pool"] = {
+        "planned bytes": planned,
+        "allocated bytes": allocated,
+        "taken of the device": taken,
+        "allocated / planned": allocated / planned,
+        "taken / planned": taken / planned,
+    }
+    del pool
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """Seconds that the device spends on a call; it sleeps until the host has queued all of it."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end) / 1e3)
+
+
+def main() -> None:
+    arguments = argument_parser("decode steps on a GPU").parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_gpu_decode: this torch sees no CUDA device")
+    settings = (2, (1024,), 5) if arguments.quick else (8, (1024, 8192), 30)
+    measure(num_layers=settings[0], contexts=settings[1], repetitions=settings[2]).finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

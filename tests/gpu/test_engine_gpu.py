@@ -1,0 +1,280 @@
+"""The embedded engine on a real GPU: decode steps replayed and launched, against the same engine on the CPU; and its memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.loading import load_engine
+from embedded_engine.model_files import read_model_files
+from kvferry.demo_model import make_demo_model
+from node_runtime.rank_memory import rank_memory
+from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, PROMPTS, tokens_of_a_life
+from tests.engine.families import FAMILIES, make_family
+from tests.engine.steps import bind_pages, pages_for, prefill_all
+from tests.runtime.instances import decode_config
+from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import layer_groups
+from transfer.layout import DType, Shard, TokenOrder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),  # the first of each shape compiles its kernels
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
+]
+
+GIB = 1 << 30
+NUM_STEPS = 8
+CAPTURED = (2, 4)
+# Whose experts may be looked up one by one, which waits for the device: captured or not, their tokens are the same.
+WITH_EXPERTS = ("gpt_oss", "deepseek_v2", "deepseek_v3_moe", "mixtral", "qwen3_moe", "qwen3_next_moe")
+MODELS = ("llama", *FAMILIES)
+
+Directory = Callable[[str], Path]
+Prompts = dict[int, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_convolutions() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Directory:
+    parent = tmp_path_factory.mktemp("models")
+
+    def directory_of(name: str) -> Path:
+        directory = parent / name
+        if directory.exists():
+            return directory
+        return make_demo_model(directory) if name == "llama" else make_family(name, directory)
+
+    return directory_of
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    generator = torch.Generator().manual_seed(11)
+    return {length: tuple(torch.randint(3, 240, (length,), generator=generator).tolist()) for length in PROMPTS.values()}
+
+
+def make_engine(
+    directory: Path,
+    device: str,
+    *,
+    captured: Sequence[int] = (),
+    shard: Shard | None = None,
+    **settings: Any,
+) -> EmbeddedEngine:
+    files, shard = read_model_files(directory), shard or Shard(page_size=4)
+    return EmbeddedEngine(
+        files,
+        shard=shard,
+        num_pages=pages_for(layer_groups(files.layout()), 400 // shard.page_size, num_states=5),
+        device=device,
+        max_seq_len=MAX_SEQ_LEN,
+        max_running_requests=MAX_RUNNING,
+        cuda_graph_batch_sizes=captured,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_launched_and_on_the_cpu_the_tokens_are_the_same(model: Directory, prompts: Prompts, name: str) -> None:
+    """In float32, with batches that grow, shrink and are padded, windows that move, and pages that are given on."""
+    directory = model(name)
+    on_cpu = tokens_of_a_life(make_engine(directory, "cpu"), prompts, NUM_STEPS)
+    launched = tokens_of_a_life(make_engine(directory, "cuda"), prompts, NUM_STEPS)
+    assert launched == on_cpu
+    engine = make_engine(directory, "cuda", captured=CAPTURED)
+    assert engine.captured_batch_sizes == CAPTURED or name in WITH_EXPERTS
+    assert tokens_of_a_life(engine, prompts, NUM_STEPS) == on_cpu
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name in WITH_EXPERTS])
+def test_experts_of_a_half_precision_model(
+    model: Directory, prompts: Prompts, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    engine = make_engine(model(name), "cuda", captured=CAPTURED, dtype=DType.BFLOAT16)
+    record_property("captured", engine.captured_batch_sizes)
+    print(f"{name}: captured {engine.captured_batch_sizes}")
+    assert all(len(tokens) > NUM_STEPS for tokens in tokens_of_a_life(engine, prompts, NUM_STEPS).values())
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1), Shard(page_size=16, dtype=DType.FLOAT8_E4M3)],
+    ids=["HND", "tokens", "float8"],
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
+def test_a_replayed_step_computes_what_a_launched_one_does(model: Directory, prompts: Prompts, name: str, shard: Shard) -> None:
+    """The logits of one step of half precision, at a captured size: the kernels are the same, so nearly all bits are."""
+    logits = []
+    for captured in ((), CAPTURED):
+        engine = make_engine(model(name), "cuda", captured=captured, shard=shard, dtype=DType.BFLOAT16)
+        assert engine.captured_batch_sizes == captured
+        lengths = {key: PROMPTS[key] for key in ("a", "b", "c", "d")}
+        tables = {key: tables_of(engine.pool, index) for index, key in enumerate(lengths)}
+        for key, length in lengths.items():
+            engine.prefill(
+                [PrefillItem(request_id=key, token_ids=prompts[length], first_token=0, page_tables=tables[key], is_last=True)]
+            )
+        items = [
+            DecodeItem(request_id=key, token_id=7, position=length, page_tables=tables[key]) for key, length in lengths.items()
+        ]
+        for step_items in (items[:2], items):
+            logits.append(logits_of(engine, step_items).clone())
+    for launched, replayed in zip(logits[:2], logits[2:], strict=True):
+        torch.testing.assert_close(replayed, launched)
+
+
+def tables_of(pool: KVPool, index: int) -> tuple[tuple[int, ...], ...]:
+    """Page tables of the request `index`, of as many tokens as fit a fourth of each group."""
+    quarters = [count // 4 for count in pool.num_pages]
+    return tuple(tuple(range(index * quarter, (index + 1) * quarter)) for quarter in quarters)
+
+
+def logits_of(engine: EmbeddedEngine, items: Sequence[DecodeItem]) -> Tensor:
+    with torch.inference_mode():
+        logits = engine._forward(engine.decode_batch(items))
+    assert logits is not None
+    return logits
+
+
+def test_sampled_tokens_are_those_of_the_cpu(model: Directory, prompts: Prompts) -> None:
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, seed=3)
+    found = [
+        tokens_of_a_life(make_engine(model("llama"), device, captured=CAPTURED), prompts, NUM_STEPS, sampling=sampling)
+        for device in ("cpu", "cuda")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("captured", [(), CAPTURED], ids=["launched", "replayed"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
+def test_a_step_waits_for_nothing(model: Directory, prompts: Prompts, name: str, captured: tuple[int, ...]) -> None:
+    engine = make_engine(model(name), "cuda", captured=captured)
+    tables = tables_of(engine.pool, 0)
+    item = DecodeItem(request_id="a", token_id=7, position=17, page_tables=tables)
+    first = [PrefillItem(request_id="a", token_ids=prompts[17], first_token=0, page_tables=tables, is_last=True)]
+    engine.prefill(first), engine.decode([item])  # whatever is loaded and compiled the first time
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        # The chunked delta rule of transformers does as it likes; a prefill step of attention alone waits for nothing either.
+        prefilled = None if name == "qwen3_next" else engine.forward_batch(engine.prefill_batch(first))
+        output = engine.forward_batch(engine.decode_batch([item]))
+        assert output.copied is not None and not output.copied.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output.next_tokens.is_cuda and output.next_tokens_host.is_pinned()
+    tokens = output.tokens()
+    assert tokens == {"a": int(output.next_tokens)} == engine.decode([item]) or name == "qwen3_next"
+    assert prefilled is None or prefilled.tokens() == engine.prefill(first)
+
+
+def test_a_longer_request_than_a_block_of_queries(model: Directory) -> None:
+    """Prefill in blocks over a long context, on both devices: masks, windows and shared heads of every kernel that is chosen."""
+    generator = torch.Generator().manual_seed(4)
+    prompt = tuple(torch.randint(3, 240, (300,), generator=generator).tolist())
+    for name in ("llama", "gemma3", "qwen2", "deepseek_v3"):
+        for dtype in (None, DType.BFLOAT16):
+            found = []
+            for device in ("cpu", "cuda"):
+                files = read_model_files(model(name))
+                num_pages = pages_for(layer_groups(files.layout()), 100)
+                engine = EmbeddedEngine(files, shard=Shard(page_size=4), num_pages=num_pages, device=device, dtype=dtype)
+                tables = [list(range(75))] * len(engine.pool.groups)
+                logits: list[Tensor] = []
+                for begin in (0, 170):
+                    part = prompt[begin : begin + 170]
+                    item = PrefillItem(
+                        request_id="a", token_ids=part, first_token=begin, page_tables=tuple(tables), is_last=begin > 0
+                    )
+                    with torch.inference_mode():
+                        out = engine._forward(engine.prefill_batch([item]))
+                    logits += [] if out is None else [out.float().cpu()]
+                found.append(logits[0])
+            tolerance = 2e-3 if dtype is None else 0.25
+            torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance * float(found[0].abs().max()))
+
+
+def llama_8b(folder: Path, num_layers: int) -> Path:
+    """config.json of a Llama of the 8B's shape with few layers and a smaller vocabulary."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": num_layers, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_planned_memory_is_what_is_taken(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """From a node's settings to an engine with graphs: every line that is allocated comes out within 1 % of the plan."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    settings = {"max_running_requests": 16, "max_seq_len": 4096}
+    ring_bytes = 64 << 20
+    config = decode_config(
+        llama_8b(tmp_path / "model", num_layers=2),
+        device="cuda",
+        dummy_weights=True,
+        limits=settings,
+        ring={"capacity_bytes": ring_bytes},
+    )
+    engine = load_engine(config, rank=0, rendezvous=tmp_path / "unused")
+    ring = torch.empty(ring_bytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    plan = engine.memory_plan
+    assert plan is not None and engine.captured_batch_sizes == (1, 2, 4, 8, 16)
+    memory = rank_memory(engine, {"ring": ring.numel()})
+    allocated = torch.cuda.memory_allocated()
+    lines = ("weights", "pool", "page_tables", "ring")
+    shown = {line: (plan.planned_bytes(line), memory.real[line]) for line in (*lines, "cuda_graphs", "free")}
+    for line, (planned, real) in shown.items():
+        print(f"{line}: planned {planned / GIB:.4f} GiB, real {real / GIB:.4f} GiB")
+        record_property(line, f"{planned} {real}")
+    print(f"allocated {allocated / GIB:.4f} GiB")
+    for line in lines:
+        assert memory.real[line] == pytest.approx(plan.planned_bytes(line), rel=0.01), line
+    assert plan.planned_bytes("pool") > 50 * GIB
+    assert allocated == pytest.approx(sum(plan.planned_bytes(line) for line in lines), rel=0.01)
+    assert memory.real["cuda_graphs"] < plan.reserved_bytes
+    assert memory.real["free"] == pytest.approx(plan.planned_bytes("free"), rel=0.1)
+    tables = bind_pages(engine.pool.num_pages[0], engine.pool.page_size, {"a": 300, "b": 40})
+    first = prefill_all(engine, {"a": tuple(range(3, 290)), "b": tuple(range(3, 20))}, tables)
+    items = [
+        DecodeItem(request_id=name, token_id=first[name], position=position, page_tables=(tables[name],))
+        for name, position in (("a", 287), ("b", 17))
+    ]
+    assert set(engine.decode(items)) == {"a", "b"}
+
+
+def test_a_pool_of_many_gib_takes_what_it_says(tmp_path: Path) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    files = read_model_files(llama_8b(tmp_path / "model", num_layers=32), dummy_seed=0)
+    layout, shard = files.layout(), Shard(page_size=16)
+    (group,) = layer_groups(layout)
+    free, _ = torch.cuda.mem_get_info()
+    num_pages = int(0.6 * free) // group.page_bytes(layout, shard)
+    allocated = torch.cuda.memory_allocated()
+    pool = KVPool(layout=layout, shard=shard, num_pages=num_pages, device="cuda")
+    planned = num_pages * group.page_bytes(layout, shard)
+    assert torch.cuda.memory_allocated() - allocated == pytest.approx(planned, rel=0.01) and planned > 10 * GIB
+    assert free - torch.cuda.mem_get_info()[0] == pytest.approx(planned, rel=0.01)
+    pool.buffer(31, is_v=True)[-1].fill_(1.0)
+    assert bool((pool.buffer(31, is_v=True)[-1] == 1).all()) and bool((pool.buffer(0, is_v=False)[-1] == 0).all())
