@@ -108,7 +108,8 @@ def test_rows_are_written_as_the_pool_writes_them(order: TokenOrder) -> None:
 def test_a_launch_follows_from_shapes_alone() -> None:
     assert num_splits_of(1, 131072) == MAX_SPLITS  # one request, one KV head: as many as are ever merged
     assert num_splits_of(64, 131072) == 8
-    assert num_splits_of(4096, 131072) == 1
+    assert num_splits_of(4096, 131072) == 2  # never one, where a request is long enough to be cut
+    assert num_splits_of(4096, 128) == 1
     assert num_splits_of(1, 512) == 4  # a split is never cut below 128 tokens
     llama = tiles_of(group_heads=8, k_dim=128, v_dim=128, element_bytes=2)
     assert (llama.block_heads, llama.head_tiles, llama.k_main, llama.k_rest, llama.v_block) == (16, 1, 128, 0, 128)
