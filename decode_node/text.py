@@ -41,7 +41,7 @@ class TextCodec:
         """
         if len(text) > max_tokens * self._longest_token:
             raise ConfigError(
-                f"prompt has {len(text)} characters; the model's context of {max_tokens} tokens has at most "
+                f"prompt has {len(text)} characters; a context of {max_tokens} tokens has at most "
                 f"{max_tokens * self._longest_token}"
             )
         # As a batch of one, because only a batch gives up the interpreter lock.

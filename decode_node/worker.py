@@ -335,6 +335,8 @@ class DecodeWorker:
         if not request.is_receiving and not request.steps_under_way:
             del self._requests[request_id]
             self._allocator.release(request_id)
+            if not self._requests:
+                self._allocator.check_idle()
             self._link.send(PagesReleased(request_id=request_id))
 
     def _run_step(self, message: RunStep) -> None:

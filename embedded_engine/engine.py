@@ -170,6 +170,7 @@ class EmbeddedEngine:
 
     Attributes:
         memory_plan: What the pool's size was taken from, where a plan was made.
+        memory_warnings: What of that plan's estimates was wrong.
         weights_bytes: Bytes of this rank's weights.
 
     Raises:
@@ -193,6 +194,7 @@ class EmbeddedEngine:
         cuda_graph_batch_sizes: Sequence[int] = (),
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
+        self.memory_warnings: tuple[str, ...] = ()
         self.files = directory if isinstance(directory, ModelFiles) else read_model_files(directory)
         self.files.check_shard(shard)
         self.layout: KVLayout = self.files.layout(dtype)

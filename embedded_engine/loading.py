@@ -53,5 +53,5 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         max_running_requests=None if decode is None else decode.limits.max_running_requests,
         cuda_graph_batch_sizes=() if decode is None or decode.device == "cpu" else graph_batch_sizes(decode),
     )
-    engine.memory_plan = planner.plan
+    engine.memory_plan, engine.memory_warnings = planner.plan, tuple(planner.warnings)
     return engine

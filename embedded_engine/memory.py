@@ -14,7 +14,6 @@ from embedded_engine.tensor_parallel import TensorParallelGroup
 from transfer.config import NodeConfig
 from transfer.errors import EngineError
 from transfer.layout import Shard
-from transfer.memory.host_memory import host_memory
 from transfer.memory.model_directory import read_model_directory
 from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
 from transfer.memory.plan import MemoryPlan, agree_on_free_bytes, compare_with_real, make_plan
@@ -55,31 +54,36 @@ class MemoryPlanner:
         model = read_model_directory(config.model)
         # What config.json says of the dtype can be wrong or missing; the engine goes by the weights.
         self._model = replace(model, shape=replace(model.shape, dtype=files.stored_dtype))
+        self.warnings: list[str] = []
         self.plan: MemoryPlan = make_plan(node_plan_inputs(config, self._model, shard, self._measure()))
 
     def __call__(self, weights: LoadedWeights) -> tuple[int, ...]:
-        """Pages of each layer group, with the weights where they will stay."""
+        """Pages of each layer group, the same on every rank, with the weights where they will stay."""
+        _of_all_ranks(0, self._group)  # a rank that still loads would look as if it had more room than it will have
         now = self._measure()
-        before = DeviceMemory(
-            total_bytes=now.total_bytes,
-            free_bytes=min(now.total_bytes, now.free_bytes + weights.num_bytes),
-            is_cpu=now.is_cpu,
-        )
-        inputs = node_plan_inputs(self._config, self._model, self._shard, before, weights_bytes=weights.num_bytes)
-        for difference in compare_with_real(self.plan, {"weights": weights.num_bytes}):
+        free_bytes = now.free_bytes + weights.num_bytes
+        total_bytes = max(now.total_bytes, free_bytes) if now.is_cpu else now.total_bytes
+        before = replace(now, total_bytes=total_bytes, free_bytes=min(total_bytes, free_bytes))
+        self.warnings = compare_with_real(self.plan, {"weights": weights.num_bytes})
+        for difference in self.warnings:
             log.warning("weights_not_as_estimated", difference=difference)
+        inputs = node_plan_inputs(self._config, self._model, self._shard, before, weights_bytes=weights.num_bytes)
         self.plan = make_plan(inputs)
+        # The leader counts one number of pages for all ranks, and their devices may differ by a little.
+        least = min(_of_all_ranks(self.plan.max_total_tokens, self._group))
+        if least < self.plan.max_total_tokens:
+            self.plan = make_plan(replace(inputs, max_total_tokens=least))
         return self.plan.group_pages
 
     def _measure(self) -> DeviceMemory:
         """What this rank's device has, and the least that is free on any rank's."""
-        num_ranks = 1 if self._group is None else self._group.size
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-        else:
-            total, free = (size // num_ranks for size in host_memory())
+        if self._device.type != "cuda":
+            host = DeviceMemory.of_host(1 if self._group is None else self._group.size)
+            part = min(_of_all_ranks(host.total_bytes, self._group))  # of one host, measured at slightly different times
+            return replace(host, total_bytes=part, free_bytes=part)
+        free, total = torch.cuda.mem_get_info(self._device)
         agreed = agree_on_free_bytes(dict(enumerate(_of_all_ranks(free, self._group))))
-        return DeviceMemory(total_bytes=total, free_bytes=max(1, agreed), is_cpu=self._device.type != "cuda")
+        return DeviceMemory(total_bytes=total, free_bytes=max(1, agreed), is_cpu=False)
 
 
 def _of_all_ranks(value: int, group: TensorParallelGroup | None) -> list[int]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from embedded_engine.architectures import ARCHITECTURES, check_cut
 from transfer.errors import ConfigError
+
+WEIGHTS_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -41,14 +44,33 @@ def read_json(path: Path, *, hint: str) -> dict[str, Any]:
     return raw
 
 
-def check_before_start(model: Path, tp_size: int) -> None:
+def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> None:
     """Refuse what no rank could load, before any is started. A size that config.json leaves to its class is left to the ranks.
 
     Raises:
-        ConfigError: config.json is damaged, or the TP size does not fit the model.
+        ConfigError: config.json is damaged, of a model that is not served, or the TP size does not fit it; or there are no
+            weights.
     """
     config = read_config(model)
+    if not dummy_weights:
+        check_is_plain(model, config)
+        if not any((model / name).exists() for name in (WEIGHTS_NAME, INDEX_NAME)):
+            raise no_weights(model)
     check_cut(architecture_of(model, config), tp_size, config)
+
+
+def check_is_plain(directory: Path, config: dict[str, Any]) -> None:
+    """Refuse quantised weights.
+
+    Raises:
+        ConfigError: config.json says that the weights are quantised.
+    """
+    if config.get("quantization_config") is not None:
+        raise ConfigError(f"{directory / 'config.json'}: quantization_config is set; must be a model with plain weights")
+
+
+def no_weights(directory: Path) -> ConfigError:
+    return ConfigError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; weights must be in safetensors files")
 
 
 def architecture_of(directory: Path, config: dict[str, Any]) -> str:

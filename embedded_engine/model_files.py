@@ -19,7 +19,16 @@ import xxhash
 from transformers import PretrainedConfig
 
 from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
-from embedded_engine.model_config import architecture_of, one_line, read_config, read_json
+from embedded_engine.model_config import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    architecture_of,
+    check_is_plain,
+    no_weights,
+    one_line,
+    read_config,
+    read_json,
+)
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.model_shape import read_model_shape
@@ -198,8 +207,7 @@ def _architecture(directory: Path, raw: dict[str, Any]) -> str:
         raise ConfigError(
             f"{directory / 'config.json'}: model_type is {raw['model_type']!r}; must be {expected!r} for {architecture}"
         )
-    if raw.get("quantization_config") is not None:
-        raise ConfigError(f"{directory / 'config.json'}: quantization_config is set; must be a model with plain weights")
+    check_is_plain(directory, raw)
     return architecture
 
 
@@ -277,14 +285,12 @@ def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _stored_tensors(directory: Path) -> Iterator[StoredTensor]:
-    index_path = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").exists():
-        yield from _file_tensors(directory / "model.safetensors")
+    index_path = directory / INDEX_NAME
+    if (directory / WEIGHTS_NAME).exists():
+        yield from _file_tensors(directory / WEIGHTS_NAME)
         return
     if not index_path.exists():
-        raise ConfigError(
-            f"{directory} has neither model.safetensors nor {index_path.name}; weights must be in safetensors files"
-        )
+        raise no_weights(directory)
     weight_map = read_json(index_path, hint="").get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in weight_map.values()

@@ -174,7 +174,8 @@ def _memory_table(plan: pb.MemoryPlan) -> RenderableType:
         name = f"  {line.name}" if line.inside else line.name
         real = f"{line.real_bytes / 2**20:,.1f} MiB" if line.HasField("real_bytes") else "-"
         table.add_row(name, f"{line.planned_bytes / 2**20:,.1f} MiB", real)
-    return Group(table, *(Text(warning, style="yellow") for warning in plan.warnings))
+    said = [(f"warning: {warning}", "yellow") for warning in plan.warnings] + [(f"advice: {line}", "") for line in plan.advice]
+    return Group(table, *(Text(line, style=style) for line, style in said))
 
 
 def _peer_table(status: pb.NodeStatus) -> Table:

@@ -24,7 +24,8 @@ def checked_prompt(token_ids: Sequence[int], *, max_context_tokens: int, vocab_s
         raise ConfigError("prompt is empty; it must have at least one token")
     if len(token_ids) >= max_context_tokens:
         raise ConfigError(
-            f"prompt has {len(token_ids)} tokens; the model's context of {max_context_tokens} must leave room for one more"
+            f"prompt has {len(token_ids)} tokens; a context of {max_context_tokens} (the model's, or limits.max_seq_len) "
+            "must leave room for one more"
         )
     prompt = tuple(token_ids)
     worst = max(prompt)

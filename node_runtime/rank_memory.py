@@ -25,13 +25,18 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
     if plan is None:
         return RankMemory()
     pool = engine.pool
-    real = {"weights": engine.weights_bytes, "pool": pool.storage_bytes, **transfer_bytes}
+    pools = {f"pool_{name}": num_bytes for name, num_bytes in pool.storage_bytes.items()}
+    real = {"weights": engine.weights_bytes, **pools, **transfer_bytes}
     for line, attribute in (("page_tables", "page_table_bytes"), ("cuda_graphs", "cuda_graph_bytes")):
         if hasattr(engine, attribute):
             real[line] = getattr(engine, attribute)
     if pool.device.type == "cuda":
-        real["free"], _ = torch.cuda.mem_get_info(pool.device)
-    warnings = compare_with_real(plan, real)
+        free, total = torch.cuda.mem_get_info(pool.device)
+        real["free"] = free - (total - plan.device_bytes)  # of a device of which only a part is counted on
+    warnings = [*getattr(engine, "memory_warnings", ()), *compare_with_real(plan, real)]
+    asked = plan.inputs.max_total_tokens
+    if asked is not None and plan.max_total_tokens < asked // plan.inputs.page_size * plan.inputs.page_size:
+        warnings.append(f"pool: {asked:,} tokens are set, the plan has room for {plan.max_total_tokens:,}")
     if engine.shard.rank == 0:
         sizes = {f"{line.name}_bytes": line.num_bytes for line in plan.lines}
         log.info(

@@ -42,6 +42,8 @@ def check_before_start(config: NodeConfig) -> None:
     if not (config.model / "config.json").is_file():
         what = "it has no config.json" if config.model.is_dir() else "there is no such directory"
         raise ConfigError(f"model is {config.model}; {what}: it must be a Hugging Face model directory")
+    if config.role == "decode" and not (config.model / "tokenizer.json").is_file():
+        raise ConfigError(f"model is {config.model}; it has no tokenizer.json, which a decode node needs to give text")
     if config.device != "cpu":
         raise ConfigError(f"device is {config.device}, on which this version's daemons cannot check payloads yet; choose cpu")
     name = config.transport.name
@@ -55,7 +57,7 @@ def check_before_start(config: NodeConfig) -> None:
         raise ConfigError("transport.name is ucx, and UCXX is not installed: pip install 'kvferry[ucx-cu13]' (or ucx-cu12)")
     if config.engine == EMBEDDED_ENGINE:
         embedded: Any = importlib.import_module("embedded_engine.model_config")
-        embedded.check_before_start(config.model, config.parallel.tp_size)
+        embedded.check_before_start(config.model, config.parallel.tp_size, dummy_weights=config.dummy_weights)
         check_fits(config)
     else:
         engine_loader(config)

@@ -300,6 +300,8 @@ class PrefillWorker:
         if request.is_source_released and request.is_computed and not request.steps_under_way:
             del self._requests[request_id]
             self._allocator.release(request_id)
+            if not self._requests:
+                self._allocator.check_idle()
             self._link.send(PagesReleased(request_id=request_id))
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:

@@ -328,10 +328,12 @@ class KVPool:
         return sum(part.num_bytes for part in self.parts)
 
     @property
-    def storage_bytes(self) -> int:
-        """Bytes of all memory that the pool's tensors lie in, padding and whatever else is in it included."""
-        storages = {storage.data_ptr(): storage.nbytes() for part in self.parts for storage in part.storages()}
-        return sum(storages.values())
+    def storage_bytes(self) -> dict[str, int]:
+        """Bytes of the memory that each group's tensors lie in, by its name; padding and whatever else is in it included."""
+        return {
+            group.name: sum({storage.data_ptr(): storage.nbytes() for storage in part.storages()}.values())
+            for group, part in self._parts.items()
+        }
 
     def group_of(self, layer: int) -> int:
         """Index in `groups` of the global layer `layer`: which of a request's page tables is its."""

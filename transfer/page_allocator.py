@@ -290,6 +290,19 @@ class GroupAllocator:
         for allocator in self._allocators:
             allocator.release(owner)
 
+    def check_idle(self) -> None:
+        """With no owner left every page must be free; O(1), for whoever has just released the last one.
+
+        Raises:
+            LocalProtocolError: Pages have leaked; the groups and numbers are named.
+        """
+        for group, allocator in self.by_group:
+            if allocator.num_bound or allocator.num_reserved:
+                raise LocalProtocolError(
+                    f"no request is left, and of the {group.name} pages {allocator.num_bound} are still bound and "
+                    f"{allocator.num_reserved} reserved"
+                )
+
     def check_invariants(self) -> None:
         """See `PageAllocator.check_invariants`."""
         for allocator in self._allocators:

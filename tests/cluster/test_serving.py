@@ -154,13 +154,14 @@ async def test_the_memory_plan_is_in_status_and_on_the_page_of_metrics(steady: L
         assert plan.max_total_tokens == sum(pool.pages for pool in status.ranks[0].pools) * status.instance.shard.page_size
         for name in ("weights", transfer_line):
             assert lines[name].planned_bytes == lines[name].real_bytes > 0, "made of what was measured, and then allocated"
+        assert lines["pool_full"].real_bytes == pytest.approx(lines["pool_full"].planned_bytes, rel=0.01)
         assert not plan.warnings
         code, page = await node.http("/metrics")
         assert code == 200
         for rank in range(2):
             for name, planned in ((name, line.planned_bytes) for name, line in lines.items()):
                 assert metric(page, "kvferry_memory_planned_bytes", line=name, rank=str(rank)) == planned
-            assert metric(page, "kvferry_memory_real_bytes", line="pool", rank=str(rank)) == pytest.approx(
+            assert metric(page, "kvferry_memory_real_bytes", line="pool_full", rank=str(rank)) == pytest.approx(
                 lines["pool_full"].planned_bytes, rel=0.01
             )
 

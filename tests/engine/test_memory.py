@@ -80,13 +80,31 @@ def test_ranks_take_the_least_and_refuse_devices_that_differ(demo_dir: Path, mon
     files = read_model_files(demo_dir)
     group = TensorParallelGroup(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
     free = [7 * 1024 * MIB, 6 * 1024 * MIB]
-    monkeypatch.setattr(memory_module, "host_memory", lambda: (32 * 1024 * MIB, 14 * 1024 * MIB))
     monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: free)
-    planner = MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cpu"), group)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 1024 * MIB, 16 * 1024 * MIB))
+    planner = MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cuda"), group)
     assert (planner.plan.inputs.device_bytes, planner.plan.inputs.free_bytes) == (16 * 1024 * MIB, 6 * 1024 * MIB)
     free[1] = 4 * 1024 * MIB
     with pytest.raises(MemoryPlanError, match=r"differs by more than 2\.0 GiB: rank 1 has 4\.0 GiB, rank 0 has 7\.0 GiB"):
-        MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cpu"), group)
+        MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cuda"), group)
+    on_cpu = MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cpu"), group)
+    assert on_cpu.plan.inputs.free_bytes == 4 * 1024 * MIB, "one host, seen at two moments: no device differs"
+
+
+def test_ranks_whose_devices_differ_by_a_little_have_the_same_pages(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TensorParallelGroup(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
+    files = read_model_files(demo_dir)
+    monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: [value, value])
+    config = decode_config(demo_dir, pool={"num_pages": 100_000}, memory={"device_memory": 200 * MIB})
+    planner = MemoryPlanner(config, files, Shard(tp_size=2), torch.device("cpu"), group)
+    loaded = memory_module.LoadedWeights(
+        num_bytes=planner.plan.weights_bytes, device=torch.device("cpu"), layout=planner.plan.inputs.layout, shard=Shard()
+    )
+    (alone,) = planner(loaded)
+    fewer = {alone * 16: (alone - 7) * 16}  # of the other rank's tokens; everything else is alike
+    monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: [value, fewer.get(value, value)])
+    assert planner(loaded) == (alone - 7,)
+    assert planner.plan.max_total_tokens == (alone - 7) * 16
 
 
 def test_the_plan_goes_by_what_the_weights_are_stored_in(demo_dir: Path, tmp_path: Path) -> None:

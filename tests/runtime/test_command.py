@@ -60,6 +60,8 @@ def model(tmp_path: Path) -> Path:
         "num_hidden_layers": 2, "vocab_size": 4800, "max_position_embeddings": 512, "dtype": "float32",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    (tmp_path / "tokenizer.json").touch()
     return tmp_path
 
 
@@ -107,6 +109,7 @@ APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill",
         ),
         (("--tp", "24"), "tp_size is 24, which does not divide the model's num_key_value_heads 12"),
         (("--set", "memory.device_memory=1MiB"), "no page of KV fits: of 1.0 MiB the largest terms are "),
+        (("--set", "memory.device_memory=100TiB"), "memory.device_memory is "),
         (("--set", "limits.max_seq_len=513"), "max_seq_len is 513; the model was made for at most 512 tokens"),
         (("--set", "engine=foo:bar"), "engine is foo:bar, which cannot be imported: No module named 'foo'"),
         (("--set", "engine=json:no_such"), "engine is json:no_such, which cannot be imported: "),
@@ -114,7 +117,7 @@ APPS = pytest.mark.parametrize("app", [prefill_app, decode_app], ids=["prefill",
 )
 def test_what_no_rank_could_start_with_is_refused(app: Typer, model: Path, arguments: tuple[str, ...], refusal: str) -> None:
     ended = check(app, model, *arguments)
-    code = exit_codes.NO_MEMORY if "no page" in refusal else exit_codes.BAD_CONFIG
+    code = exit_codes.NO_MEMORY if "device_memory" in arguments[-1] else exit_codes.BAD_CONFIG
     assert ended.exit_code == code and refusal in ended.output, ended.output
     assert len(ended.output.splitlines()) == 1
 
@@ -192,3 +195,25 @@ def test_grpc_writes_no_lines_of_its_own_unless_an_operator_wants_them(verbosity
     )
     assert ended.stdout == "refused\n", ended.stderr
     assert ("add_port.cc" not in ended.stderr) is is_quiet
+
+
+@APPS
+def test_what_a_start_would_miss_in_the_model_directory_is_refused(app: Typer, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    ended = check(app, model)
+    assert ended.exit_code == exit_codes.BAD_CONFIG and "has neither model.safetensors nor" in ended.output
+    assert check(app, model, "--set", "dummy_weights=true").exit_code == exit_codes.OK
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    ended = check(app, model)
+    assert (
+        ended.exit_code == exit_codes.BAD_CONFIG
+        and "quantization_config is set; must be a model with plain weights" in ended.output
+    )
+
+
+def test_a_decode_node_needs_a_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    ended = check(decode_app, model)
+    assert ended.exit_code == exit_codes.BAD_CONFIG and "it has no tokenizer.json" in ended.output
+    assert check(prefill_app, model).exit_code == exit_codes.OK

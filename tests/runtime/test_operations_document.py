@@ -78,7 +78,7 @@ def test_every_event_that_is_listed_is_logged() -> None:
     events = {name for row in listed[1].splitlines() for name in event.findall(row.split("|")[1])}
     code = "".join(
         file.read_text(encoding="utf-8")
-        for package in ("node_runtime", "prefill_node", "decode_node", "transfer")
+        for package in ("node_runtime", "prefill_node", "decode_node", "embedded_engine", "transfer")
         for file in (ROOT / package).rglob("*.py")
     )
     logged = set(re.findall(r"log\.[a-z]+\(\s*\"([a-z_]+)\"", code))

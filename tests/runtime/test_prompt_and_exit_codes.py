@@ -19,7 +19,7 @@ CONTEXT, VOCABULARY = 8, 100
     ("token_ids", "complaint"),
     [
         ((), "prompt is empty; it must have at least one token"),
-        (tuple(range(8)), "prompt has 8 tokens; the model's context of 8"),
+        (tuple(range(8)), "prompt has 8 tokens; a context of 8"),
         ((1, 100, 7), "token_ids has 100 at 1; ids must be below the vocabulary's 100"),
         ((1, 2, 2**32 - 1), "token_ids has 4294967295 at 2"),
     ],

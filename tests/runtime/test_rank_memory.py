@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ def test_what_is_as_planned_is_logged_once_and_warned_of_never(plan: MemoryPlan)
     assert memory.warnings == () and [entry["event"] for entry in logs] == ["memory_plan"]
     assert (logs[0]["max_total_tokens"], logs[0]["pages"], logs[0]["weights_bytes"]) == (192, (12,), WEIGHTS)
     assert memory.plan == plan.as_json()
-    assert memory.real == {"weights": WEIGHTS, "pool": 12 * 16 * 2 * 2 * 2 * 16 * 4, "staging": plan.inputs.staging_bytes}
+    assert memory.real == {"weights": WEIGHTS, "pool_full": 12 * 16 * 2 * 2 * 2 * 16 * 4, "staging": plan.inputs.staging_bytes}
     with capture_logs() as logs:
         rank_memory(engine(plan, tp_rank=1, num_pages=24), {})
     assert not logs, "one rank's plan stands for all"
@@ -68,7 +69,7 @@ def test_what_is_not_as_planned_is_a_warning_with_both_numbers(plan: MemoryPlan)
     with capture_logs() as logs:
         memory = rank_memory(engine(plan, num_pages=13), {"staging": plan.inputs.staging_bytes // 2})
     pool, staging = memory.warnings
-    assert "pool: planned 96.0 KiB (98304 bytes), real 104.0 KiB (106496 bytes), +8.3 %" in pool and "-50.0 %" in staging
+    assert "pool_full: planned 96.0 KiB (98304 bytes), real 104.0 KiB (106496 bytes), +8.3 %" in pool and "-50.0 %" in staging
     assert [entry["difference"] for entry in logs if entry["log_level"] == "warning"] == list(memory.warnings)
 
 
@@ -78,6 +79,17 @@ def test_page_tables_and_graphs_are_held_against_their_lines(plan: MemoryPlan) -
     memory = rank_memory(with_tables, {})
     assert (memory.real["page_tables"], memory.real["cuda_graphs"]) == (0, 3 << 20)
     assert [warning.partition(":")[0] for warning in memory.warnings] == ["cuda_graphs"], "a prefill rank plans none"
+
+
+def test_wrong_estimates_and_a_pool_smaller_than_set_are_told_too(plan: MemoryPlan) -> None:
+    asked = dataclasses.replace(plan, inputs=dataclasses.replace(plan.inputs, max_total_tokens=200))
+    with_estimate = engine(asked)
+    with_estimate.memory_warnings = ("weights: planned less",)
+    warnings = rank_memory(with_estimate, {"staging": plan.inputs.staging_bytes}).warnings
+    assert warnings == ("weights: planned less",), "200 tokens are 12 whole pages of 16"
+    asked = dataclasses.replace(plan, inputs=dataclasses.replace(plan.inputs, max_total_tokens=208))
+    warnings = rank_memory(engine(asked), {"staging": plan.inputs.staging_bytes}).warnings
+    assert warnings == ("pool: 208 tokens are set, the plan has room for 192",)
 
 
 def test_an_engine_without_a_plan_says_nothing() -> None:

@@ -20,7 +20,7 @@ from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 GIB = 1 << 30
 GPU = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, is_cpu=False)
-CPU = DeviceMemory(total_bytes=8 * GIB, free_bytes=6 * GIB, is_cpu=True)
+CPU = DeviceMemory(total_bytes=6 * GIB, free_bytes=6 * GIB, is_cpu=True)
 
 MODEL = ModelDirectory(
     shape=read_model_shape(
@@ -61,6 +61,9 @@ def test_a_prefill_rank_counts_its_staging_and_the_steps_that_it_may_have_been_s
     slot = 256 * 8 * 2 * 8 * 64 * 2  # tokens x layers x (K and V) x heads x dim x bytes
     assert slot % REGION_ALIGNMENT_BYTES == 0 and inputs.staging_bytes == 3 * slot
     assert (inputs.role, inputs.ring_bytes, inputs.chunk_tokens) == (Role.PREFILL, 0, 1024)
+    assert inputs_of(prefill(chunk={"chunk_tokens": 512}, limits={"max_step_tokens": 256})).chunk_tokens == 512, (
+        "one chunk at least"
+    )
     assert inputs.most_tokens_in_flight == 3 * 256
     assert inputs.cuda_graph_max_bs == 0
     assert inputs_of(config, tp_size=4).staging_bytes == 3 * slot // 4
@@ -108,7 +111,10 @@ def test_the_settings_reach_the_plan() -> None:
     assert (inputs.policy, inputs.memory_ratio, inputs.static_fraction) == (Policy.PAGE_COUNT, 0.5, 0.7)
     assert (inputs.device_bytes, inputs.free_bytes) == (40 * GIB, 39 * GIB), "what others hold of the device is theirs still"
     assert inputs.max_total_tokens == 32 * 32
-    assert inputs_of(config, CPU).free_bytes == 40 * GIB, "what others hold of a host is not this rank's"
+    with pytest.raises(MemoryPlanError, match=r"memory\.device_memory is 40\.0 GiB .*has available is 6\.0 GiB"):
+        inputs_of(config, CPU)
+    with pytest.raises(MemoryPlanError, match=r"memory\.device_memory is 81\.0 GiB .*the device is 80\.0 GiB"):
+        inputs_of(decode(memory={"device_memory": "81GiB"}))
     assert inputs_of(config, weights_bytes=7).weights_bytes == 7
     dummy = inputs_of(decode(dummy_weights=True))
     assert (dummy.checkpoint_bytes, inputs.checkpoint_bytes) == (None, 400 << 20)
@@ -127,6 +133,9 @@ def test_advice_and_errors_speak_of_settings() -> None:
         make_plan(inputs_of(decode(), small))
     text = str(refused.value)
     assert "a smaller ring.capacity_bytes" in text and "memory.static_fraction" in text and "--" not in text
+    assert "pp_size" not in text and "quantised" not in text and "memory.device_memory" not in text
+    with pytest.raises(MemoryPlanError, match=r"What would help: a larger memory\.device_memory; a larger parallel\.tp_size; a smaller ring"):
+        make_plan(inputs_of(decode(memory={"device_memory": 50 << 20}), CPU))
     plan = make_plan(inputs_of(decode(pool={"num_pages": 10}), CPU))
     assert any("limits.max_seq_len 160 says so" in line for line in plan.advice)
     assert "--" not in " ".join(plan.advice)

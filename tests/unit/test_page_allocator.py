@@ -346,3 +346,22 @@ def test_reserving_binding_and_releasing_do_not_grow_with_the_pool() -> None:
         return min(samples_s)
 
     assert fastest_s(1_000_000) < 10 * fastest_s(1_000)
+
+
+def test_what_is_left_behind_when_nobody_is_left_is_named() -> None:
+    layers = (
+        LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1),
+        LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=4),
+    )
+    needs = PageNeeds(groups=layer_groups(KVLayout(layers=layers, dtype=DType.FLOAT16)), page_size=2, tokens_in_flight=1)
+    allocator = GroupAllocator(needs, (8, 8))
+    allocator.check_idle()
+    assert allocator.reserve("a", 10)
+    allocator.cover("a", 3)
+    with pytest.raises(LocalProtocolError, match="no request is left, and of the full pages 2 are still bound and 3 reserved"):
+        allocator.check_idle()
+    allocator.release("a")
+    allocator.check_idle()
+    allocator.by_group[1][1].reserve("b", 1)
+    with pytest.raises(LocalProtocolError, match="of the window_4 pages 0 are still bound and 1 reserved"):
+        allocator.check_idle()

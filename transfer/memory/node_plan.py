@@ -13,21 +13,39 @@ from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.memory.host_memory import host_memory
 from transfer.memory.model_directory import ModelDirectory, read_model_directory
 from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
+from transfer.memory.plan_values import shown
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
-SETTINGS: Final = {
+_SETTINGS: Final = {
+    "a larger --tp or --pp, or a quantised model": "a larger parallel.tp_size",  # the embedded engine has neither of the others
     "--tp": "parallel.tp_size",
-    "--pp": "parallel.pp_size",
     "--staging": "staging.num_slots or chunk.chunk_tokens",
     "--ring": "ring.capacity_bytes",
     "--max-seq-len": "limits.max_seq_len",
     "--max-running-requests": "limits.max_running_requests",
     "--static-fraction": "memory.static_fraction",
     "--memory-ratio": "memory.memory_ratio",
-    "--chunked-prefill-size": "limits.max_step_tokens",
-    "--cuda-graph-max-bs": "cuda_graph_max_bs",
+    "--max-total-tokens": "pool.num_tokens",
+    "--device-memory": "memory.device_memory",
 }
-"""What a node calls the flags of ``kvferry plan``."""
+_SETTINGS_OF_ROLE: Final = {
+    "prefill": {
+        "--chunked-prefill-size or --cuda-graph-max-bs": "limits.max_step_tokens or chunk.chunk_tokens",
+        "--chunked-prefill-size": "limits.max_step_tokens",
+    },
+    "decode": {
+        "--chunked-prefill-size or --cuda-graph-max-bs": "cuda_graph_max_bs",
+        "--cuda-graph-max-bs": "cuda_graph_max_bs",
+    },
+}
+
+
+def settings_for_flags(config: NodeConfig) -> dict[str, str]:
+    """What a node calls what `kvferry plan` has flags for."""
+    names = _SETTINGS | _SETTINGS_OF_ROLE[config.role]
+    if config.memory.device_memory is not None:
+        names["What would help: "] = "What would help: a larger memory.device_memory; "
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +53,7 @@ class DeviceMemory:
     """What a rank can see of its device.
 
     Args:
-        total_bytes: Its size; of a host whose memory several ranks share, this rank's part.
+        total_bytes: Its size; of a host, this rank's part of what is available.
         free_bytes: What of it is free now.
         is_cpu: Whether it is a host's memory.
     """
@@ -48,13 +66,32 @@ class DeviceMemory:
         if not 0 < self.free_bytes <= self.total_bytes:
             raise ConfigError(f"free_bytes is {self.free_bytes} of {self.total_bytes}; it must be above 0 and at most all")
 
+    @classmethod
+    def of_host(cls, num_ranks: int) -> DeviceMemory:
+        """A rank's part of what this host has available; what others hold of a host is no part of it.
+
+        Raises:
+            ConfigError: This system does not say.
+        """
+        _, available = host_memory()
+        part = max(1, available // num_ranks)
+        return cls(total_bytes=part, free_bytes=part, is_cpu=True)
+
     def limited_to(self, num_bytes: int | None) -> DeviceMemory:
-        """As a device of `num_bytes` of which as much is in use, where a setting says how much of this one to count on."""
+        """As a device of `num_bytes` of which as much is in use, where a setting says how much of this one to count on.
+
+        Raises:
+            MemoryPlanError: There is not so much.
+        """
         if num_bytes is None:
             return self
-        in_use = (
-            0 if self.is_cpu else self.total_bytes - self.free_bytes
-        )  # of a host, the other processes' use is not this rank's
+        if num_bytes > self.total_bytes:
+            what = "a rank's part of the memory that this host has available" if self.is_cpu else "the device"
+            raise MemoryPlanError(
+                f"memory.device_memory is {shown(num_bytes)} ({num_bytes} bytes); {what} is {shown(self.total_bytes)}: "
+                "it must be that or less"
+            )
+        in_use = self.total_bytes - self.free_bytes
         return DeviceMemory(total_bytes=num_bytes, free_bytes=max(1, num_bytes - in_use), is_cpu=self.is_cpu)
 
 
@@ -106,10 +143,12 @@ def node_plan_inputs(
     """
     dtype = None if config.dtype is None else DType(config.dtype)
     staging_bytes = ring_bytes = 0
+    step_tokens = 1
     graphs: tuple[int, ...] = ()
     has_page_tables = False
     if isinstance(config, PrefillNodeConfig):
         staging_bytes = config.staging.num_slots * staging_slot_bytes(config, model.shape.layout(dtype), shard)
+        step_tokens = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)  # at least one chunk is always taken
     elif isinstance(config, DecodeNodeConfig):
         ring_bytes = config.ring.capacity_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
@@ -128,7 +167,7 @@ def node_plan_inputs(
         dtype=dtype,
         kv_dtype=shard.dtype,
         page_size=shard.page_size,
-        chunked_prefill_size=config.limits.max_step_tokens if isinstance(config, PrefillNodeConfig) else 1,
+        chunked_prefill_size=step_tokens,
         tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * config.chunk.chunk_tokens if isinstance(config, PrefillNodeConfig) else 1,
         max_running_requests=config.limits.max_running_requests,
         max_seq_len=config.limits.max_seq_len,
@@ -143,7 +182,7 @@ def node_plan_inputs(
         weights_bytes=weights_bytes,
         checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
         checkpoint_source=model.checkpoint_source,
-        names=SETTINGS,
+        names=settings_for_flags(config),
     )
 
 
@@ -156,15 +195,14 @@ def check_fits(config: NodeConfig) -> None:
         MemoryPlanError: Not one page of KV fits.
     """
     model = read_model_directory(config.model)
-    tp_size, size = config.parallel.tp_size, config.memory.device_memory
-    if config.device == "cpu":
-        total, free = (all_ranks // tp_size for all_ranks in host_memory())
-    elif size is not None:
-        total = free = size
-    else:
-        return  # the ranks ask their devices
     if model.shape.dtype is None and config.dtype is None:
         return  # only the weights say what they are stored in
-    device = DeviceMemory(total_bytes=total, free_bytes=max(1, free), is_cpu=config.device == "cpu")
+    tp_size, size = config.parallel.tp_size, config.memory.device_memory
+    if config.device == "cpu":
+        device = DeviceMemory.of_host(tp_size)
+    elif size is not None:
+        device = DeviceMemory(total_bytes=size, free_bytes=size, is_cpu=False)
+    else:
+        return  # the ranks ask their devices
     shard = Shard(tp_size=tp_size, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype)
     make_plan(node_plan_inputs(config, model, shard, device))
