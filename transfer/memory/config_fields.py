@@ -6,6 +6,7 @@ absent one takes the class's default, ``null`` often means "none" or "as the oth
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,20 @@ from transfer.errors import ConfigError
 
 REQUIRED: Final = -1
 """Default of a field that has none."""
+
+MAX_COUNT: Final = 1 << 40
+"""Most that a size may be: far above every model, and what is made of a few such sizes still is a number to reckon with."""
+
+_SHORT: Final = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: short, however long or deep it is."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python does not write out an integer of more than some thousand digits
+        return "a number of thousands of digits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +40,11 @@ class ConfigFields:
 
     def wrong(self, name: str, right: str) -> ConfigError:
         """The error of a field that is not as it must be."""
-        shown = f"is {self.values[name]!r}" if name in self.values else "is missing"
-        return ConfigError(f"{self.source}{name} {shown}; must be {right}")
+        found = f"is {shown(self.values[name])}" if name in self.values else "is missing"
+        return ConfigError(f"{self.source}{name} {found}; must be {right}")
 
-    def count(self, name: str, *, absent: int = REQUIRED, null: int = REQUIRED, least: int = 1) -> int:
-        """A whole number of at least `least`; `absent` and `null` say what stands for a field that is so."""
+    def count(self, name: str, *, absent: int = REQUIRED, null: int = REQUIRED, least: int = 1, most: int = MAX_COUNT) -> int:
+        """A whole number from `least` to `most`; `absent` and `null` say what stands for a field that is so."""
         right = "a positive integer" if least == 1 else f"an integer of at least {least}"
         if name not in self.values and absent != REQUIRED:
             return absent
@@ -38,6 +53,8 @@ class ConfigFields:
             return null
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.wrong(name, right)
+        if value > most:
+            raise self.wrong(name, f"{right}, at most {most}")
         return value
 
     def flag(self, name: str, *, absent: bool) -> bool:

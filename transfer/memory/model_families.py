@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from transfer.layout import DType, LayerKind, LayerSpec
-from transfer.memory.config_fields import REQUIRED, ConfigFields
-from transfer.memory.model_parts import LayerShape, ModelShape, MoeSizes, Part, Weights
+from transfer.layout import MAX_KV_HEADS, MAX_LAYERS, DType, LayerKind, LayerSpec
+from transfer.memory.config_fields import MAX_COUNT, REQUIRED, ConfigFields
+from transfer.memory.model_parts import LayerShape, ModelShape, Part, Weights
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
@@ -52,13 +52,13 @@ def _sizes(fields: ConfigFields, absent: Mapping[str, int] | None = None) -> _Si
     """`absent` holds the defaults of a family of which published configurations leave such fields out."""
     defaults = absent or {}
 
-    def count(name: str) -> int:
-        return fields.count(name, absent=defaults.get(name, REQUIRED))
+    def count(name: str, most: int = MAX_COUNT) -> int:
+        return fields.count(name, absent=defaults.get(name, REQUIRED), most=most)
 
     return _Sizes(
-        num_layers=count("num_hidden_layers"),
+        num_layers=count("num_hidden_layers", MAX_LAYERS),
         hidden_size=count("hidden_size"),
-        num_heads=count("num_attention_heads"),
+        num_heads=count("num_attention_heads", MAX_KV_HEADS),
         intermediate_size=count("intermediate_size"),
         vocab_size=count("vocab_size"),
         max_context_tokens=count("max_position_embeddings"),
@@ -128,6 +128,8 @@ def _attention(
         raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads, {sizes.num_heads}")
     if head_dim_absent is not None:
         head_dim = fields.count("head_dim", absent=head_dim_absent)
+        if not head_dim:
+            raise fields.wrong("hidden_size", f"at least num_attention_heads, {sizes.num_heads}, or head_dim given")
     else:
         head_dim = fields.count("head_dim", absent=0, null=0)
         if not head_dim and sizes.hidden_size % sizes.num_heads:
@@ -152,11 +154,11 @@ def _mlp(hidden_size: int, intermediate_size: int, *, has_bias: bool = False) ->
     return held
 
 
-def _experts(hidden_size: int, moe: MoeSizes) -> list[Weights]:
+def _experts(hidden_size: int, num_experts: int, intermediate_size: int) -> list[Weights]:
     """Routed experts, each cut along its width, and the router."""
     return [
-        Weights(part=Part.EXPERTS, units=moe.intermediate_size, unit_params=3 * hidden_size * moe.num_experts),
-        Weights(part=Part.OTHER, unit_params=hidden_size * moe.num_experts),
+        Weights(part=Part.EXPERTS, units=intermediate_size, unit_params=3 * hidden_size * num_experts),
+        Weights(part=Part.OTHER, unit_params=hidden_size * num_experts),
     ]
 
 
@@ -164,15 +166,7 @@ def _norms(hidden_size: int, count: int) -> list[Weights]:
     return [Weights(part=Part.OTHER, unit_params=count * hidden_size)]
 
 
-def _shape(
-    fields: ConfigFields,
-    sizes: _Sizes,
-    layers: Iterable[LayerShape],
-    *,
-    head_dim: int,
-    is_tied: bool = False,
-    moe: MoeSizes | None = None,
-) -> ModelShape:
+def _shape(fields: ConfigFields, sizes: _Sizes, layers: Iterable[LayerShape], *, is_tied: bool = False) -> ModelShape:
     """The layers between embeddings and head. `is_tied` is the family's default."""
     embeddings = Weights(part=Part.OTHER, unit_params=sizes.vocab_size * sizes.hidden_size)
     head = Weights(part=Part.OTHER, units=sizes.vocab_size, unit_params=sizes.hidden_size)
@@ -181,14 +175,11 @@ def _shape(
         architecture="",
         dtype=None,
         hidden_size=sizes.hidden_size,
-        vocab_size=sizes.vocab_size,
         num_query_heads=sizes.num_heads,
-        head_dim=head_dim,
         max_context_tokens=sizes.max_context_tokens,
         layers=tuple(layers),
         first_stage=(embeddings,),
         last_stage=(*_norms(sizes.hidden_size, 1), *(() if is_tied else (head,))),
-        moe=moe,
     )
 
 
@@ -209,7 +200,7 @@ def _dense(
         *_norms(sizes.hidden_size, num_norms),
     )
     layers = (LayerShape(kv=attention.kv(window_tokens=window), weights=weights) for window in windows)
-    return _shape(fields, sizes, layers, head_dim=attention.head_dim, is_tied=is_tied)
+    return _shape(fields, sizes, layers, is_tied=is_tied)
 
 
 def _windows(fields: ConfigFields, types: Iterable[str], window_tokens: int) -> list[int]:
@@ -251,11 +242,16 @@ def _qwen3(fields: ConfigFields) -> ModelShape:
     return _dense(fields, attention, _qwen_windows(fields, sizes.num_layers))
 
 
-def _has_experts(fields: ConfigFields, num_layers: int) -> list[bool]:
-    """Qwen's rule: every `decoder_sparse_step`-th layer has experts, except those that `mlp_only_layers` names."""
+def _has_experts(fields: ConfigFields, num_layers: int, num_experts: int) -> list[bool]:
+    """Qwen's rule: every `decoder_sparse_step`-th layer has experts, if there are any, except what `mlp_only_layers` names."""
     step = fields.count("decoder_sparse_step", absent=1)
     plain = fields.layer_numbers("mlp_only_layers")
-    return [layer not in plain and (layer + 1) % step == 0 for layer in range(num_layers)]
+    return [num_experts > 0 and layer not in plain and (layer + 1) % step == 0 for layer in range(num_layers)]
+
+
+def _num_experts(fields: ConfigFields, name: str, other_name: str, *, absent: int, least: int = 1) -> int:
+    """The number of experts, for which the class has two names."""
+    return fields.count(name if name in fields.values else other_name, absent=absent, least=least)
 
 
 def _qwen3_moe(fields: ConfigFields) -> ModelShape:
@@ -267,18 +263,14 @@ def _qwen3_moe(fields: ConfigFields) -> ModelShape:
     )
     is_used = fields.flag("use_sliding_window", absent=False)
     window = fields.count("sliding_window", absent=4096, null=0) if is_used else 0
-    has_experts = _has_experts(fields, sizes.num_layers)
-    moe = MoeSizes(
-        num_experts=fields.count("num_experts", absent=fields.count("num_local_experts", absent=128)),
-        num_experts_per_token=fields.count("num_experts_per_tok", absent=8),
-        intermediate_size=fields.count("moe_intermediate_size"),
-        num_moe_layers=sum(has_experts),
-    )
+    num_experts = _num_experts(fields, "num_experts", "num_local_experts", absent=128, least=0)
+    experts = _experts(hidden, num_experts, fields.count("moe_intermediate_size"))
     common = (*attention.weights(), *_norms(hidden, 2))
-    mlps = {True: tuple(_experts(hidden, moe)), False: tuple(_mlp(hidden, sizes.intermediate_size))}
+    mlps = {True: tuple(experts), False: tuple(_mlp(hidden, sizes.intermediate_size))}
     kv = attention.kv(window_tokens=window)
+    has_experts = _has_experts(fields, sizes.num_layers, num_experts)
     layers = (LayerShape(kv=kv, weights=(*common, *mlps[is_moe])) for is_moe in has_experts)
-    return _shape(fields, sizes, layers, head_dim=attention.head_dim, moe=moe)
+    return _shape(fields, sizes, layers)
 
 
 def _mistral(fields: ConfigFields) -> ModelShape:
@@ -292,15 +284,10 @@ def _mixtral(fields: ConfigFields) -> ModelShape:
     sizes = _sizes(fields)
     attention = _attention(fields, sizes, kv_heads_absent=8, bias=None)
     window = fields.count("sliding_window", absent=0, null=0)
-    moe = MoeSizes(
-        num_experts=fields.count("num_local_experts", absent=8),
-        num_experts_per_token=fields.count("num_experts_per_tok", absent=2),
-        intermediate_size=sizes.intermediate_size,
-        num_moe_layers=sizes.num_layers,
-    )
-    weights = (*attention.weights(), *_experts(sizes.hidden_size, moe), *_norms(sizes.hidden_size, 2))
+    experts = _experts(sizes.hidden_size, fields.count("num_local_experts", absent=8), sizes.intermediate_size)
+    weights = (*attention.weights(), *experts, *_norms(sizes.hidden_size, 2))
     layer = LayerShape(kv=attention.kv(window_tokens=window), weights=weights)
-    return _shape(fields, sizes, [layer] * sizes.num_layers, head_dim=attention.head_dim, moe=moe)
+    return _shape(fields, sizes, [layer] * sizes.num_layers)
 
 
 def _gemma2(fields: ConfigFields) -> ModelShape:
@@ -348,9 +335,9 @@ def _glm4(fields: ConfigFields) -> ModelShape:
 def _chatglm(fields: ConfigFields) -> ModelShape:
     """GLM-4-9B under the names of its first release. Source: its configuration_chatglm.py."""
     sizes = _Sizes(
-        num_layers=fields.count("num_layers"),
+        num_layers=fields.count("num_layers", most=MAX_LAYERS),
         hidden_size=fields.count("hidden_size"),
-        num_heads=fields.count("num_attention_heads"),
+        num_heads=fields.count("num_attention_heads", most=MAX_KV_HEADS),
         intermediate_size=fields.count("ffn_hidden_size"),
         vocab_size=fields.count("padded_vocab_size"),
         max_context_tokens=fields.count("seq_length"),
@@ -376,19 +363,15 @@ def _gpt_oss(fields: ConfigFields) -> ModelShape:
     attention = replace(_attention(fields, sizes, kv_heads_absent=8, head_dim_absent=64, bias=True), has_sinks=True)
     types = fields.layer_types(sizes.num_layers, (FULL, SLIDING)) or _every(2, sizes.num_layers, FULL, SLIDING)
     windows = _windows(fields, types, fields.count("sliding_window", absent=128, null=0))
-    moe = MoeSizes(
-        num_experts=fields.count("num_local_experts", absent=fields.count("num_experts", absent=128)),
-        num_experts_per_token=fields.count("num_experts_per_tok", absent=4),
-        intermediate_size=sizes.intermediate_size,
-        num_moe_layers=sizes.num_layers,
-    )
+    num_experts = _num_experts(fields, "num_local_experts", "num_experts", absent=128)
+    experts = _experts(hidden, num_experts, sizes.intermediate_size)
     biases = [
-        Weights(part=Part.OTHER, units=moe.intermediate_size, unit_params=2 * moe.num_experts),
-        Weights(part=Part.OTHER, unit_params=hidden * moe.num_experts + moe.num_experts),
+        Weights(part=Part.OTHER, units=sizes.intermediate_size, unit_params=2 * num_experts),
+        Weights(part=Part.OTHER, unit_params=hidden * num_experts + num_experts),
     ]
-    weights = (*attention.weights(), *_experts(hidden, moe), *biases, *_norms(hidden, 2))
+    weights = (*attention.weights(), *experts, *biases, *_norms(hidden, 2))
     layers = (LayerShape(kv=attention.kv(window_tokens=window), weights=weights) for window in windows)
-    return _shape(fields, sizes, layers, head_dim=attention.head_dim, moe=moe)
+    return _shape(fields, sizes, layers)
 
 
 def _mla(fields: ConfigFields, *, num_shared_absent: int, has_router_bias: bool) -> ModelShape:
@@ -409,23 +392,19 @@ def _mla(fields: ConfigFields, *, num_shared_absent: int, has_router_bias: bool)
         Weights(part=Part.OTHER, unit_params=kv_rank + query_rank + has_bias * hidden),
     )
     num_dense = fields.count("first_k_dense_replace", absent=3 if has_router_bias else 0, null=0, least=0)
-    moe = MoeSizes(
-        num_experts=fields.count("n_routed_experts", absent=256 if has_router_bias else 64),
-        num_experts_per_token=fields.count("num_experts_per_tok", absent=8, null=1),
-        intermediate_size=fields.count("moe_intermediate_size"),
-        num_moe_layers=max(0, sizes.num_layers - num_dense),
-    )
-    shared = fields.count("n_shared_experts", absent=num_shared_absent) * moe.intermediate_size
+    num_experts = fields.count("n_routed_experts", absent=256 if has_router_bias else 64)
+    expert_size = fields.count("moe_intermediate_size")
+    shared = fields.count("n_shared_experts", absent=num_shared_absent) * expert_size
     mlps = {
-        True: (*_experts(hidden, moe), *_mlp(hidden, shared)),
+        True: (*_experts(hidden, num_experts, expert_size), *_mlp(hidden, shared)),
         False: tuple(_mlp(hidden, sizes.intermediate_size)),
     }
     if has_router_bias:
-        mlps[True] += (Weights(part=Part.OTHER, unit_params=moe.num_experts),)
+        mlps[True] += (Weights(part=Part.OTHER, unit_params=num_experts),)
     kv = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=kv_rank + rope_dim, v_head_dim=0)
     layers = [LayerShape(kv=kv, weights=(*attention, *mlps[layer >= num_dense])) for layer in range(sizes.num_layers)]
-    shape = _shape(fields, sizes, layers, head_dim=nope_dim + rope_dim, moe=moe)
-    num_draft = fields.count("num_nextn_predict_layers", absent=0, null=0, least=0)
+    shape = _shape(fields, sizes, layers)
+    num_draft = fields.count("num_nextn_predict_layers", absent=0, null=0, least=0, most=MAX_LAYERS)
     draft = (*layers[-1].weights, Weights(part=Part.OTHER, unit_params=2 * hidden**2 + 3 * hidden))
     copies = 2 * Weights(part=Part.OTHER, unit_params=sizes.vocab_size * hidden).num_params
     return replace(
@@ -452,25 +431,20 @@ def _qwen3_next(fields: ConfigFields) -> ModelShape:
     types = fields.layer_types(sizes.num_layers, (FULL, LINEAR)) or _every(interval, sizes.num_layers, FULL, LINEAR)
     state, delta_net = _delta_net(fields, hidden)
     mixers = {FULL: (attention.kv(), tuple(attention.weights())), LINEAR: (state, delta_net)}
-    has_experts = _has_experts(fields, sizes.num_layers)
-    moe = MoeSizes(
-        num_experts=fields.count("num_experts", absent=512),
-        num_experts_per_token=fields.count("num_experts_per_tok", absent=10),
-        intermediate_size=fields.count("moe_intermediate_size", absent=512),
-        num_moe_layers=sum(has_experts),
-    )
+    num_experts = fields.count("num_experts", absent=512, least=0)
+    experts = _experts(hidden, num_experts, fields.count("moe_intermediate_size", absent=512))
     shared = fields.count("shared_expert_intermediate_size", absent=512)
     gate = Weights(part=Part.OTHER, unit_params=hidden)
     mlps = {
-        True: (*_experts(hidden, moe), *_mlp(hidden, shared), gate),
+        True: (*experts, *_mlp(hidden, shared), gate),
         False: tuple(_mlp(hidden, sizes.intermediate_size)),
     }
     norms = _norms(hidden, 2)
     layers = []
-    for kind, is_moe in zip(types, has_experts, strict=True):
+    for kind, is_moe in zip(types, _has_experts(fields, sizes.num_layers, num_experts), strict=True):
         kv, weights = mixers[kind]
         layers.append(LayerShape(kv=kv, weights=(*weights, *mlps[is_moe], *norms)))
-    return _shape(fields, sizes, layers, head_dim=attention.head_dim, moe=moe)
+    return _shape(fields, sizes, layers)
 
 
 def _delta_net(fields: ConfigFields, hidden_size: int) -> tuple[LayerSpec, tuple[Weights, ...]]:
@@ -480,7 +454,7 @@ def _delta_net(fields: ConfigFields, hidden_size: int) -> tuple[LayerSpec, tuple
     `linear_conv_kernel_dim` columns of the convolution's input; the former always in float32, so the two together are.
     """
     key_dim, value_dim = fields.count("linear_key_head_dim", absent=128), fields.count("linear_value_head_dim", absent=128)
-    num_keys = fields.count("linear_num_key_heads", absent=16)
+    num_keys = fields.count("linear_num_key_heads", absent=16, most=MAX_KV_HEADS)
     num_values = fields.count("linear_num_value_heads", absent=32)
     if num_values % num_keys:
         raise fields.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_keys}")

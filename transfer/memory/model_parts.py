@@ -49,23 +49,6 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeSizes:
-    """The experts of a mixture-of-experts model.
-
-    Args:
-        num_experts: Routed experts of a layer.
-        num_experts_per_token: How many of them a token goes through.
-        intermediate_size: Width of one expert.
-        num_moe_layers: Layers that have experts; the others have a plain MLP.
-    """
-
-    num_experts: int
-    num_experts_per_token: int
-    intermediate_size: int
-    num_moe_layers: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSizes:
     """The vision tower of a multimodal model."""
 
@@ -78,7 +61,6 @@ class VisionSizes:
 class Quantisation:
     """How quantised weights are stored: bits of an element, by part of the model; the parts left out are not quantised."""
 
-    method: str
     bits: Mapping[Part, Fraction]
 
 
@@ -97,36 +79,28 @@ class ModelShape:
     Args:
         architecture: Name of the model class.
         dtype: What the weights are stored in, as far as they are not quantised; None where the configuration does not say.
-        hidden_size, vocab_size: As named.
+        hidden_size: As named.
         num_query_heads: Query heads of an attention layer.
-        head_dim: Elements of a query head.
         max_context_tokens: Longest sequence that the model was made for.
         layers: The layers, in order.
         first_stage, last_stage: Weights that only the first and the last pipeline stage have.
         draft: Weights of the layers that predict further tokens (MTP); loaded only for speculative decoding.
         draft_copies: What a checkpoint stores a second time for them: embeddings and head.
-        moe, vision, quantisation: None where the model has none.
+        vision, quantisation: None where the model has none.
     """
 
     architecture: str
     dtype: DType | None
     hidden_size: int
-    vocab_size: int
     num_query_heads: int
-    head_dim: int
     max_context_tokens: int
     layers: tuple[LayerShape, ...]
     first_stage: tuple[Weights, ...]
     last_stage: tuple[Weights, ...]
     draft: tuple[Weights, ...] = ()
     draft_copies: tuple[Weights, ...] = ()
-    moe: MoeSizes | None = None
     vision: VisionSizes | None = None
     quantisation: Quantisation | None = None
-
-    @property
-    def is_vision(self) -> bool:
-        return self.vision is not None
 
     @property
     def num_params(self) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import Final
+from typing import Final, TypeGuard
 
-from transfer.layout import DType
+from transfer.layout import MAX_LAYERS, DType
 from transfer.memory.config_fields import ConfigFields
 from transfer.memory.model_families import FAMILIES, Family
 from transfer.memory.model_parts import MODEL_DTYPES, ModelShape, Part, Quantisation, VisionSizes, Weights
@@ -19,6 +19,7 @@ from transfer.memory.model_parts import MODEL_DTYPES, ModelShape, Part, Quantisa
 __all__ = ["ModelShape", "read_model_shape"]
 
 _MXFP4_BITS: Final = Fraction(17, 4)  # 4 bits, and a scale of 8 bits for each 32 of them
+_MOST_BITS: Final = 32
 
 
 def read_model_shape(config: Mapping[str, object], *, source: str = "config.json") -> ModelShape:
@@ -52,9 +53,14 @@ def _architecture(fields: ConfigFields) -> str | None:
     named = fields.values.get("architectures")
     if named is None:
         return None
-    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+    if not isinstance(named, list) or len(named) != 1 or not _is_name(named[0]):
         raise fields.wrong("architectures", "a list of one name")
     return named[0]
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    """Whether it can name a class: an outer architecture, which no family knows, is printed as it is."""
+    return isinstance(value, str) and value.isascii() and value.isidentifier()
 
 
 def _family(fields: ConfigFields) -> Family:
@@ -65,7 +71,7 @@ def _family(fields: ConfigFields) -> Family:
         if architecture in (family.architecture, *family.aliases):
             return family
     known = ", ".join(name for family in FAMILIES for name in (family.architecture, *family.aliases))
-    raise fields.wrong("architectures", f"one of {known}")
+    raise fields.wrong("architectures", f"one of {known}, or a multimodal model with the text_config of one of them")
 
 
 def _family_of_text(fields: ConfigFields) -> Family:
@@ -104,11 +110,11 @@ def _quantisation(fields: ConfigFields) -> Quantisation | None:
     method = part.text("quant_method")
     linears = (Part.ATTENTION, Part.MLP, Part.EXPERTS)
     if method == "fp8":
-        return Quantisation(method=method, bits=dict.fromkeys(linears, Fraction(8)))
+        return Quantisation(bits=dict.fromkeys(linears, Fraction(8)))
     if method == "mxfp4":
-        return Quantisation(method=method, bits={Part.EXPERTS: _MXFP4_BITS})
+        return Quantisation(bits={Part.EXPERTS: _MXFP4_BITS})
     if method in ("awq", "gptq"):
-        return Quantisation(method=method, bits=dict.fromkeys(linears, Fraction(part.count("bits"))))
+        return Quantisation(bits=dict.fromkeys(linears, Fraction(part.count("bits", most=_MOST_BITS))))
     raise part.wrong("quant_method", "fp8, mxfp4, awq or gptq")
 
 
@@ -117,7 +123,7 @@ def _vision(whole: ConfigFields, text_hidden_size: int) -> VisionSizes | None:
     fields = whole.part("vision_config")
     if fields is None:
         return None
-    num_layers = fields.count("num_hidden_layers", absent=24)
+    num_layers = fields.count("num_hidden_layers", absent=24, most=MAX_LAYERS)
     hidden_size = fields.count("hidden_size", absent=1024)
     intermediate_size = fields.count("intermediate_size", absent=4 * hidden_size)
     layer = 4 * hidden_size**2 + 2 * hidden_size * intermediate_size
