@@ -42,10 +42,37 @@ def test_without_an_index_the_files_are_added_up(directory: Path) -> None:
     assert (found.checkpoint_bytes, found.checkpoint_source) == (123, "2 safetensors files")
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"total_size": "16 GB"}, {"total_size": True}, {"total_size": 0}])
+@pytest.mark.parametrize(
+    ("names", "num_counted"),
+    [
+        (["model.safetensors", "consolidated.safetensors", "model-00001-of-00002.safetensors"], 1),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "consolidated-00001-of-00001.safetensors"], 2),
+        (["consolidated-00001-of-00002.safetensors", "consolidated-00002-of-00002.safetensors"], 2),
+    ],
+)
+def test_weights_that_are_there_twice_are_counted_once(directory: Path, names: list[str], num_counted: int) -> None:
+    for number, name in enumerate(names):
+        (directory / name).write_bytes(bytes(10**number))
+    found = read_model_directory(directory)
+    assert (found.checkpoint_bytes, found.checkpoint_source) == ([1, 11][num_counted - 1], f"{num_counted} safetensors files")
+
+
+def test_a_link_to_weights_that_are_gone_is_named(directory: Path) -> None:
+    (directory / "model.safetensors").symlink_to(directory / "gone")
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: No such file or directory"):
+        read_model_directory(directory)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None, [1], {}, {"total_size": "16 GB"}, {"total_size": True}, {"total_size": 0}, {"total_size": 10**320},
+        {"total_size": 1e308}, {"total_size": float("inf")}, {"total_size": float("nan")},
+    ],
+)  # fmt: skip
 def test_a_size_that_is_no_number_is_refused(directory: Path, metadata: object) -> None:
     (directory / INDEX_NAME).write_text(json.dumps({"metadata": metadata}))
-    with pytest.raises(ConfigError, match=r"metadata\.total_size is .*; must be the size of all weights in bytes"):
+    with pytest.raises(ConfigError, match=r"metadata\.total_size is .{0,40}; must be the size of all weights in bytes"):
         read_model_directory(directory)
 
 
@@ -55,6 +82,8 @@ def test_a_size_that_is_no_number_is_refused(directory: Path, metadata: object) 
         (b"{", "config.json is not valid JSON: "),
         (b"[]", "config.json holds list; must be a JSON object"),
         (b"\xff", "config.json is not valid JSON: "),
+        (b'{"a":' * 100_000, "config.json is nested too deeply; must be "),
+        (b'{"hidden_size": 1' + b"0" * 5000 + b"}", "config.json is not valid JSON: "),
     ],
 )
 def test_a_damaged_configuration_is_refused(directory: Path, content: bytes, message: str) -> None:

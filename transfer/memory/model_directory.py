@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Final
 
 from transfer.errors import ConfigError
+from transfer.memory.config_fields import shown
 from transfer.memory.model_shape import ModelShape, read_model_shape
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+# Beside the weights that transformers loads, some directories hold the same in their author's own format: consolidated*.
+_WEIGHT_NAMES: Final = ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors")
+_MOST_BYTES: Final = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +40,13 @@ def read_model_directory(directory: Path | str) -> ModelDirectory:
     Raises:
         ConfigError: The directory or its ``config.json`` is missing, damaged, or of a model that is not known.
     """
-    directory = Path(directory)
+    try:
+        return _read_directory(Path(directory))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+
+
+def _read_directory(directory: Path) -> ModelDirectory:
     if not directory.is_dir():
         raise ConfigError(f"model is {str(directory)!r}, which is not a directory; must be a local Hugging Face model directory")
     config_path = directory / "config.json"
@@ -43,11 +56,17 @@ def read_model_directory(directory: Path | str) -> ModelDirectory:
     index_path = directory / INDEX_NAME
     if index_path.exists():
         return ModelDirectory(shape=shape, checkpoint_bytes=_total_size(index_path), checkpoint_source=INDEX_NAME)
-    files = sorted(directory.glob("*.safetensors"))
+    files = _weight_files(directory)
     if not files:
         return ModelDirectory(shape=shape, checkpoint_bytes=None)
     size = sum(file.stat().st_size for file in files)
     return ModelDirectory(shape=shape, checkpoint_bytes=size, checkpoint_source=f"{len(files)} safetensors files")
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    found = sorted(directory.glob("*.safetensors"))
+    named = ([file for file in found if fnmatchcase(file.name, name)] for name in _WEIGHT_NAMES)
+    return next((files for files in named if files), [])
 
 
 def _total_size(path: Path) -> int:
@@ -55,16 +74,16 @@ def _total_size(path: Path) -> int:
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(size, float) and size.is_integer():  # some converters write 1.6e10
         size = int(size)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"{path}: metadata.total_size is {size!r}; must be the size of all weights in bytes")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST_BYTES:
+        raise ConfigError(f"{path}: metadata.total_size is {shown(size)}; must be the size of all weights in bytes")
     return size
 
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; must be the JSON object of a Hugging Face model") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
