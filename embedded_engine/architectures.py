@@ -17,6 +17,8 @@ from transfer.errors import ConfigError
 CUT_SIZES: Final = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
 """What tensor parallelism divides among the ranks, in most families."""
 
+_EXPERT_SIZES: Final = ("moe_intermediate_size", "shared_expert_intermediate_size")
+
 
 class Hook(StrEnum):
     """How a family's layers reach the pool."""
@@ -121,7 +123,9 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
         return
     if not architecture.is_cut:
         raise ConfigError(f"tp_size is {tp_size}; must be 1, the embedded engine does not cut a {name}")
-    sizes = {size: config[size] for size in architecture.cut_sizes if type(config.get(size)) is int and config[size] > 0}
+    unused = () if _has_experts(architecture, config) else _EXPERT_SIZES
+    names = (name for name in architecture.cut_sizes if name not in unused)
+    sizes = {name: config[name] for name in names if type(config.get(name)) is int and config[name] > 0}
     for size_name, value in sizes.items():
         if value % tp_size:
             fitting = [tp for tp in range(1, min(sizes.values()) + 1) if all(v % tp == 0 for v in sizes.values())]
@@ -129,3 +133,17 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
                 f"tp_size is {tp_size}, which does not divide the model's {size_name} {value}; "
                 f"must be one of {', '.join(map(str, fitting))}"
             )
+
+
+def _has_experts(architecture: Architecture, config: Mapping[str, Any]) -> bool:
+    """Whether a layer is known to have experts: a configuration names their sizes also where all layers are dense."""
+    num_layers = config.get("num_hidden_layers")
+    if type(num_layers) is not int:
+        return False
+    if architecture.hook is Hook.LATENT:
+        num_dense = config.get("first_k_dense_replace")
+        return type(num_dense) is int and num_dense < num_layers
+    step, dense, num_experts = (config.get(name) for name in ("decoder_sparse_step", "mlp_only_layers", "num_experts"))
+    step = step if type(step) is int and step > 0 else 1
+    dense = dense if isinstance(dense, list) else []
+    return num_experts != 0 and any(layer not in dense for layer in range(step - 1, num_layers, step))

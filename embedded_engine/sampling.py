@@ -19,6 +19,10 @@ SAMPLED_ELEMENTS = 1 << 22
 """Logits that are sampled at a time, about 32 rows of a large vocabulary: eight arrays of 8 bytes each, so about 256 MiB, however
 large the batch."""
 
+MIN_TEMPERATURE = 1e-200
+"""A lower temperature counts as this one, which already takes the likeliest of any float32 logits; divided by less, they could
+become infinite."""
+
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """As `sample_on_device`, as a list: waits for the device."""
@@ -67,7 +71,7 @@ def _sample_rows(
     values = torch.tensor(
         [
             rows,
-            [one.temperature for one in params],
+            [max(one.temperature, MIN_TEMPERATURE) for one in params],
             [one.top_k if 0 < one.top_k < vocab else 0 for one in params],
             [one.top_p if one.top_p < 1 else 2.0 for one in params],
             [uniform(one.seed, position) for one, position in zip(params, positions, strict=True)],

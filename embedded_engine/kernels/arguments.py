@@ -120,11 +120,7 @@ class DecodeCall:
         if self.v_dim is not None:
             raise ConfigError(f"v_dim is {self.v_dim}; where v is given it must be left out")
         _check_buffer("v", self.v, self.query.device)
-        if self.v.dtype is not self.k.dtype or self.v.shape[:3] != self.k.shape[:3]:
-            raise LayoutError(
-                f"v is {self.v.dtype} {tuple(self.v.shape)}; but for the last dimension it must be as k, "
-                f"{self.k.dtype} {tuple(self.k.shape)}"
-            )
+        _check_alike(self.k, self.v)
 
     def _check_numbers(self) -> None:
         if not math.isfinite(self.scale):
@@ -174,11 +170,8 @@ class WriteCall:
             is_fine = new.dtype in MODEL_DTYPES and tuple(new.shape) == shape
             _check(is_fine, f"new_{name}", new, f"must be floating point {shape}")
             _check(new.stride(2) == 1 and new.device == device, f"new_{name}", new, f"must be on {device}, head by head")
-        if self.v is not None and (self.v.dtype is not self.k.dtype or self.v.shape[:3] != self.k.shape[:3]):
-            raise LayoutError(
-                f"v is {self.v.dtype} {tuple(self.v.shape)}; but for the last dimension it must be as k, "
-                f"{self.k.dtype} {tuple(self.k.shape)}"
-            )
+        if self.v is not None:
+            _check_alike(self.k, self.v)
 
     @property
     def k_view(self) -> Tensor:
@@ -199,6 +192,12 @@ def _check_buffer(name: str, buffer: Tensor, device: torch.device) -> None:
     _check(buffer.dim() == 4 and buffer.numel() > 0, name, buffer, "must have 4 dimensions and be not empty")
     _check(buffer.dtype in POOL_DTYPES, name, buffer, f"must be one of {', '.join(str(dtype) for dtype in POOL_DTYPES)}")
     _check(buffer.stride(3) == 1 and buffer.device == device, name, buffer, f"must be on {device}, a head's elements adjacent")
+
+
+def _check_alike(k: Tensor, v: Tensor) -> None:
+    if v.dtype is not k.dtype or v.shape[:3] != k.shape[:3]:
+        rule = f"but for the last dimension it must be as k, {k.dtype} {tuple(k.shape)}"
+        raise LayoutError(f"v is {v.dtype} {tuple(v.shape)}; {rule}")
 
 
 def _check(is_fine: bool, name: str, tensor: Tensor, rule: str) -> None:

@@ -14,7 +14,6 @@ vLLM's Triton decode kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -22,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall
+from embedded_engine.kernels.launch import IS_INTERPRETED, launch
 from transfer.errors import ConfigError, LayoutError
 from transfer.kernels.elements import widened
 from transfer.layout import TokenOrder
@@ -36,7 +36,6 @@ TARGET_PROGRAMS = 512
 MAX_SPLITS = 128
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def paged_decode_attention(
@@ -67,8 +66,9 @@ def paged_decode_attention(
 
     Returns:
         The output [B, query heads, v_dim] in the query's dtype (`out`, where that is given), and float32 [B, query heads]: the
-        logarithm of the softmax's denominator, by which outputs over different tokens of the same request are merged. A sink is
-        part of it: give it to one of the calls that are merged. -inf where there is nothing to attend to.
+        logarithm of the softmax's denominator, -inf where there is nothing to attend to. The engine's own steps leave it alone;
+        it is for KV in several tiers, by which outputs over different tokens of the same request are merged. A sink is part of
+        it: give it to one of the calls that are merged.
 
     Raises:
         LayoutError: A tensor has the wrong shape, dtype, stride or device.
@@ -91,7 +91,7 @@ def paged_decode_attention(
     )
     if num_splits is not None and num_splits < 1:
         raise ConfigError(f"num_splits is {num_splits}; must be at least 1")
-    if not _IS_INTERPRETED and query.device.type != "cuda":
+    if not IS_INTERPRETED and query.device.type != "cuda":
         raise LayoutError(f"query is on {query.device}; must be on a GPU (elsewhere: reference_decode_attention)")
     if call.k_view.shape[0] * call.k_view.shape[1] > 2**31:
         raise LayoutError(f"k has {call.k_view.shape[0]} pages of {call.k_view.shape[1]} tokens; int32 slots reach 2**31 tokens")
@@ -357,7 +357,7 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, num_splits: int | None) 
     is_fp8 = k.dtype is torch.float8_e4m3fn
     operand = _OPERANDS[query.dtype]
     cut = {"BLOCK_TOKENS": tiles.block_tokens, "NUM_SPLITS": splits, "MIN_TOKENS": MIN_SPLIT_TOKENS}
-    _run(
+    launch(
         attend_splits,
         (kv_heads * tiles.head_tiles, splits, num_requests),
         query,
@@ -394,12 +394,12 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, num_splits: int | None) 
         IS_FP8_NATIVE=is_fp8 and query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 9),
         OPERAND=operand,
         # The interpreter multiplies bfloat16 as if it were integers; float32 holds the same numbers.
-        DOT=tl.float32 if _IS_INTERPRETED and operand is tl.bfloat16 else operand,
+        DOT=tl.float32 if IS_INTERPRETED and operand is tl.bfloat16 else operand,
         num_warps=8 if tiles.block_heads * tiles.v_block >= 16384 else 4,
         num_stages=2,
         **cut,
     )
-    _run(
+    launch(
         merge_splits,
         (num_heads, num_requests),
         partial_out,
@@ -420,7 +420,3 @@ def _launch(call: DecodeCall, out: Tensor, lse: Tensor, num_splits: int | None) 
         HAS_SINKS=call.sinks is not None,
         **cut,
     )
-
-
-def _run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    kernel[grid](*arguments, **constants)

@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from embedded_engine.kernels.arguments import WriteCall
+from embedded_engine.kernels.launch import IS_INTERPRETED, launch
 from transfer.errors import LayoutError
 from transfer.kernels.elements import narrowed, widened
 from transfer.layout import TokenOrder
 
-_IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 # As integers, because they are converted by hand: see transfer.kernels.head_slice.
 _ELEMENTS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
@@ -42,7 +40,7 @@ def write_rows(
         LayoutError: A tensor has the wrong shape, dtype, stride or device.
     """
     call = WriteCall(k=k, v=v, new_k=new_k, new_v=new_v, slots=slots, order=order)
-    if not _IS_INTERPRETED and k.device.type != "cuda":
+    if not IS_INTERPRETED and k.device.type != "cuda":
         raise LayoutError(f"k is on {k.device}; must be on a GPU (elsewhere: PagedKVPool.write)")
     if not slots.numel():
         return
@@ -53,7 +51,8 @@ def write_rows(
     strides = [stride for new, view in rows for stride in (*new.stride()[:2], *view.stride()[:3])]
     v_dim = 0 if v_view is None else v_view.shape[3]
     with torch.cuda.device_of(k):
-        _run(
+        launch(
+            write_row,
             (slots.numel(), num_heads),
             *tensors,
             slots,
@@ -130,7 +129,3 @@ def _elements(tensor: Tensor) -> Tensor:
 
 def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _run(grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    write_row[grid](*arguments, **constants)

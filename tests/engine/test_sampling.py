@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,18 @@ def test_the_last_number_never_runs_over_the_kept_tokens(monkeypatch: pytest.Mon
     # A row that keeps every token keeps those too that a sum of 1 is reached before, whatever its neighbours drop.
     steep = torch.tensor([[50.0, 0.0], [50.0, 0.0]])
     assert sample(steep, [SamplingParams(temperature=1.0, top_p=top_p) for top_p in (1.0, 0.5)], [0, 0]) == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-200, 1e-300, 1e-310, 5e-324])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature: float, filters: dict[str, Any]) -> None:
+    """Divided by it, logits would be infinite: of both signs, and several of them alike."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.cat([torch.randn(3, 50, generator=generator) * 5, torch.full((1, 50), 3e38)])
+    logits[:, 49] = -3e38
+    logits[3, 7:9] = torch.tensor([3e38, 3e38]).nextafter(torch.tensor(torch.inf))
+    tokens = sample(logits, [SamplingParams(temperature=temperature, seed=1, **filters)] * 4, [3, 4, 5, 6])
+    assert tokens[:3] == logits[:3].argmax(dim=-1).tolist() and tokens[3] in (7, 8)
 
 
 def test_values_and_rows_must_be_as_many() -> None:

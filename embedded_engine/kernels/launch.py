@@ -1,0 +1,15 @@
+"""What the launchers of the kernels share."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import triton
+
+IS_INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+"""Whether Triton runs its kernels on the CPU; fixed when it is imported."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Queue a kernel on the current stream; in one place, because Triton's types say nothing of what a kernel takes."""
+    kernel[grid](*arguments, **constants)
