@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from embedded_engine.architectures import ARCHITECTURES, check_cut
 from transfer.errors import ConfigError
+from transfer.memory.config_fields import shown
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -37,6 +38,8 @@ def read_json(path: Path, *, hint: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is missing; {hint}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; must be the JSON object of a Hugging Face model") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {one_line(error)}") from error
     if not isinstance(raw, dict):
@@ -80,10 +83,10 @@ def architecture_of(directory: Path, config: dict[str, Any]) -> str:
         ConfigError: It names none, several, or one that the embedded engine does not run.
     """
     named = config.get("architectures")
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"{directory / 'config.json'}: architectures is {named!r}; must name one of {supported}")
-    return str(named[0])
+        raise ConfigError(f"{directory / 'config.json'}: architectures is {shown(named)}; must name one of {supported}")
+    return named[0]
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:

@@ -58,6 +58,8 @@ def message_of(error_type: type[TransferError], action: Callable[[], object]) ->
         (lambda d: (d / "config.json").write_text("{"), ["config.json is not valid JSON"]),
         (lambda d: (d / "config.json").write_text("[]"), ["JSON list", "must be an object"]),
         (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json is not valid JSON"]),
+        (lambda d: (d / "config.json").write_text('{"a":' * 100_000), ["config.json is nested too deeply"]),
+        (lambda d: edit_config(d, architectures=[["LlamaForCausalLM"]]), ["architectures is [['Llama", "must name one of"]),
         (lambda d: edit_config(d, architectures=["MambaForCausalLM"]), ["MambaForCausalLM", "Qwen3ForCausalLM"]),
         (lambda d: edit_config(d, architectures="absent"), ["architectures is None", "LlamaForCausalLM"]),
         (lambda d: edit_config(d, model_type="mistral"), ["model_type is 'mistral'", "'llama'"]),
