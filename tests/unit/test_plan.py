@@ -358,6 +358,32 @@ def test_advice_on_what_stays_free(reserve_gib: float, advice: str | None) -> No
     assert make_plan(inputs_of("qwen3-8b", static_fraction=1 - reserve_gib / 80, **flags, is_cpu=True)).advice == ()
 
 
+def test_advice_on_what_stays_free_shrinks_with_small_devices() -> None:
+    """2 GiB are a tenth of 20: on 10 GiB the figures are half of what they are on 20 and more."""
+    flags = {"cuda_graph_batch_sizes": (), "weights_bytes": GIB}
+    for device_gib, reserve_gib, advice in (
+        (20, 1.9, "less than 2 GB"),
+        (10, 1.9, None),
+        (10, 1.4, "less than 1.5 GB"),
+        (10, 0.9, "less than 1 GB"),
+        (10, 3, "between 2.5 and 4 GB: good"),
+        (10, 5.5, "more than 5 GB: raise the fraction by 0.01"),
+    ):
+        device = {"device_bytes": device_gib * GIB, "static_fraction": 1 - reserve_gib / device_gib}
+        plan = make_plan(inputs_of("qwen3-8b", **device, **flags))
+        said = [line for line in plan.advice if "stay free" in line]
+        assert [advice in line for line in said if advice] == [True] * (advice is not None) and len(said) == (advice is not None)
+
+
+def test_a_larger_fraction_is_not_advised_where_it_would_give_no_token_more() -> None:
+    flags = {"device_bytes": 80 * GIB, "static_fraction": 0.8, "cuda_graph_batch_sizes": ()}
+    for more, is_said in (({}, True), ({"max_total_tokens": 10_000}, False), ({"max_total_tokens": 10**9}, True)):
+        plan = make_plan(inputs_of("qwen3-8b", **flags, **more))
+        assert any("raise the fraction" in line for line in plan.advice) == is_said
+    windows = make_plan(PlanInputs(model=read_model_shape(MIXTRAL), role=Role.DECODE, **flags))  # no larger than requests need
+    assert windows.advice == ()
+
+
 def test_measured_weights_win_and_stored_ones_are_scaled_to_the_dtype() -> None:
     flags = {"device_bytes": 80 * GIB, "checkpoint_bytes": 16_381_470_720, "checkpoint_source": "index"}
     assert make_plan(inputs_of("qwen3-8b", weights_bytes=20 * GIB, **flags)).weights_bytes == 20 * GIB
@@ -377,10 +403,19 @@ def test_dp_attention_cuts_attention_over_fewer_ranks() -> None:
 
 def test_draft_layers_count_only_where_they_are_loaded() -> None:
     flags = {"tp_size": 8, "device_bytes": H200}
-    plain, eagle, ngram = (
-        make_plan(inputs_of("deepseek-v3.1", speculative=one, **flags)).weights_bytes for one in (None, "eagle", "ngram")
-    )
-    assert plain == ngram and 1.4e9 < eagle - plain < 1.8e9  # an eighth of 11.5e9, but for what is not cut
+    plans = {
+        one: make_plan(inputs_of("deepseek-v3.1", speculative=one, **flags))
+        for one in (None, "ngram", "EAGLE3", "eagle", "NEXTN")
+    }
+    plain, ngram, eagle3, eagle, nextn = (plan.weights_bytes for plan in plans.values())
+    assert plain == ngram == eagle3  # EAGLE3 has a draft model of its own
+    assert 1.4e9 < eagle - plain == nextn - plain < 1.8e9  # an eighth of 11.6e9, but for what is not cut
+    formulas = [next(line.formula for line in plan.lines if line.name == "weights") for plan in plans.values()]
+    assert [" and 11,610,068,224 of draft layers" in formula for formula in formulas] == [False, False, False, True, True]
+    assert plans["NEXTN"].cell_bytes == plans[None].cell_bytes  # its KV is in the reserve, which says so
+    assert "2048 for NEXTN, its draft's KV included" in next(one.formula for one in plans["NEXTN"].lines if one.name == "reserve")
+    plain_qwen = make_plan(inputs_of("qwen3-8b", device_bytes=80 * GIB, speculative="eagle")).lines
+    assert not any("draft layers" in line.formula for line in plain_qwen)  # it has none
 
 
 def test_the_rank_with_the_most_heads_is_planned_for() -> None:
@@ -460,6 +495,17 @@ def test_tokens_in_flight_can_be_given() -> None:
     assert pages == [65, (1023 + 1536 - 1) // 16 + 2, (1023 + 1536 - 1) // 16 + 2]
 
 
+def test_pages_of_windows_can_be_worked_out_by_hand() -> None:
+    """ceil((window + tokens in flight - 2) / page size) + 1 for each request, or what its whole sequence has if that is less."""
+    flags: dict[str, Any] = {"device_bytes": 200 * GIB, "max_running_requests": 10, "tokens_in_flight": 3 * 128}
+    plan = make_plan(inputs_of("gemma-3-27b", **flags))
+    window = next(line for line in plan.lines if line.name == "pool_window_1024")
+    assert plan.groups[1].num_pages == 10 * ((1024 + 384 - 2 + 15) // 16 + 1) == 890
+    assert window.formula.endswith("a token, 890 pages of 16; 10 requests need 10 x 89")
+    short = make_plan(inputs_of("gemma-3-27b", **flags, max_seq_len=500))
+    assert short.groups[1].num_pages == 10 * 32  # 500 tokens are 32 pages
+
+
 def test_max_total_tokens_is_taken_in_whole_pages() -> None:
     plan = make_plan(inputs_of("qwen3-8b", device_bytes=24 * GIB, max_total_tokens=1000))
     assert (plan.num_pages, plan.max_total_tokens) == (62, 992)
@@ -471,14 +517,18 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
     with pytest.raises(MemoryPlanError) as caught:
         make_plan(inputs_of("llama-3-70b", device_bytes=80 * GIB))
     assert str(caught.value) == (
-        "no page of KV fits: of 80.0 GiB the largest terms are weights 131.4 GiB, reserve 13.1 GiB, page_tables 1.0 MiB; it is "
-        "64.5 GiB too little. What would help: a larger --tp or --pp, or a quantised model; a larger --static-fraction, or a "
-        "smaller --chunked-prefill-size or --cuda-graph-max-bs; a smaller --max-seq-len or --max-running-requests"
-    )
+        "no page of KV fits: of 80.0 GiB the largest terms are weights 131.4 GiB, reserve 13.1 GiB; it is 64.5 GiB too little. "
+        "What would help: a larger --tp or --pp, or a quantised model; a larger --static-fraction, or a smaller "
+        "--chunked-prefill-size or --cuda-graph-max-bs"
+    )  # 1 MiB of page tables is no cure
     with pytest.raises(MemoryPlanError, match="a larger --memory-ratio, or a smaller"):
         make_plan(inputs_of("llama-3-70b", device_bytes=80 * GIB, policy=Policy.PAGE_COUNT))
-    with pytest.raises(MemoryPlanError, match="a larger --static-fraction; a smaller --max-seq-len"):
+    with pytest.raises(MemoryPlanError, match=r"a larger --static-fraction$"):
         make_plan(inputs_of("llama-3-70b", device_bytes=80 * GIB, is_cpu=True))
+    with pytest.raises(
+        MemoryPlanError, match=r"terms are pool_full 144\.0 GiB, weights .* What would help: a smaller --page-size; "
+    ):
+        make_plan(inputs_of("qwen3-8b", device_bytes=24 * GIB, page_size=1 << 20))
     crowded = {"device_bytes": 80 * GIB, "free_bytes": 20 * GIB, "ring_bytes": 30 * GIB, "staging_bytes": 31 * GIB}
     with pytest.raises(MemoryPlanError, match="end what else runs on the device; a smaller --staging; a smaller --ring"):
         make_plan(inputs_of("qwen3-8b", **crowded))
@@ -495,20 +545,34 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
     ("flags", "message"),
     [
         ({}, "device memory is unknown; it must be given with --device-memory, or what is free with --free-memory"),
-        ({"device_bytes": 0}, "device_bytes is 0; it must be at least 1"),
-        ({"free_bytes": GIB, "page_size": 0}, "page_size is 0; it must be at least 1"),
-        ({"free_bytes": GIB, "ring_bytes": -1}, "ring_bytes is -1; it must be at least 0"),
-        ({"free_bytes": GIB, "cuda_graph_batch_sizes": (1, 0)}, "cuda_graph_batch_sizes is [1, 0]; each must be at least 1"),
-        ({"free_bytes": GIB, "static_fraction": 1.0}, "static_fraction is 1.0; it must be between 0 and 1"),
-        ({"free_bytes": GIB, "memory_ratio": 0.0}, "memory_ratio is 0.0; it must be between 0 and 1"),
-        ({"device_bytes": 1, "free_bytes": 2}, "free_bytes is 2; it must be at most device_bytes, 1"),
+        ({"device_bytes": 0}, "--device-memory is 0; it must be at least 1"),
+        ({"free_bytes": GIB, "page_size": 0}, "--page-size is 0; it must be at least 1"),
+        ({"free_bytes": GIB, "tokens_in_flight": 0}, "tokens_in_flight is 0; it must be at least 1"),  # has no flag
+        ({"free_bytes": GIB, "ring_bytes": -1}, "--ring is -1; it must be at least 0"),
+        ({"free_bytes": GIB, "cuda_graph_batch_sizes": (1, 0)}, "--cuda-graph-bs is [1, 0]; each must be at least 1"),
+        ({"free_bytes": GIB, "static_fraction": 1.0}, "--static-fraction is 1.0; it must be between 0 and 1"),
+        ({"free_bytes": GIB, "memory_ratio": 0.0}, "--memory-ratio is 0.0; it must be between 0 and 1"),
+        ({"device_bytes": 1, "free_bytes": 2}, "--free-memory is 2; it must be at most --device-memory, 1"),
         (
             {"free_bytes": GIB, "dp_size": 2},
-            "dp_size is 2; without dp-attention every replica is a node of its own, it must be 1",
+            "--dp is 2; without --dp-attention every replica is a node of its own, it must be 1",
         ),
-        ({"free_bytes": GIB, "dp_size": 2, "has_dp_attention": True, "tp_size": 3}, "dp_size is 2; it must divide tp_size, 3"),
-        ({"free_bytes": GIB, "max_seq_len": 40_961}, "max_seq_len is 40961; the model was made for at most 40960 tokens"),
-        ({"free_bytes": GIB, "max_total_tokens": 15}, "max_total_tokens is 15; it must be at least one page, 16"),
+        ({"free_bytes": GIB, "dp_size": 2, "has_dp_attention": True, "tp_size": 3}, "--dp is 2; it must divide --tp, 3"),
+        ({"free_bytes": GIB, "pp_size": 37}, "--pp is 37; a model of 36 layers has at most as many stages"),
+        ({"free_bytes": GIB, "max_seq_len": 40_961}, "--max-seq-len is 40961; the model was made for at most 40960 tokens"),
+        ({"free_bytes": GIB, "max_total_tokens": 15}, "--max-total-tokens is 15; it must be at least one page, 16"),
+        (
+            {"free_bytes": GIB, "speculative": "medusa"},
+            "--speculative is 'medusa'; it must be one of eagle, eagle3, nextn, dflash, standalone, ngram",
+        ),
+        (
+            {"free_bytes": GIB, "model": replace(model("qwen3-8b"), dtype=None)},
+            "config.json does not say what the model is stored in; give --dtype, one of float32, bfloat16, float16",
+        ),
+        (
+            {"free_bytes": GIB, "max_seq_len": 0, "names": {"--max-seq-len": "limits.longest"}},
+            "limits.longest is 0; it must be at least 1",
+        ),
     ],
 )
 def test_wrong_inputs_are_named(flags: dict[str, Any], message: str) -> None:
@@ -555,6 +619,7 @@ def test_json_has_every_key_in_plain_values() -> None:
     assert content["max_total_tokens"] == plan.max_total_tokens and content["page_size"] == 16
     assert {
         "static_fraction", "reserved_bytes", "weights_bytes", "cell_bytes", "max_total_tokens", "num_pages", "page_size",
+        "tokens_in_flight",
         "staging_bytes", "ring_bytes", "workspaces", "free_bytes", "advice", "lines", "groups",
     } <= content.keys()  # fmt: skip
     workspaces: Any = content["workspaces"]
@@ -660,11 +725,19 @@ def test_max_total_tokens_only_lowers(inputs: PlanInputs, max_total_tokens: int)
 
 def test_windows_that_crowd_out_the_tokens_that_are_kept_are_said() -> None:
     plan = make_plan(inputs_of("gemma-3-27b", device_bytes=80 * GIB, role=Role.DECODE, ring_bytes=GIB))
-    (line,) = [line for line in plan.advice if line.startswith("windows of 32 requests take 7.3 GiB of the pools")]
-    assert "--max-running-requests" in line
-    for quiet in ({"max_running_requests": 1}, {"device_bytes": 200 * GIB}):
-        flags = {"device_bytes": 80 * GIB, "role": Role.DECODE, "ring_bytes": GIB, **quiet}
-        assert not any("windows of" in line for line in make_plan(inputs_of("gemma-3-27b", **flags)).advice)
+    (line,) = [line for line in plan.advice if line.startswith("windows of 32 requests take 7.3 GiB of the 8.7 GiB of KV: ")]
+    assert "a smaller --max-running-requests leaves" in line
+    for said, more in (
+        (False, {"max_running_requests": 1}),  # there is nothing to lower
+        (False, {"device_bytes": 200 * GIB}),  # windows take the smaller part
+        (False, {"max_total_tokens": 4000}),  # more is not wanted
+        (False, {"max_seq_len": 500}),  # 32 times 500 tokens fit
+        (True, {"max_seq_len": 5000}),  # one sequence fits, but not 32
+    ):
+        flags = {"device_bytes": 80 * GIB, "role": Role.DECODE, "ring_bytes": GIB, **more}
+        assert any("windows of" in line for line in make_plan(inputs_of("gemma-3-27b", **flags)).advice) == said
+    prefill = make_plan(inputs_of("gemma-3-27b", device_bytes=80 * GIB, tokens_in_flight=384))
+    assert any("a smaller --max-running-requests or --chunk-tokens leaves" in line for line in prefill.advice)
 
 
 def test_flags_are_called_what_the_planner_calls_them() -> None:

@@ -10,6 +10,7 @@ page count is mini-sglang's (``engine._determine_num_pages``).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from transfer.errors import ConfigError, MemoryPlanError
@@ -72,10 +73,13 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
     sizing = PoolSizing(inputs, shard)
     num_pages = sizing.most_pages(budget)
     if num_pages < 1:
-        raise does_not_fit(inputs, [*before_pool, reserve_line, *sizing.state_lines()], budget - sizing.cost(1))
+        one_page = sizing.lines(sizing.groups(1))
+        raise does_not_fit(inputs, [*before_pool, reserve_line, *one_page], sizing.cost(1) - budget)
     most_tokens = num_pages * inputs.page_size
-    if inputs.max_total_tokens is not None:
-        num_pages = min(num_pages, inputs.max_total_tokens // inputs.page_size)
+    is_memory_the_limit = sizing.cost(num_pages + 1) > sizing.cost(num_pages)
+    if inputs.max_total_tokens is not None and inputs.max_total_tokens // inputs.page_size < num_pages:
+        num_pages = inputs.max_total_tokens // inputs.page_size
+        is_memory_the_limit = False
     groups = sizing.groups(num_pages)
     deciding = next((group for group in groups if group.cell_bytes and group.kind is not GroupKind.STATE), groups[0])
     left = budget - sum(group.num_bytes for group in groups)
@@ -87,7 +91,7 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         *_inside_reserve(reserve),
         PlanLine(name="left", num_bytes=left, formula=_left_formula(inputs, num_pages, most_tokens)),
     ]
-    return MemoryPlan(
+    plan = MemoryPlan(
         inputs=inputs,
         static_fraction=reserve.static_fraction,
         reserved_bytes=reserve.num_bytes,
@@ -100,8 +104,9 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         workspaces=workspaces,
         free_bytes=free_bytes,
         lines=tuple(lines),
-        advice=tuple(advice_on(inputs, reserve, groups, workspaces, free_bytes, num_pages)),
+        advice=(),
     )
+    return replace(plan, advice=tuple(advice_on(plan, is_memory_the_limit=is_memory_the_limit)))
 
 
 def agree_on_free_bytes(free_by_rank: Mapping[int, int]) -> int:
@@ -153,10 +158,12 @@ def _weights(inputs: PlanInputs) -> tuple[int, str]:
         pp_size=inputs.pp_size,
         pp_rank=inputs.pp_rank,
         dtype=inputs.dtype,
-        with_draft=inputs.speculative is not None and inputs.speculative.lower() not in ("ngram", "standalone"),
+        with_draft=inputs.loads_draft_layers,
     )
     if inputs.checkpoint_bytes is None:
-        return estimate, f"estimated from the configuration: {model.num_params:,} parameters, this rank's part"
+        draft_params = sum(weights.num_params for weights in model.draft) if inputs.loads_draft_layers else 0
+        draft = f" and {draft_params:,} of draft layers" if draft_params else ""
+        return estimate, f"estimated from the configuration: {model.num_params:,} parameters{draft}, this rank's part"
     whole = model.checkpoint_bytes(inputs.dtype)
     size = -(-inputs.checkpoint_bytes * estimate // whole)
     return size, f"{inputs.checkpoint_bytes:,} B ({inputs.checkpoint_source}) x {estimate / whole:.4f}, this rank's part"
@@ -174,7 +181,8 @@ def _workspace(inputs: PlanInputs, workspace: Workspace) -> WorkspacePlan:
     specs = [layer.kv for layer in inputs.model.layers if layer.kv.kind in (LayerKind.ATTENTION, LayerKind.SLIDING_WINDOW)]
     if not specs:
         raise ConfigError(
-            f"workspace {workspace.name} is of attention with KV heads; {inputs.model.architecture} has none, it must be left out"
+            f"workspace {workspace.name} is of attention with KV heads; {inputs.model.architecture} has none: "
+            f"it must be left out, {inputs.in_names('with --sparse-prefill')}"
         )
     if inputs.mode not in workspace.modes:
         return WorkspacePlan(

@@ -6,12 +6,15 @@ from typing import Final
 
 from transfer.errors import MemoryPlanError
 from transfer.layer_groups import GroupKind
-from transfer.memory.plan_inputs import GIB, PlanInputs, Policy
-from transfer.memory.plan_reserve import Reserve
-from transfer.memory.plan_values import GroupPlan, PlanLine, WorkspacePlan, shown
+from transfer.memory.plan_inputs import GIB, PlanInputs, Policy, Role
+from transfer.memory.plan_values import MemoryPlan, PlanLine, shown
 from transfer.memory.workspace import Strategy
 
 _NAMED_TERMS: Final = 3
+_LEAST_SHARE: Final = 0.01
+"""What is a smaller part of what is missing is not named: doing without it would not help."""
+_ADVISED_DEVICE: Final = 20 * GIB
+"""The advice on what stays free is for devices of this size or more; on smaller ones its figures shrink with the device."""
 _FLAGS: Final = {
     "in_use": "end what else runs on the device",
     "weights": "a larger --tp or --pp, or a quantised model",
@@ -24,71 +27,86 @@ _FLAGS: Final = {
 }
 
 
-def does_not_fit(inputs: PlanInputs, lines: list[PlanLine], short_by: int) -> MemoryPlanError:
-    largest = [line for line in sorted(lines, key=lambda line: -line.num_bytes)[:_NAMED_TERMS] if line.num_bytes]
-    terms = ", ".join(f"{line.name} {shown(line.num_bytes)}" for line in largest)
+def does_not_fit(inputs: PlanInputs, lines: list[PlanLine], missing: int) -> MemoryPlanError:
+    """The error of a plan without room for a page.
+
+    Args:
+        lines: What the device would hold, one page of KV included.
+        missing: Bytes that it is short of.
+    """
+    largest = sorted(lines, key=lambda line: -line.num_bytes)[:_NAMED_TERMS]
+    named = [line for line in largest if line.num_bytes >= _LEAST_SHARE * missing]
+    terms = ", ".join(f"{line.name} {shown(line.num_bytes)}" for line in named)
     flags = []
-    for line in largest:
+    for line in named:
         if line.name == "reserve":
             ratio = "--memory-ratio" if inputs.policy is Policy.PAGE_COUNT else "--static-fraction"
             gpu = "" if inputs.is_cpu else ", or a smaller --chunked-prefill-size or --cuda-graph-max-bs"
             flags.append(f"a larger {ratio}{gpu}")
         else:
-            flags.append(_FLAGS.get(line.name, "a smaller --max-seq-len"))
+            of_pool = "a smaller --page-size" if line.name.startswith("pool_") else "a smaller --max-seq-len"
+            flags.append(_FLAGS.get(line.name, of_pool))
     return MemoryPlanError(
-        f"no page of KV fits: of {shown(inputs.total_bytes)} the largest terms are {terms}; it is {shown(-short_by)} too little. "
+        f"no page of KV fits: of {shown(inputs.total_bytes)} the largest terms are {terms}; it is {shown(missing)} too little. "
         + inputs.in_names(f"What would help: {'; '.join(dict.fromkeys(flags))}")
     )
 
 
-def advice_on(
-    inputs: PlanInputs,
-    reserve: Reserve,
-    groups: tuple[GroupPlan, ...],
-    workspaces: tuple[WorkspacePlan, ...],
-    free_bytes: int,
-    num_pages: int,
-) -> list[str]:
-    advice = [] if inputs.is_cpu else _advice_on_free(inputs, reserve, free_bytes)
-    lazy = sum(one.num_bytes for one in workspaces if one.strategy is Strategy.LAZY)
+def advice_on(plan: MemoryPlan, *, is_memory_the_limit: bool) -> list[str]:
+    """What could be set better.
+
+    Args:
+        is_memory_the_limit: Whether more memory would make the pools larger.
+    """
+    inputs = plan.inputs
+    advice = [] if inputs.is_cpu else _advice_on_free(plan, is_memory_the_limit)
+    lazy = sum(one.num_bytes for one in plan.workspaces if one.strategy is Strategy.LAZY)
     if lazy:
-        fits = "which fits" if lazy <= free_bytes else "which does NOT fit: use --workspace-strategy chunk_bounded"
-        advice.append(f"lazy workspaces will take {shown(lazy)} of the {shown(free_bytes)} that stay free, {fits}")
-    tokens = num_pages * inputs.page_size
-    has_full = any(group.kind is GroupKind.FULL and group.layers for group in groups)
-    if has_full and tokens < inputs.sequence_tokens:
-        advice.append(
-            f"the pool holds {tokens:,} tokens, a sequence may have {inputs.sequence_tokens:,}: longer ones are refused; "
-            f"--max-seq-len {tokens} says so, and makes page tables smaller"
-        )
-        advice += _advice_on_windows(inputs, groups)
+        fits = "which fits" if lazy <= plan.free_bytes else "which does NOT fit: use --workspace-strategy chunk_bounded"
+        advice.append(f"lazy workspaces will take {shown(lazy)} of the {shown(plan.free_bytes)} that stay free, {fits}")
+    if any(group.kind is GroupKind.FULL and group.layers for group in plan.groups):
+        tokens = plan.max_total_tokens
+        if tokens < inputs.sequence_tokens:
+            advice.append(
+                f"the pool holds {tokens:,} tokens, a sequence may have {inputs.sequence_tokens:,}: longer ones are refused; "
+                f"--max-seq-len {tokens} says so, and makes page tables smaller"
+            )
+        advice += _advice_on_windows(plan) if is_memory_the_limit else []
     return [inputs.in_names(line) for line in advice]
 
 
-def _advice_on_windows(inputs: PlanInputs, groups: tuple[GroupPlan, ...]) -> list[str]:
-    """Windows are kept for as many requests as may run; where they take most of the pool, fewer would leave longer ones room."""
-    windows = sum(group.num_bytes for group in groups if group.kind is GroupKind.WINDOW)
-    if 2 * windows <= sum(group.num_bytes for group in groups) or inputs.max_running_requests == 1:
+def _advice_on_windows(plan: MemoryPlan) -> list[str]:
+    """Windows are kept for as many requests as may run; where they take most of the pools, fewer would leave longer ones room."""
+    windows = sum(group.num_bytes for group in plan.groups if group.kind is GroupKind.WINDOW)
+    requests = plan.inputs.max_running_requests
+    has_room_for_all = plan.max_total_tokens >= requests * plan.inputs.sequence_tokens
+    if 2 * windows <= plan.pool_bytes or requests == 1 or has_room_for_all:
         return []
+    flags = "--max-running-requests or --chunk-tokens" if plan.inputs.role is Role.PREFILL else "--max-running-requests"
     return [
-        f"windows of {inputs.max_running_requests} requests take {shown(windows)} of the pools: a smaller --max-running-requests "
-        "leaves more for tokens that are kept"
+        f"windows of {requests} requests take {shown(windows)} of the {shown(plan.pool_bytes)} of KV: "
+        f"a smaller {flags} leaves more for tokens that are kept"
     ]
 
 
-def _advice_on_free(inputs: PlanInputs, reserve: Reserve, free_bytes: int) -> list[str]:
+def _advice_on_free(plan: MemoryPlan, is_memory_the_limit: bool) -> list[str]:
     """Source: SGLang's hyperparameter tuning guide; its GB are GiB."""
-    stays = f"{shown(free_bytes)} stay free"
-    if free_bytes > 10 * GIB:
-        if inputs.policy is Policy.PAGE_COUNT:
-            flag = f"--memory-ratio {min(0.99, inputs.memory_ratio + 0.01):.2f}"
+    scale = min(1.0, plan.device_bytes / _ADVISED_DEVICE)
+    stays, free_gib = f"{shown(plan.free_bytes)} stay free", plan.free_bytes / GIB
+    if free_gib > 10 * scale:
+        if not is_memory_the_limit:
+            return []
+        if plan.inputs.policy is Policy.PAGE_COUNT:
+            flag = f"--memory-ratio {min(0.99, plan.inputs.memory_ratio + 0.01):.2f}"
         else:
-            flag = f"--static-fraction {min(0.99, reserve.static_fraction + 0.01):.3f}"
-        return [f"{stays}, more than 10 GB: raise the fraction by 0.01, {flag}"]
-    if free_bytes < 2 * GIB:
-        return [f"{stays}, less than 2 GB: lower --chunked-prefill-size or --cuda-graph-max-bs, or memory will run out"]
-    if free_bytes < 3 * GIB:
-        return [f"{stays}, less than 3 GB: lower --chunked-prefill-size or --cuda-graph-max-bs if memory runs out"]
-    if 5 * GIB <= free_bytes <= 8 * GIB:
-        return [f"{stays}, between 5 and 8 GB: good"]
+            flag = f"--static-fraction {min(0.99, plan.static_fraction + 0.01):.3f}"
+        return [f"{stays}, more than {10 * scale:.2g} GB: raise the fraction by 0.01, {flag}"]
+    if free_gib < 2 * scale:
+        return [
+            f"{stays}, less than {2 * scale:.2g} GB: lower --chunked-prefill-size or --cuda-graph-max-bs, or memory will run out"
+        ]
+    if free_gib < 3 * scale:
+        return [f"{stays}, less than {3 * scale:.2g} GB: lower --chunked-prefill-size or --cuda-graph-max-bs if memory runs out"]
+    if 5 * scale <= free_gib <= 8 * scale:
+        return [f"{stays}, between {5 * scale:.2g} and {8 * scale:.2g} GB: good"]
     return []

@@ -10,7 +10,7 @@ from typing import Final
 from transfer.errors import ConfigError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
-from transfer.memory.model_parts import ModelShape
+from transfer.memory.model_parts import MODEL_DTYPES, ModelShape
 from transfer.memory.workspace import Mode, Workspace
 
 GIB: Final = 1 << 30
@@ -29,7 +29,21 @@ _BATCHES_BY_GIB: Final = (
     (160, 8192, (256, 512)),
 )
 _BATCHES_ABOVE: Final = (16384, (512, 512))
-_CPU_CHUNK_TOKENS: Final = 2048
+_CPU_STEP_TOKENS: Final = 2048
+
+SPECULATIVE_MB: Final[Mapping[str, int]] = {
+    "eagle": 2 * 1024, "eagle3": 2 * 1024, "nextn": 2 * 1024, "dflash": 2 * 1024, "standalone": 6 * 1024, "ngram": 0,
+}  # fmt: skip
+"""Speculative algorithms, by SGLang's names, and what the reserve grows by for each: its draft, with the KV of that."""
+_DRAFT_LAYER_ALGORITHMS: Final = ("eagle", "nextn")  # the others bring a draft model of their own, or none
+
+_FLAGS: Final = {
+    "device_bytes": "--device-memory", "free_bytes": "--free-memory", "tp_size": "--tp", "pp_size": "--pp", "dp_size": "--dp",
+    "page_size": "--page-size", "chunked_prefill_size": "--chunked-prefill-size", "tokens_in_flight": "tokens_in_flight",
+    "max_running_requests": "--max-running-requests", "max_seq_len": "--max-seq-len", "max_total_tokens": "--max-total-tokens",
+    "weights_bytes": "--weights", "checkpoint_bytes": "checkpoint_bytes",
+}  # fmt: skip
+"""What must be at least 1, by the flags of `kvferry plan`; two have none."""
 
 
 class Policy(StrEnum):
@@ -49,11 +63,11 @@ class Role(StrEnum):
 def default_batches(device_bytes: int, tp_size: int) -> tuple[int, int]:
     """Chunked prefill size and largest CUDA-graph batch for a GPU of this size. Source: SGLang's server_args."""
     is_wide = tp_size >= 4
-    for below_gib, chunk_tokens, graphs in _BATCHES_BY_GIB:
+    for below_gib, step_tokens, graphs in _BATCHES_BY_GIB:
         if device_bytes < below_gib * GIB:
-            return chunk_tokens, graphs[is_wide]
-    chunk_tokens, graphs = _BATCHES_ABOVE
-    return chunk_tokens, graphs[is_wide]
+            return step_tokens, graphs[is_wide]
+    step_tokens, graphs = _BATCHES_ABOVE
+    return step_tokens, graphs[is_wide]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +89,12 @@ class PlanInputs:
         page_size: Tokens per page.
         chunked_prefill_size: Tokens of a prefill step; None: by the size of the device.
         tokens_in_flight: See `LayerGroup.peak_pages`; None: of a prefill rank the tokens of the steps that it can have been sent,
-            each of `chunked_prefill_size`; of a decode rank 1.
+            each of `chunked_prefill_size`, where nobody knows how prompts are cut into chunks; of a decode rank 1.
         max_running_requests: Requests at once.
         max_seq_len: Tokens of the longest sequence; None: the model's context.
         has_page_tables: Whether page tables lie on the device, as those of decode steps on a GPU do.
         cuda_graph_batch_sizes: Batch sizes of which CUDA graphs are captured; None: by the size of the device.
-        speculative: Speculative algorithm, by SGLang's names; None: none.
+        speculative: Speculative algorithm, one of `SPECULATIVE_MB`, however capitalised; None: none.
         static_fraction: Share of the device for weights and KV; None: by the heuristic.
         policy: How much KV may take.
         memory_ratio: Share of the free memory for weights and KV, with the policy page-count.
@@ -94,7 +108,8 @@ class PlanInputs:
         names: What the flags of `kvferry plan` are called where this plan is made, for its advice and its errors.
 
     Raises:
-        ConfigError: A value is out of its range, or the device's memory is unknown.
+        ConfigError: A value is out of its range, or the device's memory or what the model computes in is unknown. Messages speak
+            of flags, or of what `names` has for them.
     """
 
     model: ModelShape
@@ -132,38 +147,48 @@ class PlanInputs:
 
     def __post_init__(self) -> None:
         if self.device_bytes is None and self.free_bytes is None:
-            raise ConfigError(
+            raise self._wrong(
                 "device memory is unknown; it must be given with --device-memory, or what is free with --free-memory"
             )
-        at_least_one = (
-            "device_bytes", "free_bytes", "tp_size", "pp_size", "dp_size", "page_size", "chunked_prefill_size",
-            "tokens_in_flight", "max_running_requests", "max_seq_len", "max_total_tokens", "weights_bytes", "checkpoint_bytes",
-        )  # fmt: skip
-        for name in at_least_one:
+        for name, flag in _FLAGS.items():
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        for name in ("staging_bytes", "ring_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+                raise self._wrong(f"{flag} is {value}; it must be at least 1")
+        for flag, size in (("--staging", self.staging_bytes), ("--ring", self.ring_bytes)):
+            if size < 0:
+                raise self._wrong(f"{flag} is {size}; it must be at least 0")
         if min(self.cuda_graph_batch_sizes or (1,)) < 1:
-            raise ConfigError(f"cuda_graph_batch_sizes is {list(self.cuda_graph_batch_sizes or ())}; each must be at least 1")
-        for name in ("static_fraction", "memory_ratio"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ConfigError(f"{name} is {value}; it must be between 0 and 1")
+            raise self._wrong(f"--cuda-graph-bs is {list(self.cuda_graph_batch_sizes or ())}; each must be at least 1")
+        for flag, share in (("--static-fraction", self.static_fraction), ("--memory-ratio", self.memory_ratio)):
+            if share is not None and not 0 < share < 1:
+                raise self._wrong(f"{flag} is {share}; it must be between 0 and 1")
         if self.device_bytes is not None and self.free_bytes is not None and self.free_bytes > self.device_bytes:
-            raise ConfigError(f"free_bytes is {self.free_bytes}; it must be at most device_bytes, {self.device_bytes}")
+            raise self._wrong(f"--free-memory is {self.free_bytes}; it must be at most --device-memory, {self.device_bytes}")
         if self.dp_size > 1 and not self.has_dp_attention:
-            raise ConfigError(f"dp_size is {self.dp_size}; without dp-attention every replica is a node of its own, it must be 1")
+            raise self._wrong(f"--dp is {self.dp_size}; without --dp-attention every replica is a node of its own, it must be 1")
         if self.tp_size % self.dp_size:
-            raise ConfigError(f"dp_size is {self.dp_size}; it must divide tp_size, {self.tp_size}")
-        if self.max_seq_len is not None and self.max_seq_len > self.model.max_context_tokens:
-            raise ConfigError(
-                f"max_seq_len is {self.max_seq_len}; the model was made for at most {self.model.max_context_tokens} tokens"
-            )
+            raise self._wrong(f"--dp is {self.dp_size}; it must divide --tp, {self.tp_size}")
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
-            raise ConfigError(f"max_total_tokens is {self.max_total_tokens}; it must be at least one page, {self.page_size}")
+            raise self._wrong(f"--max-total-tokens is {self.max_total_tokens}; it must be at least one page, {self.page_size}")
+        if self.speculative is not None and self.speculative.lower() not in SPECULATIVE_MB:
+            raise self._wrong(f"--speculative is {self.speculative!r}; it must be one of {', '.join(SPECULATIVE_MB)}")
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """What goes together with no plan of this model."""
+        if self.dtype is None and self.model.dtype is None:
+            raise self._wrong(
+                f"config.json does not say what the model is stored in; give --dtype, one of {', '.join(MODEL_DTYPES)}"
+            )
+        if self.pp_size > len(self.model.layers):
+            raise self._wrong(f"--pp is {self.pp_size}; a model of {len(self.model.layers)} layers has at most as many stages")
+        if self.max_seq_len is not None and self.max_seq_len > self.model.max_context_tokens:
+            raise self._wrong(
+                f"--max-seq-len is {self.max_seq_len}; the model was made for at most {self.model.max_context_tokens} tokens"
+            )
+
+    def _wrong(self, text: str) -> ConfigError:
+        return ConfigError(self.in_names(text))
 
     def in_names(self, text: str) -> str:
         """A text that speaks of flags, in the words of whoever plans."""
@@ -184,9 +209,10 @@ class PlanInputs:
 
     @property
     def chunk_tokens(self) -> int:
+        """Tokens of a prefill step, which those who speak of chunked prefill call a chunk."""
         if self.chunked_prefill_size is not None:
             return self.chunked_prefill_size
-        return _CPU_CHUNK_TOKENS if self.is_cpu else default_batches(self.total_bytes, self.tp_size)[0]
+        return _CPU_STEP_TOKENS if self.is_cpu else default_batches(self.total_bytes, self.tp_size)[0]
 
     @property
     def cuda_graph_max_bs(self) -> int:
@@ -204,6 +230,11 @@ class PlanInputs:
         if self.tokens_in_flight is not None:
             return self.tokens_in_flight
         return PREFILL_STEPS_IN_FLIGHT * self.chunk_tokens if self.role is Role.PREFILL else 1
+
+    @property
+    def loads_draft_layers(self) -> bool:
+        """Whether the model's own layers for further tokens are loaded."""
+        return self.speculative is not None and self.speculative.lower() in _DRAFT_LAYER_ALGORITHMS
 
     @property
     def attention_tp_size(self) -> int:

@@ -76,10 +76,6 @@ class PoolSizing:
             for group, plan in zip(self._groups, groups, strict=True)
         ]
 
-    def state_lines(self) -> list[PlanLine]:
-        """The pools that do not depend on how many tokens fit."""
-        return [line for line in self.lines(self.groups(1)) if line.name == f"pool_{GroupKind.STATE}"]
-
     def _formula(self, group: LayerGroup, plan: GroupPlan) -> str:
         if not plan.layers:
             return "this stage has none of these layers"
@@ -90,4 +86,8 @@ class PoolSizing:
         cell = f"{heads}{dims} x {len(plan.layers)} layers x {element} B = {plan.cell_bytes:,} B"
         if group.kind is GroupKind.STATE:
             return f"{cell} a request, {plan.num_pages:,} requests"
-        return f"{cell} a token, {plan.num_pages:,} pages of {plan.page_size}"
+        text = f"{cell} a token, {plan.num_pages:,} pages of {plan.page_size}"
+        if group.kind is GroupKind.WINDOW:
+            requests = self._inputs.max_running_requests
+            text += f"; {requests:,} requests need {requests:,} x {self._needed_pages(group) // requests:,}"
+        return text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transfer.errors import MemoryPlanError
 from transfer.memory.model_parts import VisionSizes
-from transfer.memory.plan_inputs import MB, UNKNOWN_FRACTION, PlanInputs, Policy
+from transfer.memory.plan_inputs import MB, SPECULATIVE_MB, UNKNOWN_FRACTION, PlanInputs, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,16 @@ def _static_fraction(inputs: PlanInputs) -> tuple[float, str]:
         return UNKNOWN_FRACTION, "the device's size is unknown"
     total_mb = inputs.device_bytes / MB
     graph_mb, graph_formula = _cuda_graph_mb(inputs)
-    reserved = 512 + 1.5 * max(inputs.chunk_tokens, 2048) + graph_mb + 1024 * inputs.tp_size * inputs.pp_size / 8
-    formula = f"512 + 1.5 x {max(inputs.chunk_tokens, 2048)} + {graph_formula} + 1024 x {inputs.tp_size} x {inputs.pp_size} / 8"
+    step_tokens = max(inputs.chunk_tokens, 2048)
+    reserved = 512 + 1.5 * step_tokens + graph_mb + 1024 * inputs.tp_size * inputs.pp_size / 8
+    formula = f"512 + 1.5 x {step_tokens} + {graph_formula} + 1024 x {inputs.tp_size} x {inputs.pp_size} / 8"
     if total_mb > 60 * 1024 and reserved < 10 * 1024:
         reserved = 10 * 1024
         formula = f"at least 10 x 1024 above 60 x 1024 ({formula})"
-    draft_mb = _draft_mb(inputs.speculative)
+    draft_mb = SPECULATIVE_MB[inputs.speculative.lower()] if inputs.speculative is not None else 0
     if draft_mb:
         reserved += draft_mb
-        formula += f" + {draft_mb} for {inputs.speculative}"
+        formula += f" + {draft_mb} for {inputs.speculative}, its draft's KV included"
     fraction = round((total_mb - reserved) / total_mb, 3)
     formula += f" = {reserved:,.0f} of {total_mb:,.0f} MB"
     if inputs.model.vision is not None:
@@ -101,12 +102,6 @@ def _cuda_graph_mb(inputs: PlanInputs) -> tuple[float, str]:
             size += 1.5 * batch * inputs.dp_size
             formula += f" + 1.5 x {batch} x {inputs.dp_size}"
     return size, formula
-
-
-def _draft_mb(speculative: str | None) -> int:
-    if speculative is None or speculative.lower() == "ngram":
-        return 0
-    return 6 * 1024 if speculative.lower() == "standalone" else 2 * 1024
 
 
 def _vision_factor(vision: VisionSizes) -> float:

@@ -150,6 +150,7 @@ class MemoryPlan:
             "pp_rank": inputs.pp_rank,
             "dp_size": inputs.dp_size,
             "chunked_prefill_size": inputs.chunk_tokens,
+            "tokens_in_flight": inputs.most_tokens_in_flight,
             "cuda_graph_max_bs": inputs.cuda_graph_max_bs,
             "max_running_requests": inputs.max_running_requests,
             "max_seq_len": inputs.sequence_tokens,
