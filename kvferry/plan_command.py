@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from embedded_engine.model_config import read_config
 from kvferry import exit_codes
 from kvferry.plan_device import Device
+from kvferry.plan_engine import advice_on_embedded_engine
 from kvferry.plan_options import PlanOptions, device_for, make_plan_for
 from kvferry.plan_view import print_comparison, print_plan
 from transfer.errors import MemoryPlanError, TransferError
@@ -23,10 +28,11 @@ def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | No
         TransferError: The model, a flag or the plan itself is wrong; nothing has been printed.
     """
     directory = read_model_directory(model)
+    config = read_config(model)
     asked = [("as given", options)]
     if compare is not None:
         asked.append((compare, options.changed(compare)))
-    plans = [(name, *_plan(directory, one, name if one is not options else "")) for name, one in asked]
+    plans = [(name, *_plan(directory, config, one, name if one is not options else "")) for name, one in asked]
     _, plan, device = plans[0]
     if png is not None:
         from kvferry.plan_picture import write_picture
@@ -46,12 +52,13 @@ def run_plan(model: Path, options: PlanOptions, *, is_json: bool, png: Path | No
     return exit_codes.OK
 
 
-def _plan(directory: ModelDirectory, options: PlanOptions, change: str) -> tuple[MemoryPlan, Device]:
+def _plan(directory: ModelDirectory, config: Mapping[str, Any], options: PlanOptions, change: str) -> tuple[MemoryPlan, Device]:
     """The plan and its device. What is wrong is said with the setting that it comes from, and with a device that was detected."""
     device = device_for(options)
     try:
-        return make_plan_for(options, directory, device), device
+        plan = make_plan_for(options, directory, device)
     except TransferError as error:
         where = f"with {change}: " if change else ""
         is_detected = isinstance(error, MemoryPlanError) and options.device_memory is None
         raise type(error)(f"{where}{error}" + (f" (device: {device.text})" if is_detected else "")) from error
+    return replace(plan, advice=(*plan.advice, *advice_on_embedded_engine(plan.inputs, config))), device

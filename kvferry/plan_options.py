@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvferry.plan_device import Device, detect_device, given_device
 from transfer.errors import ConfigError
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
 from transfer.layout import DType
 from transfer.memory.model_directory import ModelDirectory
 from transfer.memory.model_parts import MODEL_DTYPES
 from transfer.memory.plan import MemoryPlan, PlanInputs, make_plan
-from transfer.memory.plan_inputs import Policy, Role
+from transfer.memory.plan_inputs import MB, Policy, Role
 from transfer.memory.workspace import Strategy, sparse_prefill_workspaces
+
+_LARGEST_GIB: Final = 2048
+"""A size without a unit that is smaller is taken to be meant in GiB, a larger one in MiB, as nvidia-smi gives it."""
+_TIERS: Final = {"sparse_prefill": Role.PREFILL, "chunk_tokens": Role.PREFILL, "staging": Role.PREFILL, "ring": Role.DECODE}
+"""Flags for what only one tier has."""
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -34,6 +40,7 @@ class PlanOptions:
     kv_dtype: str | None = None
     page_size: int = 16
     chunked_prefill_size: int | None = None
+    chunk_tokens: int | None = None
     max_running_requests: int = 32
     max_seq_len: int | None = None
     cuda_graph_max_bs: int | None = None
@@ -83,8 +90,10 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         ConfigError: A flag's value is wrong; the message names it, the value, and what would be right.
     """
     role = _choice("role", options.role, Role)
-    if options.sparse_prefill and role is not Role.PREFILL:
-        raise ConfigError(f"--sparse-prefill is given and --role is {role}; it must be prefill, for only such nodes prefill")
+    sizes = {name: _size(name, getattr(options, name)) for name in ("staging", "ring", "weights")}
+    for name, tier in _TIERS.items():
+        if role is not tier and sizes.get(name, getattr(options, name)):
+            raise ConfigError(f"{_flag(name)} is given and --role is {role}; only a {tier} node has it")
     return PlanInputs(
         model=directory.shape,
         role=role,
@@ -99,6 +108,7 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         kv_dtype=None if options.kv_dtype is None else _choice("kv_dtype", options.kv_dtype, DType),
         page_size=options.page_size,
         chunked_prefill_size=options.chunked_prefill_size,
+        tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * _chunk_tokens(options) if role is Role.PREFILL else None,
         max_running_requests=options.max_running_requests,
         max_seq_len=options.max_seq_len,
         cuda_graph_batch_sizes=_batch_sizes(options),
@@ -107,14 +117,25 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         policy=_choice("policy", options.policy, Policy),
         memory_ratio=options.memory_ratio,
         max_total_tokens=options.max_total_tokens,
-        staging_bytes=_size("staging", options.staging) or 0,
-        ring_bytes=_size("ring", options.ring) or 0,
-        weights_bytes=_size("weights", options.weights),
+        staging_bytes=sizes["staging"] or 0,
+        ring_bytes=sizes["ring"] or 0,
+        weights_bytes=sizes["weights"],
         checkpoint_bytes=directory.checkpoint_bytes,
         checkpoint_source=directory.checkpoint_source,
         workspaces=_workspaces(options),
         has_kv_offload=options.kv_offload,
     )
+
+
+def _chunk_tokens(options: PlanOptions) -> int:
+    """Tokens of a chunk of a prompt; what a node takes where nobody says."""
+    if options.chunk_tokens is None:
+        from transfer.config import ChunkConfig
+
+        return ChunkConfig().chunk_tokens
+    if options.chunk_tokens < 1:
+        raise ConfigError(f"--chunk-tokens is {options.chunk_tokens}; it must be at least 1")
+    return options.chunk_tokens
 
 
 def _workspaces(options: PlanOptions) -> tuple[Any, ...]:
@@ -157,7 +178,7 @@ def _choice(name: str, value: str, choices: type[_Choice]) -> _Choice:
 
 
 def _size(name: str, value: str | None) -> int | None:
-    """Bytes of a flag such as ``80GiB``."""
+    """Bytes of a flag such as ``80GiB``. A bare number that is no size of anything lacks its unit."""
     if value is None:
         return None
     from transfer.config import parse_size
@@ -167,6 +188,9 @@ def _size(name: str, value: str | None) -> int | None:
     except ValueError as error:
         raise ConfigError(f"{_flag(name)} is {value!r}; {error}") from None
     assert isinstance(size, int)  # of a text
+    if 0 < size < MB and value.strip().isdecimal():
+        unit = "GiB" if size < _LARGEST_GIB and name not in ("staging", "ring") else "MiB"
+        raise ConfigError(f"{_flag(name)} is {value}, which is {size} bytes; did you mean {size}{unit}? (bytes: {size}B)")
     return size
 
 

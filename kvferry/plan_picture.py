@@ -21,8 +21,10 @@ def write_picture(plans: Sequence[tuple[str, MemoryPlan]], file: Path) -> None:
     """Write one bar for each plan, named, to a PNG file.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: The file is called otherwise, matplotlib is not installed, or the file cannot be written.
     """
+    if file.suffix.lower() not in ("", ".png"):
+        raise ConfigError(f"--png is {file}; its name must end in .png, for that is what is written")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -98,7 +98,15 @@ def headline(plan: MemoryPlan) -> str:
     inputs = plan.inputs
     cut = f"tp {inputs.tp_size}" + (f", pp {inputs.pp_size} (stage {inputs.pp_rank})" if inputs.pp_size > 1 else "")
     cut += f", dp-attention over {inputs.dp_size}" if inputs.has_dp_attention else ""
-    return f"{inputs.model.architecture}, {inputs.model.num_params / 1e9:,.1f} billion parameters; {inputs.role} node, {cut}"
+    return f"{inputs.model.architecture}, {_counted(inputs.model.num_params)} parameters; {inputs.role} node, {cut}"
+
+
+def _counted(number: int) -> str:
+    """``27.4 billion``, ``1.3 million``."""
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:,.1f} {name}"
+    return f"{number:,}"
 
 
 def capacity(plan: MemoryPlan) -> str:

@@ -24,6 +24,7 @@ from kvferry.plan_options import PlanOptions, inputs_for, make_plan_for
 from kvferry.plan_view import bar, legend, segments, shares
 from transfer.memory.model_directory import read_model_directory
 from transfer.memory.plan import make_plan
+from transfer.memory.plan_inputs import SPECULATIVE_MB, default_batches
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "unit" / "configs"
@@ -90,17 +91,20 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
         "--device-memory 100GB --free-memory 90GB --role prefill --tp 8 --pp 2 --dp 2 --dp-attention --dtype float16 "
         "--kv-dtype int8 --page-size 32 --chunked-prefill-size 4096 --max-running-requests 7 --max-seq-len 5000 "
         "--cuda-graph-bs 1,2,40 --speculative eagle --policy page-count --memory-ratio 0.8 --max-total-tokens 1000 "
-        "--staging 1MiB --ring 2MiB --weights 3GB --sparse-prefill --workspace-strategy lazy"
+        "--staging 1MiB --weights 3GB --sparse-prefill --workspace-strategy lazy --chunk-tokens 512"
     )
     content = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     found = {name: content[name] for name in content if name not in ("lines", "groups", "workspaces", "advice", "reserved_bytes")}
     assert found == found | {
         "device_bytes": 10**11, "free_before_bytes": 9 * 10**10, "role": "prefill", "tp_size": 8, "pp_size": 2, "dp_size": 2,
         "page_size": 32, "chunked_prefill_size": 4096, "max_running_requests": 7, "max_seq_len": 5000, "cuda_graph_max_bs": 40,
-        "policy": "page-count", "max_total_tokens": 992, "staging_bytes": 1 << 20, "ring_bytes": 2 << 20,
-        "weights_bytes": 3 * 10**9, "cell_bytes": 2 * 256 * 40 * 1,
+        "policy": "page-count", "max_total_tokens": 992, "staging_bytes": 1 << 20, "ring_bytes": 0,
+        "weights_bytes": 3 * 10**9, "cell_bytes": 2 * 256 * 40 * 1, "tokens_in_flight": 3 * 512,
     }  # fmt: skip
     assert [one["strategy"] for one in content["workspaces"][:2]] == ["lazy", "lazy"]
+    flags = "--device-memory 200GB --role decode --ring 2MiB"
+    decode = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
+    assert (decode["role"], decode["ring_bytes"], decode["tokens_in_flight"]) == ("decode", 2 << 20, 1)
     flags = "--device-memory 200GB --sparse-prefill --kv-offload --cuda-graph-max-bs 0 --static-fraction 0.9"
     offloaded = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     assert offloaded["workspaces"][0]["reason"].startswith("not needed: with KV offload")
@@ -162,19 +166,33 @@ def test_changes_are_read_by_the_names_of_flags(text: str, changed: PlanOptions)
         (("--dtype", "int8"), 2, "--dtype is 'int8'; it must be one of float32, bfloat16, float16"),
         (("--kv-dtype", "fp8"), 2, "--kv-dtype is 'fp8'; it must be one of "),
         (("--workspace-strategy", "x"), 2, "--workspace-strategy is 'x'; it must be one of eager, lazy, chunk_bounded"),
-        (("--sparse-prefill", "--role", "decode"), 2, "--sparse-prefill is given and --role is decode; it must be prefill"),
+        (
+            ("--sparse-prefill", "--role", "decode"),
+            2,
+            "--sparse-prefill is given and --role is decode; only a prefill node has it",
+        ),
+        (("--staging", "1MiB", "--role", "decode"), 2, "--staging is given and --role is decode; only a prefill node has it"),
+        (("--chunk-tokens", "64", "--role", "decode"), 2, "--chunk-tokens is given and --role is decode; only a prefill node"),
+        (("--ring", "1MiB"), 2, "--ring is given and --role is prefill; only a decode node has it"),
+        (("--chunk-tokens", "0"), 2, "--chunk-tokens is 0; it must be at least 1"),
+        (("--device-memory", "80"), 2, "--device-memory is 80, which is 80 bytes; did you mean 80GiB? (bytes: 80B)"),
+        (("--device-memory", "81559"), 2, "--device-memory is 81559, which is 81559 bytes; did you mean 81559MiB?"),
+        (("--staging", "64"), 2, "--staging is 64, which is 64 bytes; did you mean 64MiB?"),
+        (("--device-memory", "80B"), 8, "the device has 0 MB"),
+        (("--speculative", "medusa"), 2, "--speculative is 'medusa'; it must be one of eagle, eagle3, nextn, "),
         (("--cuda-graph-bs", "1,x"), 2, "--cuda-graph-bs is '1,x'; it must be batch sizes"),
         (("--cuda-graph-bs", "1", "--cuda-graph-max-bs", "2"), 2, "--cuda-graph-bs and --cuda-graph-max-bs are both given"),
         (("--cuda-graph-max-bs", "-1"), 2, "--cuda-graph-max-bs is -1; it must be at least 0"),
-        (("--page-size", "0"), 2, "page_size is 0; it must be at least 1"),
+        (("--page-size", "0"), 2, "--page-size is 0; it must be at least 1"),
         (("--compare", "tpp=4"), 2, "--compare has 'tpp=4'; it must be name=value, with a name of role, "),
         (("--compare", "tp"), 2, "--compare has 'tp'; it must be name=value"),
         (("--compare", "tp=x"), 2, "--compare has tp=x; it must be a number"),
         (("--compare", "dp_attention=1"), 2, "--compare has dp_attention=1; it must be true or false"),
-        (("--compare", "page_size=0"), 2, "with page_size=0: page_size is 0"),
+        (("--compare", "page_size=0"), 2, "with page_size=0: --page-size is 0"),
         (("--compare", "device_memory=8GiB"), 8, "with device_memory=8GiB: no page of KV fits: of 8.0 GiB the largest terms are"),
         (("--device-memory", "16GiB"), 8, "no page of KV fits: of 16.0 GiB the largest terms are weights 15.3 GiB"),
-        (("--pp", "37"), 8, "pp_size is 37; a model of 36 layers has at most as many stages"),
+        (("--pp", "37"), 2, "--pp is 37; a model of 36 layers has at most as many stages"),
+        (("--png", "plan.jpg"), 2, "--png is plan.jpg; its name must end in .png"),
         (("--png", "/nowhere/plan.png"), 2, "--png is /nowhere/plan.png; it cannot be written: No such file or directory"),
     ],
 )
@@ -182,6 +200,66 @@ def test_what_is_wrong_is_one_line(models: Path, arguments: tuple[str, ...], cod
     result = plan("--model", "qwen3-8b", "--device-memory", "24GiB", *arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith(f"kvferry plan: {message}") and result.stderr.count("\n") == 1
+
+
+def test_a_model_that_does_not_say_its_dtype_asks_for_it(models: Path) -> None:
+    flags = ("--model", "gpt-oss-20b", "--device-memory", "24GiB")
+    assert "give --dtype, one of float32, bfloat16, float16\n" in plan(*flags).stderr
+    assert plan(*flags, "--dtype", "bfloat16").exit_code == 0
+
+
+def test_chunks_of_a_prompt_decide_on_the_pages_of_windows(models: Path) -> None:
+    """3 steps may be in flight, each of one chunk, by default of a node's 128 tokens; a page more may be cut on both sides."""
+    flags = ("--model", "gpt-oss-20b", "--dtype", "bfloat16", "--device-memory", "24GiB", "--max-running-requests", "1", "--json")
+    pages = [
+        json.loads(plan(*flags, *more).stdout)["groups"][1]["num_pages"]
+        for more in ((), ("--chunk-tokens", "64"), ("--chunked-prefill-size", "512"), ("--role", "decode"))
+    ]
+    assert pages == [-(-(128 + 3 * tokens - 2) // 16) + 1 for tokens in (128, 64, 128)] + [-(-(128 + 1 - 2) // 16) + 1]
+    assert pages == [33, 21, 33, 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("--model", "qwen3-8b"), None),
+        (("--model", "qwen3-8b", "--tp", "2"), None),
+        (
+            ("--model", "qwen3-8b", "--tp", "3"),
+            "--tp is 3, which does not divide the model's num_key_value_heads 8; must be one of",
+        ),
+        (("--model", "qwen3-8b", "--pp", "2"), "it is cut by --tp alone"),
+        (("--model", "qwen3-8b", "--tp", "2", "--dp", "2", "--dp-attention"), "it is cut by --tp alone"),
+        (("--model", "gemma-3-27b"), "it does not run Gemma3ForConditionalGeneration"),
+        (("--model", "glm-4-9b-chat-1m"), "it does not run ChatGLMModel"),
+        (
+            ("--model", "gpt-oss-20b", "--dtype", "bfloat16", "--tp", "2"),
+            "its weights must be plain ones, not quantised; --tp is 2; must be 1",
+        ),
+        (("--model", "unnamed"), "config.json names no architecture"),
+    ],
+)
+def test_what_the_embedded_engine_would_refuse_is_said(models: Path, arguments: tuple[str, ...], advice: str | None) -> None:
+    config = json.loads((models / "qwen3-8b" / "config.json").read_text(encoding="utf-8"))
+    del config["architectures"]
+    (models / "unnamed").mkdir()
+    (models / "unnamed" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    result = plan(*arguments, "--device-memory", "200GiB", "--json")
+    said = [line for line in json.loads(result.stdout)["advice"] if "embedded engine" in line]
+    if advice is None:
+        assert said == []
+    else:
+        assert len(said) == 1 and advice in said[0]
+
+
+@pytest.mark.parametrize(("vocab_size", "text"), [(100_000, "6.6 million"), (100, "199,456")])
+def test_small_models_are_not_counted_in_billions(models: Path, vocab_size: int, text: str) -> None:
+    config = json.loads((models / "qwen3-8b" / "config.json").read_text(encoding="utf-8"))
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16 * 11, "vocab_size": vocab_size}
+    (models / "qwen3-8b" / "config.json").write_text(json.dumps(config | small), encoding="utf-8")
+    result = plan("--model", "qwen3-8b", "--device-memory", "1GiB", "--static-fraction", "0.8")
+    assert result.stdout.startswith(f"Qwen3ForCausalLM, {text} parameters; "), result.output
 
 
 def test_a_detected_device_is_said_where_nothing_fits(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +380,22 @@ def test_the_page_shows_what_the_command_prints(models: Path, command: str, outp
 def test_the_page_shows_commands_and_figures_that_are_right() -> None:
     assert len(shown_commands()) >= 4
     assert (ROOT / "docs" / "images" / "memory-plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_default_batches_and_every_speculative_algorithm() -> None:
+    page = MEMORY_PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| below (\d+) GiB \| ([\d,]+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    rows += [(None, *row) for row in re.findall(r"^\| larger \| ([\d,]+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)]
+    assert len(rows) == 5
+    largest = 0
+    for below_gib, *shown in rows:
+        sizes = [largest * GIB, int(below_gib) * GIB - 1 if below_gib else 999 * GIB]
+        for size in sizes:
+            found = (default_batches(size, 3)[0], default_batches(size, 3)[1], default_batches(size, 4)[1])
+            assert found == tuple(int(one.replace(",", "")) for one in shown)
+        largest = int(below_gib or 0)
+    for name, num_mb in SPECULATIVE_MB.items():
+        assert re.search(rf"^\| [^|]*`{name}`[^|]* \| (?:{num_mb // 1024} x 1024|0) \| ", page, re.MULTILINE), name
 
 
 def test_the_directory_of_a_demo_model_can_be_planned(demo_dir: Path) -> None:
