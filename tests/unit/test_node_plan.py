@@ -134,7 +134,9 @@ def test_advice_and_errors_speak_of_settings() -> None:
     text = str(refused.value)
     assert "a smaller ring.capacity_bytes" in text and "memory.static_fraction" in text and "--" not in text
     assert "pp_size" not in text and "quantised" not in text and "memory.device_memory" not in text
-    with pytest.raises(MemoryPlanError, match=r"What would help: a larger memory\.device_memory; a larger parallel\.tp_size; a smaller ring"):
+    with pytest.raises(
+        MemoryPlanError, match=r"What would help: a larger memory\.device_memory; a larger parallel\.tp_size; a smaller ring"
+    ):
         make_plan(inputs_of(decode(memory={"device_memory": 50 << 20}), CPU))
     plan = make_plan(inputs_of(decode(pool={"num_pages": 10}), CPU))
     assert any("limits.max_seq_len 160 says so" in line for line in plan.advice)
@@ -162,21 +164,30 @@ def test_a_device_that_cannot_be_is_refused(total: int, free: int) -> None:
         DeviceMemory(total_bytes=total, free_bytes=free, is_cpu=True)
 
 
-def host(folder: Path, limit: str | None, current: int = 0, inactive: int | None = None) -> tuple[int, int]:
-    meminfo = folder / "meminfo"
-    meminfo.write_text("MemTotal:       1000 kB\nMemFree:   100 kB\nMemAvailable:    600 kB\n\nHugePages_Total:       0\n")
-    if limit is not None:
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{current}\n")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 1000000000\ntotal_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def limit_group(folder: Path, limit: object, current: int, inactive: int | None, names: tuple[str, str, str] = V2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{current}\n")
     if inactive is not None:
-        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
-    return host_memory(meminfo, folder)
+        (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {inactive}\n")
+
+
+def host(folder: Path, groups: str | None = "0::/\n") -> tuple[int, int]:
+    """Of a host of 1,024,000 bytes, 614,400 of them available; `groups` is what /proc/self/cgroup says."""
+    meminfo, membership = folder / "meminfo", folder / "membership"
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree:   100 kB\nMemAvailable:    600 kB\n\nHugePages_Total:       0\n")
+    if groups is not None:
+        membership.write_text(groups)
+    return host_memory(meminfo, folder, membership)
 
 
 @pytest.mark.parametrize(
     ("limit", "current", "inactive", "expected"),
     [
-        (None, 0, None, (1_024_000, 614_400)),
         ("max", 0, None, (1_024_000, 614_400)),
         ("2000000", 0, None, (1_024_000, 614_400)),
         ("500000", 100_000, None, (500_000, 400_000)),
@@ -186,14 +197,51 @@ def host(folder: Path, limit: str | None, current: int = 0, inactive: int | None
     ],
 )
 def test_a_container_has_what_its_group_may_still_take(
-    tmp_path: Path, limit: str | None, current: int, inactive: int | None, expected: tuple[int, int]
+    tmp_path: Path, limit: str, current: int, inactive: int | None, expected: tuple[int, int]
 ) -> None:
-    assert host(tmp_path, limit, current, inactive) == expected
+    limit_group(tmp_path, limit, current, inactive)
+    assert host(tmp_path) == expected
+
+
+def test_without_control_groups_all_memory_counts(tmp_path: Path) -> None:
+    for groups in (None, "", "0::/\n", "nothing that is known\n", "0::/a/b\n4:memory:/c\n"):
+        assert host(tmp_path, groups) == (1_024_000, 614_400)
+
+
+def test_a_group_has_what_those_above_it_leave(tmp_path: Path) -> None:
+    """A systemd unit in its slice: the least limit is one group's, the least room another's."""
+    limit_group(tmp_path / "system.slice/kvferry.service", 300_000, 50_000, 10_000)
+    assert host(tmp_path, "0::/system.slice/kvferry.service\n") == (300_000, 260_000)
+    limit_group(tmp_path / "system.slice", 400_000, 350_000, 20_000)
+    assert host(tmp_path, "0::/system.slice/kvferry.service\n") == (300_000, 70_000)
+    limit_group(tmp_path / "system.slice", 200_000, 50_000, 0)
+    assert host(tmp_path, "0::/system.slice/kvferry.service\n") == (200_000, 150_000)
+    assert host(tmp_path, "0::/user.slice\n") == (1_024_000, 614_400), "another slice's limit is not ours"
+
+
+@pytest.mark.parametrize("path", ["/", "/docker/0123", "/docker:a/b", "/../other", "//docker"])
+def test_a_container_whose_path_is_the_hosts_is_the_root_of_its_mount(tmp_path: Path, path: str) -> None:
+    limit_group(tmp_path / "inner", 500_000, 100_000, None)
+    assert host(tmp_path / "inner", f"0::{path}\n") == (500_000, 400_000)
+
+
+def test_version_1_has_other_names(tmp_path: Path) -> None:
+    unlimited = 9_223_372_036_854_771_712
+    limit_group(tmp_path / "memory", unlimited, 900_000, None, V1)
+    lines = "12:cpu,cpuacct:/elsewhere\n4:hugetlb,memory:/docker/0123\n1:name=systemd:/\n0::/\n"
+    assert host(tmp_path, lines) == (1_024_000, 614_400)
+    limit_group(tmp_path / "memory/docker/0123", 500_000, 300_000, 100_000, V1)
+    assert host(tmp_path, lines) == (500_000, 300_000)
+    limit_group(tmp_path / "memory/docker", 400_000, 350_000, 0, V1)
+    assert host(tmp_path, lines) == (400_000, 50_000)
+    limit_group(tmp_path / "memory", 450_000, 440_000, 0, V1)
+    assert host(tmp_path, "0::/\n") == (450_000, 10_000), "a container sees the mount begin at its own group"
 
 
 def test_a_system_that_does_not_say_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"memory cannot be read from .*none.*must be given"):
         host_memory(tmp_path / "none", tmp_path)
-    (tmp_path / "meminfo").write_text("MemTotal: many kB\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        host_memory(tmp_path / "meminfo", tmp_path)
+    for lines in ("MemTotal: many kB\n", "MemTotal:\n"):
+        (tmp_path / "meminfo").write_text(lines)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            host_memory(tmp_path / "meminfo", tmp_path)

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
 
 from transfer.errors import ConfigError
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
-def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> tuple[int, int]:
-    """Bytes of the host's memory, and bytes that are available; of a container that is limited, its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """What a version of control groups calls its files, and the field of ``memory.stat`` that counts inactive page cache."""
+
+    limit: str
+    used: str
+    inactive: str
+
+
+_V1: Final = _Files(limit="memory.limit_in_bytes", used="memory.usage_in_bytes", inactive="total_inactive_file")
+_V2: Final = _Files(limit="memory.max", used="memory.current", inactive="inactive_file")
+
+
+def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> tuple[int, int]:
+    """Bytes of the host's memory, and bytes that are available; of a control group that is limited, its own.
+
+    A group may be limited by any of those above it, as a systemd unit is by its slice, so the least of all of them counts.
 
     Args:
         meminfo: Linux's account of the machine.
-        cgroup: The container's own control group, version 2.
+        cgroup: Where the control groups are mounted, version 2 or 1. In a container the root is often its own group.
+        membership: Linux's account of the groups that this process is in.
 
     Raises:
         ConfigError: This system has no such account.
@@ -23,14 +43,37 @@ def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> tuple[int, 
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, LookupError, ValueError) as error:
         raise ConfigError(f"the host's memory cannot be read from {meminfo}: {error}; it must be given") from error
-    limit = _number(cgroup / "memory.max")
-    if limit is None or limit >= total:
-        return total, available
-    used = _number(cgroup / "memory.current") or 0
-    reclaimable = _reclaimable(cgroup / "memory.stat")
-    return limit, max(0, min(available, limit - max(0, used - reclaimable)))
+    for group, files in _groups(cgroup, membership):
+        limit = _number(group / files.limit)
+        if limit is None:
+            continue
+        used = (_number(group / files.used) or 0) - _reclaimable(group / "memory.stat", files.inactive)
+        total, available = min(total, limit), min(available, limit - max(0, used))
+    return total, max(0, available)
+
+
+def _groups(cgroup: Path, membership: Path) -> Iterator[tuple[Path, _Files]]:
+    """The groups that this process is in, from its own up to the root, and how their files are called.
+
+    A container sees the mount begin at its own group, while its path may still be the host's: levels that are not there are
+    passed over by whoever reads their files.
+    """
+    roots = {"memory": (cgroup / "memory", _V1), "": (cgroup, _V2)}
+    paths = dict.fromkeys(roots, PurePosixPath())
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except (OSError, ValueError):
+        lines = []
+    for fields in lines:
+        for controller in fields[1].split(",") if len(fields) == 3 else ():
+            if controller in paths:
+                paths[controller] = PurePosixPath(fields[2].lstrip("/"))
+    for controller, (root, files) in roots.items():
+        own = paths[controller]
+        for level in (own, *own.parents) if ".." not in own.parts else (PurePosixPath(),):
+            yield root / level, files
 
 
 def _number(path: Path) -> int | None:
@@ -41,10 +84,10 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _reclaimable(path: Path) -> int:
+def _reclaimable(path: Path, name: str) -> int:
     """Page cache that the kernel gives back before it refuses memory."""
     try:
         fields = dict(line.split() for line in path.read_text().splitlines())
-        return int(fields.get("inactive_file", 0))
+        return int(fields.get(name, 0))
     except (OSError, ValueError):
         return 0
