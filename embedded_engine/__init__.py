@@ -5,6 +5,7 @@
 - `model_files`: what a local model directory says about itself, checked before anything is loaded.
 - `tensor_parallel`: the process group of one instance, and loading a model cut over it.
 - `dummy_weights`: a model out of config.json alone.
+- `attention`: softmax attention in bounded memory.
 - `paged_attention`: one step's attention over the pool; `latent_attention` and `recurrent_state`: layers that keep something else
   than K and V.
 - `sampling`: from logits to a token, reproducible wherever it is done.

@@ -21,10 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embedded_engine.attention import Scores
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
 from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.write_rows import write_rows
-from embedded_engine.paged_attention import Advance, LatentHeads, Scores, StepPlan
+from embedded_engine.paged_attention import Advance, LatentHeads, StepPlan
 from transfer.engine_types import DecodeItem
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind

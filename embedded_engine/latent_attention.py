@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from embedded_engine.paged_attention import Scores, StepPlan
+from embedded_engine.attention import Scores
+from embedded_engine.paged_attention import StepPlan
 
 LATENT_ATTENTION_NAME = "kvferry_paged_latent"
 

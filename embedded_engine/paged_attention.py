@@ -7,17 +7,17 @@ Layers that keep their tokens for equally long share what is planned, as they sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.kv_pool import KVPool, PagedKVPool
 from transfer.layer_groups import GroupKind, LayerGroup
@@ -31,21 +31,6 @@ context."""
 
 Tables = tuple[NDArray[np.int64], ...]
 """Page tables of one request, one per layer group of the pool."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """How a layer turns the products of queries and keys into weights.
-
-    Args:
-        scale: Factor of the products.
-        softcap: Bound that scores approach by tanh; None for none.
-        sinks: [query heads], a score per head that takes its share of the softmax and adds no value; None for none.
-    """
-
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 class LatentHeads(Protocol):
@@ -140,49 +125,6 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """An array as a tensor on a device; on a GPU without waiting for what is queued there."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Softmax attention; K and V of a KV head are read where they are by all query heads that share it, never repeated.
-
-    Args:
-        query: [batch, query heads, rows, dim].
-        key, value: [batch, KV heads, context, dim].
-        mask: Added to the scores: [rows, context], or of single rows [batch, 1, 1, context].
-        scores: How to weigh.
-
-    Returns:
-        [batch, query heads, rows, dim of the values].
-    """
-    batch, num_heads, rows, dim = query.shape
-    num_kv_heads, context = key.shape[1:3]
-    if scores.softcap is None and scores.sinks is None:
-        # A single row per head: the query heads of a KV head take the place of rows, which is one product and not many. On a GPU
-        # always: its fast kernels take a mask or heads that are shared, not both.
-        is_joined = rows == 1 or not _takes_shared_heads(query.device)
-        grouped = query.reshape(batch, num_kv_heads, -1, dim) if is_joined else query
-        if is_joined and mask is not None and rows > 1:
-            mask = mask.repeat(num_heads // num_kv_heads, 1)
-        is_shared = grouped.shape[1] != num_kv_heads
-        attended = functional.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=mask, scale=scores.scale, enable_gqa=is_shared
-        )
-        return attended.reshape(batch, num_heads, rows, -1)
-    products = query.reshape(batch, num_kv_heads, -1, dim) @ key.transpose(-1, -2) * scores.scale
-    weights = products.view(batch, num_heads, rows, context).float()
-    if scores.softcap is not None:
-        weights = torch.tanh(weights / scores.softcap) * scores.softcap
-    if mask is not None:
-        weights = weights + mask
-    if scores.sinks is not None:
-        sinks = scores.sinks.float().view(1, -1, 1, 1).expand(batch, num_heads, rows, 1)
-        weights = torch.cat((weights, sinks), dim=-1)
-    weights = torch.softmax(weights, dim=-1)[..., :context].to(value.dtype)
-    return (weights.view(batch, num_kv_heads, -1, context) @ value).view(batch, num_heads, rows, -1)
-
-
-def _takes_shared_heads(device: torch.device) -> bool:
-    return device.type == "cpu"
 
 
 def token_slots(page_table: NDArray[np.int64], begin: int, end: int, page_size: int) -> NDArray[np.int64]:
@@ -305,38 +247,29 @@ class PrefillPlan:
         self._pool.write(layer, group.new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
         self._on_written(layer)
 
-        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = (part.to(self._dtype).transpose(0, 1).unsqueeze(0) for part in self._pool.read(layer, slots))
-            return k, v
-
-        return self._attend(group, query, value.shape[-1], read, scores)
+        output = _output_of(query, value.shape[-1])
+        for chunk in group.chunks:
+            k, v = (part.to(self._dtype).transpose(0, 1).unsqueeze(0) for part in self._pool.read(layer, chunk.context_slots))
+            _attend(group, chunk, query, k, v, scores, output)
+        return output
 
     def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
         """Every head's K and V are made of the latents for the time of the call: many queries share that work."""
         group = self._groups[self._pool.group_of(layer)]
         self._pool.write(layer, group.new_slots, latents, latents[..., :0])
         self._on_written(layer)
-
-        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
-            return heads.expand(self._pool.read(layer, slots)[0].to(self._dtype))
-
-        return self._attend(group, query, heads.value_dim, read, scores)
-
-    def _attend(
-        self,
-        group: _ChunkGroup,
-        query: Tensor,
-        value_dim: int,
-        read: Callable[[Tensor], tuple[Tensor, Tensor]],
-        scores: Scores,
-    ) -> Tensor:
-        output = torch.empty((1, query.shape[2], query.shape[1], value_dim), dtype=query.dtype, device=query.device)
+        output = _output_of(query, heads.value_dim)
+        # A head's K and V, and the product that both are taken out of.
+        token_bytes = query.shape[1] * 2 * (query.shape[3] + heads.value_dim) * query.element_size()
+        block_tokens = max(1, ATTENTION_BYTES // token_bytes)
         for chunk in group.chunks:
-            k, v = read(chunk.context_slots)
-            for begin, end, first_key, end_key in chunk.blocks(group.window_tokens):
-                mask = group.mask(end - begin, end_key - first_key)
-                attended = attention(query[:, :, begin:end], k[:, :, first_key:end_key], v[:, :, first_key:end_key], mask, scores)
-                output[:, begin:end] = attended.transpose(1, 2)
+            context = self._pool.read(layer, chunk.context_slots)[0].to(self._dtype)
+            if len(context) <= block_tokens:
+                _attend(group, chunk, query, *heads.expand(context), scores, output)
+            else:
+                begins = range(0, len(context), block_tokens)
+                parts = ((begin, *heads.expand(context[begin : begin + block_tokens])) for begin in begins)
+                _attend_in_parts(group, chunk, query, parts, scores, output)
         return output
 
     def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:
@@ -352,6 +285,35 @@ class PrefillPlan:
             row += item.num_tokens
         self._on_written(layer)
         return torch.cat(outputs, dim=1)
+
+
+def _output_of(query: Tensor, value_dim: int) -> Tensor:
+    return torch.empty((1, query.shape[2], query.shape[1], value_dim), dtype=query.dtype, device=query.device)
+
+
+def _attend(group: _ChunkGroup, chunk: _Chunk, query: Tensor, k: Tensor, v: Tensor, scores: Scores, output: Tensor) -> None:
+    """Attend with a chunk's rows to its context, K and V [1, heads, context, dim]; into the rows of `output`."""
+    for begin, end, first_key, end_key in chunk.blocks(group.window_tokens):
+        mask = group.mask(end - begin, end_key - first_key)
+        attended = attention(query[:, :, begin:end], k[:, :, first_key:end_key], v[:, :, first_key:end_key], mask, scores)
+        output[:, begin:end] = attended.transpose(1, 2)
+
+
+def _attend_in_parts(
+    group: _ChunkGroup, chunk: _Chunk, query: Tensor, parts: Iterable[tuple[int, Tensor, Tensor]], scores: Scores, output: Tensor
+) -> None:
+    """As `_attend`, over parts of the context of which only one is there at a time: where each begins, its K and its V."""
+    blocks = chunk.blocks(group.window_tokens)
+    running = [RunningSoftmax(query[:, :, begin:end], query.shape[1], output.shape[-1], scores) for begin, end, _, _ in blocks]
+    for begin_part, k, v in parts:
+        for softmax, (begin, end, first_key, end_key) in zip(running, blocks, strict=True):
+            first, last = max(first_key, begin_part), min(end_key, begin_part + k.shape[2])
+            if first < last:
+                keys = slice(first - begin_part, last - begin_part)
+                mask = group.mask(end - begin, end_key - first_key)[:, first - first_key : last - first_key]
+                softmax.add(k[:, :, keys], v[:, :, keys], mask)
+    for softmax, (begin, end, _, _) in zip(running, blocks, strict=True):
+        output[:, begin:end] = softmax.result().transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from embedded_engine.paged_attention import Scores, attention
+from embedded_engine import attention as attention_module
+from embedded_engine import paged_attention
+from embedded_engine.attention import Scores, attention
+from embedded_engine.paged_attention import PrefillPlan
+from transfer.engine_types import PrefillItem
+from transfer.kv_pool import KVPool
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 
 
 def by_the_formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
@@ -62,3 +70,123 @@ def test_what_heads_share_is_never_repeated(rows: int, scores: Scores) -> None:
     weights = 32 * rows * 4000 * 4
     assert allocated <= max(3 * weights, key.numel() * 4), f"{allocated} bytes; expanded K has {32 * key.numel() * 4}"
     assert 3 * weights < 32 * key.numel() * 4 / 4
+
+
+def peak_bytes(compute: Callable[[], Tensor]) -> int:
+    """The most that was allocated at once beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, torch.inference_mode():
+        compute()
+    now = peak = 0
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scores", [Scores(scale=0.1, softcap=3.0), Scores(scale=0.1, sinks=torch.linspace(-2, 2, 16))])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 128), (24, 1)])
+def test_memory_does_not_grow_with_the_context(
+    monkeypatch: pytest.MonkeyPatch, batch: int, rows: int, scores: Scores, dtype: torch.dtype
+) -> None:
+    """16 heads x 128 rows x 4,000 keys: their scores alone, in float32, are eight times as much as there may be."""
+    bound = 4 << 20
+    query = torch.randn(batch, 16, rows, 32, dtype=dtype)
+    key, value = torch.randn(2, batch, 2, 4000, 32, dtype=dtype)
+    mask = torch.full((rows, 4000), -torch.inf, dtype=dtype).triu(4000 - rows + 1)
+    if rows == 1:
+        mask = torch.zeros(batch, 1, 1, 4000, dtype=dtype)
+        mask[1, ..., 5:], mask[2, ..., :3000] = -torch.inf, -torch.inf
+    whole = attention(query, key, value, mask, scores)
+    monkeypatch.setattr(attention_module, "ATTENTION_BYTES", bound)
+    result_bytes = query.numel() * 4
+    assert peak_bytes(lambda: attention(query, key, value, mask, scores)) < bound + 6 * result_bytes
+    close = {"atol": 2e-5, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    found = attention(query, key, value, mask, scores)
+    torch.testing.assert_close(found, whole, **close)
+    expected = by_the_formula(query.float(), key.float(), value.float(), mask.float(), scores)
+    torch.testing.assert_close(found.float(), expected, **close)
+
+
+@pytest.mark.parametrize("rows", [7, 128])
+def test_a_mask_is_not_repeated_without_bound(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """As on a GPU, where the heads that share a KV head attend as rows of one."""
+    query, key = torch.randn(1, 32, rows, 16), torch.randn(1, 2, 3000, 16)
+    mask = torch.full((rows, 3000), -torch.inf).triu(3000 - rows + 1)
+    expected = attention(query, key, key, mask, Scores(scale=0.2))
+    monkeypatch.setattr(attention_module, "_takes_shared_heads", lambda device: False)
+    monkeypatch.setattr(attention_module, "ATTENTION_BYTES", 1 << 20)
+    assert peak_bytes(lambda: attention(query, key, key, mask, Scores(scale=0.2))) < (1 << 20) + 6 * query.numel() * 4
+    torch.testing.assert_close(attention(query, key, key, mask, Scores(scale=0.2)), expected)
+
+
+class Heads:
+    """In the place of an MLA layer's own.
+
+    Attributes:
+        num_tokens: Tokens of each call of `expand`.
+    """
+
+    value_dim = 8
+    compressed_dim = 12
+
+    def __init__(self, num_heads: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.weight = torch.randn(num_heads, 20, 12, generator=generator) / 4
+        self.num_tokens: list[int] = []
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        self.num_tokens.append(len(latents))
+        joined = torch.einsum("tc,hdc->htd", latents[:, 0, :12], self.weight).unsqueeze(0)
+        rotary = latents[:, 0, 12:].expand(1, len(self.weight), -1, -1)
+        return torch.cat((joined[..., :12], rotary), dim=-1), joined[..., 12:]
+
+    def absorb(self, query: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def values(self, attended: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def attend_latents(num_heads: int, lengths: list[int], first_token: int) -> tuple[Tensor, list[int]]:
+    """A chunk of each request, of which those of more than `first_token` tokens have that many in the pool."""
+    spec = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=16, v_head_dim=0)
+    layout = KVLayout(layers=(spec,), dtype=DType.FLOAT32)
+    num_pages = -(-max(lengths) // 16)
+    pool = KVPool(layout=layout, shard=Shard(page_size=16), num_pages=num_pages * len(lengths), device="cpu")
+    generator = torch.Generator().manual_seed(6)
+    latents = pool.buffer(0, is_v=False)
+    latents.copy_(torch.randn(latents.shape, generator=generator))
+    items = [
+        PrefillItem(
+            request_id=str(index),
+            token_ids=(1,) * (length - (first := first_token if length > first_token else 0)),
+            first_token=first,
+            page_tables=(tuple(range(index * num_pages, (index + 1) * num_pages)),),
+            is_last=True,
+        )
+        for index, length in enumerate(lengths)
+    ]
+    tables = [tuple(np.array(table) for table in item.page_tables) for item in items]
+    plan = PrefillPlan(items, tables, pool, torch.float32, lambda layer: None)
+    num_rows = sum(item.num_tokens for item in items)
+    query = torch.randn(1, num_heads, num_rows, 16, generator=generator)
+    new = torch.randn(num_rows, 1, 16, generator=generator)
+    heads = Heads(num_heads)
+    return plan.attend_latent(0, query, new, heads, Scores(scale=0.3)), heads.num_tokens
+
+
+@pytest.mark.parametrize("first_token", [0, 900, 1100])
+def test_latents_are_expanded_part_by_part(monkeypatch: pytest.MonkeyPatch, first_token: int) -> None:
+    """Every head of every token of a long context, expanded at once, is many times as large as its latents."""
+    lengths = [1200, 40]
+    expected, num_tokens = attend_latents(4, lengths, first_token)
+    assert num_tokens == lengths
+    token_bytes = 4 * 2 * (16 + 8) * 4
+    for module in (attention_module, paged_attention):
+        monkeypatch.setattr(module, "ATTENTION_BYTES", 500 * token_bytes)
+    found, num_tokens = attend_latents(4, lengths, first_token)
+    assert num_tokens == [500, 500, 200, 40], "a short context is left to torch's own attention"
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)

@@ -15,12 +15,13 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from embedded_engine import device_decode, loading, paged_attention
+from embedded_engine import attention as attention_module
+from embedded_engine import device_decode, loading
 from embedded_engine import engine as engine_module
+from embedded_engine.attention import Scores, attention
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
 from embedded_engine.loading import load_engine
-from embedded_engine.paged_attention import Scores, attention
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
@@ -206,6 +207,7 @@ def test_a_decode_rank_on_a_gpu_gets_page_tables_and_graphs(
 
 class SimplePlan:
     plan = None
+    warnings = ()
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -223,7 +225,7 @@ def test_joined_heads_attend_as_shared_ones(monkeypatch: pytest.MonkeyPatch, row
         seen.append(options)
         return torch_attention(*arguments, **options)
 
-    monkeypatch.setattr(paged_attention, "_takes_shared_heads", lambda device: False)
-    monkeypatch.setattr(paged_attention.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention_module, "_takes_shared_heads", lambda device: False)
+    monkeypatch.setattr(attention_module.functional, "scaled_dot_product_attention", watched)
     torch.testing.assert_close(attention(query, key, value, mask, Scores(scale=0.3)), expected)
-    assert [options["enable_gqa"] for options in seen] == [False]
+    assert [options.get("enable_gqa", False) for options in seen] == [False]

@@ -1,0 +1,148 @@
+"""Softmax attention in plain torch, of memory that does not grow with the context.
+
+Scores that are only scaled are torch's own attention, which never holds them. It knows neither a cap nor sinks, and it does not
+say by how much two of its results weigh in a common one; `RunningSoftmax` does all that, block by block of the keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+ATTENTION_BYTES: Final = 256 << 20
+"""What an attention call may take besides its arguments and its result, however long the context: scores, weights, repeated
+masks, and keys and values that were made for the call. It comes out of the plan's reserve; blocks of so much fill a GPU."""
+
+_SCORE_BYTES: Final = 8  # of a score: float32, and as a weight in the values' type
+_ELEMENT_BYTES: Final = 8  # of a key's or value's element: made adjacent, and in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How a layer turns the products of queries and keys into weights.
+
+    Args:
+        scale: Factor of the products.
+        softcap: Bound that scores approach by tanh; None for none.
+        sinks: [query heads], a score per head that takes its share of the softmax and adds no value; None for none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Softmax attention; K and V of a KV head are read where they are by all query heads that share it, never repeated.
+
+    Args:
+        query: [batch, query heads, rows, dim].
+        key, value: [batch, KV heads, context, dim].
+        mask: Added to the scores: [rows, context], or of single rows [batch, 1, 1, context].
+        scores: How to weigh.
+
+    Returns:
+        [batch, query heads, rows, dim of the values].
+    """
+    num_kv_heads = key.shape[1]
+    if scores.softcap is not None or scores.sinks is not None:
+        running = RunningSoftmax(query, num_kv_heads, value.shape[-1], scores)
+        running.add(key, value, mask)
+        return running.result()
+    num_heads, rows = query.shape[1:3]
+    # A single row per head: the query heads of a KV head take the place of rows, which is one product and not many. On a GPU
+    # always: its fast kernels take a mask or heads that are shared, not both.
+    if rows > 1 and _takes_shared_heads(query.device):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scores.scale, enable_gqa=num_heads != num_kv_heads
+        )
+    if mask is None or rows == 1:
+        return _joined_attention(query, key, value, mask, scores.scale)
+    shared = num_heads // num_kv_heads
+    block = max(1, ATTENTION_BYTES // (shared * mask.shape[-1] * mask.element_size()))
+    parts = [
+        _joined_attention(query_part, key, value, mask_part.repeat(shared, 1), scores.scale)
+        for query_part, mask_part in zip(query.split(block, dim=2), mask.split(block), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _joined_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The rows of the heads that share a KV head as rows of one head; `mask` has a row for each of them, or one for all."""
+    batch, num_heads, rows, dim = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, dim)
+    attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    return attended.reshape(batch, num_heads, rows, -1)
+
+
+class RunningSoftmax:
+    """Attention of some rows whose keys come one block after the other; in float32 between them.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+
+    Args:
+        query: [batch, query heads, rows, dim].
+        num_kv_heads: KV heads of the keys.
+        value_dim: Elements of a head's value.
+        scores: How to weigh.
+    """
+
+    def __init__(self, query: Tensor, num_kv_heads: int, value_dim: int, scores: Scores) -> None:
+        batch, num_heads, rows, dim = query.shape
+        self._shape = (batch, num_heads, rows)
+        self._dtype = query.dtype
+        self._scores = scores
+        self._query = query.reshape(batch * num_kv_heads, -1, dim)
+        joined = self._query.shape[:2]
+        self._total = torch.zeros((*joined, value_dim), dtype=torch.float32, device=query.device)
+        if scores.sinks is None:
+            self._largest = torch.full_like(self._total[..., :1], float("-inf"))
+        else:
+            self._largest = scores.sinks.float().view(1, -1, 1).expand(self._shape).reshape(*joined, 1)
+        self._sum = torch.full_like(self._largest, 0.0 if scores.sinks is None else 1.0)
+
+    def add(self, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        """Attend to more keys.
+
+        Args:
+            key, value: [batch, KV heads, keys, dim].
+            mask: As in `attention`, for these keys.
+        """
+        per_key = _SCORE_BYTES * self._largest.numel() + _ELEMENT_BYTES * (key[:, :, :1].numel() + value[:, :, :1].numel())
+        block = max(1, ATTENTION_BYTES // per_key)
+        for begin in range(0, key.shape[2], block):
+            keys = slice(begin, begin + block)
+            self._add(key[:, :, keys].flatten(0, 1), value[:, :, keys].flatten(0, 1), None if mask is None else mask[..., keys])
+
+    def _add(self, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        weights = _product(self._query, key.transpose(1, 2)).mul_(self._scores.scale)
+        if self._scores.softcap is not None:
+            weights.div_(self._scores.softcap).tanh_().mul_(self._scores.softcap)
+        if mask is not None:
+            weights.view(*self._shape, -1).add_(mask)
+        largest = torch.maximum(self._largest, weights.amax(dim=-1, keepdim=True))
+        origin = largest.masked_fill(largest == float("-inf"), 0)  # of a row that has seen no key yet
+        weights.sub_(origin).exp_()
+        shrunk = torch.exp(self._largest - origin)
+        self._sum = self._sum * shrunk + weights.sum(dim=-1, keepdim=True)
+        self._total.mul_(shrunk).add_(_product(weights, value))
+        self._largest = largest
+
+    def result(self) -> Tensor:
+        """[batch, query heads, rows, dim of the values], in the query's dtype."""
+        return (self._total / self._sum).to(self._dtype).view(*self._shape, -1)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """[n, a, c] in float32 of [n, a, b] and [n, b, c]."""
+    if right.device.type == "cuda" and right.dtype is not torch.float32:
+        return torch.bmm(left.to(right.dtype), right, out_dtype=torch.float32)
+    return torch.matmul(left.float(), right.float())
+
+
+def _takes_shared_heads(device: torch.device) -> bool:
+    return device.type == "cpu"
