@@ -110,7 +110,7 @@ def plan(
     model: Annotated[Path, typer.Option(help="Hugging Face directory; its config.json is enough.")],
     device_memory: Annotated[str | None, typer.Option(help="Of each rank's device, as 80GiB; by default detected.")] = None,
     free_memory: Annotated[str | None, typer.Option(help="What of it is free before the node starts; by default all.")] = None,
-    role: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
+    role: Annotated[str, typer.Option(help="prefill or decode.")] = "decode",
     tp: Annotated[int, typer.Option(help="Tensor parallel degree.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallel degree.")] = 1,
     dp: Annotated[int, typer.Option(help="Data parallel degree within tp, with --dp-attention.")] = 1,

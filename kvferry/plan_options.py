@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from kvferry.plan_device import Device, detect_device, given_device
 from transfer.errors import ConfigError
-from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
+from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT, GroupKind
 from transfer.layout import DType
 from transfer.memory.model_directory import ModelDirectory
 from transfer.memory.model_parts import MODEL_DTYPES
@@ -19,7 +19,14 @@ from transfer.memory.workspace import Strategy, sparse_prefill_workspaces
 
 _LARGEST_GIB: Final = 2048
 """A size without a unit that is smaller is taken to be meant in GiB, a larger one in MiB, as nvidia-smi gives it."""
-_TIERS: Final = {"sparse_prefill": Role.PREFILL, "chunk_tokens": Role.PREFILL, "staging": Role.PREFILL, "ring": Role.DECODE}
+_TIERS: Final = {
+    "sparse_prefill": Role.PREFILL,
+    "chunk_tokens": Role.PREFILL,
+    "staging": Role.PREFILL,
+    "ring": Role.DECODE,
+    "cuda_graph_max_bs": Role.DECODE,
+    "cuda_graph_bs": Role.DECODE,
+}
 """Flags for what only one tier has."""
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -29,7 +36,7 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 class PlanOptions:
     """The flags as given; `inputs_for` explains them. Names are those of the flags, with underscores."""
 
-    role: str = "prefill"
+    role: str = "decode"
     device_memory: str | None = None
     free_memory: str | None = None
     tp: int = 1
@@ -71,10 +78,14 @@ class PlanOptions:
 
 
 def make_plan_for(options: PlanOptions, directory: ModelDirectory, device: Device) -> MemoryPlan:
-    """The plan of the rank that has the least room: of the pipeline stages, the one with the fewest tokens."""
+    """The plan of the rank that has the least room: of the pipeline stages, the one with the fewest tokens.
+
+    Stages of windows and states alone hold any number of tokens; they count only where there are no others.
+    """
     inputs = inputs_for(options, directory, device)
     plans = [make_plan(replace(inputs, pp_rank=pp_rank)) for pp_rank in range(inputs.pp_size)]
-    return min(plans, key=lambda plan: plan.max_total_tokens)
+    bounded = [plan for plan in plans if any(group.kind is GroupKind.FULL and group.layers for group in plan.groups)]
+    return min(bounded or plans, key=lambda plan: plan.max_total_tokens)
 
 
 def device_for(options: PlanOptions) -> Device:
@@ -107,11 +118,12 @@ def inputs_for(options: PlanOptions, directory: ModelDirectory, device: Device) 
         dtype=_model_dtype(options.dtype),
         kv_dtype=None if options.kv_dtype is None else _choice("kv_dtype", options.kv_dtype, DType),
         page_size=options.page_size,
-        chunked_prefill_size=options.chunked_prefill_size,
+        chunked_prefill_size=options.chunked_prefill_size or (1 if role is Role.DECODE else None),  # decode computes no prompts
         tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * _chunk_tokens(options) if role is Role.PREFILL else None,
         max_running_requests=options.max_running_requests,
         max_seq_len=options.max_seq_len,
-        cuda_graph_batch_sizes=_batch_sizes(options),
+        cuda_graph_batch_sizes=_batch_sizes(options) if role is Role.DECODE else (),
+        has_page_tables=role is Role.DECODE and not device.is_cpu,  # what decode steps look up on the device
         speculative=options.speculative,
         static_fraction=options.static_fraction,
         policy=_choice("policy", options.policy, Policy),

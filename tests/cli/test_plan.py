@@ -22,7 +22,10 @@ from kvferry.__main__ import app
 from kvferry.plan_device import Device, detect_device, given_device
 from kvferry.plan_options import PlanOptions, inputs_for, make_plan_for
 from kvferry.plan_view import bar, legend, segments, shares
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.layout import Shard
 from transfer.memory.model_directory import read_model_directory
+from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
 from transfer.memory.plan import make_plan
 from transfer.memory.plan_inputs import SPECULATIVE_MB, default_batches
 
@@ -82,7 +85,7 @@ def test_json_is_the_plan(models: Path) -> None:
     result = plan("--model", "llama-3-70b", "--device-memory", "80GiB", "--tp", "4", "--json")
     content = json.loads(result.stdout)
     assert (content["model"], content["device"]) == ("llama-3-70b", "80.0 GiB, as given")
-    assert (content["max_total_tokens"], content["static_fraction"]) == (415_168, 0.825)
+    assert (content["max_total_tokens"], content["static_fraction"]) == (467_600, 0.875)
     assert sum(line["bytes"] for line in content["lines"] if not line["inside"]) == content["device_bytes"] == 80 * GIB
 
 
@@ -90,22 +93,23 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
     flags = (
         "--device-memory 100GB --free-memory 90GB --role prefill --tp 8 --pp 2 --dp 2 --dp-attention --dtype float16 "
         "--kv-dtype int8 --page-size 32 --chunked-prefill-size 4096 --max-running-requests 7 --max-seq-len 5000 "
-        "--cuda-graph-bs 1,2,40 --speculative eagle --policy page-count --memory-ratio 0.8 --max-total-tokens 1000 "
+        "--speculative eagle --policy page-count --memory-ratio 0.8 --max-total-tokens 1000 "
         "--staging 1MiB --weights 3GB --sparse-prefill --workspace-strategy lazy --chunk-tokens 512"
     )
     content = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     found = {name: content[name] for name in content if name not in ("lines", "groups", "workspaces", "advice", "reserved_bytes")}
     assert found == found | {
         "device_bytes": 10**11, "free_before_bytes": 9 * 10**10, "role": "prefill", "tp_size": 8, "pp_size": 2, "dp_size": 2,
-        "page_size": 32, "chunked_prefill_size": 4096, "max_running_requests": 7, "max_seq_len": 5000, "cuda_graph_max_bs": 40,
+        "page_size": 32, "chunked_prefill_size": 4096, "max_running_requests": 7, "max_seq_len": 5000, "cuda_graph_max_bs": 0,
         "policy": "page-count", "max_total_tokens": 992, "staging_bytes": 1 << 20, "ring_bytes": 0,
         "weights_bytes": 3 * 10**9, "cell_bytes": 2 * 256 * 40 * 1, "tokens_in_flight": 3 * 512,
     }  # fmt: skip
     assert [one["strategy"] for one in content["workspaces"][:2]] == ["lazy", "lazy"]
-    flags = "--device-memory 200GB --role decode --ring 2MiB"
+    flags = "--device-memory 200GB --role decode --ring 2MiB --cuda-graph-bs 1,2,40"
     decode = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     assert (decode["role"], decode["ring_bytes"], decode["tokens_in_flight"]) == ("decode", 2 << 20, 1)
-    flags = "--device-memory 200GB --sparse-prefill --kv-offload --cuda-graph-max-bs 0 --static-fraction 0.9"
+    assert decode["cuda_graph_max_bs"] == 40 and decode["page_table_bytes"] > 0 == content["page_table_bytes"]
+    flags = "--device-memory 200GB --role prefill --sparse-prefill --kv-offload --static-fraction 0.9"
     offloaded = json.loads(plan("--model", "llama-3-70b", "--json", *flags.split()).stdout)
     assert offloaded["workspaces"][0]["reason"].startswith("not needed: with KV offload")
     assert (offloaded["cuda_graph_max_bs"], offloaded["static_fraction"]) == (0, 0.9)
@@ -113,6 +117,7 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
 
 def test_workspaces_that_are_not_there_are_said(models: Path) -> None:
     flags = ("--model", "glm-4-9b-chat-1m", "--device-memory", "24GiB", "--max-running-requests", "1", "--sparse-prefill")
+    flags = (*flags, "--role", "prefill")
     lazy = plan(*flags, "--workspace-strategy", "lazy").stdout
     assert "k_expanded  8.0 GiB  allocated on first use" in lazy and "does NOT fit" in lazy
     assert "not allocated at start" not in plan(*flags).stdout
@@ -131,11 +136,19 @@ def test_the_tightest_stage_is_planned_for(models: Path) -> None:
     assert "pp 2 (stage 0)" in " ".join(plan(*flags).stdout.split())
 
 
+def test_a_stage_without_layers_that_keep_every_token_sets_no_bound(models: Path) -> None:
+    """Of Gemma-3's twelve stages some have windows alone, which hold any number of tokens."""
+    flags = ("--model", "gemma-3-27b", "--device-memory", "80GiB", "--pp", "12", "--json")
+    content = json.loads(plan(*flags).stdout)
+    full = content["groups"][0]
+    assert full["kind"] == "full" and full["layers"] and content["cell_bytes"] == full["cell_bytes"] > 0
+
+
 def test_two_settings_side_by_side(models: Path) -> None:
     flags = ("--model", "llama-3-70b", "--device-memory", "80GiB", "--tp", "4", "--compare", "tp=8, page-size=64")
     text = plan(*flags).stdout
-    assert re.search(r"^tokens +415,168 +1,241,920 +\+199\.1 %", text, re.MULTILINE)
-    assert re.search(r"^KV, full +31\.7 GiB +47\.4 GiB +\+49\.6 %", text, re.MULTILINE)
+    assert re.search(r"^tokens +467,600 +1,359,360 +\+190\.7 %", text, re.MULTILINE)
+    assert re.search(r"^KV, full +35\.7 GiB +51\.9 GiB +\+45\.4 %", text, re.MULTILINE)
     assert text.count("[WWW") == 2 and max(len(line.rstrip()) for line in text.splitlines()) <= 80
     content = json.loads(plan(*flags, "--json").stdout)
     assert (content["plan"]["tp_size"], content["compared"]["tp_size"], content["compared"]["page_size"]) == (4, 8, 64)
@@ -173,8 +186,8 @@ def test_changes_are_read_by_the_names_of_flags(text: str, changed: PlanOptions)
         ),
         (("--staging", "1MiB", "--role", "decode"), 2, "--staging is given and --role is decode; only a prefill node has it"),
         (("--chunk-tokens", "64", "--role", "decode"), 2, "--chunk-tokens is given and --role is decode; only a prefill node"),
-        (("--ring", "1MiB"), 2, "--ring is given and --role is prefill; only a decode node has it"),
-        (("--chunk-tokens", "0"), 2, "--chunk-tokens is 0; it must be at least 1"),
+        (("--ring", "1MiB", "--role", "prefill"), 2, "--ring is given and --role is prefill; only a decode node has it"),
+        (("--chunk-tokens", "0", "--role", "prefill"), 2, "--chunk-tokens is 0; it must be at least 1"),
         (("--device-memory", "80"), 2, "--device-memory is 80, which is 80 bytes; did you mean 80GiB? (bytes: 80B)"),
         (("--device-memory", "81559"), 2, "--device-memory is 81559, which is 81559 bytes; did you mean 81559MiB?"),
         (("--staging", "64"), 2, "--staging is 64, which is 64 bytes; did you mean 64MiB?"),
@@ -211,9 +224,10 @@ def test_a_model_that_does_not_say_its_dtype_asks_for_it(models: Path) -> None:
 def test_chunks_of_a_prompt_decide_on_the_pages_of_windows(models: Path) -> None:
     """3 steps may be in flight, each of one chunk, by default of a node's 128 tokens; a page more may be cut on both sides."""
     flags = ("--model", "gpt-oss-20b", "--dtype", "bfloat16", "--device-memory", "24GiB", "--max-running-requests", "1", "--json")
+    prefill = ("--role", "prefill")
     pages = [
         json.loads(plan(*flags, *more).stdout)["groups"][1]["num_pages"]
-        for more in ((), ("--chunk-tokens", "64"), ("--chunked-prefill-size", "512"), ("--role", "decode"))
+        for more in (prefill, (*prefill, "--chunk-tokens", "64"), (*prefill, "--chunked-prefill-size", "512"), ())
     ]
     assert pages == [-(-(128 + 3 * tokens - 2) // 16) + 1 for tokens in (128, 64, 128)] + [-(-(128 + 1 - 2) // 16) + 1]
     assert pages == [33, 21, 33, 9]
@@ -404,3 +418,22 @@ def test_the_directory_of_a_demo_model_can_be_planned(demo_dir: Path) -> None:
     size = (demo_dir / "model.safetensors").stat().st_size
     assert content["lines"][1]["formula"].startswith(f"{size:,} B (1 safetensors files) x 0.")
     assert size / 4 < content["weights_bytes"] < size / 2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_plan_of_the_flags_is_the_plan_of_a_node_with_those_settings(models: Path, role: str) -> None:
+    directory = read_model_directory("gemma-3-27b")
+    config: NodeConfig
+    if role == "prefill":
+        config = PrefillNodeConfig.model_validate({"model": "m", "device": "cuda", "limits": {"max_step_tokens": 4096}})
+    else:
+        config = DecodeNodeConfig.model_validate({"model": "m", "device": "cuda", "ring": {"capacity_bytes": "1GiB"}})
+    shard = Shard(tp_size=2, page_size=config.pool.page_size)
+    device = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, is_cpu=False)
+    of_node = make_plan(node_plan_inputs(config, directory, shard, device))
+    common = PlanOptions(role=role, tp=2, max_running_requests=32)
+    staging = str(of_node.inputs.staging_bytes) + "B"
+    own = {"chunked_prefill_size": 4096, "staging": staging} if role == "prefill" else {"ring": "1GiB", "cuda_graph_max_bs": 32}
+    options = replace(common, **own)  # type: ignore[arg-type]
+    of_flags = make_plan_for(options, directory, Device(text="", total_bytes=80 * GIB, free_bytes=79 * GIB))
+    assert of_flags.lines == of_node.lines and of_flags.group_pages == of_node.group_pages

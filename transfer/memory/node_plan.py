@@ -19,6 +19,9 @@ from transfer.transport.base import REGION_ALIGNMENT_BYTES
 _SETTINGS: Final = {
     "a larger --tp or --pp, or a quantised model": "a larger parallel.tp_size",  # the embedded engine has neither of the others
     "--tp": "parallel.tp_size",
+    "--chunk-tokens": "chunk.chunk_tokens",
+    "--page-size": "pool.page_size",
+    "--dtype": "dtype",
     "--staging": "staging.num_slots or chunk.chunk_tokens",
     "--ring": "ring.capacity_bytes",
     "--max-seq-len": "limits.max_seq_len",
