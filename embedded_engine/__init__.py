@@ -8,6 +8,7 @@
 - `attention`: softmax attention in bounded memory.
 - `paged_attention`: one step's attention over the pool; `latent_attention` and `recurrent_state`: layers that keep something else
   than K and V.
+- `step_checks`: what a step must fulfil before it runs.
 - `sampling`: from logits to a token, reproducible wherever it is done.
 - `engine`: `EmbeddedEngine`, which is both a `PrefillEngine` and a `DecodeEngine`.
 

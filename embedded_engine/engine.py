@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,12 @@ from embedded_engine.model_files import ModelFiles, read_model_files
 from embedded_engine.paged_attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, Tables, on_device
 from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
+from embedded_engine.step_checks import CheckedTables, StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError
 from transfer.kv_pool import KVPool
-from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
+from transfer.layer_groups import LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.plan import MemoryPlan
 
@@ -93,8 +94,8 @@ class ForwardBatch:
         wanted: Rows whose next token is asked for.
         token_ids, positions: Of each row.
         plan: What the layers do.
-        decode_items: In place of a plan, the items of a decode step on a GPU: it is planned there when it runs, in memory that
-            all such steps share.
+        decode_items: The items of a decode step, their tables cut to what was checked. On a GPU they take the place of a plan:
+            it is planned there when it runs, in memory that all such steps share.
     """
 
     wanted: tuple[_Wanted, ...]
@@ -222,6 +223,13 @@ class EmbeddedEngine:
             loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=shard)
             num_pages = num_pages(loaded)
         self.pool = KVPool(layout=self.layout, shard=shard, num_pages=num_pages, device=self._device)
+        self._checks = StepChecks(
+            groups=self.pool.groups,
+            num_pages=self.pool.num_pages,
+            page_size=self.pool.page_size,
+            max_context_tokens=self.max_context_tokens,
+            vocab_size=self.vocab_size,
+        )
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and _has_decode_kernels(self._device):
             self._decoder = self._make_decoder(max_running_requests)
@@ -271,8 +279,9 @@ class EmbeddedEngine:
         Raises:
             EngineError: An item does not fit the model or the pool.
         """
-        tables = self._check_step(items, [item.first_token for item in items], [item.end_token for item in items])
-        token_ids = np.concatenate([self._token_array(item.request_id, item.token_ids) for item in items])
+        items = tuple(items)
+        tables = _as_arrays(self._checks.check_prefill(items))
+        token_ids = np.concatenate([np.array(item.token_ids, dtype=np.int64) for item in items])
         positions = np.concatenate([np.arange(item.first_token, item.end_token) for item in items])
         ends = np.cumsum([item.num_tokens for item in items])
 
@@ -298,19 +307,21 @@ class EmbeddedEngine:
         Raises:
             EngineError: An item does not fit the model or the pool.
         """
-        tables = self._check_step(items, [item.position for item in items], [item.position + 1 for item in items])
-        token_ids = np.concatenate([self._token_array(item.request_id, (item.token_id,)) for item in items])
+        tables = self._checks.check_decode(items)
+        token_ids = np.array([item.token_id for item in items], dtype=np.int64)
         positions = np.array([item.position for item in items], dtype=np.int64)
         if self._decoder is not None and len(items) > self._decoder.max_running_requests:
             most = self._decoder.max_running_requests
             raise EngineError(f"the step has {len(items)} requests; max_running_requests is {most}")
+        # As they were checked: what is behind the entries that this step reads, or is changed meanwhile, concerns it no more.
+        items = tuple(replace(item, page_tables=own) for item, own in zip(items, tables, strict=True))
         with self._step():
-            plan = DecodePlan(items, tables, self.pool, self._dtype) if self._decoder is None else None
+            plan = DecodePlan(items, _as_arrays(tables), self.pool, self._dtype) if self._decoder is None else None
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
             for row, item in enumerate(items)
         )
-        return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan, decode_items=tuple(items))
+        return ForwardBatch(wanted=wanted, token_ids=token_ids, positions=positions, plan=plan, decode_items=items)
 
     def forward_batch(self, batch: ForwardBatch) -> ForwardOutput:
         """Run a planned step; does not wait for the device.
@@ -431,65 +442,6 @@ class EmbeddedEngine:
             if not is_complete and self._group is not None:
                 self._failure = f"rank {self.shard.tp_rank} of {self.shard.tp_size} did not finish a step"
 
-    def _check_step(self, items: Sequence[PrefillItem | DecodeItem], begins: Sequence[int], ends: Sequence[int]) -> list[Tables]:
-        """Refuse a step that does not fit the model or the pool; the page tables as arrays.
-
-        Args:
-            items: The step.
-            begins: Of each item, how many tokens of the request are in the pool before the step.
-            ends: Of each item, how many are after it.
-        """
-        if len({item.request_id for item in items}) != len(items):
-            raise EngineError("a request_id is in the step twice; a step has at most one item of a request")
-        tables: list[Tables] = []
-        for item, begin, end in zip(items, begins, ends, strict=True):
-            who = f"request {item.request_id!r}"
-            if end > self.max_context_tokens:
-                raise EngineError(f"{who} ends at token {end}; the model's context is {self.max_context_tokens} tokens")
-            if len(item.page_tables) != len(self.pool.groups):
-                names = ", ".join(group.name for group in self.pool.groups)
-                raise EngineError(f"{who} has {len(item.page_tables)} page tables; the model has one for each of: {names}")
-            tables.append(
-                tuple(
-                    self._checked_table(f"{who}, {group.name}" if len(self.pool.groups) > 1 else who, index, table, begin, end)
-                    for index, (group, table) in enumerate(zip(self.pool.groups, item.page_tables, strict=True))
-                )
-            )
-        self._check_states(items, tables)
-        return tables
-
-    def _checked_table(self, who: str, index: int, pages: Sequence[int], begin: int, end: int) -> NDArray[np.int64]:
-        """The entries that a step over the tokens [begin, end) may look at, after a check of those that it will look at."""
-        group, num_pages = self.pool.groups[index], self.pool.num_pages[index]
-        page_size = group.page_size(self.pool.page_size)
-        num_entries = group.num_pages(end, page_size)
-        table = np.asarray(pages, dtype=np.int64)[:num_entries]
-        if len(table) < num_entries:
-            raise EngineError(f"{who} has {len(table)} pages of {page_size} tokens; {end} tokens need {num_entries}")
-        needed = table[group.first_needed_token(begin) // page_size :]
-        if needed.min() < 0 or needed.max() >= num_pages:
-            raise EngineError(f"{who} has pages {needed.min()} to {needed.max()}; the pool's are in [0, {num_pages})")
-        return table
-
-    def _check_states(self, items: Sequence[PrefillItem | DecodeItem], tables: Sequence[Tables]) -> None:
-        """Refuse two requests with one state: each would go on from the other's."""
-        for index, group in enumerate(self.pool.groups):
-            if group.kind is not GroupKind.STATE:
-                continue
-            owners: dict[int, str] = {}
-            for item, tables_of_item in zip(items, tables, strict=True):
-                row = int(tables_of_item[index][0])
-                other = owners.setdefault(row, item.request_id)
-                if other != item.request_id:
-                    raise EngineError(f"requests {other!r} and {item.request_id!r} both have the state in row {row}")
-
-    def _token_array(self, request_id: str, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        tokens = np.asarray(token_ids, dtype=np.int64)
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
-            raise EngineError(f"request {request_id!r} has token {wrong}; the model's token ids are in [0, {self.vocab_size})")
-        return tokens
-
     def _recorded_event(self) -> Any:
         if self._device.type != "cuda":
             return None
@@ -517,6 +469,10 @@ def _check_settings(shard: Shard, group: TensorParallelGroup | None, **counts: i
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; must be at least 1")
+
+
+def _as_arrays(tables: Sequence[CheckedTables]) -> list[Tables]:
+    return [tuple(np.array(table, dtype=np.int64) for table in own) for own in tables]
 
 
 def _has_decode_kernels(device: torch.device) -> bool:

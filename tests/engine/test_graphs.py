@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
 from embedded_engine.loading import load_engine
 from tests.runtime.instances import decode_config, prefill_config
+from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
 
@@ -179,6 +180,27 @@ def test_on_a_cpu_none_of_it_exists(demo_dir: Path) -> None:
     engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, max_running_requests=4, cuda_graph_batch_sizes=(1, 4))
     assert (engine.page_table_bytes, engine.cuda_graph_bytes, engine.captured_batch_sizes) == (0, 0, ())
     assert engine._decoder is None
+
+
+@pytest.mark.parametrize("behind", [-3, 160, 2**40, 2**70])
+def test_a_step_uses_the_pages_that_were_checked_and_no_others(
+    demo_dir: Path, monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
+    monkeypatch.setattr(engine_module, "_has_decode_kernels", lambda device: True)
+    engine = EmbeddedEngine(demo_dir, shard=Shard(page_size=4), num_pages=8, max_running_requests=2, max_seq_len=64)
+    loaded: list[DecodeItem] = []
+
+    def logits(self: device_decode.DeviceDecoder, items: Sequence[DecodeItem]) -> Tensor:
+        self._load(items, len(items))
+        loaded.extend(items)
+        return torch.zeros(len(items), engine.vocab_size)
+
+    monkeypatch.setattr(device_decode.DeviceDecoder, "logits", logits)
+    table = [3, 1, behind]  # seven tokens are in the first two
+    batch = engine.decode_batch([DecodeItem(request_id="a", token_id=5, position=6, page_tables=(table,))])
+    table[:] = [-1, behind]
+    assert engine.forward_batch(batch).tokens() == {"a": 0}
+    assert [one.page_tables for one in loaded] == [((3, 1),)]
 
 
 @pytest.mark.parametrize(("running", "sizes"), [(4, (1, 5)), (4, (0,)), (None, (1,))])
