@@ -35,12 +35,23 @@ pytestmark = [
 GIB = 1 << 30
 NUM_STEPS = 8
 CAPTURED = (2, 4)
-# Whose experts may be looked up one by one, which waits for the device: captured or not, their tokens are the same.
-WITH_EXPERTS = ("gpt_oss", "deepseek_v2", "deepseek_v3_moe", "mixtral", "qwen3_moe", "qwen3_next_moe")
 MODELS = ("llama", *FAMILIES)
+WITH_EXPERTS = ("gpt_oss", "deepseek_v2", "deepseek_v3_moe", "mixtral", "qwen3_moe", "qwen3_next_moe")
+ARCHITECTURES_OF_GROUPED_KERNEL = (9, 10)
 
 Directory = Callable[[str], Path]
 Prompts = dict[int, tuple[int, ...]]
+Record = Callable[[str, object], None]
+
+
+def sizes_that_are_captured(name: str, dtype: DType) -> tuple[int, ...]:
+    """What an engine told to capture `CAPTURED` must have captured: all of it, but for experts that torch sends round the host.
+
+    transformers computes experts by `torch.nn.functional.grouped_mm`. That has a kernel for bfloat16 on GPUs of capability
+    9 and 10; for every other type or GPU it copies the rows of each expert to the host (ATen/native/GroupedMMUtils.h).
+    """
+    has_kernel = dtype is DType.BFLOAT16 and torch.cuda.get_device_capability()[0] in ARCHITECTURES_OF_GROUPED_KERNEL
+    return CAPTURED if name not in WITH_EXPERTS or has_kernel else ()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,25 +100,25 @@ def make_engine(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_replayed_launched_and_on_the_cpu_the_tokens_are_the_same(model: Directory, prompts: Prompts, name: str) -> None:
+def test_replayed_launched_and_on_the_cpu_the_tokens_are_the_same(
+    model: Directory, prompts: Prompts, name: str, record_property: Record
+) -> None:
     """In float32, with batches that grow, shrink and are padded, windows that move, and pages that are given on."""
     directory = model(name)
     on_cpu = tokens_of_a_life(make_engine(directory, "cpu"), prompts, NUM_STEPS)
     launched = tokens_of_a_life(make_engine(directory, "cuda"), prompts, NUM_STEPS)
     assert launched == on_cpu
     engine = make_engine(directory, "cuda", captured=CAPTURED)
-    assert engine.captured_batch_sizes == CAPTURED or name in WITH_EXPERTS
+    record_property("captured", f"{name} float32: {engine.captured_batch_sizes}")
     assert tokens_of_a_life(engine, prompts, NUM_STEPS) == on_cpu
+    assert engine.captured_batch_sizes == sizes_that_are_captured(name, DType.FLOAT32)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name in WITH_EXPERTS])
-def test_experts_of_a_half_precision_model(
-    model: Directory, prompts: Prompts, name: str, record_property: Callable[[str, object], None]
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replayed_step_of_half_precision_computes_what_a_launched_one_does(
+    model: Directory, prompts: Prompts, name: str, record_property: Record
 ) -> None:
-    engine = make_engine(model(name), "cuda", captured=CAPTURED, dtype=DType.BFLOAT16)
-    record_property("captured", engine.captured_batch_sizes)
-    print(f"{name}: captured {engine.captured_batch_sizes}")
-    assert all(len(tokens) > NUM_STEPS for tokens in tokens_of_a_life(engine, prompts, NUM_STEPS).values())
+    assert_replayed_as_launched(model(name), prompts, sizes_that_are_captured(name, DType.BFLOAT16), record_property)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +127,21 @@ def test_experts_of_a_half_precision_model(
     ids=["HND", "tokens", "float8"],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
-def test_a_replayed_step_computes_what_a_launched_one_does(model: Directory, prompts: Prompts, name: str, shard: Shard) -> None:
-    """The logits of one step of half precision, at a captured size: the kernels are the same, so nearly all bits are."""
-    logits = []
-    for captured in ((), CAPTURED):
-        engine = make_engine(model(name), "cuda", captured=captured, shard=shard, dtype=DType.BFLOAT16)
-        assert engine.captured_batch_sizes == captured
+def test_a_replayed_step_over_pools_of_other_kinds(
+    model: Directory, prompts: Prompts, name: str, shard: Shard, record_property: Record
+) -> None:
+    assert_replayed_as_launched(model(name), prompts, CAPTURED, record_property, shard=shard)
+
+
+def assert_replayed_as_launched(
+    directory: Path, prompts: Prompts, captured: tuple[int, ...], record_property: Record, shard: Shard | None = None
+) -> None:
+    """The logits of steps of captured sizes, in half precision: the kernels are the same, so nearly all bits are."""
+    logits: dict[str, list[Tensor]] = {"launched": [], "replayed": []}
+    for way, wanted in (("launched", ()), ("replayed", CAPTURED)):
+        engine = make_engine(directory, "cuda", captured=wanted, shard=shard, dtype=DType.BFLOAT16)
+        if wanted:
+            record_property("captured", f"{directory.name} bfloat16: {engine.captured_batch_sizes}")
         lengths = {key: PROMPTS[key] for key in ("a", "b", "c", "d")}
         tables = {key: tables_of(engine.pool, index) for index, key in enumerate(lengths)}
         for key, length in lengths.items():
@@ -131,10 +151,11 @@ def test_a_replayed_step_computes_what_a_launched_one_does(model: Directory, pro
         items = [
             DecodeItem(request_id=key, token_id=7, position=length, page_tables=tables[key]) for key, length in lengths.items()
         ]
-        for step_items in (items[:2], items):
-            logits.append(logits_of(engine, step_items).clone())
-    for launched, replayed in zip(logits[:2], logits[2:], strict=True):
+        logits[way] = [logits_of(engine, step_items).clone() for step_items in (items[:2], items)]
+    for launched, replayed in zip(logits["launched"], logits["replayed"], strict=True):
+        assert bool(launched.isfinite().all()) and float(launched.std()) > 0.1
         torch.testing.assert_close(replayed, launched)
+    assert engine.captured_batch_sizes == captured
 
 
 def tables_of(pool: KVPool, index: int) -> tuple[tuple[int, ...], ...]:
@@ -183,30 +204,39 @@ def test_a_step_waits_for_nothing(model: Directory, prompts: Prompts, name: str,
     assert prefilled is None or prefilled.tokens() == engine.prefill(first)
 
 
-def test_a_longer_request_than_a_block_of_queries(model: Directory) -> None:
+LONG_REQUEST_CASES = [
+    *((name, DType.FLOAT32, 2e-3) for name in ("llama", "gemma3", "gpt_oss", "qwen2", "deepseek_v3")),
+    *((name, DType.BFLOAT16, 3e-2) for name in ("glm", "gemma3", "qwen2", "deepseek_v3")),
+]
+"""Family, what it computes in, and by how much of their norm the logits may differ between two right ways to compute them.
+
+In bfloat16 the rounding of three layers makes up to 0.016, and a window that is a token too long or short makes 0.1 and more.
+"""
+
+
+@pytest.mark.parametrize(("name", "dtype", "tolerance"), LONG_REQUEST_CASES)
+def test_a_longer_request_than_a_block_of_queries(model: Directory, name: str, dtype: DType, tolerance: float) -> None:
     """Prefill in blocks over a long context, on both devices: masks, windows and shared heads of every kernel that is chosen."""
     generator = torch.Generator().manual_seed(4)
     prompt = tuple(torch.randint(3, 240, (300,), generator=generator).tolist())
-    for name in ("llama", "gemma3", "qwen2", "deepseek_v3"):
-        for dtype in (None, DType.BFLOAT16):
-            found = []
-            for device in ("cpu", "cuda"):
-                files = read_model_files(model(name))
-                num_pages = pages_for(layer_groups(files.layout()), 100)
-                engine = EmbeddedEngine(files, shard=Shard(page_size=4), num_pages=num_pages, device=device, dtype=dtype)
-                tables = [list(range(75))] * len(engine.pool.groups)
-                logits: list[Tensor] = []
-                for begin in (0, 170):
-                    part = prompt[begin : begin + 170]
-                    item = PrefillItem(
-                        request_id="a", token_ids=part, first_token=begin, page_tables=tuple(tables), is_last=begin > 0
-                    )
-                    with torch.inference_mode():
-                        out = engine._forward(engine.prefill_batch([item]))
-                    logits += [] if out is None else [out.float().cpu()]
-                found.append(logits[0])
-            tolerance = 2e-3 if dtype is None else 0.25
-            torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance * float(found[0].abs().max()))
+    on_cpu, on_gpu = (logits_behind(prompt, model(name), device, dtype) for device in ("cpu", "cuda"))
+    assert float((on_gpu - on_cpu).norm() / on_cpu.norm()) < tolerance
+
+
+def logits_behind(prompt: tuple[int, ...], directory: Path, device: str, dtype: DType) -> Tensor:
+    """Of the last token of a request that comes in two chunks."""
+    files = read_model_files(directory)
+    num_pages = pages_for(layer_groups(files.layout()), 100)
+    engine = EmbeddedEngine(files, shard=Shard(page_size=4), num_pages=num_pages, device=device, dtype=dtype)
+    tables = tuple([list(range(75))] * len(engine.pool.groups))
+    for begin, end in ((0, 170), (170, len(prompt))):
+        item = PrefillItem(
+            request_id="a", token_ids=prompt[begin:end], first_token=begin, page_tables=tables, is_last=end == len(prompt)
+        )
+        with torch.inference_mode():
+            logits = engine._forward(engine.prefill_batch([item]))
+    assert logits is not None
+    return logits.float().cpu()
 
 
 def llama_8b(folder: Path, num_layers: int) -> Path:
@@ -222,7 +252,7 @@ def llama_8b(folder: Path, num_layers: int) -> Path:
     return folder
 
 
-def test_the_planned_memory_is_what_is_taken(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_the_planned_memory_is_what_is_taken(tmp_path: Path, record_property: Record) -> None:
     """From a node's settings to an engine with graphs: every line that is allocated comes out within 1 % of the plan."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

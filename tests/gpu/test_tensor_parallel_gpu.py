@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.multiprocessing as multiprocessing
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
+from node_runtime.lane import Lane
 from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, PROMPTS, tokens_of_a_life
 from tests.engine.families import make_family
 from tests.engine.steps import pages_for
@@ -65,26 +67,56 @@ def make_engine(directory: Path, device: str, captured: tuple[int, ...], **setti
     )
 
 
-def run_rank(rank: int, directory: Path, folder: Path, prompts: dict[int, tuple[int, ...]], captured: tuple[int, ...]) -> None:
+def run_rank(
+    rank: int,
+    directory: Path,
+    folder: Path,
+    prompts: dict[int, tuple[int, ...]],
+    captured: tuple[int, ...],
+    has_lane: bool,
+) -> None:
     torch.backends.cudnn.allow_tf32 = False
     device = f"cuda:{rank}"
     group = init_distributed(rank, TP_SIZE, f"file://{folder / 'store'}", device=device)
     shard = Shard(tp_size=TP_SIZE, tp_rank=rank, page_size=4)
-    engine = make_engine(directory, device, captured, shard=shard, group=group)
-    found = tokens_of_a_life(InStep(engine), prompts, NUM_STEPS)
-    (folder / f"rank{rank}.json").write_text(json.dumps({"tokens": found, "captured": engine.captured_batch_sizes}))
-    torch.cuda.synchronize()
-    engine.close()
+
+    def live() -> dict[str, Any]:
+        current = torch.cuda.current_device()
+        engine = make_engine(directory, device, captured, shard=shard, group=group)
+        tokens = tokens_of_a_life(InStep(engine), prompts, NUM_STEPS)
+        found = {"tokens": tokens, "captured": engine.captured_batch_sizes, "current_device": current}
+        torch.cuda.synchronize(device)
+        engine.close()
+        return found
+
+    found = asyncio.run(on_a_lane(live)) if has_lane else live()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("captured", [(), CAPTURED], ids=["launched", "replayed"])
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
-def test_two_gpus_draw_the_tokens_of_one_process(tmp_path: Path, family: str, captured: tuple[int, ...]) -> None:
+async def on_a_lane(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run `work` in the thread that a node gives its engine."""
+    crashes: list[BaseException] = []
+    lane = Lane("engine", asyncio.get_running_loop(), crashes.append)
+    found = await lane.call(work)
+    assert lane.close(timeout_s=30) and not crashes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "captured", "has_lane"),
+    [
+        *((family, captured, False) for family in ("gemma3", "deepseek_v3", "qwen3_next") for captured in ((), CAPTURED)),
+        *(("gemma3", captured, True) for captured in ((), CAPTURED)),
+    ],
+    ids=lambda value: {(): "launched", CAPTURED: "replayed", False: "main thread", True: "lane"}.get(value, value),
+)
+def test_two_gpus_draw_the_tokens_of_one_process(tmp_path: Path, family: str, captured: tuple[int, ...], has_lane: bool) -> None:
+    """On a lane the engine's thread is not the one that joined the group, and its current device is the first on every rank."""
     directory = make_family(family, tmp_path / "model")
     generator = torch.Generator().manual_seed(11)
     prompts = {length: tuple(torch.randint(3, 240, (length,), generator=generator).tolist()) for length in PROMPTS.values()}
     expected = tokens_of_a_life(make_engine(directory, "cpu", (), shard=Shard(page_size=4)), prompts, NUM_STEPS)
-    multiprocessing.spawn(run_rank, args=(directory, tmp_path, prompts, captured), nprocs=TP_SIZE)
+    multiprocessing.spawn(run_rank, args=(directory, tmp_path, prompts, captured, has_lane), nprocs=TP_SIZE)
     for rank in range(TP_SIZE):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert told == {"tokens": expected, "captured": list(captured)}
+        assert told == {"tokens": expected, "captured": list(captured), "current_device": 0 if has_lane else rank}
