@@ -6,11 +6,12 @@ import it once (`preload()`) and fork ranks from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -43,6 +44,9 @@ OnLayersWritten = Callable[[int, Any], None]
 
 NO_TOKEN = -1
 """In place of a token whose logits are not finite."""
+
+_OF_A_GPU: Final = re.compile("CUDA|CUBLAS|cuBLAS|CUDNN|cuDNN|NCCL")
+"""In what torch's and Triton's errors say of a GPU that have no type of their own."""
 
 _ATTENTION_NAMES = {
     Hook.ATTENTION: ATTENTION_NAME,
@@ -147,9 +151,12 @@ def preload() -> None:
 class EmbeddedEngine:
     """One rank; implements `PrefillEngine` and `DecodeEngine`.
 
-    Driven by one thread. The ranks of a group must be given the same steps in the same order; what an item gets wrong is found
-    on every rank before the first collective. After a failed step of a group the engine refuses further ones: the ranks may
-    have stopped at different places.
+    Driven by one thread. A step that finds no memory fails alone; after an error of the GPU, which comes back at whatever is
+    asked of it next, the engine refuses further steps.
+
+    The ranks of a group must be given the same steps in the same order; what an item gets wrong is found on every rank before the
+    first collective. After any failed step of a group the engine refuses further ones: the ranks may have stopped at different
+    places.
 
     Its parts come into being in the order in which they need memory: weights, page count, pool, page tables, CUDA graphs. The
     last two are a GPU's alone: there a decode step attends by kernels, see `embedded_engine.device_decode`; elsewhere, and where
@@ -425,7 +432,7 @@ class EmbeddedEngine:
         if self._model is None:
             raise EngineError("the engine is closed; a step needs an open one")
         if self._failure is not None:
-            raise EngineError(f"the engine failed in an earlier step and must be restarted: {self._failure}")
+            raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
         is_complete = False
         try:
             with torch.inference_mode():
@@ -436,16 +443,25 @@ class EmbeddedEngine:
             is_complete = True
             raise
         except RuntimeError as error:  # torch's: out of memory, a peer's closed connection, a collective's deadline
-            who = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
-            raise EngineError(f"the step failed on {who}: {one_line(error)}") from error
+            failure = f"the step failed on rank {self.shard.tp_rank} of {self.shard.tp_size}: {one_line(error)}"
+            if not _has_broken_device(error):
+                raise EngineError(failure) from error
+            self._failure = failure
+            raise EngineBroken(failure) from error
         finally:
-            if not is_complete and self._group is not None:
+            if not is_complete and self._group is not None and self._failure is None:
                 self._failure = f"rank {self.shard.tp_rank} of {self.shard.tp_size} did not finish a step"
 
     def _recorded_event(self) -> Any:
         if self._device.type != "cuda":
             return None
         return torch.cuda.current_stream(self._device).record_event()
+
+
+class EngineBroken(EngineError):
+    """The device, or the group's other ranks, can no longer be worked with."""
+
+    is_fatal = True
 
 
 class BadLogits(RequestFault):
@@ -469,6 +485,13 @@ def _check_settings(shard: Shard, group: TensorParallelGroup | None, **counts: i
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; must be at least 1")
+
+
+def _has_broken_device(error: RuntimeError) -> bool:
+    """Whether every later call would fail as well, as after an illegal memory access."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or _OF_A_GPU.search(str(error)) is not None
 
 
 def _as_arrays(tables: Sequence[CheckedTables]) -> list[Tables]:

@@ -238,9 +238,8 @@ class PrefillWorker:
                 return StepDone(step=message.step, first_tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
             except EngineError as error:
                 names = tuple(part.request_id for part in message.parts)
-                return StepFailed(
-                    step=message.step, request_ids=names, reason=str(error), is_fatal=self._engine.shard.num_ranks > 1
-                )
+                is_fatal = error.is_fatal or self._engine.shard.num_ranks > 1
+                return StepFailed(step=message.step, request_ids=names, reason=str(error), is_fatal=is_fatal)
             return StepDone(step=message.step, first_tokens=tokens, compute_s=time.monotonic() - started)
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))

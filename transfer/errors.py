@@ -85,7 +85,13 @@ class MemoryPlanError(TransferError):
 
 
 class EngineError(TransferError):
-    """The engine could not load the model or run a step."""
+    """The engine could not load the model or run a step.
+
+    Attributes:
+        is_fatal: It will run no further step either; its process must be started anew.
+    """
+
+    is_fatal = False
 
 
 class TransferAborted(TransferError):
