@@ -32,7 +32,8 @@ class DecodeGraphs:
 
     Attributes:
         batch_sizes: The sizes, ascending.
-        num_bytes: What the graphs took of the device's memory; what their kernels' code takes was taken before.
+        num_bytes: What the graphs took of the device's memory through torch's allocator. Not what the driver keeps of each, nor
+            their kernels' code: other processes' memory would be in any number that has them.
 
     Raises:
         CannotBeCaptured: The step waits for the device. Found before anything is captured, and alike on all ranks of a group.
@@ -49,13 +50,13 @@ class DecodeGraphs:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 shape, dtype = self._warm_up(load, step)
-                before = _free_bytes()
+                before = _reserved_bytes(device)
                 self._logits = torch.empty(shape, dtype=dtype, device=device)
                 pool = torch.cuda.graph_pool_handle()
                 for size in reversed(self.batch_sizes):
                     load(size)
                     self._graphs[size] = self._captured(size, step, pool, stream)
-                self.num_bytes = before - _free_bytes()
+                self.num_bytes = max(0, _reserved_bytes(device) - before)
             torch.cuda.current_stream().wait_stream(stream)
 
     def size_for(self, num_rows: int) -> int | None:
@@ -105,8 +106,8 @@ class DecodeGraphs:
         return graph
 
 
-def _free_bytes() -> int:
+def _reserved_bytes(device: torch.device) -> int:
+    """What this process has of the device, the graphs' pool included, without what it could give back."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    return free
+    return torch.cuda.memory_reserved(device)
