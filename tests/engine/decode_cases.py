@@ -140,7 +140,7 @@ def attention_cases() -> dict[str, DecodeCase]:
     found |= {f"window {window}": DecodeCase(window_tokens=window, seed=window) for window in (1, 64, 130, 4096)}
     found |= {f"k {k} v {v}": DecodeCase(k_dim=k, v_dim=v) for k, v in ((8, 8), (80, 80), (24, 16), (96, 48), (60, 20))}
     found |= {
-        f"{dtype.value} over {pool.value}": DecodeCase(dtype=dtype, pool_dtype=pool)
+        f"{dtype.value} over {pool.value}": DecodeCase(dtype=dtype, pool_dtype=pool, lengths=(150, 1))
         for dtype in MODEL_DTYPES
         for pool in POOL_DTYPES
     }

@@ -1,4 +1,4 @@
-"""The decode kernels under Triton's interpreter; run by test_paged_decode.py in a process that sets TRITON_INTERPRET=1."""
+"""The decode kernels under Triton's interpreter; run by test_under_interpreter.py in a process that sets TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

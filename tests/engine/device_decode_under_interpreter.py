@@ -1,4 +1,4 @@
-"""Whole models whose decode steps go as on a GPU, under Triton's interpreter; run by test_graphs.py in a process of its own.
+"""Whole models whose decode steps go as on a GPU, under Triton's interpreter; run by test_under_interpreter.py.
 
 What takes the place of CUDA graphs launches the step anew at every replay: everything else of a replayed step is as on a GPU.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 from embedded_engine import device_decode, engine
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
-from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, tokens_of_a_life
-from tests.engine.steps import fill_with_nan, pages_for
-from transfer.engine_types import DecodeItem, SamplingParams
+from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, PROMPTS, tokens_of_a_life
+from tests.engine.steps import PageBook, decode_all, fill_with_nan, pages_for, prefill_all
+from transfer.engine_types import GREEDY, DecodeItem, SamplingParams
 from transfer.errors import EngineError
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
@@ -26,8 +26,10 @@ from transfer.layout import DType, Shard, TokenOrder
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
+Directory = Callable[[str], Path]
 Prompts = dict[int, tuple[int, ...]]
 NUM_STEPS = 2  # of each phase; an interpreted kernel takes as long as thousands of compiled ones
+PLAIN = "glm"  # K and V in every layer, of few heads: for what does not depend on the model
 
 
 class Relaunched:
@@ -71,20 +73,36 @@ def make_engine(directory: Path, *, shard: Shard, batch_sizes: Sequence[int] = (
     )
 
 
-def on_cpu(directory: Path, prompts: Prompts, num_steps: int, **settings: Any) -> dict[str, list[int]]:
+def made_on_cpu(directory: Path, **settings: Any) -> EmbeddedEngine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_has_decode_kernels", lambda device: False)
-        return tokens_of_a_life(make_engine(directory, **settings), prompts, num_steps)
+        return make_engine(directory, **settings)
+
+
+def tokens_of_steps(
+    made: EmbeddedEngine, prompts: Prompts, *steps: tuple[str, ...], sampling: SamplingParams = GREEDY
+) -> dict[str, list[int]]:
+    """All tokens of three requests, after decode steps of some of them each."""
+    lengths = {name: PROMPTS[name] for name in ("a", "b", "c")}
+    book = PageBook.of(made, {name: length + len(steps) for name, length in lengths.items()})
+    first = prefill_all(made, {name: prompts[length] for name, length in lengths.items()}, book, sampling=sampling)
+    found = {name: [token] for name, token in first.items()}
+    for step in steps:
+        at = {name: lengths[name] + len(found[name]) - 1 for name in step}
+        last = {name: found[name][-1] for name in step}
+        for name, tokens in decode_all(made, last, at, book, 2, sampling=sampling).items():
+            found[name].append(tokens[1])
+    return found
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_tokens_are_those_of_the_cpu_s_path(family_dir: Callable[[str], Path], prompts: Prompts, family: str) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prompts, family: str) -> None:
     """Steps of 3, 2, 4 and 1 requests, padded to 4, 2, 4 and 2."""
     directory = family_dir(family)
     made = make_engine(directory, shard=Shard(page_size=4), batch_sizes=(2, 4))
     found = tokens_of_a_life(made, prompts, NUM_STEPS)
-    assert found == on_cpu(directory, prompts, NUM_STEPS, shard=Shard(page_size=4))
+    assert found == tokens_of_a_life(made_on_cpu(directory, shard=Shard(page_size=4)), prompts, NUM_STEPS)
     assert made._decoder is not None
     graphs: Any = made._decoder._graphs
     assert graphs.replayed == [size for size in (4, 2, 4, 2) for _ in range(NUM_STEPS)]
@@ -92,27 +110,28 @@ def test_tokens_are_those_of_the_cpu_s_path(family_dir: Callable[[str], Path], p
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(
-    ("shard", "dtype"),
-    [(Shard(page_size=16, order=TokenOrder.HND), None), (Shard(page_size=1, dtype=DType.FLOAT16), None)],
-    ids=["HND", "narrower pool"],
+    "shard", [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1, dtype=DType.FLOAT16)], ids=["HND", "narrower pool"]
 )
-def test_pools_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard: Shard, dtype: DType | None) -> None:
+def test_pools_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard: Shard) -> None:
     """No graph at all: every step is launched at its own size."""
-    made = make_engine(qwen_dir, shard=shard, dtype=dtype)
-    assert tokens_of_a_life(made, prompts, 1) == on_cpu(qwen_dir, prompts, 1, shard=shard, dtype=dtype)
+    steps = (("c", "a", "b"),)
+    found = tokens_of_steps(make_engine(qwen_dir, shard=shard), prompts, *steps)
+    assert found == tokens_of_steps(made_on_cpu(qwen_dir, shard=shard), prompts, *steps)
 
 
 @pytest.mark.usefixtures("on_device")
-def test_larger_steps_than_any_captured_are_launched(qwen_dir: Path, prompts: Prompts) -> None:
-    made = make_engine(qwen_dir, shard=Shard(), batch_sizes=(2,))
-    assert tokens_of_a_life(made, prompts, 1) == on_cpu(qwen_dir, prompts, 1, shard=Shard())
+def test_larger_steps_than_any_captured_are_launched(family_dir: Directory, prompts: Prompts) -> None:
+    made = make_engine(family_dir(PLAIN), shard=Shard(), batch_sizes=(2,))
+    steps = (("c", "a", "b"), ("b", "a"))
+    found = tokens_of_steps(made, prompts, *steps)
+    assert found == tokens_of_steps(made_on_cpu(family_dir(PLAIN), shard=Shard()), prompts, *steps)
     assert made._decoder is not None
     graphs: Any = made._decoder._graphs
-    assert graphs.replayed == [2] * 2
+    assert graphs.replayed == [2]
 
 
 @pytest.mark.usefixtures("on_device")
-def test_padding_touches_no_state_and_no_page(family_dir: Callable[[str], Path]) -> None:
+def test_padding_touches_no_state_and_no_page(family_dir: Directory) -> None:
     """One request in a step of four: what the pool holds of others stays, also in the rows that come first."""
     made = make_engine(family_dir("qwen3_next"), shard=Shard(page_size=4), batch_sizes=(4,))
     for layer in range(made.layout.num_layers):
@@ -127,7 +146,7 @@ def test_padding_touches_no_state_and_no_page(family_dir: Callable[[str], Path])
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_request_begins_without_a_state(family_dir: Callable[[str], Path]) -> None:
+def test_a_request_begins_without_a_state(family_dir: Directory) -> None:
     made = make_engine(family_dir("qwen3_next"), shard=Shard(page_size=4), batch_sizes=(2,))
     fill_with_nan(made.pool)
     item = DecodeItem(request_id="a", token_id=5, position=0, page_tables=([7], [3]))
@@ -139,17 +158,17 @@ def contents(pool: KVPool) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("on_device")
-def test_sampled_tokens_are_those_of_the_cpu_s_path(qwen_dir: Path, prompts: Prompts) -> None:
+def test_sampled_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prompts) -> None:
     sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, seed=3)
-    found = tokens_of_a_life(make_engine(qwen_dir, shard=Shard(), batch_sizes=(4,)), prompts, 1, sampling=sampling)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_has_decode_kernels", lambda device: False)
-        assert tokens_of_a_life(make_engine(qwen_dir, shard=Shard()), prompts, 1, sampling=sampling) == found
+    made = make_engine(family_dir(PLAIN), shard=Shard(), batch_sizes=(4,))
+    steps = (("c", "a", "b"),)
+    found = tokens_of_steps(made, prompts, *steps, sampling=sampling)
+    assert found == tokens_of_steps(made_on_cpu(family_dir(PLAIN), shard=Shard()), prompts, *steps, sampling=sampling)
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_step_of_too_many_is_refused_and_the_engine_goes_on(qwen_dir: Path) -> None:
-    made = make_engine(qwen_dir, shard=Shard(), batch_sizes=(1, 4))
+def test_a_step_of_too_many_is_refused_and_the_engine_goes_on(family_dir: Directory) -> None:
+    made = make_engine(family_dir(PLAIN), shard=Shard(), batch_sizes=(1, 4))
     items = [DecodeItem(request_id=str(n), token_id=5, position=0, page_tables=((n,),)) for n in range(5)]
     with pytest.raises(EngineError, match="the step has 5 requests; max_running_requests is 4"):
         made.decode(items)

@@ -1,11 +1,7 @@
-"""Decode attention and row writes: the reference against torch, every check, and the kernels in an interpreting process."""
+"""Decode attention and row writes: the reference against torch, and every check."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,25 +17,6 @@ from tests.engine.decode_cases import GQA, MHA, DecodeCase
 from transfer.errors import ConfigError, LayoutError
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, KVLayout, Shard, TokenOrder
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.timeout(300)
-def test_kernels_under_the_interpreter() -> None:
-    """The interpreter is chosen when Triton is imported, hence a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--noconftest"]
-    done = subprocess.run(
-        [*command, "tests/engine/decode_under_interpreter.py"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
 def token_major(arguments: dict[str, Any], name: str, slots: Tensor) -> Tensor:
