@@ -60,8 +60,8 @@ class _GroupRows:
     window_tokens: int
 
 
-class DevicePlan:
-    """One token of each request, see `StepPlan`; all that it knows of the step is in tensors, which are made of the inputs.
+class KernelDecodePlan:
+    """One token of each request, by kernels; see `StepPlan`. All that it knows of the step is in tensors, made of the inputs.
 
     Args:
         pool: Where K, V and states are written and read.
@@ -94,7 +94,7 @@ class DevicePlan:
         return self._attend(layer, query, key[0].transpose(0, 1), v, value[0].transpose(0, 1), scores)
 
     def attend_latent(self, layer: int, query: Tensor, latents: Tensor, heads: LatentHeads, scores: Scores) -> Tensor:
-        """As in `DecodePlan`: all heads read a token's latent once, and V is its beginning."""
+        """As in `GatherDecodePlan`: all heads read a token's latent once, and V is its beginning."""
         absorbed = heads.absorb(query)
         return heads.values(self._attend(layer, absorbed, latents, None, None, scores, v_dim=heads.compressed_dim))
 
@@ -204,7 +204,7 @@ class DeviceDecoder:
     def _step(self, num_rows: int) -> Tensor:
         """Launch a step over what the inputs hold."""
         inputs = self._inputs_of(num_rows)
-        plan = DevicePlan(self._pool, self._tables, inputs)
+        plan = KernelDecodePlan(self._pool, self._tables, inputs)
         return self._compute(inputs[_TOKEN_IDS].unsqueeze(0), inputs[_POSITIONS].unsqueeze(0), plan)
 
     def _inputs_of(self, num_rows: int) -> Tensor:

@@ -25,7 +25,7 @@ from embedded_engine.architectures import ARCHITECTURES, Hook
 from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
-from embedded_engine.paged_attention import ATTENTION_NAME, DecodePlan, PrefillPlan, StepPlan, Tables, on_device
+from embedded_engine.paged_attention import ATTENTION_NAME, GatherDecodePlan, PrefillPlan, StepPlan, Tables, on_device
 from embedded_engine.recurrent_state import hook_gated_delta_nets
 from embedded_engine.sampling import sample_on_device
 from embedded_engine.step_checks import CheckedTables, StepChecks
@@ -323,7 +323,7 @@ class EmbeddedEngine:
         # As they were checked: what is behind the entries that this step reads, or is changed meanwhile, concerns it no more.
         items = tuple(replace(item, page_tables=own) for item, own in zip(items, tables, strict=True))
         with self._step():
-            plan = DecodePlan(items, _as_arrays(tables), self.pool, self._dtype) if self._decoder is None else None
+            plan = GatherDecodePlan(items, _as_arrays(tables), self.pool, self._dtype) if self._decoder is None else None
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
             for row, item in enumerate(items)

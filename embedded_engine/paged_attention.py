@@ -370,8 +370,8 @@ class _TokenGroup:
         )
 
 
-class DecodePlan:
-    """One token of each request; see `StepPlan`.
+class GatherDecodePlan:
+    """One token of each request, from K and V that are gathered out of the pool; see `StepPlan`.
 
     Args:
         items: The step's items, already checked.
