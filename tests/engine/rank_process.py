@@ -1,7 +1,8 @@
 """Ranks in real processes, forked from one process that has imported everything, as a node forks its own.
 
-Run as ``python rank_process.py SOCKET_DIRECTORY GROUP:TP_SIZE:TIMEOUT_S:MODEL_DIRECTORY ...``. Rank r of a group serves one
-connection on ``SOCKET_DIRECTORY/GROUP-r``: it receives (method, arguments) and answers (True, result) or (False, error text).
+Run as ``python rank_process.py SOCKET_DIRECTORY``. A line ``GROUP:TP_SIZE:TIMEOUT_S:MODEL_DIRECTORY`` on its standard input
+starts a group. Rank r of it serves one connection on ``SOCKET_DIRECTORY/GROUP-r``: it receives (method, arguments) and answers
+(True, result) or (False, error text). At the end of its input the process waits for all ranks and prints their exit statuses.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ def serve(directory: Path, group: str, rank: int, tp_size: int, timeout_s: float
 def main() -> None:
     directory = Path(sys.argv[1])
     engines.preload()
-    for described in sys.argv[2:]:
-        group, tp_size, timeout_s, model = described.split(":")
+    num_ranks = 0
+    for line in sys.stdin:
+        group, tp_size, timeout_s, model = line.strip().split(":")
         for rank in range(int(tp_size)):
+            num_ranks += 1
             if os.fork():
                 continue
             try:
@@ -104,10 +107,7 @@ def main() -> None:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-    statuses = [
-        os.waitstatus_to_exitcode(os.wait()[1]) for described in sys.argv[2:] for _ in range(int(described.split(":")[1]))
-    ]
-    print(sorted(statuses), flush=True)
+    print(sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(num_ranks)), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -75,37 +74,46 @@ class GroupOfRanks:
     timeout_s: float = 30.0
 
 
-@contextmanager
-def running_ranks(directory: Path, groups: Mapping[str, GroupOfRanks]) -> Iterator[dict[str, Ranks]]:
-    """All groups by name, each rank a process; no process is left behind.
+class RankServer:
+    """The process that all ranks are forked from; it imports what they need, which takes seconds, once.
 
     Args:
         directory: An empty one, for sockets.
-        groups: What is to run, by name.
     """
-    described = [f"{name}:{group.size}:{group.timeout_s}:{group.model}" for name, group in groups.items()]
-    script = Path(__file__).with_name("rank_process.py")
-    process = subprocess.Popen([sys.executable, str(script), str(directory), *described], stdout=subprocess.PIPE, text=True)
-    ranks: dict[str, Ranks] = {}
-    try:
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._ranks: list[Ranks] = []
+        command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), str(directory)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, groups: Mapping[str, GroupOfRanks]) -> dict[str, Ranks]:
+        """Start groups whose names no other group has, each rank a process."""
+        assert self._process.stdin is not None
         for name, group in groups.items():
-            ranks[name] = Ranks(directory, name, group.size)
-        yield ranks
-        for running in ranks.values():
-            running.hang_up()
-        # Every rank that no test has killed ends by itself and in order, whether or not it was closed.
-        output, _ = process.communicate(timeout=30)
-        num_killed = sum(running.num_killed for running in ranks.values())
-        num_ranks = sum(group.size for group in groups.values())
-        assert output.strip() == str([-9] * num_killed + [0] * (num_ranks - num_killed))
-    finally:
-        for pid in (pid for running in ranks.values() for pid in running.pids):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.kill()
-        process.wait(timeout=30)
+            self._process.stdin.write(f"{name}:{group.size}:{group.timeout_s}:{group.model}\n")
+        self._process.stdin.flush()
+        ranks = {name: Ranks(self._directory, name, group.size) for name, group in groups.items()}
+        self._ranks += ranks.values()
+        return ranks
+
+    def close(self) -> None:
+        """End everything; fails where a rank that no test has killed did not end by itself and in order."""
+        try:
+            for ranks in self._ranks:
+                ranks.hang_up()
+            output, _ = self._process.communicate(timeout=30)
+            num_killed = sum(ranks.num_killed for ranks in self._ranks)
+            num_ranks = sum(len(ranks.pids) for ranks in self._ranks)
+            assert output.strip() == str([-9] * num_killed + [0] * (num_ranks - num_killed))
+        finally:
+            for pid in (pid for ranks in self._ranks for pid in ranks.pids):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self._process.kill()
+            self._process.wait(timeout=30)
 
 
 def _connect(path: Path) -> Connection:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from embedded_engine.engine import EmbeddedEngine
 from tests.engine.conftest import Generate
-from tests.engine.ranks import GroupOfRanks, Ranks, running_ranks
+from tests.engine.ranks import GroupOfRanks, Ranks, RankServer
 from tests.engine.steps import bind_pages, decode_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
 from transfer.errors import ConfigError, EngineError
@@ -26,15 +25,14 @@ FROZEN_TIMEOUT_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def groups(demo_dir: Path, qwen_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
+def groups(demo_dir: Path, qwen_dir: Path, rank_server: RankServer) -> dict[str, Ranks]:
     sizes = {"two": 2, "three": 3, "killed": 2, "frozen": 2, "qwen": 2, "callback": 2, "leaving": 3}
     timeouts_s = {"frozen": FROZEN_TIMEOUT_S, "callback": FROZEN_TIMEOUT_S}
     described = {
         group: GroupOfRanks(size=size, model=qwen_dir if group == "qwen" else demo_dir, timeout_s=timeouts_s.get(group, 30.0))
         for group, size in sizes.items()
     }
-    with running_ranks(tmp_path_factory.mktemp("ranks"), described) as ranks:
-        yield ranks
+    return rank_server.start(described)
 
 
 @pytest.mark.parametrize("group", ["two", "three"])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_config import check_before_start
 from embedded_engine.model_files import read_model_files
 from tests.engine.conftest import Generate
-from tests.engine.ranks import GroupOfRanks, Ranks, running_ranks
+from tests.engine.families import FAMILIES
+from tests.engine.ranks import GroupOfRanks, Ranks, RankServer
 from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
 from transfer.engine_types import PrefillItem
 from transfer.errors import ConfigError
@@ -22,9 +24,15 @@ from transfer.layout import LayerKind, Shard
 
 NUM_TOKENS = 24
 CUTS = {
+    "qwen2": (2,),
+    "qwen3_moe": (2,),
+    "mixtral": (2,),
     "mistral": (2,),
+    "gemma2": (2,),
     "gemma3": (2, 4),
+    "glm": (2,),
     "glm4": (2,),
+    "deepseek_v2": (2, 4),
     "deepseek_v3": (4,),
     "deepseek_v3_moe": (2,),
     "qwen3_next": (4,),
@@ -36,10 +44,12 @@ Directory = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def groups(family_dir: Directory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
-    described = {f"{family}_{size}": GroupOfRanks(size=size, model=family_dir(family)) for family, size in CASES}
-    with running_ranks(tmp_path_factory.mktemp("ranks"), described) as ranks:
-        yield ranks
+def groups(family_dir: Directory, rank_server: RankServer) -> dict[str, Ranks]:
+    return rank_server.start({f"{family}_{size}": GroupOfRanks(size=size, model=family_dir(family)) for family, size in CASES})
+
+
+def test_every_family_that_can_be_cut_is_cut() -> None:
+    assert set(CUTS) == {family for family, (stem, _) in FAMILIES.items() if ARCHITECTURES[f"{stem}ForCausalLM"].is_cut}
 
 
 @pytest.mark.parametrize(("family", "size"), CASES)
@@ -105,7 +115,7 @@ def test_cuts_that_the_engine_does_not_serve_are_refused_before_and_by_the_ranks
 ) -> None:
     directory = family_dir(family)
     for check in (
-        lambda: check_before_start(directory, tp_size),
+        lambda: check_before_start(directory, tp_size, dummy_weights=False),
         lambda: read_model_files(directory).check_shard(Shard(tp_size=tp_size)),
     ):
         with pytest.raises(ConfigError) as caught:
