@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from transfer.errors import ConfigError
+from transfer.layout import MAX_RANKS
 
 CUT_SIZES: Final = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
 """What tensor parallelism divides among the ranks, in most families."""
@@ -128,7 +129,7 @@ def check_cut(name: str, tp_size: int, config: Mapping[str, Any]) -> None:
     sizes = {name: config[name] for name in names if type(config.get(name)) is int and config[name] > 0}
     for size_name, value in sizes.items():
         if value % tp_size:
-            fitting = [tp for tp in range(1, min(sizes.values()) + 1) if all(v % tp == 0 for v in sizes.values())]
+            fitting = [tp for tp in range(1, min(MAX_RANKS, *sizes.values()) + 1) if all(v % tp == 0 for v in sizes.values())]
             raise ConfigError(
                 f"tp_size is {tp_size}, which does not divide the model's {size_name} {value}; "
                 f"must be one of {', '.join(map(str, fitting))}"
