@@ -56,9 +56,17 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3_moe": (
         "Qwen3Moe",
-        {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 22,
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        },
     ),
-    "mixtral": ("Mixtral", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("Mixtral", {"head_dim": 16, "sliding_window": 19, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mistral": ("Mistral", {"sliding_window": 20, "head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "gemma2": ("Gemma2", {"sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
     "gemma3": (
