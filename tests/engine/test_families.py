@@ -253,6 +253,15 @@ def test_tables_of_states_are_checked(family_dir: Directory) -> None:
         engine.prefill(items_of(engine, a=(pages["a"], [3]), b=(pages["b"], [3])))
 
 
+def test_a_decode_step_may_be_a_request_s_first(family_dir: Directory) -> None:
+    """Its row of states may hold anything: a prompt of one token gives the same."""
+    engine = make_engine(family_dir("qwen3_next"), Shard(page_size=4))
+    fill_with_nan(engine.pool)
+    decoded = engine.decode([DecodeItem(request_id="a", token_id=5, position=0, page_tables=([7], [3]))])
+    item = PrefillItem(request_id="a", token_ids=(5,), first_token=0, page_tables=([8], [3]), is_last=True)
+    assert decoded == engine.prefill([item])
+
+
 def test_a_damaged_state_costs_its_own_request_only(family_dir: Directory, generate: Generate, prompts: Prompts) -> None:
     directory = family_dir("qwen3_next")
     engine = make_engine(directory, Shard(page_size=4))
