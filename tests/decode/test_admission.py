@@ -72,3 +72,7 @@ def test_pages_are_never_overdrawn_or_lost(page_size: int, sizes: list[tuple[int
     for name in held:
         room.release(name)
     assert (free_pages(room), room.num_running) == (10, 0)
+
+
+def test_what_a_request_needs_is_told_for_messages() -> None:
+    assert admission(4, page_size=10, max_running=8).pages_for(25) == "3"

@@ -290,3 +290,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
+
+
+def test_what_a_request_needs_is_told_for_messages() -> None:
+    assert scheduler().pages_for(PAGE_SIZE + 1) == "2"
