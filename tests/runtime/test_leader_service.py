@@ -38,6 +38,7 @@ class Requests:
 class Life:
     instance: Instance = field(default_factory=lambda: instance(3))
     requests: Requests = field(default_factory=Requests)
+    memory: tuple[RankMemory, ...] = (RankMemory(),)
 
 
 class Context:
