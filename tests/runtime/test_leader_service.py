@@ -14,6 +14,7 @@ import pytest
 from node_runtime.daemon import Daemon, NodeState
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
+from node_runtime.rank_report import RankMemory
 from tests.runtime import rank_entries
 from tests.runtime.instances import instance, prefill_config
 from transfer.config import PrefillNodeConfig
