@@ -21,6 +21,7 @@ def serve(
     context: typer.Context,
     config: command.ConfigFile = None,
     model: command.Model = None,
+    dummy_weights: command.DummyWeights = None,
     tp: command.TensorParallel = None,
     page_size: command.PageSize = None,
     host: command.Host = None,

@@ -22,6 +22,7 @@ from transfer.logs import configure_logging
 
 SETTING_OF_FLAG = {
     "model": "model",
+    "dummy_weights": "dummy_weights",
     "tp": "parallel.tp_size",
     "page_size": "pool.page_size",
     "host": "server.host",
@@ -36,6 +37,9 @@ SETTING_OF_FLAG = {
 
 ConfigFile = Annotated[Path | None, typer.Option(help="YAML file of settings.")]
 Model = Annotated[Path | None, typer.Option(help="Hugging Face model directory (model).")]
+DummyWeights = Annotated[
+    bool | None, typer.Option("--dummy-weights", help="Random weights, from config.json alone (dummy_weights).")
+]
 TensorParallel = Annotated[int | None, typer.Option(help="Tensor parallel degree (parallel.tp_size).")]
 PageSize = Annotated[int | None, typer.Option(help="Tokens per page (pool.page_size).")]
 Host = Annotated[str | None, typer.Option(help="Address to bind (server.host).")]

@@ -202,7 +202,8 @@ def test_what_a_start_would_miss_in_the_model_directory_is_refused(app: Typer, m
     (model / "model.safetensors").unlink()
     ended = check(app, model)
     assert ended.exit_code == exit_codes.BAD_CONFIG and "has neither model.safetensors nor" in ended.output
-    assert check(app, model, "--set", "dummy_weights=true").exit_code == exit_codes.OK
+    for flag in (("--set", "dummy_weights=true"), ("--dummy-weights",)):
+        assert check(app, model, *flag).exit_code == exit_codes.OK
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     ended = check(app, model)
