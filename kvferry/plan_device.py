@@ -44,25 +44,27 @@ def given_device(device_bytes: int | None, free_bytes: int | None) -> Device | N
 
 
 def detect_device(num_ranks: int, query: Callable[[], str | None] | None = None, root: Path = Path("/")) -> Device:
-    """A GPU of this machine, or this rank's part of the host's memory.
+    """The least of the GPUs that the ranks would take, or this rank's part of what the host has available.
 
     Args:
-        num_ranks: Ranks that would share the host's memory.
+        num_ranks: Ranks on this machine.
         query: Asks for the GPUs, one line each: name, MiB in all, MiB free; None asks nvidia-smi.
         root: Where /proc and /sys lie.
     """
     gpus = [_parse(line) for line in ((query or ask_nvidia_smi)() or "").splitlines() if line.strip()]
     found = [gpu for gpu in gpus if gpu is not None]
     if found:
-        total, free = min(gpu[1] for gpu in found), min(gpu[2] for gpu in found)
-        names = ", ".join(dict.fromkeys(gpu[0] for gpu in found))
-        text = f"{names}, {shown(total)}, {shown(free)} of it free: the least of {len(found)}, by nvidia-smi"
+        emptiest = sorted(found, key=lambda gpu: gpu[2], reverse=True)[:num_ranks]
+        total, free = min(gpu[1] for gpu in emptiest), min(gpu[2] for gpu in emptiest)
+        names = ", ".join(dict.fromkeys(gpu[0] for gpu in emptiest))
+        text = f"{names}, {shown(total)}, {shown(free)} of it free: the least of the {len(emptiest)} emptiest, by nvidia-smi"
         return Device(text=text, total_bytes=total, free_bytes=free)
-    total, free = host_memory(meminfo=root / "proc/meminfo", cgroup=root / "sys/fs/cgroup")
-    text = f"this host's memory, no GPU found: {shown(total)}, {shown(free)} of it free"
+    total, free = host_memory(meminfo=root / "proc/meminfo", cgroup=root / "sys/fs/cgroup", membership=root / "proc/self/cgroup")
+    text = f"what this host has available, no GPU found: {shown(free)} of {shown(total)}"
     if num_ranks > 1:
         text += f", shared by {num_ranks} ranks"
-    return Device(text=text, total_bytes=total // num_ranks, free_bytes=free // num_ranks, is_cpu=True)
+    part = max(1, free // num_ranks)
+    return Device(text=text, total_bytes=part, free_bytes=part, is_cpu=True)
 
 
 def ask_nvidia_smi() -> str | None:

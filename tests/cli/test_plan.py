@@ -280,7 +280,9 @@ def test_a_detected_device_is_said_where_nothing_fits(models: Path, monkeypatch:
     monkeypatch.setattr(plan_device, "ask_nvidia_smi", lambda: "NVIDIA T4, 15360, 15000\n")
     result = plan("--model", "qwen3-8b")
     assert result.exit_code == exit_codes.DOES_NOT_FIT
-    assert result.stderr.endswith("(device: NVIDIA T4, 15.0 GiB, 14.6 GiB of it free: the least of 1, by nvidia-smi)\n")
+    assert result.stderr.endswith(
+        "(device: NVIDIA T4, 15.0 GiB, 14.6 GiB of it free: the least of the 1 emptiest, by nvidia-smi)\n"
+    )
 
 
 # --- the device -----------------------------------------------------------------------------------------------------------
@@ -290,7 +292,8 @@ def test_the_least_of_the_gpus_counts() -> None:
     answer = "NVIDIA H200, 143771, 143000\nNVIDIA H200, 143771, 142000\nNVIDIA A100-SXM4-80GB MIG 1g.10gb, [N/A], [N/A]\n\n"
     device = detect_device(8, lambda: answer)
     assert (device.total_bytes, device.free_bytes, device.is_cpu) == (143_771 << 20, 142_000 << 20, False)
-    assert device.text == "NVIDIA H200, 140.4 GiB, 138.7 GiB of it free: the least of 2, by nvidia-smi"
+    assert device.text == "NVIDIA H200, 140.4 GiB, 138.7 GiB of it free: the least of the 2 emptiest, by nvidia-smi"
+    assert detect_device(1, lambda: answer).free_bytes == 143_000 << 20, "one rank takes the emptiest"
 
 
 @pytest.mark.parametrize(
@@ -307,9 +310,9 @@ def test_a_host_without_gpus_shares_its_memory(
         (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
         (tmp_path / "sys/fs/cgroup/memory.current").write_text(str(used))
     whole, half = (detect_device(ranks, lambda: None, tmp_path) for ranks in (1, 2))
-    assert (whole.total_bytes, whole.free_bytes, whole.is_cpu) == (total, free, True)
-    assert (half.total_bytes, half.free_bytes) == (total // 2, free // 2)
-    assert half.text.endswith(", shared by 2 ranks") and half.text.startswith("this host's memory, no GPU found: ")
+    assert (whole.total_bytes, whole.free_bytes, whole.is_cpu) == (free, free, True), "as a node counts"
+    assert (half.total_bytes, half.free_bytes) == (free // 2, free // 2)
+    assert half.text.endswith(f"{total // GIB}.0 GiB, shared by 2 ranks") and "what this host has available" in half.text
 
 
 def test_this_machine_has_a_device() -> None:
