@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from embedded_engine.architectures import ARCHITECTURES, check_cut
 from transfer.errors import ConfigError
 from transfer.memory.config_fields import shown
-
-WEIGHTS_NAME: Final = "model.safetensors"
-INDEX_NAME: Final = "model.safetensors.index.json"
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The object in config.json of a model directory.
-
-    Raises:
-        ConfigError: It is missing, unreadable, or no JSON object.
-    """
-    return read_json(directory / "config.json", hint="a Hugging Face model directory has one")
-
-
-def read_json(path: Path, *, hint: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-        hint: What to say of a file that is missing.
-
-    Raises:
-        ConfigError: It is missing, unreadable, or no JSON object.
-    """
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; {hint}") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply; must be the JSON object of a Hugging Face model") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {one_line(error)}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a JSON {type(raw).__name__}; must be an object")
-    return raw
+from transfer.memory.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 
 
 def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> None:

@@ -19,18 +19,10 @@ import xxhash
 from transformers import PretrainedConfig
 
 from embedded_engine.architectures import ARCHITECTURES, Architecture, check_cut
-from embedded_engine.model_config import (
-    INDEX_NAME,
-    WEIGHTS_NAME,
-    architecture_of,
-    check_is_plain,
-    no_weights,
-    one_line,
-    read_config,
-    read_json,
-)
+from embedded_engine.model_config import architecture_of, check_is_plain, no_weights, one_line
 from transfer.errors import ConfigError
 from transfer.layout import DType, KVLayout, Shard
+from transfer.memory.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config, read_json
 from transfer.memory.model_shape import read_model_shape
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
@@ -276,7 +268,7 @@ def _layer_types(config: PretrainedConfig) -> tuple[str, ...]:
 def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     if path.exists():
-        raw = {**raw, **{k: v for k, v in read_json(path, hint="").items() if k == "eos_token_id" and v is not None}}
+        raw = {**raw, **{k: v for k, v in read_json(path).items() if k == "eos_token_id" and v is not None}}
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and token >= 0 for token in ids):
@@ -291,7 +283,7 @@ def _stored_tensors(directory: Path) -> Iterator[StoredTensor]:
         return
     if not index_path.exists():
         raise no_weights(directory)
-    weight_map = read_json(index_path, hint="").get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in weight_map.values()
     ):

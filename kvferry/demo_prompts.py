@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from decode_node.text import TextCodec
 from transfer.errors import ConfigError
+from transfer.memory import model_directory
 
 _PASSAGE: Final = (
     "The ferry left at dawn with forty crates on board, and every crate had a number that the crew read aloud. "
@@ -78,12 +78,11 @@ async def check_prompts_fit(model: Path, prompts: Sequence[str], max_new_tokens:
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """The model's configuration, without transformers, which takes seconds to load; empty where it cannot be read."""
+    """The model's configuration; empty where it cannot be read, which the nodes will say."""
     try:
-        config = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
+        return model_directory.read_config(model)
+    except ConfigError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def architecture(model: Path) -> str:

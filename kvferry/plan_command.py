@@ -10,14 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from embedded_engine.model_config import read_config
 from kvferry import exit_codes
 from kvferry.plan_device import Device
 from kvferry.plan_engine import advice_on_embedded_engine
 from kvferry.plan_options import PlanOptions, device_for, make_plan_for
 from kvferry.plan_view import print_comparison, print_plan
 from transfer.errors import MemoryPlanError, TransferError
-from transfer.memory.model_directory import ModelDirectory, read_model_directory
+from transfer.memory.model_directory import ModelDirectory, read_config, read_model_directory
 from transfer.memory.plan import MemoryPlan
 
 

@@ -80,7 +80,7 @@ def test_a_size_that_is_no_number_is_refused(directory: Path, metadata: object) 
     ("content", "message"),
     [
         (b"{", "config.json is not valid JSON: "),
-        (b"[]", "config.json holds list; must be a JSON object"),
+        (b"[]", "config.json holds a JSON list; must be an object"),
         (b"\xff", "config.json is not valid JSON: "),
         (b'{"a":' * 100_000, "config.json is nested too deeply; must be "),
         (b'{"hidden_size": 1' + b"0" * 5000 + b"}", "config.json is not valid JSON: "),
@@ -95,7 +95,7 @@ def test_a_damaged_configuration_is_refused(directory: Path, content: bytes, mes
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere', which is not a directory"):
         read_model_directory(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
         read_model_directory(tmp_path)
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: Is a directory"):

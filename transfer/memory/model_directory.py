@@ -6,16 +6,17 @@ import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from transfer.errors import ConfigError
 from transfer.memory.config_fields import shown
 from transfer.memory.model_shape import ModelShape, read_model_shape
 
+WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 
 # Beside the weights that transformers loads, some directories hold the same in their author's own format: consolidated*.
-_WEIGHT_NAMES: Final = ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors")
+_WEIGHT_NAMES: Final = (WEIGHTS_NAME, "model-*-of-*.safetensors", "*.safetensors")
 _MOST_BYTES: Final = 1 << 60
 
 
@@ -49,10 +50,7 @@ def read_model_directory(directory: Path | str) -> ModelDirectory:
 def _read_directory(directory: Path) -> ModelDirectory:
     if not directory.is_dir():
         raise ConfigError(f"model is {str(directory)!r}, which is not a directory; must be a local Hugging Face model directory")
-    config_path = directory / "config.json"
-    if not config_path.exists():
-        raise ConfigError(f"{directory} has no config.json; must be a local Hugging Face model directory")
-    shape = read_model_shape(_read_object(config_path), source=str(config_path))
+    shape = read_model_shape(read_config(directory), source=str(directory / "config.json"))
     index_path = directory / INDEX_NAME
     if index_path.exists():
         return ModelDirectory(shape=shape, checkpoint_bytes=_total_size(index_path), checkpoint_source=INDEX_NAME)
@@ -70,7 +68,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _total_size(path: Path) -> int:
-    metadata = _read_object(path).get("metadata")
+    metadata = read_json(path).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(size, float) and size.is_integer():  # some converters write 1.6e10
         size = int(size)
@@ -79,13 +77,34 @@ def _total_size(path: Path) -> int:
     return size
 
 
-def _read_object(path: Path) -> dict[str, object]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """The object in config.json of a model directory.
+
+    Raises:
+        ConfigError: It is missing, unreadable, or no JSON object.
+    """
+    return read_json(directory / "config.json", hint="a Hugging Face model directory has one")
+
+
+def read_json(path: Path, *, hint: str = "") -> dict[str, Any]:
+    """The JSON object in a file of a model directory.
+
+    Args:
+        hint: What to say of a file that is missing.
+
+    Raises:
+        ConfigError: It is missing, unreadable, or no JSON object.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing; {hint}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; must be the JSON object of a Hugging Face model") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {' '.join(str(error).split())[:240]}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}; must be a JSON object")
+        raise ConfigError(f"{path} holds a JSON {type(content).__name__}; must be an object")
     return content
