@@ -24,12 +24,6 @@ MIN_TEMPERATURE = 1e-200
 become infinite."""
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """As `sample_on_device`, as a list: waits for the device."""
-    tokens: list[int] = sample_on_device(logits, params, positions).tolist()
-    return tokens
-
-
 def sample_on_device(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Choose one token per row, where the logits are.
 

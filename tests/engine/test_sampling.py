@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ from torch import Tensor
 
 from embedded_engine import sampling
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.sampling import sample, sample_on_device, uniform
+from embedded_engine.sampling import sample_on_device, uniform
 from tests.engine.steps import generate_all
 from transfer.engine_types import GREEDY, SamplingParams
 from transfer.errors import ConfigError, EngineError
 from transfer.layout import Shard
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    tokens: list[int] = sample_on_device(logits, params, positions).tolist()
+    return tokens
 
 
 def draws(logits: list[float], count: int, **values: float) -> Counter[int]:
