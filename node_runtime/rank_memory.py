@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import structlog
 import torch
@@ -12,6 +12,9 @@ from node_runtime.rank_report import RankMemory
 from transfer.memory.plan import MemoryPlan, compare_with_real
 
 log = structlog.get_logger(__name__)
+
+_LINES_OF_ENGINES: Final = {"weights": "weights_bytes", "page_tables": "page_table_bytes", "cuda_graphs": "cuda_graph_bytes"}
+"""Lines that only the engine can measure -> its attribute, which may be missing."""
 
 
 def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
@@ -26,14 +29,14 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
         return RankMemory()
     pool = engine.pool
     pools = {f"pool_{name}": num_bytes for name, num_bytes in pool.storage_bytes.items()}
-    real = {"weights": engine.weights_bytes, **pools, **transfer_bytes}
-    for line, attribute in (("page_tables", "page_table_bytes"), ("cuda_graphs", "cuda_graph_bytes")):
+    real = {**pools, **transfer_bytes}
+    for line, attribute in _LINES_OF_ENGINES.items():
         if hasattr(engine, attribute):
             real[line] = getattr(engine, attribute)
     if pool.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(pool.device)
         real["free"] = free - (total - plan.device_bytes)  # of a device of which only a part is counted on
-    warnings = [*getattr(engine, "memory_warnings", ()), *compare_with_real(plan, real)]
+    warnings = compare_with_real(plan, real)
     asked = plan.inputs.max_total_tokens
     if asked is not None and plan.max_total_tokens < asked // plan.inputs.page_size * plan.inputs.page_size:
         warnings.append(f"pool: {asked:,} tokens are set, the plan has room for {plan.max_total_tokens:,}")
@@ -44,4 +47,5 @@ def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
         )
     for warning in warnings:
         log.warning("memory_not_as_planned", difference=warning)
-    return RankMemory(plan=plan.as_json(), real=real, warnings=tuple(warnings))
+    known = getattr(engine, "memory_warnings", ())  # in the log already
+    return RankMemory(plan=plan.as_json(), real=real, warnings=(*known, *warnings))

@@ -85,11 +85,20 @@ def test_wrong_estimates_and_a_pool_smaller_than_set_are_told_too(plan: MemoryPl
     asked = dataclasses.replace(plan, inputs=dataclasses.replace(plan.inputs, max_total_tokens=200))
     with_estimate = engine(asked)
     with_estimate.memory_warnings = ("weights: planned less",)
-    warnings = rank_memory(with_estimate, {"staging": plan.inputs.staging_bytes}).warnings
+    with capture_logs() as logs:
+        warnings = rank_memory(with_estimate, {"staging": plan.inputs.staging_bytes}).warnings
+    assert not [entry for entry in logs if entry["log_level"] == "warning"], "whoever found it has logged it"
     assert warnings == ("weights: planned less",), "200 tokens are 12 whole pages of 16"
     asked = dataclasses.replace(plan, inputs=dataclasses.replace(plan.inputs, max_total_tokens=208))
     warnings = rank_memory(engine(asked), {"staging": plan.inputs.staging_bytes}).warnings
     assert warnings == ("pool: 208 tokens are set, the plan has room for 192",)
+
+
+def test_an_engine_need_not_know_what_its_weights_take(plan: MemoryPlan) -> None:
+    bare = engine(plan)
+    del bare.weights_bytes
+    memory = rank_memory(bare, {"staging": plan.inputs.staging_bytes})
+    assert "weights" not in memory.real and memory.real["pool_full"] and not memory.warnings
 
 
 def test_an_engine_without_a_plan_says_nothing() -> None:
