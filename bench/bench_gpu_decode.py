@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from bench.gpu_timing import device_seconds
 from bench.timing import Report, Row, argument_parser
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.kernels.paged_decode import paged_decode_attention
@@ -97,7 +98,7 @@ def _measure_step(engine: EmbeddedEngine, batch: int, context: int, repetitions:
         engine.decode(items)
         elapsed = time.perf_counter() - begun
         prepared = engine.decode_batch(items)
-        seconds = _timed(lambda prepared=prepared: engine.forward_batch(prepared))  # type: ignore[misc]
+        seconds = device_seconds(lambda prepared=prepared: engine.forward_batch(prepared), sleep_cycles=SLEEP_CYCLES)  # type: ignore[misc]
         if repetition >= 0:
             step_s.append(elapsed)
             device_s.append(seconds)
@@ -107,7 +108,7 @@ def _measure_step(engine: EmbeddedEngine, batch: int, context: int, repetitions:
 def _measure_copy(report: Report, repetitions: int) -> Row:
     source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    samples = [_timed(lambda: target.copy_(source)) for _ in range(repetitions + 3)][3:]
+    samples = [device_seconds(lambda: target.copy_(source), sleep_cycles=SLEEP_CYCLES) for _ in range(repetitions + 3)][3:]
     return report.add("1 GiB", "device copy, read and written", samples, num_bytes=2 * source.numel())
 
 
@@ -143,7 +144,7 @@ def _measure_attention(report: Report, batch: int, context: int, repetitions: in
     samples: dict[str, list[float]] = {what: [] for what in calls}
     for repetition in range(-3, repetitions):
         for what, call in calls.items():
-            seconds = _timed(call)
+            seconds = device_seconds(call, sleep_cycles=SLEEP_CYCLES)
             if repetition >= 0:
                 samples[what].append(seconds)
     case, num_bytes = f"attention of {batch} over {context} tokens", 2 * keys.numel() * keys.element_size()
@@ -175,17 +176,6 @@ def _measure_pool(report: Report) -> None:
         "taken / planned": taken / planned,
     }
     del pool
-
-
-def _timed(call: Callable[[], object]) -> float:
-    """Seconds that the device spends on a call; it sleeps until the host has queued all of it."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(SLEEP_CYCLES)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end) / 1e3)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.gpu_timing import device_seconds
 from bench.timing import Report, argument_parser
 from transfer.kernels import head_slice_copier
 from transfer.kv_pool import PagedKVPool
@@ -76,25 +77,13 @@ def _measure(report: Report, case: Case, num_bytes: int, repetitions: int) -> No
     for repetition in range(-3, repetitions):  # the first calls compile, and are not counted
         for what, call in calls.items():
             for part, cycles in (("device", SLEEP_CYCLES), ("call", 0)):
-                seconds = _timed(call, cycles)
+                seconds = device_seconds(call, sleep_cycles=cycles)
                 if repetition >= 0:
                     samples_s.setdefault((what, part), []).append(seconds)
     copy = report.add(case.name, "device copy", samples_s["device copy", "device"], num_bytes=wire.numel())
     for what in ("gather", "scatter"):
         for part in ("device", "call"):
             report.add(case.name, f"{what}, {part}", samples_s[what, part], num_bytes=wire.numel(), against=copy)
-
-
-def _timed(call: Callable[[], object], cycles: int) -> float:
-    """Seconds between two events around the call, behind which the device has slept for so many cycles."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if cycles:
-        torch.cuda._sleep(cycles)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end) / 1e3)
 
 
 def main() -> None:
