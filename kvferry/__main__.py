@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -107,6 +108,7 @@ def model_make(
 
 @app.command()
 def plan(
+    context: typer.Context,
     model: Annotated[Path, typer.Option(help="Hugging Face directory; its config.json is enough.")],
     device_memory: Annotated[str | None, typer.Option(help="Of each rank's device, as 80GiB; by default detected.")] = None,
     free_memory: Annotated[str | None, typer.Option(help="What of it is free before the node starts; by default all.")] = None,
@@ -143,35 +145,7 @@ def plan(
     from kvferry.plan_command import run_plan
     from kvferry.plan_options import PlanOptions
 
-    options = PlanOptions(
-        role=role,
-        device_memory=device_memory,
-        free_memory=free_memory,
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        dp_attention=dp_attention,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        page_size=page_size,
-        chunked_prefill_size=chunked_prefill_size,
-        chunk_tokens=chunk_tokens,
-        max_running_requests=max_running_requests,
-        max_seq_len=max_seq_len,
-        cuda_graph_max_bs=cuda_graph_max_bs,
-        cuda_graph_bs=cuda_graph_bs,
-        speculative=speculative,
-        static_fraction=static_fraction,
-        policy=policy,
-        memory_ratio=memory_ratio,
-        max_total_tokens=max_total_tokens,
-        staging=staging,
-        ring=ring,
-        weights=weights,
-        sparse_prefill=sparse_prefill,
-        kv_offload=kv_offload,
-        workspace_strategy=workspace_strategy,
-    )
+    options = PlanOptions(**{one.name: context.params[one.name] for one in fields(PlanOptions)})
     try:
         code = run_plan(model, options, is_json=json, png=png, compare=compare)
     except TransferError as error:
