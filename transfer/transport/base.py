@@ -17,7 +17,8 @@ and so does every later one; where it is not, handles stay pending until the own
 are the owner's.
 
 Proof of death: when `Session.close()` has returned, no byte of that peer can land in any memory of this process any more,
-and every unfinished handle of the session raises `TransportClosed`. The ring relies on exactly that to end a quarantine.
+and every unfinished handle of the session raises `TransportClosed`. The ring relies on exactly that to end a quarantine. Where
+the target cannot take the writer's access away, `Session.is_over` says later than `close()` that it has ended.
 It holds for what lands *here*: the peer may still read a source range until its own side is closed, so a writer that closes and
 reuses its source can spoil a transfer's bytes (the digest notices), never another transfer's memory.
 
@@ -73,6 +74,21 @@ class LocalMemory(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+
+class DirectMemory(Protocol):
+    """A peer's memory that kernels of one device of this process may store into; known by address only."""
+
+    @property
+    def device_index(self) -> int:
+        """The device whose kernels may use the address; not the one that the memory lies on."""
+        ...
+
+    def data_ptr(self) -> int: ...
+
+    def numel(self) -> int:
+        """Bytes."""
+        ...
 
 
 class WriteHandle(Protocol):
@@ -145,6 +161,16 @@ class Session(Protocol):
         """
         ...
 
+    def direct(self, target_range: ByteRange) -> DirectMemory | None:
+        """Where kernels of this process may store so that the bytes lie in the target's memory at once; None: not possible here.
+
+        Such bytes need no `write()`. They are there once the kernel is done; the mapping is valid until `close()`.
+
+        Raises:
+            LocalProtocolError: The range leaves the memory that the target offered.
+        """
+        ...
+
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when there is something to progress, if `arm()` returned True.
 
@@ -162,6 +188,15 @@ class Session(Protocol):
 
     def close(self) -> None:
         """End the session; see "proof of death" above. May be called twice. May take tens of milliseconds."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """After `close()`: whether it is proven that nothing of the peer can land here any more.
+
+        True as soon as `close()` has returned, except where only the writer can end its own access (a mapping of this device's
+        memory in another process): then True once it has said so, or its process is gone. Cheap, to be asked now and then.
+        """
         ...
 
 

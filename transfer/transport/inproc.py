@@ -152,6 +152,9 @@ class InprocSession:
         self._receives[key] = handle
         return handle
 
+    def direct(self, target_range: ByteRange) -> None:
+        return None
+
     def fileno(self) -> int | None:
         return None
 
@@ -176,6 +179,10 @@ class InprocSession:
         self._receives.clear()
         self._offered = None
         self._transport.forget(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._closed
 
     def uses(self, memory: LocalMemory) -> bool:
         """Whether an unfinished operation, or the offer of this session, needs `memory`."""

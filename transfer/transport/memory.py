@@ -35,11 +35,26 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceSlice:
-    """A run of device bytes in the form that UCXX, CuPy and Numba accept."""
+    """A run of device bytes in the form that UCXX, CuPy and Numba accept, and, by address alone, a kernel.
+
+    Args:
+        owner: Keeps the memory, or its mapping, alive.
+        address: Of the first byte, in this process.
+        device_index: The device whose kernels may use the address; where the memory is a peer's, not the one that it lies on.
+    """
 
     owner: object
     address: int
     num_bytes: int
+    device_index: int
+
+    def data_ptr(self) -> int:
+        """As of a tensor, which is what kernels are given otherwise."""
+        return self.address
+
+    def numel(self) -> int:
+        """Bytes."""
+        return self.num_bytes
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -59,6 +74,7 @@ class DeviceMemory:
     owner: object
     address: int
     num_bytes: int
+    device_index: int
 
     @property
     def is_device(self) -> bool:
@@ -66,7 +82,9 @@ class DeviceMemory:
 
     def part(self, byte_range: ByteRange) -> DeviceSlice:
         """The bytes of `byte_range`, shared and not copied."""
-        return DeviceSlice(owner=self.owner, address=self.address + byte_range.begin, num_bytes=byte_range.num_bytes)
+        return DeviceSlice(
+            owner=self.owner, address=self.address + byte_range.begin, num_bytes=byte_range.num_bytes, device_index=self.device_index
+        )
 
 
 Memory = HostMemory | DeviceMemory
@@ -129,7 +147,8 @@ def _device_memory(buffer: Any, interface: dict[str, Any]) -> DeviceMemory:
         raise ConfigError(f"device buffer with strides {tuple(strides)} is not contiguous; expected {tuple(expected_strides)}")
     if is_read_only:
         raise ConfigError("device buffer is read-only; register a writable one")
-    return DeviceMemory(owner=buffer, address=int(address), num_bytes=int(num_bytes))
+    index = getattr(getattr(buffer, "device", None), "index", None)  # of a torch tensor; others say nothing of their device
+    return DeviceMemory(owner=buffer, address=int(address), num_bytes=int(num_bytes), device_index=index or 0)
 
 
 def _host_memory(buffer: Any) -> HostMemory:

@@ -161,6 +161,9 @@ class UcxSession:
             self._receive(found)
         return handle
 
+    def direct(self, target_range: ByteRange) -> None:
+        return None
+
     def fileno(self) -> int | None:
         return self._fd
 
@@ -205,6 +208,10 @@ class UcxSession:
             wait_for_devices()
         self._offered = None
         self._owner.forget(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._worker is None
 
     def uses(self, memory: LocalMemory) -> bool:
         """Whether an unfinished operation, or the offer of this session, needs `memory`."""
