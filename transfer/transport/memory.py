@@ -83,7 +83,10 @@ class DeviceMemory:
     def part(self, byte_range: ByteRange) -> DeviceSlice:
         """The bytes of `byte_range`, shared and not copied."""
         return DeviceSlice(
-            owner=self.owner, address=self.address + byte_range.begin, num_bytes=byte_range.num_bytes, device_index=self.device_index
+            owner=self.owner,
+            address=self.address + byte_range.begin,
+            num_bytes=byte_range.num_bytes,
+            device_index=self.device_index,
         )
 
 
