@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bench.bench_control import IN_FLIGHT, TARGET_CHUNKS_PER_S, TARGET_ROUND_TRIP_S
-from bench.bench_idle import TARGET_SHARE
-from bench.bench_pages import POOL_PAGES
-from bench.bench_pages import TARGET_PAIRS_PER_S as TARGET_PAGE_PAIRS_PER_S
-from bench.bench_pool_to_pool import TARGET_RATIO
+from bench.idle import TARGET_SHARE
+from bench.pages import POOL_PAGES
+from bench.pages import TARGET_PAIRS_PER_S as TARGET_PAGE_PAIRS_PER_S
+from bench.pool_to_pool import TARGET_RATIO
 from bench.bench_ring import LIVE_GRANTS, TARGET_PAIRS_PER_S
 
 Content = dict[str, Any]
@@ -84,12 +84,12 @@ BUDGET_S = 235.0
 """For all of them; the last ones get what is left."""
 
 RUNS = (
-    Run(module="bench_pool_to_pool", arguments=("--in-flight", "1", "4"), timeout_s=90.0),
+    Run(module="pool_to_pool", arguments=("--in-flight", "1", "4"), timeout_s=90.0),
     Run(module="bench_control", timeout_s=60.0),
     Run(module="bench_ring", timeout_s=45.0),
-    Run(module="bench_pages", timeout_s=45.0),
-    Run(module="bench_idle", timeout_s=90.0),
-    Run(module="bench_link", arguments=("--quick",), timeout_s=40.0),
+    Run(module="pages", timeout_s=45.0),
+    Run(module="idle", timeout_s=90.0),
+    Run(module="link", arguments=("--quick",), timeout_s=40.0),
 )
 
 
@@ -212,10 +212,10 @@ def _link(content: Content) -> list[Outcome]:
 
 
 _READERS: dict[str, Callable[[Content], Sequence[Outcome]]] = {
-    "bench_pool_to_pool": _pool_to_pool,
+    "pool_to_pool": _pool_to_pool,
     "bench_control": _control,
     "bench_ring": _ring,
-    "bench_pages": _pages,
-    "bench_idle": _idle,
-    "bench_link": _link,
+    "pages": _pages,
+    "idle": _idle,
+    "link": _link,
 }

@@ -53,9 +53,9 @@ def check_pool_to_pool(record: dict[str, Any], *, num_cases: int) -> None:
 
 
 def test_pool_to_pool_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
-    record = bench("bench.bench_pool_to_pool", tmp_path / "record.json", *POOL_TINY, "--in-flight", "1", "2")
+    record = bench("bench.pool_to_pool", tmp_path / "record.json", *POOL_TINY, "--in-flight", "1", "2")
     check_pool_to_pool(record, num_cases=2)
-    lines = outcomes_of("bench_pool_to_pool", record)
+    lines = outcomes_of("pool_to_pool", record)
     assert [line.what.split(",")[0] for line in lines] == ["pool to pool", "writes"] * 2
     assert [line.limit for line in lines] == [0.2, 1.0] * 2
 
@@ -69,11 +69,11 @@ def test_pool_to_pool_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_pool_to_pool_of_other_cuts(tmp_path: Path, cut: tuple[str, ...]) -> None:
-    check_pool_to_pool(bench("bench.bench_pool_to_pool", tmp_path / "record.json", *POOL_TINY, *cut), num_cases=1)
+    check_pool_to_pool(bench("bench.pool_to_pool", tmp_path / "record.json", *POOL_TINY, *cut), num_cases=1)
 
 
 def test_pool_to_pool_refuses_a_cut_with_several_targets(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.bench_pool_to_pool", "--prefill-tp", "2", "--decode-tp", "4", *POOL_TINY]
+    command = [sys.executable, "-m", "bench.pool_to_pool", "--prefill-tp", "2", "--decode-tp", "4", *POOL_TINY]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "writes to decode ranks [0, 1]" in done.stderr.splitlines()[-1]
@@ -87,18 +87,18 @@ def test_control_plane_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
 
 def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None:
     sizes = ("--prefill-tp", "1", "--decode-tp", "1", "--seconds", "2")
-    record = bench("bench.bench_idle", tmp_path / "record.json", *sizes)
+    record = bench("bench.idle", tmp_path / "record.json", *sizes)
     check_rows(record)
     assert [row["case"] for row in record["rows"]] == ["prefill leader", "decode leader", "prefill rank 0", "decode rank 0"]
     assert all(0 < row["median_s"] < 1 for row in record["rows"]), "no process can be idle and use a core"
-    assert [line.limit for line in outcomes_of("bench_idle", record)] == [3.0, None]
+    assert [line.limit for line in outcomes_of("idle", record)] == [3.0, None]
 
 
 def test_pages_and_what_the_table_reads_of_them(tmp_path: Path) -> None:
-    record = bench("bench.bench_pages", tmp_path / "record.json")
+    record = bench("bench.pages", tmp_path / "record.json")
     check_rows(record)
     assert {row["what"] for row in record["rows"]} == {"pair", "request with a window"}
-    lines = outcomes_of("bench_pages", record)
+    lines = outcomes_of("pages", record)
     assert [(line.what, line.limit) for line in lines] == [("pages, pools of 1,000 to 1,000,000", 500_000), ("pages, flat", 0.7)]
 
 

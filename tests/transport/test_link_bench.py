@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.bench_link import over_inproc, over_ucx, steps
+from bench.link import over_inproc, over_ucx, steps
 from bench.timing import Report, Row, readable_bytes, readable_seconds, sample
 
 

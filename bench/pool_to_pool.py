@@ -1,6 +1,6 @@
 """KV from one process's paged pool into another's over `ucx`: everything that ranks do for it, but no engine.
 
-    python -m bench.bench_pool_to_pool [--json FILE] [--quick] [--mb 64] [--in-flight 1 4] [--prefill-tp 4 --decode-tp 2] ...
+    python -m bench.pool_to_pool [--json FILE] [--quick] [--mb 64] [--in-flight 1 4] [--prefill-tp 4 --decode-tp 2] ...
 
 Two processes, each with the real loop of its role: attach with link probe over gRPC, grants over ZeroMQ, gather into staging, one
 write per chunk into the ring, digest, scatter, watermark back. Pages lie in random order and are of different size on the two

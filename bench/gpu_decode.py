@@ -1,6 +1,6 @@
 """Decode steps on a GPU: replayed CUDA graphs against single launches, paged attention against torch's, and the pool's size.
 
-    python -m bench.bench_gpu_decode [--json FILE] [--quick]
+    python -m bench.gpu_decode [--json FILE] [--quick]
 
 The model is a Llama of the 8B's shape with few layers and made-up weights. "step" is what passes from the items to the tokens on
 the host, "device" what the device spends of it (the host runs ahead while the device sleeps). torch attends over K and V that
@@ -181,7 +181,7 @@ def _measure_pool(report: Report) -> None:
 def main() -> None:
     arguments = argument_parser("decode steps on a GPU").parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench_gpu_decode: this torch sees no CUDA device")
+        sys.exit("gpu_decode: this torch sees no CUDA device")
     settings = (2, (1024,), 5) if arguments.quick else (8, (1024, 8192), 30)
     measure(num_layers=settings[0], contexts=settings[1], repetitions=settings[2]).finish(arguments.json)
 

@@ -1,6 +1,6 @@
 """`PageAllocator`: reserve + release pairs a second, in pools of 1,000 to 1,000,000 pages.
 
-    python -m bench.bench_pages [--json FILE] [--quick]
+    python -m bench.pages [--json FILE] [--quick]
 
 A pair is what admission costs a rank per request and group of layers, and must not grow with the pool: a million pages are 16
 million tokens, which a rank with a small model can have. A request besides binds its pages, and a window passes some of them on;

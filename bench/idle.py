@@ -1,6 +1,6 @@
 """What an idle cluster costs: CPU time of every rank and leader of a joined two-tier cluster that nobody asks for anything.
 
-    python -m bench.bench_idle [--json FILE] [--quick] [--prefill-tp 4] [--decode-tp 2] [--seconds 10] [--model DIR]
+    python -m bench.idle [--json FILE] [--quick] [--prefill-tp 4] [--decode-tp 2] [--seconds 10] [--model DIR]
 
 A sample is the CPU time, user and system and of all threads, that a process took in one second: 10 ms are 1 % of one core.
 What the nodes do then: heartbeats between the ranks (0.5 s), reports to the leaders (0.25 s), beats of ZeroMQ and gRPC.

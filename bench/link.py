@@ -1,6 +1,6 @@
 """One link, from 4 KiB to 64 MiB: every transport between two processes (inproc within one), against memcpy in the same run.
 
-    python -m bench.bench_link [--json FILE] [--quick] [--spin-us N]
+    python -m bench.link [--json FILE] [--quick] [--spin-us N]
 
 One repetition is: write, receive, and an answer of one byte back, seen through `SessionDriver` as the nodes see it. With 8 in
 flight the time of a repetition is that of all eight and one answer, divided by eight.
