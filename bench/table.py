@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bench.bench_control import IN_FLIGHT, TARGET_CHUNKS_PER_S, TARGET_ROUND_TRIP_S
+from bench.bench_ring import LIVE_GRANTS, TARGET_PAIRS_PER_S
 from bench.idle import TARGET_SHARE
 from bench.pages import POOL_PAGES
 from bench.pages import TARGET_PAIRS_PER_S as TARGET_PAGE_PAIRS_PER_S
 from bench.pool_to_pool import TARGET_RATIO
-from bench.bench_ring import LIVE_GRANTS, TARGET_PAIRS_PER_S
 
 Content = dict[str, Any]
 Bound = Literal["at least", "below", "exactly"]
