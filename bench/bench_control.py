@@ -220,7 +220,7 @@ def instance(incarnation: int) -> Instance:
         layout=LAYOUT,
         shard=Shard(),
         transport="inproc",
-        digest="xxh3-64",
+        digests=("xxh3-64",),
         protocol_versions=PROTOCOL_VERSIONS,
     )
 

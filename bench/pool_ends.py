@@ -175,7 +175,7 @@ def own_instance(setting: Setting, shard: Shard, transport: UcxTransport) -> Ins
         layout=setting.layout,
         shard=shard,
         transport=transport.name,
-        digest=DIGEST_ALGORITHM,
+        digests=(DIGEST_ALGORITHM,),
         protocol_versions=PROTOCOL_VERSIONS,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transfer.chunk import Chunk, ChunkPlan
@@ -36,7 +37,12 @@ class IncomingRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingRequest:
-    """What this rank has to receive of one request."""
+    """What this rank has to receive of one request.
+
+    Args:
+        digest: Digest algorithm of its payloads, as the two instances agreed.
+        scales: (layer, whether it is V) -> what values are multiplied by after they are widened; None: nothing is scaled.
+    """
 
     request_id: str
     layout: KVLayout
@@ -45,6 +51,8 @@ class IncomingRequest:
     num_tokens: int
     start_token: int
     routes: tuple[IncomingRoute, ...]
+    digest: str = "xxh3-64"
+    scales: Mapping[tuple[int, bool], float] | None = None
 
 
 # Events: what the owner tells the receiver.

@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.messages import clip_reason
 from transfer.metrics import RankMetrics
@@ -69,6 +69,8 @@ class _Writer:
     plan: ChunkPlan
     routes: tuple[Route, ...]  # from all ranks of its instance to this rank
     lane: str
+    digest: str  # algorithm of payload digests
+    scales: Mapping[tuple[int, bool], float] | None
     is_measured: bool = False
 
 
@@ -180,7 +182,13 @@ class DecodeWorker:
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         number = secrets.randbits(62) + 1
         self._writers[number] = _Writer(
-            instance=request.prefill, rank=request.prefill_rank, plan=request.chunk_plan, routes=mine, lane=session.lane
+            instance=request.prefill,
+            rank=request.prefill_rank,
+            plan=request.chunk_plan,
+            routes=mine,
+            lane=session.lane,
+            digest=agreement.digest,
+            scales=conversion_scales(self._instance, request.prefill),
         )
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
@@ -315,6 +323,8 @@ class DecodeWorker:
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,
                 routes=tuple(IncomingRoute(route=route, session=writers[route.prefill_rank][0]) for route in mine),
+                digest=some.digest,
+                scales=some.scales,
             )
         )
 

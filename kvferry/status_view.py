@@ -73,7 +73,7 @@ def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
         "model_fields": dict(instance.model_fields),
         "shard": _fields(instance.shard) | {"stage_layers": list(instance.shard.stage_layers)},
         "transport": instance.transport,
-        "digest": instance.digest,
+        "digests": list(instance.digests),
         "protocol_versions": list(instance.protocol_versions),
         "capabilities": list(instance.capabilities),
     }

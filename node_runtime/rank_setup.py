@@ -121,8 +121,9 @@ def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> I
         shard=engine.shard,
         model_fields=engine.model_fields,
         transport=transport.name,
-        digest=DIGEST_ALGORITHM,
+        digests=(DIGEST_ALGORITHM,),
         protocol_versions=PROTOCOL_VERSIONS,
         capabilities=CAPABILITIES,
         version=transfer.__version__,
+        kv_scales=tuple((float(k), float(v)) for k, v in getattr(engine, "kv_scales", ())),
     )

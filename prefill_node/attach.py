@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -15,7 +15,7 @@ from transfer.chunk import ChunkPlan
 from transfer.config import NodeConfig
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.errors import PeerUnreachable, StagingError, TransportError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import routes
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
@@ -35,17 +35,27 @@ class _Open:
 
     client: TransferControlClient
     watch: SessionWatch
-    peer: _Peer
+    peer: DecodePeer
     decode_rank: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Peer:
-    """One decode instance, from one attach to its end."""
+class DecodePeer:
+    """One decode instance, from one attach to its end.
+
+    Args:
+        join: Number of the attach.
+        instance: The instance.
+        digest: Digest algorithm of the payloads.
+        scales: What values are divided by before they are narrowed for it; see `transfer.instance.conversion_scales`.
+        sessions: Decode rank -> session.
+    """
 
     join: int
     instance: Instance
-    sessions: dict[int, int] = field(default_factory=dict)  # decode rank -> session
+    digest: str
+    scales: Mapping[tuple[int, bool], float] | None
+    sessions: dict[int, int] = field(default_factory=dict)
 
 
 class DecodeSessions:
@@ -81,7 +91,7 @@ class DecodeSessions:
         self._plan = plan
         self._config = config
         self._on_lost = on_lost
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, DecodePeer] = {}
         self._open: dict[int, _Open] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past_acks = 0
@@ -94,10 +104,9 @@ class DecodeSessions:
         """Watermarks heard, beats included."""
         return self._past_acks + sum(session.watch.num_acks for session in self._open.values())
 
-    def of(self, incarnation: int) -> tuple[Instance | None, dict[int, int]]:
-        """The instance and its sessions by decode rank; (None, {}) when it is not attached."""
-        peer = self._peers.get(incarnation)
-        return (peer.instance, peer.sessions) if peer is not None else (None, {})
+    def of(self, incarnation: int) -> DecodePeer | None:
+        """The instance of that life; None when it is not attached."""
+        return self._peers.get(incarnation)
 
     async def open(self, instance: Instance, rank_addresses: tuple[str, ...], *, join: int) -> tuple[Link, ...]:
         """Attach to the instance's ranks; all or none. Returns the measured links.
@@ -111,13 +120,15 @@ class DecodeSessions:
             TransportError: A rank cannot be reached, its link is slower than the configured floor, or the instance was closed
                 meanwhile.
         """
-        check_compatible(self._own, instance)
+        agreement = check_compatible(self._own, instance)
         most = most_sessions(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         mine = {r.decode_rank for r in routes(self._own.layout, self._own.shard, instance.shard) if r.prefill_rank == self._rank}
         self.close(instance.incarnation, "attached again")
         if len(self._open) + len(mine) > most:
             raise StagingError(f"prefill rank {self._rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}")
-        peer = self._peers[instance.incarnation] = _Peer(join=join, instance=instance)
+        peer = self._peers[instance.incarnation] = DecodePeer(
+            join=join, instance=instance, digest=agreement.digest, scales=conversion_scales(self._own, instance)
+        )
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
         except BaseException as error:
@@ -125,7 +136,7 @@ class DecodeSessions:
             raise
         return tuple(links)
 
-    async def _open_session(self, peer: _Peer, decode_rank: int, address: str) -> Link:
+    async def _open_session(self, peer: DecodePeer, decode_rank: int, address: str) -> Link:
         with contextlib.ExitStack() as undo:
             client = TransferControlClient(address)
             undo.callback(self._close_client, client)
@@ -175,7 +186,7 @@ class DecodeSessions:
         watch.report_link(link)
         return link
 
-    def _check_answer(self, peer: _Peer, decode_rank: int, address: str, answer: AttachResponse) -> None:
+    def _check_answer(self, peer: DecodePeer, decode_rank: int, address: str, answer: AttachResponse) -> None:
         """Who answered must be who was asked for; another process can have been given the address since."""
         found, wanted = answer.decode.incarnation, peer.instance.incarnation
         if found != wanted:
@@ -220,10 +231,10 @@ class DecodeSessions:
         if peer is not None:
             self._close(peer, reason)
 
-    def _is_open(self, peer: _Peer) -> bool:
+    def _is_open(self, peer: DecodePeer) -> bool:
         return self._peers.get(peer.instance.incarnation) is peer
 
-    def _close(self, peer: _Peer, reason: str) -> None:
+    def _close(self, peer: DecodePeer, reason: str) -> None:
         if self._is_open(peer):
             del self._peers[peer.instance.incarnation]
         for number, session in list(self._open.items()):

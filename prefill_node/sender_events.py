@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transfer.chunk import Chunk, ChunkPlan
@@ -47,7 +48,12 @@ class OutgoingRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingRequest:
-    """What this rank has to send of one request."""
+    """What this rank has to send of one request.
+
+    Args:
+        digest: Digest algorithm of its payloads, as the two instances agreed.
+        scales: (layer, whether it is V) -> what values are divided by before they are narrowed; None: nothing is scaled.
+    """
 
     request_id: str
     layout: KVLayout
@@ -56,6 +62,8 @@ class OutgoingRequest:
     num_tokens: int
     start_token: int
     routes: tuple[OutgoingRoute, ...]
+    digest: str = "xxh3-64"
+    scales: Mapping[tuple[int, bool], float] | None = None
 
 
 # Events: what the owner tells the sender.

@@ -188,13 +188,14 @@ class PrefillWorker:
                 f"no room for {message.num_tokens} tokens of request {message.request_id}, which the leader had counted"
             )
         self._requests[message.request_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling, chunks=cells)
-        decode, sessions = self._sessions.of(message.decode_incarnation)
-        if decode is None:
+        peer = self._sessions.of(message.decode_incarnation)
+        if peer is None:
             self.on_source_released(message.request_id)
             self._link.send(RequestFailed(request_id=message.request_id, reason="the decode instance is gone"))
             return
+        decode = peer.instance
         mine = tuple(
-            OutgoingRoute(route=route, session=sessions[route.decode_rank])
+            OutgoingRoute(route=route, session=peer.sessions[route.decode_rank])
             for route in routes(layout, self._engine.shard, decode.shard)
             if route.prefill_rank == self._spec.rank
         )
@@ -207,6 +208,8 @@ class PrefillWorker:
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,
                 routes=mine,
+                digest=peer.digest,
+                scales=peer.scales,
             )
         )
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError
-from transfer.layout import KVLayout, Shard, named_differences, wire_dtype
+from transfer.layout import DType, KVLayout, Shard, named_differences, wire_dtype
 
 CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_release"})
 """Abilities that a later version could do without, so that it can find out what a peer has. Whoever speaks version 1 has all.
@@ -38,10 +38,12 @@ class Instance:
         shard: How its ranks cut that; the rank in it does not matter, `at()` gives each.
         model_fields: Everything of the model that must be equal (architecture, vocabulary, weights digest), by name.
         transport: Name of the data plane, for example ``ucx``.
-        digest: Name of the payload digest, for example ``xxh3-64``.
+        digests: Payload digests that its ranks can compute, preferred first, for example ``("xxh3-64", "kvferry-words-64")``.
         protocol_versions: Versions spoken, ascending.
         capabilities: Abilities by name, told for later versions and for people: version 1 decides nothing by them.
         version: kvferry's version, for people.
+        kv_scales: For a pool of 8-bit floats, (of K, of V) for each layer of the model: a stored value times its scale is the
+            value that the model computed. Empty: 1.0 everywhere.
     """
 
     incarnation: int
@@ -49,20 +51,41 @@ class Instance:
     shard: Shard
     model_fields: Mapping[str, str] = field(default_factory=dict)
     transport: str
-    digest: str
+    digests: tuple[str, ...]
     protocol_versions: tuple[int, ...]
     capabilities: frozenset[str] = frozenset()
     version: str = ""
+    kv_scales: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_id("incarnation", self.incarnation)
-        for name in ("transport", "digest"):
-            if not getattr(self, name):
-                raise LayoutError(f"{name} is empty; an instance names the one it uses")
+        if not self.transport:
+            raise LayoutError("transport is empty; an instance names the one it uses")
+        if not self.digests or not all(self.digests) or len(set(self.digests)) != len(self.digests):
+            raise LayoutError(f"digests is {self.digests}; it must name one or more, each once")
         if not self.protocol_versions or list(self.protocol_versions) != sorted(set(self.protocol_versions)):
             raise LayoutError(f"protocol_versions is {self.protocol_versions}; it must name one or more, ascending")
         self.shard.layers(self.layout)  # a stage list that does not add up to the model is refused here, not at the first route
+        if self.kv_scales:
+            self._check_scales()
         object.__setattr__(self, "model_fields", dict(self.model_fields))
+
+    @property
+    def pool_dtype(self) -> DType:
+        return self.shard.pool_dtype(self.layout)
+
+    def _check_scales(self) -> None:
+        if self.pool_dtype is not DType.FLOAT8_E4M3:
+            raise LayoutError(f"kv_scales has {len(self.kv_scales)} entries; a pool of {self.pool_dtype} has none")
+        if len(self.kv_scales) != self.layout.num_layers:
+            raise LayoutError(f"kv_scales has {len(self.kv_scales)} entries; the model has {self.layout.num_layers} layers")
+        for layer, (k, v) in enumerate(self.kv_scales):
+            if not (0 < k < float("inf") and 0 < v < float("inf")):
+                raise LayoutError(f"kv_scales[{layer}] is ({k}, {v}); both must be finite and above 0")
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """Of K and of V."""
+        return self.kv_scales[layer] if self.kv_scales else (1.0, 1.0)
 
     def model_fingerprint(self) -> str:
         """16 hex digits that are equal exactly where `model_fields` are."""
@@ -76,9 +99,11 @@ class Agreement:
 
     Args:
         protocol_version: The highest version that both speak.
+        digest: Algorithm of the payload digests: the first of prefill's that decode has too.
     """
 
     protocol_version: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +205,11 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
     """
     differences = prefill.layout.differences(decode.layout)
     differences += [f"model {text}" for text in named_differences(dict(prefill.model_fields), dict(decode.model_fields))]
-    differences += [
-        f"{name}: {getattr(prefill, name)} != {getattr(decode, name)}"
-        for name in ("transport", "digest")
-        if getattr(prefill, name) != getattr(decode, name)
-    ]
+    if prefill.transport != decode.transport:
+        differences.append(f"transport: {prefill.transport} != {decode.transport}")
+    digests = [name for name in prefill.digests if name in decode.digests]
+    if not digests:
+        differences.append(f"digests: {_listed(prefill.digests)} != {_listed(decode.digests)}")
     common = set(prefill.protocol_versions) & set(decode.protocol_versions)
     if not common:
         differences.append(f"protocol_versions: {_listed(prefill.protocol_versions)} != {_listed(decode.protocol_versions)}")
@@ -193,6 +218,8 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
             wire_dtype(prefill.layout, prefill.shard, decode.shard)
         except LayoutError as error:
             differences.append(str(error))
+    if not differences:
+        differences += _scale_differences(prefill, decode)
     if differences:
         listed = "; ".join(differences)
         if len(listed) > MAX_DIFFERENCES_CHARS:
@@ -201,7 +228,39 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
             f"the instances do not fit: layout prefill {prefill.layout.fingerprint()}, decode {decode.layout.fingerprint()}; "
             f"model prefill {prefill.model_fingerprint()}, decode {decode.model_fingerprint()}; prefill != decode: {listed}"
         )
-    return Agreement(protocol_version=max(common))
+    return Agreement(protocol_version=max(common), digest=digests[0])
+
+
+def conversion_scales(own: Instance, peer: Instance) -> dict[tuple[int, bool], float] | None:
+    """What the conversion between this side's pool and the wire goes by; of two instances that fit.
+
+    Only a pool of another element type than the wire's is converted. The wire then has the element type of the peer's pool, so
+    the scales are the peer's: values are divided by them before they are narrowed, and multiplied after they are widened.
+
+    Returns:
+        (layer, whether it is V) -> scale, without layers that travel in an element type of their own. None: there is nothing to
+        scale.
+    """
+    wire = wire_dtype(own.layout, own.shard, peer.shard)
+    if own.pool_dtype is wire or not peer.kv_scales:
+        return None
+    return {
+        (layer, is_v): peer.scales_of(layer)[is_v]
+        for layer, spec in enumerate(own.layout.layers)
+        if spec.dtype is None
+        for is_v in ((False, True) if spec.v_head_dim else (False,))
+    }
+
+
+def _scale_differences(prefill: Instance, decode: Instance) -> list[str]:
+    """Between two pools of 8-bit floats, whose bits travel as they are; a pool of another type takes the other's scales."""
+    if not prefill.pool_dtype is decode.pool_dtype is DType.FLOAT8_E4M3:
+        return []
+    return [
+        f"kv_scales[{layer}]: {prefill.scales_of(layer)} != {decode.scales_of(layer)}"
+        for layer in range(prefill.layout.num_layers)
+        if prefill.scales_of(layer) != decode.scales_of(layer)
+    ]
 
 
 def check_id(name: str, value: int) -> None:
@@ -219,5 +278,5 @@ def _check_rank(name: str, rank: int, instance: Instance) -> None:
         raise LayoutError(f"{name} is {rank}; the instance has {instance.shard.num_ranks} ranks")
 
 
-def _listed(versions: tuple[int, ...]) -> str:
-    return ", ".join(map(str, versions))
+def _listed(values: tuple[object, ...]) -> str:
+    return ", ".join(map(str, values))

@@ -39,7 +39,7 @@ def status(layout: KVLayout, shard: Shard, role: str, pages: Sequence[int]) -> p
         shard=shard,
         model_fields={"weights": "w"},
         transport="ucx",
-        digest="crc32",
+        digests=("crc32",),
         protocol_versions=(1,),
         capabilities=(),
         version="0",

@@ -36,7 +36,7 @@ class OneSession:
         self.worker._receiver = cast(Any, self)
         self.worker._servicer = cast(Any, self)
         self.worker._writers[SESSION] = _Writer(
-            instance=instance(1), rank=1, plan=ChunkPlan(chunk_tokens=4), routes=(), lane="ucx/shm"
+            instance=instance(1), rank=1, plan=ChunkPlan(chunk_tokens=4), routes=(), lane="ucx/shm", digest="xxh3-64", scales=None
         )
 
     def send(self, message: object) -> None:

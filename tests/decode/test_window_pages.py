@@ -57,7 +57,15 @@ class Rank:
         self.room = tuple(num_requests * count for count in NEEDS.peak(PROMPT + NEW).by_group)
         self.allocator = GroupAllocator(NEEDS, self.room)
         prefill = instance(PREFILL_LIFE, layout=LAYOUT)
-        writer = _Writer(instance=prefill, rank=0, plan=PLAN, routes=tuple(routes(LAYOUT, prefill.shard, SHARD)), lane="inproc")
+        writer = _Writer(
+            instance=prefill,
+            rank=0,
+            plan=PLAN,
+            routes=tuple(routes(LAYOUT, prefill.shard, SHARD)),
+            lane="inproc",
+            digest="xxh3-64",
+            scales=None,
+        )
         worker = self.worker = object.__new__(DecodeWorker)
         worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
         worker._instance = instance(22, layout=LAYOUT)

@@ -29,7 +29,15 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
     mine = DecodeWorker._routes_from(cast(DecodeWorker, rank), prefill)
     assert mine == tuple(routes(own.layout, prefill.shard, own.shard)) and {route.prefill_rank for route in mine} == {0, 1}
     writers = {
-        50 + number: _Writer(instance=prefill, rank=number, plan=ChunkPlan(chunk_tokens=4), routes=mine, lane="inproc")
+        50 + number: _Writer(
+            instance=prefill,
+            rank=number,
+            plan=ChunkPlan(chunk_tokens=4),
+            routes=mine,
+            lane="inproc",
+            digest="xxh3-64",
+            scales=None,
+        )
         for number in range(2)
     }
     said: list[Any] = []

@@ -108,7 +108,7 @@ async def test_an_instance_that_is_closed_while_a_rank_attaches_is_not_opened_af
         one.gate.set()
         with pytest.raises(PeerUnreachable, match=r"was closed while decode rank 0 at .* attached"):
             await opening
-        assert one.sessions.of(LIFE) == (None, {})
+        assert one.sessions.of(LIFE) is None
         assert not one.lost, "who closed it knows"
 
 
@@ -120,13 +120,14 @@ async def test_an_instance_that_attaches_again_is_not_ended_by_its_first_attempt
         decode = instance(LIFE)
         second = asyncio.ensure_future(one.sessions.open(decode, ("127.0.0.1:1",), join=2))
         await asyncio.sleep(0)
-        assert one.sessions.of(LIFE)[0] is decode
+        peer = one.sessions.of(LIFE)
+        assert peer is not None and peer.instance is decode and peer.digest == "xxh3-64" and peer.scales is None
         one.gate.set()
         with pytest.raises(PeerUnreachable, match="was closed while"):
             await first
         with pytest.raises(PeerUnreachable):
             await second  # nobody listens there
-        assert one.sessions.of(LIFE) == (None, {})
+        assert one.sessions.of(LIFE) is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ async def test_an_answer_that_is_of_no_use_leaves_nothing_open(
         one.answer = {"decode": decode, **answer}
         with pytest.raises(error, match=complaint):
             await one.sessions.open(decode, (one.address, one.address), join=1)
-        assert one.sessions.of(LIFE) == (None, {}) and not one.sessions._open
+        assert one.sessions.of(LIFE) is None and not one.sessions._open
         await until(lambda: len(closed) == 2, within_s=5.0)
         assert sorted(closed) == ["channel", "session"] and len(sessions) == 1
 
@@ -175,7 +176,7 @@ async def test_instances_that_do_not_fit_are_refused_before_anyone_is_called(tmp
     async with attaching(tmp_path) as one:
         with pytest.raises(LayoutError, match="weights"):
             await one.sessions.open(instance(LIFE, weights="other"), (one.address,), join=1)
-        assert one.num_attaches == 0 and one.sessions.of(LIFE) == (None, {})
+        assert one.num_attaches == 0 and one.sessions.of(LIFE) is None
 
 
 async def test_a_decode_rank_without_room_for_another_session_is_asked_again_later(tmp_path: Path) -> None:
@@ -194,4 +195,4 @@ async def test_more_sessions_than_the_open_files_are_good_for_are_not_even_tried
     async with attaching(tmp_path) as one:
         with pytest.raises(StagingError, match="prefill rank 0 has 0 sessions; 2 more are above its 1"):
             await one.sessions.open(instance(LIFE, tp_size=2), (one.address, one.address), join=1)
-        assert one.num_attaches == 0 and one.sessions.of(LIFE) == (None, {})
+        assert one.num_attaches == 0 and one.sessions.of(LIFE) is None

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from prefill_node.attach import DecodePeer
 from prefill_node.rank_messages import AbortRequest, PagesReleased, RunStep, StartRequest, StepDone, StepPart
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
 from prefill_node.worker import PrefillWorker
+from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import PrefillItem, SamplingParams
@@ -67,7 +69,9 @@ class Rank:
         worker._allocator = self.allocator
         worker._requests = {}
         worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
-        worker._sessions = SimpleNamespace(of=lambda _: (SimpleNamespace(shard=SHARD), {0: 1}))  # type: ignore[assignment]
+        worker._sessions = SimpleNamespace(
+            of=lambda _: DecodePeer(join=1, instance=instance(2, layout=LAYOUT), digest="xxh3-64", scales=None, sessions={0: 1})
+        )  # type: ignore[assignment]
         worker._sender = SimpleNamespace(  # type: ignore[assignment]
             start_request=lambda request: self.computed.setdefault(request.request_id, set()),
             chunk_computed=lambda request_id, chunk, _: self.computed[request_id].add(chunk),

@@ -57,7 +57,7 @@ instances = st.builds(
     shard=shards,
     model_fields=st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=4),
     transport=st.just("ucx"),
-    digest=st.just("xxh3-64"),
+    digests=st.sampled_from((("xxh3-64", "kvferry-words-64"), ("kvferry-words-64",))),
     protocol_versions=st.just((1, 2)),
     capabilities=st.frozensets(st.sampled_from(["a", "b", "c"])),
     version=st.text(max_size=8),
@@ -79,7 +79,7 @@ def instance(**changes: Any) -> Instance:
         "layout": LLAMA,
         "shard": Shard(tp_size=2),
         "transport": "ucx",
-        "digest": "xxh3-64",
+        "digests": ("xxh3-64", "kvferry-words-64"),
         "protocol_versions": (1,),
     }
     return Instance(**values | changes)
@@ -114,6 +114,21 @@ def test_both_sides_compute_the_same_routes() -> None:
 def test_a_shard_without_dtype_travels_with_the_layouts() -> None:
     told = convert.instance_from_proto(convert.instance_to_proto(instance(shard=Shard())))
     assert told.shard.dtype is DType.FLOAT32
+
+
+def test_scales_survive_the_wire() -> None:
+    scales = tuple((0.5 + layer, 0.1 * layer + 1e-30) for layer in range(8))
+    one = instance(shard=Shard(dtype=DType.FLOAT8_E4M3), kv_scales=scales)
+    info = pb.InstanceInfo.FromString(convert.instance_to_proto(one).SerializeToString())
+    assert convert.instance_from_proto(info) == one
+    info.kv_scales[3].v = float("nan")
+    with pytest.raises(RemoteProtocolError, match=r"kv_scales\[3\] is \(3.5, nan\); both must be finite and above 0"):
+        convert.instance_from_proto(info)
+
+
+def test_an_instance_from_before_there_were_several_digests_is_understood() -> None:
+    """It sends one name, in the same field."""
+    assert pb.InstanceInfo.FromString(b"\x4a\x07xxh3-64").digests == ["xxh3-64"]
 
 
 def test_layers_travel_as_runs() -> None:
@@ -247,7 +262,11 @@ def _set(path: str, value: Any) -> Callable[[pb.InstanceInfo], None]:
         (lambda info: info.model_fields.update({"k" * 257: ""}), "model_fields has a text of 257 characters"),
         (lambda info: info.model_fields.update(k="v" * 8193), "model_fields has a text of 8193 characters; it can have 8192"),
         (_set("transport", "u" * 257), "transport has a text of 257 characters"),
-        (_set("digest", "x" * 257), "digest has a text of 257 characters"),
+        (lambda info: info.ClearField("digests"), "digests is (); it must name one or more"),
+        (lambda info: info.digests.append("x" * 257), "digests has a text of 257 characters"),
+        (lambda info: info.digests.extend(["x"] * 255), "digests has 257 entries; there can be 256"),
+        (lambda info: info.kv_scales.append(pb.KVScales(k=1, v=1)), "kv_scales has 1 entries; a pool of float32 has none"),
+        (lambda info: info.kv_scales.extend([pb.KVScales()] * 4097), "kv_scales has 4097 entries; there can be 4096"),
         (_set("version", "0" * 257), "version has a text of 257 characters"),
         (lambda info: info.Clear(), "layout"),
     ],

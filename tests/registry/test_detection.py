@@ -32,7 +32,8 @@ from transfer.ring import Watermark
 
 def instance(incarnation):
     layout = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT32)
-    return Instance(incarnation=incarnation, layout=layout, shard=Shard(), transport="ucx", digest="d", protocol_versions=(1,))
+    cut = dict(layout=layout, shard=Shard())
+    return Instance(incarnation=incarnation, **cut, transport="ucx", digests=("d",), protocol_versions=(1,))
 
 def say(text):
     print(text, flush=True)
@@ -78,7 +79,7 @@ def instance(incarnation: int) -> Instance:
         layout=layout,
         shard=Shard(dtype=DType.FLOAT32),
         transport="ucx",
-        digest="d",
+        digests=("d",),
         protocol_versions=(1,),
     )
 

@@ -54,7 +54,7 @@ def instance(incarnation: int, **changes: Any) -> Instance:
         "layout": LLAMA,
         "shard": Shard(tp_size=2, dtype=DType.FLOAT32),
         "transport": "ucx",
-        "digest": "xxh3-64",
+        "digests": ("xxh3-64",),
         "protocol_versions": (1,),
     }
     return Instance(**values | changes)

@@ -23,7 +23,7 @@ def instance(incarnation: int, *, tp_size: int = 1, layout: KVLayout = LAYOUT, w
         shard=Shard(tp_size=tp_size),
         model_fields={"architecture": "none", "weights": weights},
         transport="inproc",
-        digest="xxh3-64",
+        digests=("xxh3-64",),
         protocol_versions=PROTOCOL_VERSIONS,
     )
 

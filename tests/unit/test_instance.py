@@ -9,10 +9,14 @@ import pytest
 
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
-from transfer.layout import DType, KVLayout, Shard
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
 
 LLAMA = KVLayout.uniform(num_layers=8, num_kv_heads=12, head_dim=32, dtype=DType.FLOAT32)
+
+
+FP8 = Shard(tp_size=2, dtype=DType.FLOAT8_E4M3)
+SCALES = tuple((0.5 + layer, 2.0 + layer) for layer in range(8))
 
 
 def instance(**changes: Any) -> Instance:
@@ -22,7 +26,7 @@ def instance(**changes: Any) -> Instance:
         "shard": Shard(tp_size=2),
         "model_fields": {"architecture": "LlamaForCausalLM", "vocab_size": "512"},
         "transport": "ucx",
-        "digest": "xxh3-64",
+        "digests": ("xxh3-64",),
         "protocol_versions": (1,),
     }
     return Instance(**values | changes)
@@ -36,13 +40,55 @@ def test_cuts_may_differ_and_the_highest_common_version_is_spoken() -> None:
     assert check_compatible(theirs, ours) == agreement
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "agreed"),
+    [
+        (("xxh3-64", "words"), ("xxh3-64", "words"), "xxh3-64"),
+        (("xxh3-64", "words"), ("words",), "words"),
+        (("words",), ("xxh3-64", "words"), "words"),
+        (("words", "xxh3-64"), ("xxh3-64", "words"), "words"),
+    ],
+)
+def test_the_digest_is_the_first_of_prefills_that_decode_has(
+    prefill: tuple[str, ...], decode: tuple[str, ...], agreed: str
+) -> None:
+    assert check_compatible(instance(digests=prefill), instance(digests=decode)).digest == agreed
+
+
+def test_bits_that_travel_as_they_are_need_equal_scales() -> None:
+    scaled = instance(shard=FP8, kv_scales=SCALES)
+    check_compatible(scaled, instance(shard=Shard(dtype=DType.FLOAT8_E4M3), kv_scales=SCALES))
+    check_compatible(instance(shard=FP8), instance(shard=FP8, kv_scales=((1.0, 1.0),) * 8))
+    with pytest.raises(LayoutError, match=r"kv_scales\[0\]: \(0.5, 2.0\) != \(1.0, 1.0\); kv_scales\[1\]: \(1.5, 3.0\) != "):
+        check_compatible(scaled, instance(shard=FP8))
+
+
+def test_the_side_that_converts_takes_the_scales_of_the_other() -> None:
+    scaled, plain = instance(shard=FP8, kv_scales=SCALES), instance(shard=Shard(dtype=DType.BFLOAT16))
+    wanted = {(layer, is_v): SCALES[layer][is_v] for layer in range(8) for is_v in (False, True)}
+    check_compatible(scaled, plain)
+    check_compatible(plain, scaled)
+    assert conversion_scales(plain, scaled) == wanted
+    assert conversion_scales(scaled, plain) is None  # its pool has the wire's type: it copies
+    assert conversion_scales(scaled, scaled) is None
+    assert conversion_scales(plain, instance(shard=FP8)) is None
+
+
+def test_layers_of_their_own_type_are_not_scaled() -> None:
+    state = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=4, k_head_dim=9, v_head_dim=0, dtype=DType.FLOAT32)
+    latent = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=576, v_head_dim=0)
+    layout = KVLayout(layers=(state, latent), dtype=DType.BFLOAT16)
+    scaled = instance(layout=layout, shard=Shard(dtype=DType.FLOAT8_E4M3), kv_scales=((1.0, 1.0), (0.25, 1.0)))
+    assert conversion_scales(instance(layout=layout, shard=Shard()), scaled) == {(1, False): 0.25}
+
+
 def test_every_difference_is_named_with_both_values_in_one_line() -> None:
     other = KVLayout.uniform(num_layers=8, num_kv_heads=6, head_dim=32, dtype=DType.BFLOAT16)
     theirs = instance(
         layout=other,
         model_fields={"architecture": "Qwen3ForCausalLM", "vocab_size": "512"},
         transport="inproc",
-        digest="crc",
+        digests=("crc", "md"),
         protocol_versions=(2, 3),
     )
     ours = instance()
@@ -57,7 +103,7 @@ def test_every_difference_is_named_with_both_values_in_one_line() -> None:
         "layers[0:8]: attention kv_heads=12 k_dim=32 v_dim=32 window=0 != attention kv_heads=6",
         "model architecture: LlamaForCausalLM != Qwen3ForCausalLM",
         "transport: ucx != inproc",
-        "digest: xxh3-64 != crc",
+        "digests: xxh3-64 != crc, md",
         "protocol_versions: 1 != 2, 3",
     ):
         assert part in text
@@ -78,7 +124,7 @@ def test_a_peer_cannot_make_the_list_of_differences_long() -> None:
     [
         ({"model_fields": {"architecture": "LlamaForCausalLM"}}, "model vocab_size: 512 != absent"),
         ({"transport": "nixl"}, "transport: ucx != nixl"),
-        ({"digest": "crc"}, "digest: xxh3-64 != crc"),
+        ({"digests": ("crc",)}, "digests: xxh3-64 != crc"),
         ({"protocol_versions": (2,)}, "protocol_versions: 1 != 2"),
         ({"shard": Shard(tp_size=2, dtype=DType.INT8)}, "int8"),
     ],
@@ -94,7 +140,13 @@ def test_one_difference_is_enough_to_refuse(changes: dict[str, Any], named: str)
         ({"incarnation": 0}, "incarnation is 0"),
         ({"incarnation": 2**64}, "incarnation is"),
         ({"transport": ""}, "transport is empty"),
-        ({"digest": ""}, "digest is empty"),
+        ({"digests": ()}, "digests is"),
+        ({"digests": ("",)}, "digests is"),
+        ({"digests": ("a", "a")}, "must name one or more, each once"),
+        ({"kv_scales": ((1.0, 1.0),) * 8}, "kv_scales has 8 entries; a pool of float32 has none"),
+        ({"shard": FP8, "kv_scales": ((1.0, 1.0),) * 7}, "kv_scales has 7 entries; the model has 8 layers"),
+        ({"shard": FP8, "kv_scales": ((1.0, 1.0),) * 7 + ((1.0, 0.0),)}, r"kv_scales\[7\] is \(1.0, 0.0\)"),
+        ({"shard": FP8, "kv_scales": ((float("inf"), 1.0),) * 8}, r"kv_scales\[0\] is \(inf, 1.0\)"),
         ({"protocol_versions": ()}, "protocol_versions"),
         ({"protocol_versions": (2, 1)}, "ascending"),
         ({"protocol_versions": (1, 1)}, "ascending"),

@@ -48,7 +48,7 @@ class LayoutInfo(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[LayerRun, _Mapping]]] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
-    __slots__ = ("incarnation", "protocol_versions", "layout_fingerprint", "layout", "model_fingerprint", "model_fields", "shard", "transport", "digest", "capabilities", "version")
+    __slots__ = ("incarnation", "protocol_versions", "layout_fingerprint", "layout", "model_fingerprint", "model_fields", "shard", "transport", "digests", "capabilities", "version", "kv_scales")
     class ModelFieldsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,9 +64,10 @@ class InstanceInfo(_message.Message):
     MODEL_FIELDS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    KV_SCALES_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     protocol_versions: _containers.RepeatedScalarFieldContainer[int]
     layout_fingerprint: str
@@ -75,10 +76,19 @@ class InstanceInfo(_message.Message):
     model_fields: _containers.ScalarMap[str, str]
     shard: ShardInfo
     transport: str
-    digest: str
+    digests: _containers.RepeatedScalarFieldContainer[str]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     version: str
-    def __init__(self, incarnation: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[LayoutInfo, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., model_fields: _Optional[_Mapping[str, str]] = ..., shard: _Optional[_Union[ShardInfo, _Mapping]] = ..., transport: _Optional[str] = ..., digest: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
+    kv_scales: _containers.RepeatedCompositeFieldContainer[KVScales]
+    def __init__(self, incarnation: _Optional[int] = ..., protocol_versions: _Optional[_Iterable[int]] = ..., layout_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[LayoutInfo, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., model_fields: _Optional[_Mapping[str, str]] = ..., shard: _Optional[_Union[ShardInfo, _Mapping]] = ..., transport: _Optional[str] = ..., digests: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., kv_scales: _Optional[_Iterable[_Union[KVScales, _Mapping]]] = ...) -> None: ...
+
+class KVScales(_message.Message):
+    __slots__ = ("k", "v")
+    K_FIELD_NUMBER: _ClassVar[int]
+    V_FIELD_NUMBER: _ClassVar[int]
+    k: float
+    v: float
+    def __init__(self, k: _Optional[float] = ..., v: _Optional[float] = ...) -> None: ...
 
 class ChunkPlanInfo(_message.Message):
     __slots__ = ("chunk_tokens", "layers_per_group")

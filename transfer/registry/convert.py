@@ -46,9 +46,10 @@ def instance_to_proto(instance: Instance) -> pb.InstanceInfo:
             stage_layers=shard.stage_layers or (),
         ),
         transport=instance.transport,
-        digest=instance.digest,
+        digests=instance.digests,
         capabilities=sorted(instance.capabilities),
         version=instance.version,
+        kv_scales=[pb.KVScales(k=k, v=v) for k, v in instance.kv_scales],
     )
 
 
@@ -67,7 +68,8 @@ def instance_from_proto(info: pb.InstanceInfo) -> Instance:
             shard=_shard_from_proto(info.shard),
             model_fields=dict(info.model_fields),
             transport=info.transport,
-            digest=info.digest,
+            digests=tuple(info.digests),
+            kv_scales=tuple((scales.k, scales.v) for scales in info.kv_scales),
             protocol_versions=tuple(info.protocol_versions),
             capabilities=frozenset(info.capabilities),
             version=info.version,
@@ -276,8 +278,11 @@ def _check_sizes(info: pb.InstanceInfo) -> None:
     _check_count("model_fields", len(info.model_fields), MAX_NAMES)
     _check_count("capabilities", len(info.capabilities), MAX_NAMES)
     _check_count("shard.stage_layers", len(info.shard.stage_layers), MAX_RANKS)
-    for name in ("transport", "digest", "version"):
+    _check_count("digests", len(info.digests), MAX_NAMES)
+    _check_count("kv_scales", len(info.kv_scales), MAX_LAYERS)
+    for name in ("transport", "version"):
         _check_texts(name, (getattr(info, name),), MAX_NAME_CHARS)
+    _check_texts("digests", info.digests, MAX_NAME_CHARS)
     _check_texts("capabilities", info.capabilities, MAX_NAME_CHARS)
     _check_texts("model_fields", info.model_fields, MAX_NAME_CHARS)
     _check_texts("model_fields", info.model_fields.values(), MAX_MODEL_FIELD_CHARS)
