@@ -1,0 +1,144 @@
+"""Copies of pools on a GPU: queued by the owner on a stream per peer; a thread per peer waits for their events, in order.
+
+Nothing here makes the host wait: kernels are queued behind the engine's event, the digest comes to pinned memory by an
+asynchronous copy, and the waiting thread sleeps in the driver without the interpreter's lock. A stream per peer, because a peer
+whose device takes bytes slowly (a direct session's gather stores over the link) must not hold the others up.
+
+The digest of a copy is what its kernels add to the stream's one sum: read before and after, so that nothing has to be cleared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from node_runtime.copy_lane import OnGathered, OnScattered
+from node_runtime.lane import Lane
+from node_runtime.piece_copier import PieceCopy
+from transfer.engine_types import DeviceEvent
+from transfer.errors import LocalProtocolError
+from transfer.kernels.digest import DIGEST_WORDS
+from transfer.transport.base import DirectMemory
+
+_MASK = 2**64 - 1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _PeerStream:
+    """One peer's copies: they run, and end, in the order in which they were queued."""
+
+    stream: torch.cuda.Stream
+    waiter: Lane
+    sum: Tensor  # int64 [1] on the device
+    last_sum: int = 0  # touched by the waiter alone
+    cells: deque[Tensor] = field(default_factory=deque)  # free pinned int64 [1], each for one copy under way
+    events: deque[tuple[Any, Any]] = field(default_factory=deque)  # free pairs: begin and end of a copy
+
+
+class DeviceCopyLane:
+    """A `CopyLane` of one device.
+
+    Args:
+        device: Where pools, staging memory and ring lie.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]
+    ) -> None:
+        self._name = name
+        self._device = device
+        self._loop = loop
+        self._on_crash = on_crash
+        self._peers: dict[int, _PeerStream] = {}
+        self._closing: list[Lane] = []
+
+    def gather(
+        self,
+        piece: PieceCopy,
+        out: Tensor | DirectMemory,
+        *,
+        algorithm: str,
+        peer: int,
+        after: DeviceEvent | None,
+        on_done: OnGathered,
+    ) -> None:
+        self._queue(peer, algorithm, after, lambda total: piece.gather(out, digest=total), on_done)
+
+    def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
+        def compare(found: int, seconds: float) -> None:
+            on_done(found == digest, seconds)
+
+        self._queue(peer, algorithm, None, lambda total: piece.scatter(source, digest=total), compare)
+
+    def forget(self, peer: int) -> None:
+        ended = self._peers.pop(peer, None)
+        if ended is not None:
+            ended.waiter.finish()
+            self._closing = [lane for lane in self._closing if lane.is_alive]
+            self._closing.append(ended.waiter)
+
+    def close(self, timeout_s: float) -> bool:
+        for peer in list(self._peers):
+            self.forget(peer)
+        ends_at = time.monotonic() + timeout_s
+        return all([lane.close(max(0.0, ends_at - time.monotonic())) for lane in self._closing])
+
+    def _queue(
+        self, peer: int, algorithm: str, after: DeviceEvent | None, copy: Callable[[Tensor], None], on_done: OnGathered
+    ) -> None:
+        if algorithm != DIGEST_WORDS:
+            raise LocalProtocolError(f"digest algorithm is {algorithm}; copies on {self._device} make {DIGEST_WORDS}")
+        lane = self._peers.get(peer) or self._open(peer)
+        cell = lane.cells.popleft() if lane.cells else torch.empty(1, dtype=torch.int64, pin_memory=True)
+        begin, end = lane.events.popleft() if lane.events else _event_pair()
+        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+            if after is not None:
+                _wait_for(after, lane.stream)
+            begin.record()
+            copy(lane.sum)
+            cell.copy_(lane.sum, non_blocking=True)
+            end.record()
+
+        def work() -> tuple[int, float]:
+            end.synchronize()
+            total = int(cell) & _MASK
+            digest, lane.last_sum = (total - lane.last_sum) & _MASK, total
+            return digest, begin.elapsed_time(end) / 1e3
+
+        def done(result: tuple[int, float]) -> None:
+            lane.cells.append(cell)
+            lane.events.append((begin, end))
+            on_done(*result)
+
+        lane.waiter.submit(work, done)
+
+    def _open(self, peer: int) -> _PeerStream:
+        with torch.cuda.device(self._device):
+            # Written before the stream reads it: it is made on the current stream.
+            total = torch.zeros(1, dtype=torch.int64, device=self._device)
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        found = self._peers[peer] = _PeerStream(
+            stream=stream, waiter=Lane(f"{self._name}-{len(self._peers)}", self._loop, self._on_crash), sum=total
+        )
+        return found
+
+
+def _event_pair() -> tuple[Any, Any]:
+    """Of events that sleep while they are waited for: a spinning thread would take a core from the engine."""
+    events: Any = torch.cuda.Event
+    return events(enable_timing=True), events(enable_timing=True, blocking=True)
+
+
+def _wait_for(event: DeviceEvent, stream: torch.cuda.Stream) -> None:
+    """Put the stream behind an engine's event, without the host waiting for it."""
+    if not isinstance(event, torch.cuda.Event):
+        raise LocalProtocolError(f"event of a chunk is {type(event).__name__}; for a pool on a GPU it is a torch.cuda.Event")
+    stream.wait_event(event)

@@ -1,0 +1,62 @@
+"""Copies of pools in host memory: one thread, one after the other, the digest made of the bytes while they are in the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from node_runtime.copy_lane import OnGathered, OnScattered
+from node_runtime.lane import Lane
+from node_runtime.piece_copier import PieceCopy
+from transfer.engine_types import DeviceEvent
+from transfer.errors import LocalProtocolError
+from transfer.kernels.digest import digest as digest_of
+from transfer.transport.base import DirectMemory
+
+
+class HostCopyLane:
+    """A `CopyLane`."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]) -> None:
+        self._lane = Lane(name, loop, on_crash)
+
+    def gather(
+        self,
+        piece: PieceCopy,
+        out: Tensor | DirectMemory,
+        *,
+        algorithm: str,
+        peer: int,
+        after: DeviceEvent | None,
+        on_done: OnGathered,
+    ) -> None:
+        if not isinstance(out, Tensor):
+            raise LocalProtocolError("a gather from host memory into a peer's device memory; its session offers none")
+
+        def work() -> tuple[int, float]:
+            if after is not None:
+                after.synchronize()
+            started = time.monotonic()
+            piece.gather(out)
+            return digest_of(out), time.monotonic() - started
+
+        self._lane.submit(work, lambda result: on_done(*result))
+
+    def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
+        def work() -> tuple[bool, float]:
+            started = time.monotonic()
+            is_intact = digest_of(source) == digest
+            if is_intact:
+                piece.scatter(source)
+            return is_intact, time.monotonic() - started
+
+        self._lane.submit(work, lambda result: on_done(*result))
+
+    def forget(self, peer: int) -> None:
+        return
+
+    def close(self, timeout_s: float) -> bool:
+        return self._lane.close(timeout_s)
