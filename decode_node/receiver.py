@@ -36,6 +36,7 @@ from decode_node.receiver_events import (
     Send,
     SessionLost,
     SessionOpened,
+    SessionOver,
     StartScatter,
     Tick,
 )
@@ -107,6 +108,8 @@ class Receiver:
                 self._sessions[event.session] = event.incarnation
             case SessionLost():
                 self._on_session_lost(event)
+            case SessionOver():
+                self._on_session_over(event.session)
             case RequestExpected():
                 self._on_expected(event.request)
             case RequestCancelled():
@@ -179,8 +182,8 @@ class Receiver:
         self._settle(request)
 
     def _ask_to_drain(self, request: Request, route: RouteState) -> None:
-        if route.is_drained:
-            return
+        if route.is_drained or route.incoming.session not in self._sessions:
+            return  # nobody is left to ask
         route.asked_s = self._now_s
         message = AbortTransfer(
             incarnation=self._ring.incarnation,
@@ -220,10 +223,21 @@ class Receiver:
         for request in list(self._requests.values()):
             mine = [route for route in request.routes.values() if route.incoming.session == event.session]
             for route in mine:
-                route.is_drained = True
+                route.is_drained = route.is_drained or event.is_over
             if mine and request.failure is None:
                 self._fail(request, event.reason)
             elif mine:
+                self._settle(request)
+
+    def _on_session_over(self, session: int) -> None:
+        """What the session's writer still could write into is quarantined until now."""
+        if session in self._sessions:
+            raise LocalProtocolError(f"session {session:#x} is over, but was not lost")
+        for request in list(self._requests.values()):
+            mine = [route for route in request.routes.values() if route.incoming.session == session]
+            for route in mine:
+                route.is_drained = True
+            if mine:
                 self._settle(request)
 
     # Messages
@@ -359,6 +373,7 @@ class Receiver:
         piece.stage = Stage.SCATTERING
         self._actions.append(
             StartScatter(
+                session=piece.route.session,
                 grant=piece.grant,
                 request_id=piece.request.request_id,
                 route=piece.route.route,

@@ -66,10 +66,22 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLost:
-    """The session's transport is closed: no byte of its writer can land any more, which ends its quarantine."""
+    """The session's transport is closed.
+
+    Args:
+        is_over: No byte of its writer can land any more, which ends its quarantine; otherwise `SessionOver` follows.
+    """
 
     session: int
     reason: str
+    is_over: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOver:
+    """It is proven at last that no byte of a lost session's writer can land any more."""
+
+    session: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +119,7 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterFinished:
-    """The scatter's device event fired, or the digest did not agree and nothing was scattered."""
+    """The scatter's device event fired; or the digest did not agree, and what lies in the request's pages means nothing."""
 
     grant: Grant
     is_intact: bool
@@ -121,6 +133,7 @@ class Tick:
 Event = (
     SessionOpened
     | SessionLost
+    | SessionOver
     | RequestExpected
     | RequestCancelled
     | MessageArrived
@@ -154,6 +167,7 @@ class PostReceive:
 class StartScatter:
     """Check the digest of the grant's bytes and scatter them; answer with `ScatterFinished`."""
 
+    session: int
     grant: Grant
     request_id: str
     route: Route

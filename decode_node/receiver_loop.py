@@ -7,19 +7,17 @@ never will be. It runs on one asyncio loop, its one owner; scatters run on a lan
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from decode_node import receiver_events as protocol
 from decode_node.receiver import Receiver
 from decode_node.receiver_events import ReceiverSettings
+from node_runtime.copy_lane import open_copy_lane
 from node_runtime.event_pump import EventPump
-from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopier
 from transfer.control.base import ControlServer, Received
 from transfer.errors import RemoteProtocolError, TransferError
-from transfer.kernels.digest import digest
 from transfer.kv_pool import KVPool
 from transfer.layout import Span
 from transfer.messages import decode, encode
@@ -28,6 +26,8 @@ from transfer.ring import StagingAllocator, Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
 from transfer.transport.driver import SessionDriver
+
+ENDING_LOOK_S = 0.1
 
 
 class ReceiverOwner(Protocol):
@@ -96,8 +96,10 @@ class ReceiverLoop:
             StagingAllocator(ring_memory.num_bytes, incarnation=incarnation),
         )
         self._driver = SessionDriver(loop)
-        self._lane = Lane("scatter", loop, on_crash)
+        self._lane = open_copy_lane("scatter", pool.device, loop, on_crash)
         self._sessions: dict[int, Session] = {}
+        self._ending: dict[int, Session] = {}  # closed, and not proven to be over
+        self._ending_timer: asyncio.TimerHandle | None = None
         self._copier = PieceCopier(pool)
         self._requests: dict[str, protocol.IncomingRequest] = {}
         self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
@@ -153,9 +155,23 @@ class ReceiverLoop:
             return
         self._driver.remove(session)
         session.close()
+        self._lane.forget(number)
         self._control.forget(number)
-        self._pump.feed(protocol.SessionLost(session=number, reason=reason))
+        if not session.is_over:
+            self._ending[number] = session
+            if self._ending_timer is None:
+                self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
+        self._pump.feed(protocol.SessionLost(session=number, reason=reason, is_over=number not in self._ending))
         self._owner.on_session_closed(number, reason)
+
+    def _look_at_ending(self) -> None:
+        """Ask closed sessions whether their writers are gone, now and then until they are; what they hold is in quarantine."""
+        self._ending_timer = None
+        for number in [number for number, session in self._ending.items() if session.is_over]:
+            del self._ending[number]
+            self._pump.feed(protocol.SessionOver(session=number))
+        if self._ending:
+            self._ending_timer = self._loop.call_later(ENDING_LOOK_S, self._look_at_ending)
 
     def is_known(self, request_id: str) -> bool:
         """Whether the id is in use: a request that was given up keeps its until all its writers have drained."""
@@ -176,6 +192,8 @@ class ReceiverLoop:
         """End every session and the lane."""
         for number in list(self._sessions):
             self.close_session(number, "this decode rank shuts down")
+        if self._ending_timer is not None:
+            self._ending_timer.cancel()
         self._pump.close()
         self._control.close()
         self._lane.close(timeout_s=5.0)
@@ -252,17 +270,9 @@ class ReceiverLoop:
         offset = action.grant.begin % self._ring_memory.num_bytes
         source = self._ring_memory.tensor[offset : offset + action.num_bytes]
 
-        def work() -> tuple[bool, float]:
-            started = time.monotonic()
-            is_intact = digest(source) == action.digest
-            if is_intact:
-                piece.scatter(source)
-            return is_intact, time.monotonic() - started
-
-        def done(result: tuple[bool, float]) -> None:
-            is_intact, seconds = result
+        def done(is_intact: bool, seconds: float) -> None:
             if is_intact:
                 self._metrics.scatter_finished(seconds, action.num_bytes)
             self._pump.feed(protocol.ScatterFinished(grant=action.grant, is_intact=is_intact))
 
-        self._lane.submit(work, done)
+        self._lane.scatter(piece, source, algorithm=request.digest, digest=action.digest, peer=action.session, on_done=done)

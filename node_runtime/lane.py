@@ -61,9 +61,18 @@ class Lane:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *args)
 
+    def finish(self) -> None:
+        """End after the work that is queued, without being waited for."""
+        self._work.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread has not ended yet."""
+        return self._thread.is_alive()
+
     def close(self, timeout_s: float) -> bool:
         """End after the work that is queued; False when it did not end in time."""
-        self._work.put(None)
+        self.finish()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

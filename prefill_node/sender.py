@@ -139,7 +139,7 @@ class Sender:
         if event.session in self._sessions:
             raise LocalProtocolError(f"session {event.session:#x} opened twice")
         view = RingView(event.ring_capacity_bytes, incarnation=event.incarnation)
-        self._sessions[event.session] = SessionState(view=view)
+        self._sessions[event.session] = SessionState(view=view, is_direct=event.is_direct)
 
     def _on_session_lost(self, event: SessionLost) -> None:
         if self._sessions.pop(event.session, None) is None:
@@ -181,6 +181,7 @@ class Sender:
         self._actions.append(PieceReleased(ack_s=self._now_s - piece.written_s))
         request.to_release -= 1
         if request.to_release == 0:
+            self._release_source(request)
             del self._requests[request.request_id]
             self._actions.append(RequestSent(request_id=request.request_id, stats=request.stats(self._now_s)))
         else:
@@ -204,6 +205,7 @@ class Sender:
             self._actions.append(SourceReleased(request_id=request.request_id))
             self._actions.append(RequestSent(request_id=request.request_id, stats=SentStats()))
         else:
+            request.is_source_kept = any(self._sessions[route.session].is_direct for route in outgoing.routes)
             for state in request.routes.values():
                 self._ask(request, state)
 
@@ -288,22 +290,29 @@ class Sender:
         return not any(other.held for name, other in self._sessions.items() if name not in with_slot)
 
     def _begin(self, piece: Piece) -> None:
-        """Start the piece's gather, into a free slot."""
-        request, slot = piece.request, self._slots.take(piece)
-        piece.stage = Stage.GATHERING
-        if request.first_gather_s is None:
-            request.first_gather_s = self._now_s
+        """Start the piece's gather, with a free slot."""
+        self._slots.take(piece)
+        if piece.request.first_gather_s is None:
+            piece.request.first_gather_s = self._now_s
         ready_s = piece.ready_s if piece.ready_s is not None else self._now_s
+        self._gather(piece, credit_wait_s=self._now_s - ready_s)
+
+    def _gather(self, piece: Piece, *, credit_wait_s: float) -> None:
+        request = piece.request
+        piece.stage = Stage.GATHERING
+        assert piece.slot is not None
         self._actions.append(
             StartGather(
-                slot=slot,
+                slot=piece.slot,
+                session=piece.route.session,
+                grant=piece.granted,
                 request_id=request.request_id,
                 route=piece.route.route,
                 chunk=piece.chunk,
                 num_tokens=request.outgoing.num_tokens,
                 num_bytes=piece.num_bytes,
                 event=request.computed[piece.chunk.index],
-                credit_wait_s=self._now_s - ready_s,
+                credit_wait_s=credit_wait_s,
             )
         )
 
@@ -314,16 +323,20 @@ class Sender:
         if piece is None:
             raise LocalProtocolError(f"gather into slot {event.slot} finished, but none was under way")
         request = piece.request
+        request.to_gather -= not piece.gathered  # of a piece that is sent again it was counted before
         piece.gathered, piece.digest = True, event.digest
-        request.to_gather -= 1
-        if request.failure is not None or piece.route.session not in self._sessions:
+        session = self._sessions.get(piece.route.session)
+        if request.failure is not None or session is None:
             self._slots.free(piece)
             self._give_up(piece)
             self._finish_failed(request)
             return
-        if request.to_gather == 0:
+        if request.to_gather == 0 and not request.is_source_kept:
             self._release_source(request)
-        self._write(piece)
+        if session.is_direct:
+            self._on_written(piece)
+        else:
+            self._write(piece)
 
     def _write(self, piece: Piece) -> None:
         grant = piece.granted
@@ -341,8 +354,11 @@ class Sender:
 
     def _on_write_finished(self, event: WriteFinished) -> None:
         piece = self._slots.piece_in(event.slot, Stage.WRITING)
-        if piece is None:
-            return  # its session was lost first
+        if piece is not None:  # otherwise its session was lost first
+            self._on_written(piece)
+
+    def _on_written(self, piece: Piece) -> None:
+        """The piece's bytes lie in its grant."""
         request, grant = piece.request, piece.granted
         request.writes += 1
         request.num_bytes += piece.num_bytes
@@ -453,11 +469,14 @@ class Sender:
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is Stage.WRITTEN and message.attempt == piece.attempt:
-            # The slot still holds what was gathered: it is kept until the grant's release came back for just this.
+            # The slot still holds what was gathered, or the pages do: they are kept until the grant's release for just this.
             self._sessions[session].written.discard(piece)
             piece.attempt += 1
             piece.request.resends += 1
-            self._write(piece)
+            if self._sessions[session].is_direct:
+                self._gather(piece, credit_wait_s=0.0)
+            else:
+                self._write(piece)
 
     def _on_abort(self, session: int, message: AbortTransfer) -> None:
         request = self._requests.get(message.request_id)

@@ -71,9 +71,14 @@ class OutgoingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
+    """Args:
+    is_direct: Gathers store straight into the peer's ring: they need no write, and leave no copy that could be sent again.
+    """
+
     session: int
     incarnation: int
     ring_capacity_bytes: int
+    is_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +171,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartGather:
-    """Gather the piece into the slot, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics."""
+    """Gather the piece, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics.
+
+    It goes into the slot; on a direct session straight into the grant, and the slot only bounds how much is under way.
+    """
 
     slot: int
+    session: int
+    grant: Grant
     request_id: str
     route: Route
     chunk: Chunk

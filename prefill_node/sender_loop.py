@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
+from node_runtime.copy_lane import open_copy_lane
 from node_runtime.event_pump import EventPump
-from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopier
 from prefill_node import sender_events as protocol
 from prefill_node.sender import Sender
@@ -21,14 +23,13 @@ from prefill_node.sender_events import SenderSettings, SentStats
 from transfer.control.base import ControlClient
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
-from transfer.kernels.digest import digest
 from transfer.kv_pool import KVPool
 from transfer.layout import Span
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
-from transfer.transport.base import ByteRange, Session, Transport
+from transfer.transport.base import ByteRange, DirectMemory, Session, Transport
 from transfer.transport.driver import SessionDriver
 
 
@@ -96,7 +97,7 @@ class SenderLoop:
         self._sender = Sender(settings, incarnation=incarnation)
         self._metrics = metrics
         self._driver = SessionDriver(loop)
-        self._lane = Lane("gather", loop, on_crash)
+        self._lane = open_copy_lane("gather", pool.device, loop, on_crash)
         self._peers: dict[int, _Peer] = {}
         self._copier = PieceCopier(pool)
         self._layouts: dict[str, protocol.OutgoingRequest] = {}
@@ -136,7 +137,13 @@ class SenderLoop:
         """Take over an attached session."""
         self._peers[number] = _Peer(session=session, control=control, ring_capacity_bytes=ring_capacity_bytes)
         control.watch(self._loop, lambda payload: self._on_payload(number, payload))
-        self._pump.feed(protocol.SessionOpened(session=number, incarnation=incarnation, ring_capacity_bytes=ring_capacity_bytes))
+        opened = protocol.SessionOpened(
+            session=number,
+            incarnation=incarnation,
+            ring_capacity_bytes=ring_capacity_bytes,
+            is_direct=session.direct(ByteRange(begin=0, end=ring_capacity_bytes)) is not None,
+        )
+        self._pump.feed(opened)
 
     def close_session(self, number: int, reason: str) -> None:
         """End a session: its transport first, so that nothing of it is under way when the protocol hears of it."""
@@ -144,7 +151,8 @@ class SenderLoop:
         if peer is None:
             return
         self._driver.remove(peer.session)
-        peer.session.close()
+        self._lane.forget(number)
+        peer.session.close()  # behind gathers that are under way into the peer's ring
         peer.control.close()
         self._pump.feed(protocol.SessionLost(session=number, reason=reason))
         self._owner.on_session_closed(number, reason)
@@ -229,22 +237,27 @@ class SenderLoop:
             dtype=request.wire_dtype,
             tables=self._owner.tables_of(action.request_id),
         )
-        begin = action.slot * self._slot_bytes
-        out = self._staging.tensor[begin : begin + action.num_bytes]
+        out, is_direct = self._gather_target(action)
         self._metrics.credit_wait_seconds(action.credit_wait_s)
 
-        def work() -> tuple[int, float]:
-            if action.event is not None:
-                action.event.synchronize()
-            started = time.monotonic()
-            piece.gather(out)
-            return digest(out), time.monotonic() - started
+        def done(digest: int, seconds: float) -> None:
+            self._metrics.gather_seconds(seconds)
+            if is_direct:
+                self._metrics.write_finished(seconds, action.num_bytes)
+            self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=digest))
 
-        def done(result: tuple[int, float]) -> None:
-            self._metrics.gather_seconds(result[1])
-            self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=result[0]))
+        self._lane.gather(piece, out, algorithm=request.digest, peer=action.session, after=action.event, on_done=done)
 
-        self._lane.submit(work, done)
+    def _gather_target(self, action: protocol.StartGather) -> tuple[Tensor | DirectMemory, bool]:
+        """Where the piece goes: the granted bytes of a direct session's ring, else its slot; and whether it is the first."""
+        peer = self._peers.get(action.session)
+        if peer is not None:
+            offset = action.grant.begin % peer.ring_capacity_bytes
+            ring = peer.session.direct(ByteRange(begin=offset, end=offset + action.num_bytes))
+            if ring is not None:
+                return ring, True
+        begin = action.slot * self._slot_bytes
+        return self._staging.tensor[begin : begin + action.num_bytes], False
 
     def _decline(self, action: protocol.Decline) -> None:
         peer = self._peers.get(action.session)

@@ -101,6 +101,7 @@ class Request:
     computed: dict[int, DeviceEvent | None] = field(default_factory=dict)  # by chunk index
     num_chunks: int
     sends_every_token: bool  # no layer leaves out tokens: neither windows nor recurrent states
+    is_source_kept: bool = False  # until all is released: what was gathered into a ring has no other copy to be sent again
     to_gather: int = 0
     to_release: int = 0
     computed_s: float | None = None
@@ -160,6 +161,7 @@ class SessionState:
     """What is known of one decode rank's ring, and which of its grants are spoken for here."""
 
     view: RingView
+    is_direct: bool = False  # gathers store into the ring itself
     ready: list[Piece] = field(default_factory=list)  # granted and computed, not begun; in the order of positions
     written: set[Piece] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
