@@ -36,7 +36,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         tp_size=tp_size, tp_rank=rank, page_size=config.pool.page_size, order=config.pool.order, dtype=config.pool.dtype
     )
     files.check_shard(shard)
-    device = config.device if config.device == "cpu" else f"{config.device}:{rank}"
+    device = config.device if config.device == "cpu" else f"{config.device}:{config.first_device + rank}"
     group = init_distributed(rank, tp_size, f"file://{rendezvous}", device=device) if tp_size > 1 else None
     planner = MemoryPlanner(config, files, shard, torch.device(device), group)
     decode = config if isinstance(config, DecodeNodeConfig) else None

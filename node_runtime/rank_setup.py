@@ -7,7 +7,8 @@ import importlib.util
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import transfer
 from transfer.config import EMBEDDED_ENGINE, NodeConfig, TransportConfig
@@ -17,6 +18,13 @@ from transfer.layout import KVLayout, Shard
 from transfer.memory.node_plan import check_fits
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.transport.base import Transport
+
+_LIBRARIES: Final = {
+    "ucx": ("ucxx", "'kvferry[ucx-cu13]' (or ucx-cu12)"),
+    "nixl": ("nixl_cu13", "'kvferry[nixl]'"),
+    "cuda_ipc": ("cuda.bindings", "'kvferry[cuda-ipc]'"),
+}
+"""Transport -> the module that it stands on, and what brings it."""
 
 
 class Engine(Protocol):
@@ -44,23 +52,28 @@ def check_before_start(config: NodeConfig) -> None:
         raise ConfigError(f"model is {config.model}; {what}: it must be a Hugging Face model directory")
     if config.role == "decode" and not (config.model / "tokenizer.json").is_file():
         raise ConfigError(f"model is {config.model}; it has no tokenizer.json, which a decode node needs to give text")
-    if config.device != "cpu":
-        raise ConfigError(f"device is {config.device}, on which this version's daemons cannot check payloads yet; choose cpu")
-    name = config.transport.name
-    if name == "inproc":
-        raise ConfigError(
-            "transport.name is inproc, which joins two ends of one process; ranks are processes of their own: choose ucx"
-        )
-    if name != "ucx":
-        raise ConfigError(f"transport.name is {name}, which this version does not serve yet; choose ucx")
-    if importlib.util.find_spec("ucxx") is None:
-        raise ConfigError("transport.name is ucx, and UCXX is not installed: pip install 'kvferry[ucx-cu13]' (or ucx-cu12)")
+    if config.device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")):
+        raise ConfigError("device is cuda, and this machine has no NVIDIA device (/dev/nvidia*): choose cpu")
+    _check_transport(config)
     if config.engine == EMBEDDED_ENGINE:
         embedded: Any = importlib.import_module("embedded_engine.model_config")
         embedded.check_before_start(config.model, config.parallel.tp_size, dummy_weights=config.dummy_weights)
         check_fits(config)
     else:
         engine_loader(config)
+
+
+def _check_transport(config: NodeConfig) -> None:
+    name = config.transport.name
+    if name == "inproc":
+        raise ConfigError(
+            "transport.name is inproc, which joins two ends of one process; ranks are processes of their own: choose ucx"
+        )
+    if name == "cuda_ipc" and config.device != "cuda":
+        raise ConfigError(f"transport.name is cuda_ipc, which joins GPUs, and device is {config.device}: choose ucx or nixl")
+    module, extras = _LIBRARIES[name]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise ConfigError(f"transport.name is {name}, and {module} is not installed: pip install {extras}")
 
 
 def engine_loader(config: NodeConfig) -> Callable[..., Any]:
@@ -82,10 +95,11 @@ def preloaded_modules(config: NodeConfig) -> tuple[str, ...]:
     return ("embedded_engine.preload",) if config.engine == EMBEDDED_ENGINE else ()
 
 
-def open_transport(config: TransportConfig, *, host: str) -> Transport:
+def open_transport(config: TransportConfig, *, host: str, device_index: int | None = None) -> Transport:
     """The configured data plane.
 
     Args:
+        device_index: The GPU on which the rank's pool lies; None: in host memory.
         host: What the node's ports bind. Where it is a loopback address, UCX opens its own ports on the loopback device only
             (else on every device); UCX_NET_DEVICES in the environment is stronger.
 
@@ -98,8 +112,17 @@ def open_transport(config: TransportConfig, *, host: str) -> Transport:
 
             is_local = is_loopback(host) and "UCX_NET_DEVICES" not in os.environ
             return UcxTransport(lane=config.ucx.lane, options={"NET_DEVICES": "lo"} if is_local else None)
+        case "nixl":
+            from transfer.transport.nixl import NixlTransport
+
+            return NixlTransport()
+        case "cuda_ipc":
+            from transfer.transport.cuda_ipc import CudaIpcTransport
+
+            assert device_index is not None  # `check_before_start` has seen to it
+            return CudaIpcTransport(mode=config.cuda_ipc.mode, device_index=device_index)
         case _:
-            raise ConfigError(f"transport.name is {config.name}; a rank can only serve ucx")
+            raise ConfigError(f"transport.name is {config.name}, which joins two ends of one process; a rank needs another")
 
 
 def is_loopback(host: str) -> bool:

@@ -231,11 +231,24 @@ class UcxConfig(_Section):
     )
 
 
+class CudaIpcConfig(_Section):
+    """Settings of the ``cuda_ipc`` transport."""
+
+    mode: Literal["fused", "copy"] = Field(
+        default="fused",
+        description=(
+            "fused: the gather kernel stores straight into the decode rank's ring over NVLink; "
+            "copy: it fills staging memory, which is copied."
+        ),
+    )
+
+
 class TransportConfig(_Section):
     """The data plane; both tiers must name the same one."""
 
     name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(default="ucx", description="What carries the bytes.")
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")
+    cuda_ipc: CudaIpcConfig = Field(default_factory=CudaIpcConfig, description="Settings of the cuda_ipc transport.")
     min_bandwidth_bytes_per_s: Annotated[float, BeforeValidator(parse_size), Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.0, description="A link that measures less at attach is not used, whichever side asks for more; 0 takes any."
     )
@@ -348,8 +361,9 @@ class NodeConfig(_Section):
         default=EMBEDDED_ENGINE,
         description="What loads the engine of a rank, as module:function; the engine folders of both nodes say what it gives.",
     )
-    device: Literal["cpu", "cuda"] = Field(
-        default="cpu", description="What the ranks compute on. cuda is refused in this version."
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the ranks compute on; cuda: a GPU for each rank.")
+    first_device: CountOrZero = Field(
+        default=0, description="Rank 0's GPU, as CUDA counts the visible ones; the other ranks have those that follow."
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="What the model computes in, the same on both nodes; null takes what its weights are stored in."
