@@ -114,7 +114,7 @@ class DecodeWorker:
         engine = self._engine = await self._engine_lane.call(
             lambda: engine_loader(config)(config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         )
-        self._transport = open_transport(config.transport, host=config.server.host)
+        self._transport = open_transport(config.transport, host=config.server.host, device_index=engine.pool.device.index)
         self._instance = own_instance(engine, self._transport, incarnation=self._spec.incarnation)
         pool = engine.pool
         ring_memory = StagingBuffer(num_bytes=config.ring.capacity_bytes, device=pool.device)

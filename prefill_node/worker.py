@@ -93,7 +93,7 @@ class PrefillWorker:
             lambda: engine_loader(self._config)(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         )
         self._engine = engine
-        transport = open_transport(self._config.transport, host=self._config.server.host)
+        transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
         self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation)
         pool = engine.pool
         self._allocator = GroupAllocator(
