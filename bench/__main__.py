@@ -68,10 +68,7 @@ def print_table(outcomes: Sequence[Outcome], environment: Environment, console: 
         verdict = "" if one.limit is None else "yes" if one.is_reached else "[bold red]NO"
         table.add_row(one.what, measured, bound, one.unit, verdict, one.note)
     console.print(table)
-    state = f"{environment.commit}{' (modified)' if environment.is_modified else ''}"
-    console.print(
-        f"{environment.cpu}, {environment.num_cores} cores, Linux {environment.kernel}, commit {state}, {environment.date}"
-    )
+    console.print(str(environment))
 
 
 def main() -> int:

@@ -25,17 +25,28 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-_LIBRARIES = ("kvferry", "torch", "triton", "numpy", "ucxx-cu13", "ucxx-cu12", "pyzmq", "grpcio", "transformers")
+_BY_CUDA = tuple(f"{name}-cu{major}" for name in ("ucxx", "libucx", "nixl", "nvidia-nccl") for major in (13, 12))
+_LIBRARIES = ("kvferry", "torch", "triton", "numpy", "cuda-bindings", "pyzmq", "grpcio", "transformers", *_BY_CUDA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where and when a benchmark ran."""
+    """Where and when a benchmark ran.
+
+    Attributes:
+        commit: Of this checkout; of a copy without one, what the environment variable BENCH_COMMIT says.
+        gpus: Their names, by index.
+        driver: Of the GPUs.
+        nvlink: How the first two GPUs are joined, as ``nvidia-smi topo`` has it (``NV18``: eighteen links of NVLink).
+    """
 
     commit: str
     is_modified: bool
     cpu: str
     num_cores: int
+    gpus: tuple[str, ...]
+    driver: str
+    nvlink: str
     kernel: str
     python: str
     versions: dict[str, str]
@@ -51,11 +62,15 @@ class Environment:
                 versions[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 continue
+        gpus = [line.split(", ") for line in _nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()]
         return cls(
-            commit=_git("rev-parse", "--short=12", "HEAD") or "unknown",
-            is_modified=bool(_git("status", "--porcelain", "--untracked-files=no")),
+            commit=_run("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown"),
+            is_modified=bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
             cpu=_cpu_model(),
             num_cores=len(os.sched_getaffinity(0)),
+            gpus=tuple(name for name, *_ in gpus),
+            driver=gpus[0][-1] if gpus else "",
+            nvlink=link_of(_nvidia_smi("topo", "-m")) if len(gpus) > 1 else "",
             kernel=platform.release(),
             python=platform.python_version(),
             versions=versions,
@@ -65,6 +80,13 @@ class Environment:
 
     def to_json(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+    def __str__(self) -> str:
+        """One line, to stand under a table."""
+        state = f"{self.commit}{' (modified)' if self.is_modified else ''}"
+        gpus = [f"{len(self.gpus)} x {self.gpus[0]}, driver {self.driver}"] if self.gpus else []
+        parts = [f"{self.cpu}, {self.num_cores} cores", *gpus, *([self.nvlink] if self.nvlink else [])]
+        return ", ".join([*parts, f"Linux {self.kernel}", f"Python {self.python}", f"commit {state}", self.date])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +195,7 @@ class Report:
         for case, facts in self.facts.items():
             named = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items())
             console.print(f"{case}: {', '.join(named)}")
-        here = self.environment
-        state = f"{here.commit}{' (modified)' if here.is_modified else ''}"
-        console.print(
-            f"{here.cpu}, {here.num_cores} cores, Linux {here.kernel}, Python {here.python}, commit {state}, {here.date}"
-        )
+        console.print(str(self.environment))
 
     def write_json(self, path: Path) -> None:
         """The whole report, samples included."""
@@ -239,12 +257,33 @@ def _main_module() -> str:
     return spec.name if spec is not None else Path(sys.argv[0]).name
 
 
-def _git(*arguments: str) -> str:
+def link_of(topology: str) -> str:
+    """How GPU 0 and GPU 1 are joined.
+
+    Args:
+        topology: What ``nvidia-smi topo -m`` prints: a row and a column for each GPU.
+
+    Returns:
+        For example ``NV18`` or ``PHB``; empty where it has no two GPUs.
+    """
+    for line in topology.splitlines():
+        words = line.split()
+        if words[:1] == ["GPU0"] and len(words) > 2 and "X" in words[1]:
+            return words[2]
+    return ""
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    return _run("nvidia-smi", *arguments)
+
+
+def _run(*command: str) -> str:
+    """What it prints; nothing where it cannot be run or fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip()
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _cpu_model() -> str:

@@ -14,7 +14,8 @@ import pytest
 from bench.table import Outcome, outcomes_of
 from bench.timing import ROOT
 
-ENVIRONMENT = {"commit", "is_modified", "cpu", "num_cores", "kernel", "python", "versions", "date", "command"}
+MACHINE = {"cpu", "num_cores", "gpus", "driver", "nvlink", "kernel"}
+ENVIRONMENT = MACHINE | {"commit", "is_modified", "python", "versions", "date", "command"}
 ROW = {"case", "what", "median_s", "p99_s", "spread", "bytes", "gb_per_s", "ratio", "ratio_to", "samples_s"}
 POOL_TINY = ("--mb", "1", "--in-flight", "2", "--chunk-tokens", "4", "--ring-mb", "4")
 

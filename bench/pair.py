@@ -1,0 +1,156 @@
+"""Two processes of a benchmark: one writes, the other is written to, each on a device of its own where there are two."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from transfer.staging import zeroed_bytes
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+class PairFailed(Exception):
+    """One of the two processes failed, or both took too long; the message says what it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """Where the two ends keep their bytes.
+
+    Args:
+        writer, target: Devices of the two processes. Both see all GPUs: a GPU's memory can be mapped only where both are seen.
+    """
+
+    writer: str
+    target: str
+
+    @classmethod
+    def of(cls, device_type: DeviceType, *, is_one_gpu: bool = False) -> Devices:
+        """Two GPUs where there are two; else both ends on the one.
+
+        Args:
+            is_one_gpu: Take one GPU all the same.
+
+        Raises:
+            PairFailed: `device_type` is cuda, and there is no GPU.
+        """
+        if device_type == "cpu":
+            return cls(writer="cpu", target="cpu")
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise PairFailed("device is cuda, and torch sees no CUDA device here")
+        return cls(writer="cuda:0", target="cuda:0" if count == 1 or is_one_gpu else "cuda:1")
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.writer != "cpu"
+
+    @property
+    def are_same(self) -> bool:
+        return self.writer == self.target
+
+    def __str__(self) -> str:
+        if not self.is_cuda:
+            return "two CPU processes"
+        return "two processes on one GPU" if self.are_same else f"two processes on {self.writer} and {self.target}"
+
+
+def bytes_on(device: str, num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] of ones, aligned and touched."""
+    return zeroed_bytes(num_bytes, device).fill_(1)
+
+
+def synchronize(device: str) -> None:
+    """Wait for all that this process has queued on the device; nothing on the CPU."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+End = Callable[..., Any]
+"""`end(pipe, device, *arguments)`: a process's whole work. `pipe` is joined to the other process, `device` is its own, already
+current; what it returns must be pickled."""
+
+
+def run_pair(write: End, serve: End, *arguments: Any, devices: Devices, timeout_s: float) -> Any:
+    """Run both ends in processes of their own, and return what the writer's returned.
+
+    Args:
+        write, serve: Module-level functions, for they travel by name.
+
+    Raises:
+        PairFailed: One of them raised or died, or the writer did not return within `timeout_s`. Nothing of them is left then.
+    """
+    context = multiprocessing.get_context("spawn")
+    writer_pipe, target_pipe = context.Pipe()
+    results, processes = [], []
+    for end, pipe, device in ((write, writer_pipe, devices.writer), (serve, target_pipe, devices.target)):
+        result, far_result = context.Pipe(duplex=False)
+        process = context.Process(target=_run_end, args=(end, pipe, far_result, device, arguments), daemon=False)
+        process.start()
+        for used in (pipe, far_result):
+            used.close()  # so that the end of the process is the end of its pipes
+        results.append(result)
+        processes.append(process)
+    grace_s = 0.0
+    try:
+        value = _first_result(results, time.monotonic() + timeout_s, timeout_s)
+        grace_s = _GRACE_S
+        return value
+    finally:
+        for process in processes:
+            process.join(grace_s)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+_GRACE_S = 5.0  # for the other process to end, or to say what it failed of
+
+
+def _first_result(results: list[Connection], ends_s: float, timeout_s: float) -> Any:
+    """The writer's (first) result; the target's counts only where it is an error."""
+    waiting = dict(zip(("writer", "target"), results, strict=True))
+    while ready := wait(waiting.values(), max(0.0, ends_s - time.monotonic())):
+        for role in [role for role, connection in waiting.items() if connection in ready]:
+            is_good, value = _received(waiting.pop(role))
+            if not is_good:
+                # The other one usually fails of it, by the end of its pipe; or the other way round.
+                others = [f"the {other} {_received(pipe)[1]}" for other, pipe in waiting.items() if pipe.poll(_GRACE_S)]
+                raise PairFailed("; ".join([f"the {role} {value}", *others]))
+            if role == "writer":
+                return value
+    raise PairFailed(f"not done within {timeout_s:.0f} s")
+
+
+def _received(connection: Connection) -> tuple[bool, Any]:
+    try:
+        is_good, value = connection.recv()
+    except EOFError:
+        return False, "died"
+    return is_good, value
+
+
+def _run_end(end: End, pipe: Connection, result: Connection, device: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        value = end(pipe, device, *arguments)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            result.send(
+                (False, f"failed with {type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})")
+            )
+        return
+    result.send((True, value))
