@@ -69,6 +69,7 @@ class Receiver:
         self._settings = settings
         self._ring = ring
         self._sessions: dict[int, int] = {}  # session -> incarnation of the writer
+        self._lost: set[int] = set()  # sessions that were closed, and whose writers may still write
         self._requests: dict[str, Request] = {}
         self._live: dict[int, Piece] = {}  # by grant.begin
         self._unposted: dict[int, Piece] = {}  # of those, without a receive; in the order of positions
@@ -103,7 +104,7 @@ class Receiver:
         self._now_s = now_s
         match event:
             case SessionOpened():
-                if event.session in self._sessions:
+                if event.session in self._sessions or event.session in self._lost:
                     raise LocalProtocolError(f"session {event.session:#x} opened twice")
                 self._sessions[event.session] = event.incarnation
             case SessionLost():
@@ -218,8 +219,14 @@ class Receiver:
     # Sessions
 
     def _on_session_lost(self, event: SessionLost) -> None:
+        if not event.is_over and not self._settings.is_one_sided:
+            raise LocalProtocolError(
+                f"session {event.session:#x} is lost with is_over False; on a two-sided transport its close is its end"
+            )
         if self._sessions.pop(event.session, None) is None:
             return
+        if not event.is_over:
+            self._lost.add(event.session)
         for request in list(self._requests.values()):
             mine = [route for route in request.routes.values() if route.incoming.session == event.session]
             for route in mine:
@@ -230,9 +237,10 @@ class Receiver:
                 self._settle(request)
 
     def _on_session_over(self, session: int) -> None:
-        """What the session's writer still could write into is quarantined until now."""
-        if session in self._sessions:
-            raise LocalProtocolError(f"session {session:#x} is over, but was not lost")
+        """The writer is gone for good: what it could still write into goes back to the ring."""
+        if session not in self._lost:
+            raise LocalProtocolError(f"session {session:#x} is over, but it was not lost, or was over before")
+        self._lost.remove(session)
         for request in list(self._requests.values()):
             mine = [route for route in request.routes.values() if route.incoming.session == session]
             for route in mine:

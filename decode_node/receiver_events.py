@@ -69,7 +69,8 @@ class SessionLost:
     """The session's transport is closed.
 
     Args:
-        is_over: No byte of its writer can land any more, which ends its quarantine; otherwise `SessionOver` follows.
+        is_over: No byte of its writer can land any more, which ends its quarantine; otherwise `SessionOver` follows. False only
+            on a one-sided transport: where a write needs a receive, the close takes it away.
     """
 
     session: int

@@ -326,16 +326,15 @@ class Sender:
         request.to_gather -= not piece.gathered  # of a piece that is sent again it was counted before
         piece.gathered, piece.digest = True, event.digest
         session = self._sessions.get(piece.route.session)
-        if request.failure is not None or session is None:
+        if session is not None and session.is_direct:
+            self._on_written(piece)  # also of a failed request: its key is spent, and must not be declined as well
+        elif session is None or request.failure is not None:
             self._slots.free(piece)
             self._give_up(piece)
             self._finish_failed(request)
-            return
-        if request.to_gather == 0 and not request.is_source_kept:
-            self._release_source(request)
-        if session.is_direct:
-            self._on_written(piece)
         else:
+            if request.to_gather == 0 and not request.is_source_kept:
+                self._release_source(request)
             self._write(piece)
 
     def _write(self, piece: Piece) -> None:
@@ -469,7 +468,7 @@ class Sender:
             first_bytes = Grant(message.begin, message.begin + ALIGNMENT_BYTES)
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is Stage.WRITTEN and message.attempt == piece.attempt:
-            # The slot still holds what was gathered, or the pages do: they are kept until the grant's release for just this.
+            # Slots, and the pages behind direct sessions, are kept until the grant's release for just this.
             self._sessions[session].written.discard(piece)
             piece.attempt += 1
             piece.request.resends += 1

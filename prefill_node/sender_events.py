@@ -73,6 +73,7 @@ class OutgoingRequest:
 class SessionOpened:
     """Args:
     is_direct: Gathers store straight into the peer's ring: they need no write, and leave no copy that could be sent again.
+        Only on a one-sided transport, for no receive meets them.
     """
 
     session: int
@@ -83,7 +84,11 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLost:
-    """The session's transport is closed: nothing of it is under way any more."""
+    """The session's transport is closed: none of its writes is under way any more.
+
+    Gathers are: each ends with its `GatherFinished`. Those of a direct session may still store into the peer's ring until then,
+    which is why the peer keeps what they could touch in quarantine until this process has given up its access.
+    """
 
     session: int
     reason: str
@@ -173,7 +178,9 @@ class Send:
 class StartGather:
     """Gather the piece, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics.
 
-    It goes into the slot; on a direct session straight into the grant, and the slot only bounds how much is under way.
+    It goes into the slot; on a direct session straight into the grant, all of it stored there before the answer, and the slot
+    only bounds how much is under way. Where a direct session was closed meanwhile, nothing is gathered, and the answer comes
+    all the same.
     """
 
     slot: int
@@ -209,7 +216,11 @@ class Decline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReleased:
-    """No gather will read the request's pages again."""
+    """No gather will read the request's pages again.
+
+    Said when the last gather is done; with a direct session among its own only once every piece is released, for a rejected one
+    is gathered again.
+    """
 
     request_id: str
 

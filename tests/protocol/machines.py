@@ -59,6 +59,7 @@ class SenderHand:
         prefill_tp: int = 1,
         decode_tp: int = 1,
         write_timeout_s: float = 30.0,
+        direct: frozenset[int] = frozenset(),
     ) -> None:
         settings = tx.SenderSettings(num_slots=num_slots, grants_ahead=grants_ahead, write_timeout_s=write_timeout_s)
         self.machine = Sender(settings, incarnation=PREFILL_LIFE)
@@ -68,7 +69,8 @@ class SenderHand:
             route for route in routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)) if route.prefill_rank == 0
         ]
         for route in self.routes:
-            self.open(1 + route.decode_rank, ring_cells=ring_cells)
+            number = 1 + route.decode_rank
+            self.open(number, ring_cells=ring_cells, is_direct=number in direct)
 
     def tell(self, event: tx.Event, *, now_s: float | None = None) -> list[tx.Action]:
         self.now_s = self.now_s if now_s is None else now_s
@@ -76,8 +78,10 @@ class SenderHand:
         self.machine.check_invariants()
         return actions
 
-    def open(self, session: int, *, ring_cells: int = 8) -> None:
-        self.tell(tx.SessionOpened(session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_cells * CELL))
+    def open(self, session: int, *, ring_cells: int = 8, is_direct: bool = False) -> None:
+        self.tell(
+            tx.SessionOpened(session=session, incarnation=DECODE_LIFE, ring_capacity_bytes=ring_cells * CELL, is_direct=is_direct)
+        )
 
     def start(self, request_id: str = "r", *, num_tokens: int = 8) -> list[tx.Action]:
         mine = tuple(tx.OutgoingRoute(route=route, session=1 + route.decode_rank) for route in self.routes)
@@ -138,6 +142,12 @@ class SenderHand:
         self.grant({0: grant or cells(0, 2)})
         assert of_type(self.compute(0), tx.StartGather)
         assert of_type(self.gathered(0), tx.StartWrite)
+
+    def to_gathering(self, grant: Grant | None = None, *, num_tokens: int = 4) -> None:
+        """One request, its first chunk being gathered, with slot 0."""
+        self.start(num_tokens=num_tokens)
+        self.grant({0: grant or cells(0, 2)})
+        assert of_type(self.compute(0), tx.StartGather)
 
 
 class ReceiverHand:
@@ -216,6 +226,12 @@ class ReceiverHand:
 
     def scattered(self, grant: Grant, *, is_intact: bool = True) -> list[rx.Action]:
         return self.tell(rx.ScatterFinished(grant=grant, is_intact=is_intact))
+
+    def lose(self, session: int = 1, *, is_over: bool = True) -> list[rx.Action]:
+        return self.tell(rx.SessionLost(session=session, reason="peer died", is_over=is_over))
+
+    def over(self, session: int = 1) -> list[rx.Action]:
+        return self.tell(rx.SessionOver(session=session))
 
     def cancel(self, request_id: str = "r") -> list[rx.Action]:
         return self.tell(rx.RequestCancelled(request_id=request_id, reason="client went away"))

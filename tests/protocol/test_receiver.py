@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_node import receiver_events as rx
-from tests.protocol.machines import CELL, PREFILL_LIFE, WHOLE_CHUNK, ReceiverHand, cells, messages, of_type
+from tests.protocol.machines import CELL, LAYOUT, PLAN, PREFILL_LIFE, WHOLE_CHUNK, ReceiverHand, cells, messages, of_type
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.messages import AbortTransfer, ChunkRejected, GrantRefused, GrantsIssued, WriterDrained
 from transfer.ring import Grant, grant_key
@@ -355,3 +355,152 @@ def test_a_drained_writer_is_not_reminded_of_what_is_being_scattered() -> None:
     receiver.tell(rx.RequestCancelled(request_id="r", reason="the client went away"))
     receiver.hear(WriterDrained(incarnation=PREFILL_LIFE, request_id="r", route=0))
     assert receiver.tell(rx.Tick(), now_s=60.0) == []
+
+
+# Sessions that their close does not end: the writer has a mapping of the ring in a process of its own.
+
+
+def test_a_lost_writer_that_may_still_write_keeps_its_grants_in_quarantine() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    receiver.expect(num_tokens=8)
+    receiver.ask(0, 1)
+    actions = receiver.lose(is_over=False)
+    assert [failed.reason for failed in of_type(actions, rx.RequestFailed)] == ["peer died"]
+    assert of_type(actions, rx.RequestDrained)  # pages are safe: what still lands, lands in the ring
+    assert not of_type(actions, rx.Send)
+    assert not of_type(actions, rx.PublishWatermark)
+    assert receiver.ring.quarantined_bytes == receiver.ring.live_bytes == 4 * CELL
+    assert receiver.machine.is_known("r") and not receiver.machine.is_idle
+    assert receiver.tell(rx.Tick(), now_s=600.0) == []  # time frees nothing, and nobody is left to ask
+    assert receiver.lose() == [] and receiver.ring.live_bytes == 4 * CELL  # lost twice is no proof
+    assert [type(action) for action in receiver.over()] == [rx.PublishWatermark]
+    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle and not receiver.machine.is_known("r")
+
+
+def test_what_a_lost_writer_says_is_no_proof_either() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    receiver.expect(num_tokens=4)
+    receiver.ask(0)
+    receiver.lose(is_over=False)
+    assert drops(receiver.drained()) == ["unknown_session"]
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+
+
+def test_a_writer_that_drained_before_its_session_was_lost_holds_nothing() -> None:
+    receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
+    receiver.expect(num_tokens=4)
+    half = WHOLE_CHUNK // 2
+    for route in (0, 1):
+        receiver.ask(0, route=route, num_bytes=half, session=1 + route)
+    receiver.cancel()
+    receiver.drained(route=0, session=1)
+    assert receiver.ring.quarantined_bytes == CELL
+    assert receiver.lose(1, is_over=False) == []
+    assert receiver.over(1) == []
+    assert receiver.ring.quarantined_bytes == CELL
+    receiver.drained(route=1, session=2)
+    assert receiver.machine.is_idle
+
+
+def test_each_writer_of_a_request_ends_its_own_quarantine() -> None:
+    receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
+    receiver.expect(num_tokens=4)
+    half = WHOLE_CHUNK // 2
+    for route in (0, 1):
+        receiver.ask(0, route=route, num_bytes=half, session=1 + route)
+    actions = receiver.lose(1, is_over=False)
+    assert [send.session for send in of_type(actions, rx.Send)] == [2]
+    assert not of_type(receiver.lose(2, is_over=False), rx.RequestFailed)
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+    receiver.over(2)
+    assert receiver.ring.quarantined_bytes == CELL and receiver.machine.is_known("r")
+    receiver.over(1)
+    assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
+
+
+def test_only_the_requests_of_a_session_end_with_it() -> None:
+    receiver = ReceiverHand(is_one_sided=True, prefill_tp=2)
+    half = WHOLE_CHUNK // 2
+    routes = receiver.routes
+    for number, route in enumerate(routes):
+        receiver.routes = [route]
+        receiver.expect(f"r{number}", num_tokens=4)
+        receiver.ask(0, request_id=f"r{number}", route=route.index, num_bytes=half, session=1 + number)
+    receiver.lose(1, is_over=False)
+    receiver.over(1)
+    assert not receiver.machine.is_known("r0") and receiver.machine.is_known("r1")
+    assert receiver.ring.live_bytes == CELL and receiver.ring.quarantined_bytes == 0
+
+
+def test_a_scatter_of_a_lost_session_finishes_before_its_pages_are_safe() -> None:
+    """What was said to be ready is not written again unless it is rejected: intact, it goes back without waiting for the end."""
+    receiver = ReceiverHand(is_one_sided=True)
+    grant = receiver.to_scattering()
+    actions = receiver.lose(is_over=False)
+    assert of_type(actions, rx.RequestFailed)
+    assert not of_type(actions, rx.RequestDrained)
+    actions = receiver.scattered(grant)
+    assert of_type(actions, rx.RequestDrained)
+    assert receiver.ring.live_bytes == 0 and receiver.machine.is_known("r")
+    assert receiver.over() == [] and receiver.machine.is_idle
+
+
+def test_a_scatter_that_ends_broken_after_its_session_waits_for_the_writers_end() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    grant = receiver.to_scattering()
+    receiver.lose(is_over=False)
+    actions = receiver.scattered(grant, is_intact=False)
+    assert of_type(actions, rx.RequestDrained)
+    assert not of_type(actions, rx.Send)
+    assert receiver.ring.quarantined_bytes == 2 * CELL
+    receiver.over()
+    assert receiver.machine.is_idle
+
+
+def test_new_grants_step_around_what_a_lost_writer_may_still_write() -> None:
+    receiver = ReceiverHand(is_one_sided=True, ring_cells=4)
+    receiver.expect("lost", num_tokens=4)
+    receiver.ask(0, request_id="lost")
+    receiver.lose(is_over=False)
+    receiver.open(5)
+    request = rx.IncomingRequest(
+        request_id="next",
+        layout=LAYOUT,
+        plan=PLAN,
+        wire_dtype=LAYOUT.dtype,
+        num_tokens=8,
+        start_token=0,
+        routes=(rx.IncomingRoute(route=receiver.routes[0], session=5),),
+    )
+    receiver.tell(rx.RequestExpected(request=request))
+    first = receiver.grants_of(receiver.ask(0, request_id="next", session=5))[0]
+    assert first == cells(2, 4)
+    receiver.ready(0, first, request_id="next", session=5)
+    receiver.scattered(first)
+    second = receiver.grants_of(receiver.ask(1, request_id="next", session=5))[1]
+    assert second == cells(6, 8) and receiver.ring.is_writable(second)
+
+
+def test_a_request_over_a_session_that_is_not_over_has_nothing_to_wait_for() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    receiver.lose(is_over=False)
+    actions = receiver.expect(num_tokens=4)
+    assert of_type(actions, rx.RequestFailed)
+    assert of_type(actions, rx.RequestDrained)
+    assert receiver.machine.is_idle
+    assert receiver.over() == []
+
+
+def test_the_owner_is_told_when_it_ends_a_session_wrongly() -> None:
+    receiver = ReceiverHand(is_one_sided=True)
+    with pytest.raises(LocalProtocolError, match="session 0x1 is over, but it was not lost, or was over before"):
+        receiver.over()
+    receiver.lose(is_over=False)
+    with pytest.raises(LocalProtocolError, match="session 0x1 opened twice"):
+        receiver.open(1)
+    receiver.over()
+    with pytest.raises(LocalProtocolError, match="was over before"):
+        receiver.over()
+    two_sided = ReceiverHand()
+    with pytest.raises(LocalProtocolError, match="on a two-sided transport its close is its end"):
+        two_sided.lose(is_over=False)
