@@ -47,7 +47,10 @@ def demo(
     decode_page_size: Annotated[int, typer.Option(help="Tokens per page of the decode tier.")] = 32,
     prefill_order: Annotated[str, typer.Option(help="Order inside the prefill tier's pages: NHD or HND.")] = "NHD",
     decode_order: Annotated[str, typer.Option(help="Order inside the decode tier's pages: NHD or HND.")] = "NHD",
-    transport: Annotated[str, typer.Option(help="Data plane.")] = "ucx",
+    transport: Annotated[str, typer.Option(help="Data plane: ucx, nixl, or cuda_ipc between GPUs.")] = "ucx",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda: a GPU for each rank; the tiers share where there are too few.")
+    ] = "cpu",
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory; by default a small model is made.")] = None,
     model_kind: Annotated[ModelKind, typer.Option(help="What the layers of the model that is made keep.")] = ModelKind.LLAMA,
     dtype: Annotated[str, typer.Option(help="float32, where tokens are comparable, or model: its own.")] = "float32",
@@ -69,6 +72,7 @@ def demo(
             prefill_order=prefill_order,
             decode_order=decode_order,
             transport=transport,
+            device=device,
             model=model,
             model_kind=model_kind,
             dtype=dtype,

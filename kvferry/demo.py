@@ -49,6 +49,7 @@ class DemoOptions:
     """What to run. The nodes judge their own settings; here only what they never see is checked.
 
     Args:
+        device: "cpu" or "cuda".
         model: Hugging Face directory; None makes the demo model.
         model_kind: Which one.
         dtype: What both tiers and the single process compute in: "float32", in which tokens are comparable, or "model", the
@@ -66,6 +67,7 @@ class DemoOptions:
     prefill_order: str = "NHD"
     decode_order: str = "NHD"
     transport: str = "ucx"
+    device: str = "cpu"
     model: Path | None = None
     model_kind: ModelKind = ModelKind.LLAMA
     dtype: str = EXACT_DTYPE
@@ -79,6 +81,8 @@ class DemoOptions:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
         if self.dtype not in (EXACT_DTYPE, "model"):
             raise ConfigError(f"--dtype is {self.dtype}; it must be {EXACT_DTYPE} or model")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device is {self.device}; it must be cpu or cuda")
         if self.model is not None and self.model_kind is not ModelKind.LLAMA:
             raise ConfigError(f"--model-kind is {self.model_kind}; it is of the model that is made, and --model names another")
         if self.json_file is not None and not self.is_json_on_stdout:
@@ -104,6 +108,10 @@ class DemoOptions:
         is_tight = self.model_kind is not ModelKind.LLAMA
         if is_tight:
             settings["limits.max_running_requests"] = TIGHT_RUNNING_REQUESTS
+        decode_settings = dict(settings)
+        if self.device == "cuda":
+            settings["device"] = decode_settings["device"] = "cuda"
+            decode_settings["first_device"] = first_decode_device(self.prefill_tp, self.decode_tp)
         return ClusterSpec(
             prefill=TierSpec(
                 model=model,
@@ -117,11 +125,28 @@ class DemoOptions:
                 tp_size=self.decode_tp,
                 page_size=self.decode_page_size,
                 order=self.decode_order,
-                settings=settings,
+                settings=decode_settings,
             ),
             transport=self.transport,
             chunk_tokens=TIGHT_CHUNK_TOKENS if is_tight else None,
         )
+
+
+def first_decode_device(prefill_tp: int, decode_tp: int) -> int:
+    """Where the decode tier's GPUs begin: behind the prefill tier's where there are enough for both, else at 0.
+
+    Raises:
+        ConfigError: There are too few for one of the tiers.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < max(prefill_tp, decode_tp):
+        raise ConfigError(
+            f"--device is cuda, and torch sees {count} GPUs; a tier of TP {max(prefill_tp, decode_tp)} needs as many: "
+            "lower --prefill-tp or --decode-tp, or use --device cpu"
+        )
+    return prefill_tp if count >= prefill_tp + decode_tp else 0
 
 
 def _check_writable(file: Path) -> None:
