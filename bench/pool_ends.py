@@ -28,7 +28,7 @@ from transfer.config import PrefillNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link
-from transfer.kernels.digest import DIGEST_ALGORITHM
+from transfer.kernels.digest import DIGEST_XXH3
 from transfer.kv_pool import KVPool, as_words
 from transfer.layout import DType, KVLayout, Route, Shard, Span, TokenOrder, routes, wire_bytes
 from transfer.messages import PROTOCOL_VERSIONS
@@ -175,7 +175,7 @@ def own_instance(setting: Setting, shard: Shard, transport: UcxTransport) -> Ins
         layout=setting.layout,
         shard=shard,
         transport=transport.name,
-        digests=(DIGEST_ALGORITHM,),
+        digests=(DIGEST_XXH3,),
         protocol_versions=PROTOCOL_VERSIONS,
     )
 

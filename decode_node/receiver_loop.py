@@ -215,11 +215,13 @@ class ReceiverLoop:
                 self._owner.publish(self.ring.watermark())
             case protocol.RequestComplete():
                 del self._requests[action.request_id]
+                self._copier.forget(action.request_id)
                 self._owner.on_complete(action.request_id)
             case protocol.RequestFailed():
                 self._owner.on_failed(action.request_id, action.reason, is_data_loss=action.is_data_loss)
             case protocol.RequestDrained():
                 del self._requests[action.request_id]
+                self._copier.forget(action.request_id)
                 self._owner.on_drained(action.request_id)
             case protocol.CloseSession():
                 self.close_session(action.session, action.reason)
@@ -262,6 +264,7 @@ class ReceiverLoop:
             request.layout,
             action.route,
             action.chunk,
+            request_id=action.request_id,
             heads=Span(begin=heads.target_start, end=heads.target_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,

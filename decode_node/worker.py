@@ -115,7 +115,9 @@ class DecodeWorker:
             lambda: engine_loader(config)(config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         )
         self._transport = open_transport(config.transport, host=config.server.host, device_index=engine.pool.device.index)
-        self._instance = own_instance(engine, self._transport, incarnation=self._spec.incarnation)
+        self._instance = own_instance(
+            engine, self._transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type
+        )
         pool = engine.pool
         ring_memory = StagingBuffer(num_bytes=config.ring.capacity_bytes, device=pool.device)
         memory = rank_memory(engine, {"ring": ring_memory.num_bytes})

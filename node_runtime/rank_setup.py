@@ -133,10 +133,10 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> Instance:
-    """This rank's instance, as it tells its peers."""
+def own_instance(engine: Engine, transport: Transport, *, incarnation: int, device_type: str) -> Instance:
+    """This rank's instance, as it tells its peers; its pool is on a device of that type."""
     # Loads torch, for which a command line with wrong settings does not wait.
-    from transfer.kernels.digest import DIGEST_ALGORITHM
+    from transfer.kernels.digest import digests_for
 
     return Instance(
         incarnation=incarnation,
@@ -144,7 +144,7 @@ def own_instance(engine: Engine, transport: Transport, *, incarnation: int) -> I
         shard=engine.shard,
         model_fields=engine.model_fields,
         transport=transport.name,
-        digests=(DIGEST_ALGORITHM,),
+        digests=digests_for(device_type),
         protocol_versions=PROTOCOL_VERSIONS,
         capabilities=CAPABILITIES,
         version=transfer.__version__,

@@ -192,6 +192,7 @@ class SenderLoop:
             case protocol.Decline():
                 self._decline(action)
             case protocol.SourceReleased():
+                self._copier.forget(action.request_id)
                 self._owner.on_source_released(action.request_id)
             case protocol.PieceReleased():
                 self._metrics.ack_seconds(action.ack_s)
@@ -232,6 +233,7 @@ class SenderLoop:
             request.layout,
             action.route,
             action.chunk,
+            request_id=action.request_id,
             heads=Span(begin=heads.source_start, end=heads.source_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,

@@ -26,25 +26,49 @@ TORCH_DTYPES = {dtype: getattr(torch, dtype.value) for dtype in DType}
 _SATURATING = (torch.float16, torch.float8_e4m3fn)  # narrower in range than what is converted to them
 
 
-def convert(values: Tensor, dtype: DType) -> Tensor:
+def convert(values: Tensor, dtype: DType, *, scale: float = 1.0) -> Tensor:
     """`values` as `dtype`, rounded to nearest even: the one conversion of kvferry, wherever a pool's dtype differs.
 
     Values beyond the largest finite one of float16 (65504) or float8 (448), infinities too, become that one, where torch's own
     cast makes infinities or NaN of them: one of those poisons every later attention over its page. NaN stays NaN, with
     unspecified bits.
 
+    Args:
+        scale: What an element of the narrower dtype is multiplied by to be one of the wider, see `scale_factor`; without effect
+            where the dtype stays.
+
     Raises:
-        LayoutError: To or from int8, which carries no scale here.
+        LayoutError: To or from int8, which carries no scale here, or the scale is not usable.
     """
     target = TORCH_DTYPES[dtype]
     if values.dtype is target:
         return values
     if torch.int8 in (values.dtype, target):
         raise LayoutError(f"cannot convert {values.dtype} to {target}: int8 KV carries no scale here and is only copied")
+    factor = scale_factor(scale, from_bytes=values.element_size(), to_bytes=dtype.num_bytes)
+    if factor != 1.0:
+        values = values.float() * factor
     if target in _SATURATING:
         most = torch.finfo(target).max
         return values.float().clamp(-most, most).to(target)
     return values.to(target)
+
+
+def scale_factor(scale: float, *, from_bytes: int, to_bytes: int) -> float:
+    """What a conversion multiplies by, in float32: the scale where it widens, its reciprocal where it narrows, otherwise 1.
+
+    A reciprocal, rounded to float32, and not a division: torch itself divides by a number in one way on a CPU and in another on a
+    GPU, and KV must be the same bits wherever it is converted.
+
+    Raises:
+        LayoutError: The scale is not between 1e-30 and 1e30, so that it and its reciprocal are float32.
+    """
+    if not 1e-30 <= scale <= 1e30:
+        raise LayoutError(f"scale is {scale}; must be between 1e-30 and 1e30")
+    if from_bytes == to_bytes:
+        return 1.0
+    rounded = torch.tensor(scale if to_bytes > from_bytes else 1.0 / scale, dtype=torch.float32)
+    return rounded.item()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

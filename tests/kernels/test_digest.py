@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from transfer.errors import LocalProtocolError
-from transfer.kernels.digest import DIGEST_ALGORITHM, digest
+from transfer.kernels.digest import DIGEST_XXH3, digest
 
 
 def test_known_values_so_that_two_versions_agree() -> None:
-    assert DIGEST_ALGORITHM == "xxh3-64"
+    assert DIGEST_XXH3 == "xxh3-64"
     assert digest(b"") == 0x2D06800538D394C2
     assert digest(b"kvferry") == 0xC0EF06BFC9DA53BB
 

@@ -21,7 +21,7 @@ class NoEngine:
 
 def test_two_ranks_of_this_version_fit_and_tell_every_capability() -> None:
     transport = InprocTransport(InprocHub())
-    ours, theirs = (own_instance(NoEngine(), transport, incarnation=life) for life in (1, 2))
+    ours, theirs = (own_instance(NoEngine(), transport, incarnation=life, device_type="cpu") for life in (1, 2))
     assert check_compatible(ours, theirs).protocol_version == PROTOCOL_VERSION
     assert ours.capabilities == theirs.capabilities == CAPABILITIES
     assert {"layer_groups", "resend_once", "selective_release"} == CAPABILITIES

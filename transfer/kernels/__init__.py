@@ -6,27 +6,60 @@
 
 from __future__ import annotations
 
-from transfer.kernels.copier import HeadSliceCopier
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from transfer.errors import LayoutError
+from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
+from transfer.kernels.digest import HostDigest
 from transfer.kernels.host_copy import HostCopier
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, Span
 
-__all__ = ["HeadSliceCopier", "head_slice_copier"]
+__all__ = ["CopyPlan", "Digest", "HeadSliceCopier", "WireMemory", "add_digest", "head_slice_copier"]
 
 
-def head_slice_copier(pool: PagedKVPool, *, heads: Span, wire_dtype: DType) -> HeadSliceCopier:
+def head_slice_copier(
+    pool: PagedKVPool, *, heads: Span, wire_dtype: DType, scales: Mapping[tuple[int, bool], float] | None = None
+) -> HeadSliceCopier:
     """The fastest gather and scatter for this pool.
 
     Args:
         pool: Where the pages are.
         heads: The rank-local heads that travel: a route's `HeadSlice` seen from this side.
         wire_dtype: Element type on the wire, see `transfer.layout.wire_dtype`.
+        scales: See `HeadSliceCopier`.
 
     Raises:
         LayoutError: No layer of the pool has these heads, or the dtypes cannot be converted into each other.
     """
     if pool.device.type == "cpu":
-        return HostCopier(pool, heads=heads, wire_dtype=wire_dtype)
+        return HostCopier(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
     from transfer.kernels.head_slice import TritonCopier
 
-    return TritonCopier(pool, heads=heads, wire_dtype=wire_dtype)
+    return TritonCopier(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
+
+
+def add_digest(digest: Digest, wire: WireMemory, num_bytes: int) -> None:
+    """Add what the first `num_bytes` bytes of a wire count; for pieces whose plans cannot do it on their way.
+
+    On a GPU it is one more pass over the bytes, queued on the current stream.
+
+    Args:
+        digest: A `HostDigest` for a wire in host memory (a uint8 tensor), otherwise int64 [1] on the device.
+        wire: The wire.
+
+    Raises:
+        LayoutError: The wire is not where the digest is, or shorter than `num_bytes`.
+    """
+    if num_bytes > wire.numel():
+        raise LayoutError(f"num_bytes is {num_bytes}; wire has {wire.numel()}")
+    if isinstance(digest, HostDigest):
+        if not isinstance(wire, Tensor) or wire.device.type != "cpu":
+            raise LayoutError(f"wire is a {type(wire).__name__} that is not in host memory; a HostDigest takes nothing else")
+        digest.update(wire[:num_bytes])
+        return
+    from transfer.kernels.words import add_words
+
+    add_words(digest, wire, num_bytes)

@@ -3,36 +3,143 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from transfer.errors import LayoutError, LocalProtocolError
+from transfer.errors import LayoutError
+from transfer.kernels.digest import WORD_BYTES, HostDigest
 from transfer.kv_pool import TORCH_DTYPES, PagedKVPool
 from transfer.layout import DType, Span, TokenOrder, WireBuffer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CopyJob:
-    """One checked gather or scatter.
+class WireMemory(Protocol):
+    """What wire bytes lie in: a uint8 tensor, or memory of which only the address is known (a peer's ring)."""
 
-    Args:
-        pages: int64 [n] on the pool's device.
-        buffers: What to move.
-        wire: uint8 [bytes], contiguous, on the pool's device; wire side of `buffers`.
-        first_token: The request's token that lies in ``pages[0]`` at offset 0.
+    def data_ptr(self) -> int: ...
+
+    def numel(self) -> int:
+        """Bytes."""
+        ...
+
+
+Digest = Tensor | HostDigest
+"""Where a copy adds its digest: a `HostDigest` for a pool in host memory, int64 [1] on the pool's device otherwise."""
+
+
+class CopyPlan(ABC):
+    """A gather and a scatter of some buffers, checked and prepared once, for any pages and any wire memory.
+
+    Keep the plan, and what was given to a call, until the copy has run: on a GPU a call only queues it.
+
+    Attributes:
+        buffers: What it moves, without the empty ones.
+        num_wire_bytes: Bytes of the wire from its start to behind the last buffer.
+        num_moved_bytes: Bytes of the buffers; less than `num_wire_bytes` where there are others, or gaps, between them.
+        num_pages: Entries of a page table that it uses.
+        can_digest: Whether a call can be given a digest: it then adds what just the bytes of these buffers count. In host memory
+            where they are the wire's bytes from its start on, in order and without gaps; on a GPU where each is whole words.
     """
 
-    pages: Tensor
-    buffers: Sequence[WireBuffer]
-    wire: Tensor
-    first_token: int
+    def __init__(self, copier: HeadSliceCopier, buffers: Sequence[WireBuffer]) -> None:
+        self._copier = copier
+        self._pool = copier.pool
+        self.buffers = tuple(buffer for buffer in buffers if len(buffer.tokens))
+        for buffer in buffers:
+            copier.check_buffer(buffer)
+        self.num_wire_bytes = max((one.offset_bytes + one.num_bytes for one in self.buffers), default=0)
+        self.num_moved_bytes = sum(buffer.num_bytes for buffer in self.buffers)
+        self.num_pages = -(-max((one.tokens.end for one in self.buffers), default=0) // self._pool.page_size)
+        self.can_digest = self._can_digest()
 
-    def slots(self, buffer: WireBuffer) -> Span:
-        """The buffer's tokens, counted from the start of the page table."""
-        return Span(begin=buffer.tokens.begin - self.first_token, end=buffer.tokens.end - self.first_token)
+    def gather(self, pages: Tensor, out: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        """Copy tokens from their pages into `out`, laid out as the buffers say; bytes between and behind them stay.
+
+        On a GPU the copy is queued on the current stream, behind whatever wrote the pool there, and nothing waits for it.
+
+        Args:
+            pages: int64 [n], contiguous, on the pool's device: a page table in the order of its tokens. On CPU it is checked; on
+                a GPU it is not, but entries outside the pool are then left out, never followed.
+            out: At least `num_wire_bytes` bytes that the pool's device can write, aligned to the wire dtype. For a pool in host
+                memory a uint8 tensor.
+            first_page: The entry of `pages` whose first token is the buffers' token 0.
+            digest: What the moved bytes count is added to it, see `can_digest`.
+
+        Raises:
+            LayoutError: An argument is of the wrong kind, place or size, or `pages` names pages outside the pool or one twice.
+        """
+        self._check(pages, out, "out", first_page, digest)
+        self._gather(pages, out, first_page, digest)
+
+    def scatter(self, pages: Tensor, source: WireMemory, *, first_page: int = 0, digest: Digest | None = None) -> None:
+        """Copy `source` into the pages of its tokens: the reverse of `gather`, same arguments and errors.
+
+        No other slot and no other head of a page is touched. The digest is of the bytes of `source`.
+        """
+        self._check(pages, source, "source", first_page, digest)
+        self._scatter(pages, source, first_page, digest)
+
+    @abstractmethod
+    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None: ...
+
+    @abstractmethod
+    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None: ...
+
+    def _check_digest(self, digest: Digest) -> None:
+        """Refuse what this plan cannot add to; one on a GPU overrides."""
+        if not isinstance(digest, HostDigest):
+            raise LayoutError(f"digest is a {type(digest).__name__}; for a pool on {self._pool.device} it must be a HostDigest")
+
+    def _can_digest(self) -> bool:
+        """Of a plan in host memory; others override."""
+        end = 0
+        for buffer in self.buffers:
+            if buffer.offset_bytes != end:
+                return False
+            end += buffer.num_bytes
+        return True
+
+    def _check(self, pages: Tensor, wire: WireMemory, name: str, first_page: int, digest: Digest | None) -> None:
+        self._check_wire(wire, name)
+        pool = self._pool
+        if pages.dtype is not torch.int64 or pages.dim() != 1 or pages.device != pool.device or not pages.is_contiguous():
+            raise LayoutError(
+                f"pages is {pages.dtype} {tuple(pages.shape)}, stride {pages.stride()}, on {pages.device}; "
+                f"must be contiguous int64 [n] on {pool.device}"
+            )
+        if not 0 <= first_page <= pages.shape[0] - self.num_pages:
+            raise LayoutError(
+                f"first_page is {first_page} with {pages.shape[0]} entries in pages; the buffers take {self.num_pages} from it on"
+            )
+        if pool.device.type == "cpu":
+            check_pages(pages[first_page : first_page + self.num_pages], pool.num_pages)
+        if digest is not None:
+            if not self.can_digest:
+                raise LayoutError(
+                    f"digest is given, but the buffers ({self.num_moved_bytes} bytes of a wire of {self.num_wire_bytes}) are not "
+                    f"whole words of {WORD_BYTES} bytes, or not in order and gapless; add_digest over the whole wire instead"
+                )
+            self._check_digest(digest)
+
+    def _check_wire(self, wire: WireMemory, name: str) -> None:
+        if isinstance(wire, Tensor):
+            if wire.dtype is not torch.uint8 or wire.dim() != 1 or not wire.is_contiguous() or wire.device != self._pool.device:
+                raise LayoutError(
+                    f"{name} is {wire.dtype} {tuple(wire.shape)}, stride {wire.stride()}, on {wire.device}; "
+                    f"must be contiguous uint8 [bytes] on {self._pool.device}"
+                )
+        else:
+            self._check_address_only(wire, name)
+        if wire.numel() < self.num_wire_bytes:
+            raise LayoutError(f"{name} has {wire.numel()} bytes; the buffers take {self.num_wire_bytes}")
+        if wire.data_ptr() % self._copier.wire_dtype.num_bytes:
+            raise LayoutError(f"{name} begins at {wire.data_ptr():#x}; must be aligned to {self._copier.wire_dtype} elements")
+
+    def _check_address_only(self, wire: WireMemory, name: str) -> None:
+        """Of memory that is no tensor; a plan in host memory takes none."""
+        raise LayoutError(f"{name} is a {type(wire).__name__}; for a pool on {self._pool.device} it must be a uint8 tensor there")
 
 
 class HeadSliceCopier(ABC):
@@ -45,100 +152,62 @@ class HeadSliceCopier(ABC):
         pool: Where the pages are.
         heads: Rank-local heads, of every layer that will be named in a call.
         wire_dtype: Element type on the wire.
+        scales: By (layer, is_v): what an element of the narrower dtype is multiplied by to be one of the wider. Used only where
+            the dtypes differ in width; missing ones are 1.
 
     Raises:
-        LayoutError: No layer of the pool has these heads, or the dtypes cannot be converted into each other.
+        LayoutError: No layer of the pool has these heads, the dtypes cannot be converted into each other, or a scale is not
+            between 1e-30 and 1e30.
     """
 
-    def __init__(self, pool: PagedKVPool, *, heads: Span, wire_dtype: DType) -> None:
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        *,
+        heads: Span,
+        wire_dtype: DType,
+        scales: Mapping[tuple[int, bool], float] | None = None,
+    ) -> None:
         if not len(heads):
             raise LayoutError(f"heads [{heads.begin}, {heads.end}) is empty; a copier moves at least one head")
         if pool.element is not wire_dtype and DType.INT8 in (pool.element, wire_dtype):
             raise LayoutError(f"pool is {pool.element}, wire is {wire_dtype}: int8 KV carries no scale here and is only copied")
+        for (layer, is_v), scale in (scales or {}).items():
+            if not 1e-30 <= scale <= 1e30:
+                raise LayoutError(f"scales[{layer}, {is_v}] is {scale}; must be between 1e-30 and 1e30")
         self.pool = pool
         self.heads = heads
         self.wire_dtype = wire_dtype
-        self._wire_element_bytes = wire_dtype.num_bytes
-        self._views: dict[tuple[int, bool], Tensor] = {
+        self._scales = dict(scales or {})
+        self.views: dict[tuple[int, bool], Tensor] = {
             (layer, is_v): self._head_view(layer, is_v=is_v)
             for layer in pool.layers
             if heads.end <= pool.num_heads(layer)
             for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]
         }
-        self._row_bytes = {key: view.shape[2] * view.shape[3] * wire_dtype.num_bytes for key, view in self._views.items()}
-        if not self._views:
+        self._row_bytes = {key: view.shape[2] * view.shape[3] * wire_dtype.num_bytes for key, view in self.views.items()}
+        if not self.views:
             most = max(pool.num_heads(layer) for layer in pool.layers)
             raise LayoutError(f"heads [{heads.begin}, {heads.end}) leave the pool; its layers have at most {most} on this rank")
 
-    def gather(self, pages: Tensor, buffers: Sequence[WireBuffer], out: Tensor, *, first_token: int = 0) -> None:
-        """Copy tokens from their pages into `out`, laid out as `buffers` says.
-
-        On a GPU the copy is queued on the current stream, behind whatever wrote the pool there.
+    @abstractmethod
+    def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
+        """Prepare the copies of some buffers.
 
         Args:
-            pages: int64 or int32 [n], the request's page table in the order of its tokens; on the pool's device, or on CPU.
-                A table on a GPU is not checked, but entries outside the pool are then left out, never followed.
-            buffers: From `transfer.layout.wire_buffers`; token ranges may begin and end inside a page.
-            out: uint8 [bytes], contiguous, on the pool's device, aligned to the wire dtype; bytes outside of `buffers` stay.
-            first_token: The request's token that lies in ``pages[0]`` at offset 0.
+            buffers: From `transfer.layout.wire_buffers`, their tokens counted from the first token of a call's first page; token
+                ranges may begin and end inside a page.
 
         Raises:
             LayoutError: A buffer does not fit this pool, these heads or the wire dtype.
-            LocalProtocolError: A tensor is of the wrong kind, too short, or `pages` names pages outside the pool.
         """
-        self._gather(self._checked(pages, buffers, out, first_token))
 
-    def scatter(self, pages: Tensor, buffers: Sequence[WireBuffer], source: Tensor, *, first_token: int = 0) -> None:
-        """Copy `source` into the pages of its tokens: the reverse of `gather`, same arguments and errors.
+    def check_buffer(self, buffer: WireBuffer) -> None:
+        """Refuse what does not fit the pool, the heads or the wire dtype.
 
-        No other slot and no other head of a page is touched. The pages of one table are distinct.
+        Raises:
+            LayoutError: The argument, its value and what would be right.
         """
-        self._scatter(self._checked(pages, buffers, source, first_token))
-
-    @abstractmethod
-    def _gather(self, job: CopyJob) -> None: ...
-
-    @abstractmethod
-    def _scatter(self, job: CopyJob) -> None: ...
-
-    def _head_view(self, layer: int, *, is_v: bool) -> Tensor:
-        """[num_pages, page_size, heads, dim] of the heads that travel, whatever the pool's order; shared."""
-        buffer = self.pool.buffer(layer, is_v=is_v)
-        token_major = buffer if self.pool.order is TokenOrder.NHD else buffer.transpose(1, 2)
-        return token_major[:, :, self.heads.begin : self.heads.end]
-
-    def _checked(self, pages: Tensor, buffers: Sequence[WireBuffer], wire: Tensor, first_token: int) -> CopyJob:
-        pool = self.pool
-        if wire.dtype is not torch.uint8 or wire.dim() != 1 or not wire.is_contiguous() or wire.device != pool.device:
-            raise LocalProtocolError(
-                f"wire tensor is {wire.dtype} {tuple(wire.shape)}, stride {wire.stride()}, on {wire.device}; "
-                f"must be contiguous uint8 [bytes] on {pool.device}"
-            )
-        if wire.data_ptr() % self.wire_dtype.num_bytes:
-            raise LocalProtocolError(f"wire tensor at {wire.data_ptr():#x} is not aligned to {self.wire_dtype} elements")
-        job = CopyJob(pages=self._checked_pages(pages), buffers=buffers, wire=wire, first_token=first_token)
-        end, num_wire_bytes = 0, wire.numel()
-        for buffer in buffers:
-            self._check_buffer(buffer, first_token=first_token, num_wire_bytes=num_wire_bytes)
-            end = max(end, buffer.tokens.end)
-        if end - first_token > len(pages) * pool.page_size:
-            raise LocalProtocolError(
-                f"page table has {len(pages)} pages of {pool.page_size} tokens from token {first_token}; tokens go up to {end}"
-            )
-        return job
-
-    def _checked_pages(self, pages: Tensor) -> Tensor:
-        if pages.dtype not in (torch.int64, torch.int32) or pages.dim() != 1:
-            raise LocalProtocolError(f"page table is {pages.dtype} {tuple(pages.shape)}; must be int64 or int32 [n]")
-        if pages.device.type == "cpu" and len(pages):
-            lowest, highest = (int(edge) for edge in torch.aminmax(pages))
-            if lowest < 0 or highest >= self.pool.num_pages:
-                raise LocalProtocolError(f"page table has pages {lowest} to {highest}; the pool's are [0, {self.pool.num_pages})")
-        elif pages.device not in (torch.device("cpu"), self.pool.device):
-            raise LocalProtocolError(f"page table is on {pages.device}; must be on {self.pool.device} or cpu")
-        return pages.to(self.pool.device, torch.int64, non_blocking=True).contiguous()
-
-    def _check_buffer(self, buffer: WireBuffer, *, first_token: int, num_wire_bytes: int) -> None:
         row_bytes = self._row_bytes.get((buffer.layer, buffer.is_v))
         if row_bytes is None:
             raise LayoutError(
@@ -149,23 +218,56 @@ class HeadSliceCopier(ABC):
             raise LayoutError(
                 f"layer {buffer.layer} has row_bytes {buffer.row_bytes}; {row_bytes} with these heads in {self.wire_dtype}"
             )
-        if buffer.tokens.begin < first_token:
-            raise LocalProtocolError(
-                f"layer {buffer.layer} begins at token {buffer.tokens.begin}, before first_token {first_token}"
+        if buffer.tokens.begin < 0:
+            raise LayoutError(
+                f"layer {buffer.layer} begins at token {buffer.tokens.begin}; must count from 0, the first token of the first page"
             )
-        begin = buffer.offset_bytes
-        end = begin + buffer.num_bytes
-        if begin < 0 or end > num_wire_bytes or begin % self._wire_element_bytes:
-            raise LocalProtocolError(
-                f"layer {buffer.layer} lies at wire bytes [{begin}, {end}); must be inside [0, {num_wire_bytes}) "
-                f"and on {self.wire_dtype} elements"
+        if buffer.offset_bytes < 0 or buffer.offset_bytes % self.wire_dtype.num_bytes:
+            raise LayoutError(
+                f"layer {buffer.layer} has offset_bytes {buffer.offset_bytes}; must be on {self.wire_dtype} elements, from 0 on"
             )
 
-    def _view(self, buffer: WireBuffer) -> Tensor:
+    def view(self, buffer: WireBuffer) -> Tensor:
         """Pool side of a buffer: [num_pages, page_size, heads, dim] in the pool's dtype."""
-        return self._views[buffer.layer, buffer.is_v]
+        return self.views[buffer.layer, buffer.is_v]
 
-    def _wire(self, job: CopyJob, buffer: WireBuffer) -> Tensor:
+    def wire_part(self, wire: Tensor, buffer: WireBuffer) -> Tensor:
         """Wire side of a buffer: [tokens, heads, dim] in the wire's dtype."""
-        part = job.wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes]
-        return part.view(TORCH_DTYPES[self.wire_dtype]).view(len(buffer.tokens), *self._view(buffer).shape[2:])
+        part = wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes]
+        return part.view(TORCH_DTYPES[self.wire_dtype]).view(len(buffer.tokens), *self.view(buffer).shape[2:])
+
+    def scale(self, buffer: WireBuffer) -> float:
+        """Of the buffer; 1 where it has none."""
+        return self._scales.get((buffer.layer, buffer.is_v), 1.0)
+
+    def _head_view(self, layer: int, *, is_v: bool) -> Tensor:
+        """[num_pages, page_size, heads, dim] of the heads that travel, whatever the pool's order; shared."""
+        buffer = self.pool.buffer(layer, is_v=is_v)
+        token_major = buffer if self.pool.order is TokenOrder.NHD else buffer.transpose(1, 2)
+        return token_major[:, :, self.heads.begin : self.heads.end]
+
+
+def wire_tensor(wire: WireMemory) -> Tensor:
+    """The wire of a plan that takes only tensors, which its check has seen to."""
+    assert isinstance(wire, Tensor)
+    return wire
+
+
+def check_pages(pages: Tensor, num_pages: int) -> None:
+    """Refuse pages in host memory that are outside the pool or not distinct.
+
+    Args:
+        pages: int64 [n] on CPU.
+        num_pages: Of the pool.
+
+    Raises:
+        LayoutError: What is wrong, and what would be right.
+    """
+    if not len(pages):
+        return
+    lowest, highest = (int(edge) for edge in torch.aminmax(pages))
+    if lowest < 0 or highest >= num_pages:
+        raise LayoutError(f"pages has entries {lowest} to {highest}; the pool's are [0, {num_pages})")
+    ordered = pages.sort().values
+    if bool((is_repeated := ordered[1:] == ordered[:-1]).any()):
+        raise LayoutError(f"pages names page {int(ordered[1:][is_repeated][0])} twice; the pages of one table are distinct")

@@ -13,7 +13,7 @@ plain device copy (NHD, pages of 16 in random order; HND 0.95); between bfloat16
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transfer.kernels.copier import CopyJob, HeadSliceCopier
+from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.kernels.elements import ELEMENT_TYPES, narrowed, widened
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, Span, WireBuffer
@@ -131,29 +131,60 @@ class Words:
     wire_align: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CopyJob:
+    """One checked gather or scatter."""
+
+    pages: Tensor
+    buffers: Sequence[WireBuffer]
+    wire: Tensor
+
+    def slots(self, buffer: WireBuffer) -> Span:
+        return buffer.tokens
+
+
+class _TritonPlan(CopyPlan):
+    def __init__(self, copier: TritonCopier, buffers: Sequence[WireBuffer]) -> None:
+        super().__init__(copier, buffers)
+        self._launch_all = copier.launch_all
+
+    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+        self._launch_all(CopyJob(pages=pages[first_page:], buffers=self.buffers, wire=wire_tensor(out)), is_gather=True)
+
+    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+        self._launch_all(CopyJob(pages=pages[first_page:], buffers=self.buffers, wire=wire_tensor(source)), is_gather=False)
+
+    def _can_digest(self) -> bool:
+        return False
+
+
 class TritonCopier(HeadSliceCopier):
     """Gather and scatter by `copy_rows`: one launch per token range and run of equally spaced buffers of equal shape.
 
     Queued on the current stream of the pool's device. With TRITON_INTERPRET=1 it also works on CPU tensors, for tests.
     """
 
-    def __init__(self, pool: PagedKVPool, *, heads: Span, wire_dtype: DType) -> None:
-        super().__init__(pool, heads=heads, wire_dtype=wire_dtype)
-        self._index = {key: index for index, key in enumerate(self._views)}
-        geometry = {key: _row_geometry(view) for key, view in self._views.items()}
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        *,
+        heads: Span,
+        wire_dtype: DType,
+        scales: Mapping[tuple[int, bool], float] | None = None,
+    ) -> None:
+        super().__init__(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
+        self._index = {key: index for index, key in enumerate(self.views)}
+        geometry = {key: _row_geometry(view) for key, view in self.views.items()}
         self._geometries = list(dict.fromkeys(geometry.values()))
         self._geometry_of = {key: self._geometries.index(found) for key, found in geometry.items()}
-        addresses = [view.data_ptr() for view in self._views.values()]
+        addresses = [view.data_ptr() for view in self.views.values()]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=pool.device)
         self._address_alignment = math.gcd(*addresses)
 
-    def _gather(self, job: CopyJob) -> None:
-        self._launch_all(job, is_gather=True)
+    def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
+        return _TritonPlan(self, buffers)
 
-    def _scatter(self, job: CopyJob) -> None:
-        self._launch_all(job, is_gather=False)
-
-    def _launch_all(self, job: CopyJob, *, is_gather: bool) -> None:
+    def launch_all(self, job: CopyJob, *, is_gather: bool) -> None:
         with torch.cuda.device_of(job.wire):
             for launch in self._launches(job):
                 self._launch(job, launch, is_gather=is_gather)

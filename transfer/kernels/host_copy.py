@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transfer.kernels.copier import CopyJob, HeadSliceCopier
+from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
+from transfer.kernels.digest import HostDigest
 from transfer.kv_pool import PagedKVPool, convert
 from transfer.layout import DType, Span, WireBuffer
 
@@ -136,7 +137,7 @@ class BufferGroup:
 
     @property
     def wire(self) -> slice:
-        """Its bytes in the job's wire tensor."""
+        """Its bytes in the wire tensor."""
         return slice(self.first.offset_bytes, self.first.offset_bytes + self.count * self.first.num_bytes)
 
     @property
@@ -154,36 +155,58 @@ class BufferGroup:
 class HostCopier(HeadSliceCopier):
     """Gather and scatter of a pool in host memory; uses as many threads as torch is set to, for gathers of scattered pages."""
 
-    def __init__(self, pool: PagedKVPool, *, heads: Span, wire_dtype: DType) -> None:
-        super().__init__(pool, heads=heads, wire_dtype=wire_dtype)
-        self._places = _stacked(self._views)
-        self._is_converting = self.wire_dtype is not self.pool.element
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        *,
+        heads: Span,
+        wire_dtype: DType,
+        scales: Mapping[tuple[int, bool], float] | None = None,
+    ) -> None:
+        super().__init__(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
+        self.places = _stacked(self.views)
 
-    def _gather(self, job: CopyJob) -> None:
-        wire = job.wire.numpy()
-        for group in self._groups(job):
+    def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
+        return _HostPlan(self, buffers)
+
+
+class _HostPlan(CopyPlan):
+    def __init__(self, copier: HostCopier, buffers: Sequence[WireBuffer]) -> None:
+        super().__init__(copier, buffers)
+        self._places = copier.places
+        self._is_converting = copier.wire_dtype is not copier.pool.element
+
+    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+        copier, tensor = self._copier, wire_tensor(out)
+        wire = tensor.numpy()
+        for group in self._groups(pages[first_page:]):
             if not self._is_converting:
                 _gather_bytes(group.pieces, group.plan, wire[group.wire].reshape(group.count, -1))
                 continue
-            found = torch.empty((len(group.first.tokens), *self._view(group.first).shape[2:]), dtype=self.pool.dtype)
+            found = torch.empty((len(group.first.tokens), *copier.view(group.first).shape[2:]), dtype=self._pool.dtype)
             _gather_bytes(group.pieces, group.plan, found.view(torch.uint8).view(1, -1).numpy())
-            self._wire(job, group.first).copy_(convert(found, self.wire_dtype))
+            scale = copier.scale(group.first)
+            copier.wire_part(tensor, group.first).copy_(convert(found, copier.wire_dtype, scale=scale))
+        if isinstance(digest, HostDigest):
+            digest.update(wire[: self.num_wire_bytes])
 
-    def _scatter(self, job: CopyJob) -> None:
-        wire = job.wire.numpy()
-        for group in self._groups(job):
+    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+        copier, tensor = self._copier, wire_tensor(source)
+        wire = tensor.numpy()
+        for group in self._groups(pages[first_page:]):
             if not self._is_converting:
                 _scatter_bytes(group.pieces, group.plan, wire[group.wire].reshape(group.count, -1))
                 continue
-            values = convert(self._wire(job, group.first), self.pool.element)
+            scale = copier.scale(group.first)
+            values = convert(copier.wire_part(tensor, group.first), self._pool.element, scale=scale)
             _scatter_bytes(group.pieces, group.plan, values.view(torch.uint8).view(1, -1).numpy())
+        if isinstance(digest, HostDigest):
+            digest.update(wire[: self.num_wire_bytes])
 
-    def _groups(self, job: CopyJob) -> Iterator[BufferGroup]:
-        """The job's buffers; one by one where they are converted, so that the converted copy of each stays in the cache."""
+    def _groups(self, pages: Tensor) -> Iterator[BufferGroup]:
+        """The buffers; one by one where they are converted, so that the converted copy of each stays in the cache."""
         group: BufferGroup | None = None
-        for buffer in job.buffers:
-            if not len(buffer.tokens):
-                continue
+        for buffer in self.buffers:
             place = self._places[buffer.layer, buffer.is_v]
             is_same_range = group is not None and buffer.tokens == group.first.tokens  # nearly always, in a chunk
             if group is not None and is_same_range and not self._is_converting and group.is_continued_by(place, buffer):
@@ -193,7 +216,7 @@ class HostCopier(HeadSliceCopier):
                 yield group
             plan = group.plan if group is not None and is_same_range else None
             if plan is None:
-                plan = plan_tokens(job.pages, job.slots(buffer), self.pool.page_size)
+                plan = plan_tokens(pages, buffer.tokens, self._pool.page_size)
             group = BufferGroup(place=place, first=buffer, plan=plan)
         if group is not None:
             yield group

@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from transfer.kernels.copier import CopyJob, HeadSliceCopier
+from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
+from transfer.kernels.digest import FACTOR, STEP, WORD_BYTES, HostDigest
 from transfer.kv_pool import as_words, convert
 from transfer.layout import WireBuffer
 
 
 class ReferenceCopier(HeadSliceCopier):
-    """Works on every device; what the tests compare the others with."""
+    """Works on every device; what the tests compare the others with. Its plans digest only in host memory."""
 
-    def _gather(self, job: CopyJob) -> None:
-        for buffer in job.buffers:
-            page, offset = self._places(job, buffer)
-            found = as_words(self._view(buffer))[page, offset].view(self.pool.dtype)
-            self._wire(job, buffer).copy_(convert(found, self.wire_dtype))
+    def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
+        return _ReferencePlan(self, buffers)
 
-    def _scatter(self, job: CopyJob) -> None:
-        for buffer in job.buffers:
-            page, offset = self._places(job, buffer)
-            values = convert(self._wire(job, buffer), self.pool.element)
-            as_words(self._view(buffer))[page, offset] = as_words(values)
 
-    def _places(self, job: CopyJob, buffer: WireBuffer) -> tuple[Tensor, Tensor]:
+class _ReferencePlan(CopyPlan):
+    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+        wire, copier = wire_tensor(out), self._copier
+        for buffer in self.buffers:
+            page, offset = self._places(pages, first_page, buffer)
+            found = as_words(copier.view(buffer))[page, offset].view(self._pool.dtype)
+            copier.wire_part(wire, buffer).copy_(convert(found, copier.wire_dtype, scale=copier.scale(buffer)))
+        self._add(digest, wire)
+
+    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+        wire, copier = wire_tensor(source), self._copier
+        for buffer in self.buffers:
+            page, offset = self._places(pages, first_page, buffer)
+            values = convert(copier.wire_part(wire, buffer), self._pool.element, scale=copier.scale(buffer))
+            as_words(copier.view(buffer))[page, offset] = as_words(values)
+        self._add(digest, wire)
+
+    def _add(self, digest: Digest | None, wire: Tensor) -> None:
+        if isinstance(digest, HostDigest):
+            digest.update(wire[: self.num_wire_bytes])
+
+    def _places(self, pages: Tensor, first_page: int, buffer: WireBuffer) -> tuple[Tensor, Tensor]:
         """Page and offset of each token of the buffer, int64 [tokens] each."""
-        slots = job.slots(buffer)
-        slot = torch.arange(slots.begin, slots.end, device=self.pool.device)
-        return job.pages[slot // self.pool.page_size], slot % self.pool.page_size
+        slot = torch.arange(buffer.tokens.begin, buffer.tokens.end, device=self._pool.device)
+        return pages[first_page + slot // self._pool.page_size], slot % self._pool.page_size
+
+
+def reference_words_sum(payload: Tensor, first_word: int = 0) -> int:
+    """`transfer.kernels.digest.words_sum` of bytes on any device, in torch.
+
+    Args:
+        payload: uint8 [bytes], contiguous; the last word is filled up with zeros.
+        first_word: Number of the first word.
+    """
+    padded = torch.nn.functional.pad(payload, (0, -len(payload) % WORD_BYTES))
+    words = padded.view(torch.int64)
+    number = torch.arange(first_word + 1, first_word + 1 + len(words), device=payload.device)
+    mixed = words + number * _signed(STEP)
+    for _ in range(2):
+        mixed = (mixed ^ _high_half(mixed)) * _signed(FACTOR)
+    return int((mixed ^ _high_half(mixed)).sum().item()) % (1 << 64)
+
+
+def _high_half(words: Tensor) -> Tensor:
+    return (words >> 32) & 0xFFFFFFFF  # torch's shift copies the sign bit
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
