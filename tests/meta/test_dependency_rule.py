@@ -95,6 +95,7 @@ class Foreign:
 
 FOREIGN: dict[str, Foreign] = {
     "aiohttp": Foreign(distribution="aiohttp", allowed=("node_runtime/*", "kvferry/*")),
+    "cuda": Foreign(distribution="cuda-bindings", allowed=("transfer/transport/cuda_ipc_driver.py",)),
     "google": Foreign(distribution="protobuf", allowed=GRPC_FILES),
     "grpc": Foreign(distribution="grpcio", allowed=GRPC_FILES),
     "grpc_health": Foreign(distribution="grpcio-health-checking", allowed=GRPC_FILES),

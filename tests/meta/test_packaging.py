@@ -57,7 +57,8 @@ def test_every_requirement_is_pinned_once() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line) for line in lines)  # no local version such as +cpu
     assert len(_pins()) == len(lines)
-    assert {_distribution(one) for one in _requirements()} - set(_pins()) == set()
+    # cuda-bindings has the CUDA major of the host's torch, which asks for it: one file cannot say which.
+    assert {_distribution(one) for one in _requirements()} - set(_pins()) == {"cuda-bindings"}
 
 
 def test_pins_that_must_move_together() -> None:

@@ -1,0 +1,102 @@
+"""The two blobs of a CUDA IPC handshake: built and read, every field checked before CUDA hears of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from transfer.errors import ConfigError
+from transfer.transport.life_line import LineAddress
+from transfer.transport.peer import field_of, pack_blob, unpack_blob
+
+NAME = "cuda_ipc"
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+TOKEN_BYTES = 16
+_VERSION = 1
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """What a writer says of itself; `token` names the offer."""
+
+    line: LineAddress
+    token: bytes
+
+    def to_blob(self) -> bytes:
+        return pack_blob(NAME, _VERSION, "offer", {"line": self.line.to_wire(), "token": self.token})
+
+    @classmethod
+    def from_blob(cls, blob: bytes) -> Offered:
+        """Read an offer.
+
+        Raises:
+            ConfigError: It is none of this transport and version, or a field is wrong.
+        """
+        fields = unpack_blob(blob, transport=NAME, version=_VERSION, role="offer")
+        return cls(line=LineAddress.from_wire(fields.get("line")), token=_token(fields))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """What a target says of itself and of the memory that it offers: bytes [offset, offset + num_bytes) of an allocation.
+
+    Attributes:
+        line: Of the target's process.
+        token: The offer that is answered. Only the process that made it may map the memory, for the target watches that one.
+        device: UUID of the device that the memory lies on.
+        handle: The allocation's CUDA IPC handle.
+    """
+
+    line: LineAddress
+    token: bytes
+    device: str
+    handle: bytes
+    offset: int
+    num_bytes: int
+
+    def to_blob(self) -> bytes:
+        fields = {
+            "line": self.line.to_wire(),
+            "token": self.token,
+            "device": self.device,
+            "handle": self.handle,
+            "offset": self.offset,
+            "num_bytes": self.num_bytes,
+        }
+        return pack_blob(NAME, _VERSION, "answer", fields)
+
+    @classmethod
+    def from_blob(cls, blob: bytes, *, token: bytes) -> Answered:
+        """Read the answer to the offer named `token`.
+
+        Raises:
+            ConfigError: It is none of this transport and version, a field is wrong, or it answers another offer.
+        """
+        fields = unpack_blob(blob, transport=NAME, version=_VERSION, role="answer")
+        answered = cls(
+            line=LineAddress.from_wire(fields.get("line")),
+            token=_token(fields),
+            device=field_of(fields, "device", str),
+            handle=field_of(fields, "handle", bytes),
+            offset=field_of(fields, "offset", int),
+            num_bytes=field_of(fields, "num_bytes", int),
+        )
+        if answered.token != token:
+            raise ConfigError("the peer's answer belongs to another offer; complete each offer with its own answer")
+        if not _UUID.fullmatch(answered.device):
+            raise ConfigError(f"field device of the peer's blob is {answered.device[:48]!r}; expected a UUID")
+        if len(answered.handle) != HANDLE_BYTES:
+            raise ConfigError(f"field handle of the peer's blob has {len(answered.handle)} bytes; expected {HANDLE_BYTES}")
+        for name, value, least in (("offset", answered.offset, 0), ("num_bytes", answered.num_bytes, 1)):
+            if not least <= value < 2**48:
+                raise ConfigError(f"field {name} of the peer's blob is {value}; expected a number in [{least}, 2**48)")
+        return answered
+
+
+def _token(fields: dict[str, Any]) -> bytes:
+    token = field_of(fields, "token", bytes)
+    if len(token) != TOKEN_BYTES:
+        raise ConfigError(f"field token of the peer's blob has {len(token)} bytes; expected {TOKEN_BYTES}")
+    return token

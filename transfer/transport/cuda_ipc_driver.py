@@ -1,0 +1,301 @@
+"""What the CUDA IPC transport asks of CUDA, and CUDA's driver API behind it: the one file that calls cuda-bindings.
+
+The driver API and not the runtime's: here a device's primary context is made current for the length of a call, and what was
+current before comes back, whatever it was. With the runtime a thread that had no device yet would get one, and a context on it
+(hundreds of MiB), by the mere attempt to put things back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import UUID
+
+from transfer.errors import ConfigError, TransportError
+from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
+
+
+class CudaError(TransportError):
+    """A call of CUDA failed; the message names both. Many such errors end the process's use of its device for good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A run of device memory as another process finds it: `offset` bytes into the allocation that `handle` names."""
+
+    handle: bytes
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """A peer's allocation in this process, for the device that it was opened for."""
+
+    device: int
+    handle: bytes
+    address: int
+    num_bytes: int
+
+
+class CopyStream(Protocol):
+    """Copies of one session, one after the other, in order."""
+
+    def copy(self, target: int, source: int, num_bytes: int) -> Any:
+        """Queue a copy between two device addresses; returns what `is_done` takes."""
+        ...
+
+    def is_done(self, copy: Any) -> bool:
+        """Whether the copy has ended; ask for each one until it has, the oldest first."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until everything that was queued has ended."""
+        ...
+
+    def close(self) -> None:
+        """After `synchronize()`."""
+        ...
+
+
+class Cuda(Protocol):
+    """The part of CUDA that is used. Devices are numbered as this process sees them. Everything may raise `CudaError`."""
+
+    def device_of(self, address: int) -> int | None:
+        """The device on which an address lies; None: it is no device memory."""
+        ...
+
+    def uuid_of(self, device: int) -> str: ...
+
+    def device_with(self, uuid: str) -> int | None:
+        """None: this process does not see it (CUDA_VISIBLE_DEVICES)."""
+        ...
+
+    def can_access(self, device: int, peer: int) -> bool:
+        """Whether kernels of `device` can use memory of `peer`, which may be the same one."""
+        ...
+
+    def enable_access(self, device: int, peer: int) -> None:
+        """Let kernels of `device` use memory of `peer` in this process. May be called twice."""
+        ...
+
+    def export(self, device: int, address: int) -> Exported:
+        """Name memory of a device to other processes.
+
+        Raises:
+            ConfigError: It was allocated in a way that cannot be shared so.
+        """
+        ...
+
+    def open(self, device: int, handle: bytes) -> Mapped:
+        """Map a peer's allocation for kernels and copies of `device`; opened once, however often it is asked for."""
+        ...
+
+    def close(self, mapped: Mapped) -> None:
+        """Undo one `open`; the mapping goes with the last."""
+        ...
+
+    def open_stream(self, device: int) -> CopyStream: ...
+
+    def synchronize(self, device: int) -> None:
+        """Block until everything that this process had queued on the device has ended."""
+        ...
+
+
+class _DriverStream:
+    """A stream and its events, which are used again."""
+
+    def __init__(self, cuda: DriverCuda, device: int) -> None:
+        self._cuda = cuda
+        self._device = device
+        with cuda.on(device):
+            self._stream = cuda.call("cuStreamCreate", cuda.driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+        self._idle_events: list[Any] = []
+        self._events: list[Any] = []
+
+    def copy(self, target: int, source: int, num_bytes: int) -> Any:
+        with self._cuda.on(self._device):
+            event = self._idle_events.pop() if self._idle_events else self._new_event()
+            self._cuda.call("cuMemcpyAsync", target, source, num_bytes, self._stream)
+            self._cuda.call("cuEventRecord", event, self._stream)
+        return event
+
+    def is_done(self, copy: Any) -> bool:
+        with self._cuda.on(self._device):
+            (status,) = self._cuda.driver.cuEventQuery(copy)
+        if status == self._cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._cuda.check("cuEventQuery", status)
+        self._idle_events.append(copy)
+        return True
+
+    def synchronize(self) -> None:
+        with self._cuda.on(self._device):
+            self._cuda.call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        with self._cuda.on(self._device):
+            for event in self._events:
+                self._cuda.call("cuEventDestroy", event)
+            self._cuda.call("cuStreamDestroy", self._stream)
+        self._events = self._idle_events = []
+
+    def _new_event(self) -> Any:
+        event = self._cuda.call("cuEventCreate", self._cuda.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
+        self._events.append(event)
+        return event
+
+
+class DriverCuda:
+    """CUDA's driver API. One for the process (`driver_cuda()`), because mappings are per process; may be used by any thread.
+
+    Raises:
+        ConfigError: cuda-bindings or a device is missing.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.driver: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise ConfigError(
+                f"transport cuda_ipc needs cuda-bindings ({_in_a_line(error)}): pip install 'kvferry[cuda-ipc]', or choose "
+                "transport: ucx"
+            ) from error
+        try:
+            self.call("cuInit", 0)
+            self._num_devices = int(self.call("cuDeviceGetCount"))
+        except Exception as error:  # of several kinds where there is no libcuda
+            raise ConfigError(
+                f"transport cuda_ipc needs an NVIDIA GPU and its driver, and there is none ({_in_a_line(error)}): choose "
+                "transport: ucx"
+            ) from error
+        if self._num_devices == 0:
+            raise ConfigError("transport cuda_ipc needs an NVIDIA GPU, and CUDA_VISIBLE_DEVICES shows none")
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        self._mapped: dict[tuple[int, bytes], tuple[Mapped, int]] = {}
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """One function of the driver API; returns its value, if it has one.
+
+        Raises:
+            CudaError: It failed.
+        """
+        status, *values = getattr(self.driver, name)(*arguments)
+        self.check(name, status)
+        return values[0] if len(values) == 1 else values
+
+    def check(self, name: str, status: Any) -> None:
+        if status != self.driver.CUresult.CUDA_SUCCESS:
+            raise CudaError(f"{name} failed with {getattr(status, 'name', status)}")
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make a device's primary context current, which is the one that torch uses too."""
+        self.call("cuCtxPushCurrent", self._context(device))
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent")
+
+    def device_of(self, address: int) -> int | None:
+        attributes = self.driver.CUpointer_attribute
+        status, kind = self.driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+        if status != self.driver.CUresult.CUDA_SUCCESS or int(kind) != int(self.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+            return None
+        return int(self.call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+
+    def uuid_of(self, device: int) -> str:
+        # CUDA 12's plain cuDeviceGetUuid names the whole GPU where a MIG slice is used; CUDA 13 has only the right one left.
+        name = "cuDeviceGetUuid_v2" if hasattr(self.driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        return str(UUID(bytes=bytes(self.call(name, self._device(device)).bytes)))
+
+    def device_with(self, uuid: str) -> int | None:
+        return next((device for device in range(self._num_devices) if self.uuid_of(device) == uuid), None)
+
+    def can_access(self, device: int, peer: int) -> bool:
+        return device == peer or bool(self.call("cuDeviceCanAccessPeer", self._device(device), self._device(peer)))
+
+    def enable_access(self, device: int, peer: int) -> None:
+        if device == peer:
+            return
+        with self.on(device):
+            (status,) = self.driver.cuCtxEnablePeerAccess(self._context(peer), 0)
+        if status != self.driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            self.check("cuCtxEnablePeerAccess", status)
+
+    def export(self, device: int, address: int) -> Exported:
+        attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        if not self.call("cuPointerGetAttribute", attribute, address):
+            raise ConfigError(
+                "the ring's memory cannot be shared over CUDA IPC: allocate it with cudaMalloc; where torch allocates, take "
+                "expandable_segments:True and backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF), or "
+                "choose transport: ucx"
+            )
+        with self.on(device):
+            base, _ = self.call("cuMemGetAddressRange", address)
+            handle = self.call("cuIpcGetMemHandle", int(base))
+        return Exported(handle=ctypes.string_at(handle.getPtr(), HANDLE_BYTES), offset=address - int(base))
+
+    def open(self, device: int, handle: bytes) -> Mapped:
+        with self._lock:
+            mapped, times = self._mapped.get((device, handle), (None, 0))
+            if mapped is None:
+                mapped = self._open(device, handle)
+            self._mapped[device, handle] = (mapped, times + 1)
+            return mapped
+
+    def close(self, mapped: Mapped) -> None:
+        with self._lock:
+            _, times = self._mapped.pop((mapped.device, mapped.handle))
+            if times > 1:
+                self._mapped[mapped.device, mapped.handle] = (mapped, times - 1)
+                return
+            with self.on(mapped.device):
+                self.call("cuIpcCloseMemHandle", mapped.address)
+
+    def open_stream(self, device: int) -> CopyStream:
+        return _DriverStream(self, device)
+
+    def synchronize(self, device: int) -> None:
+        with self.on(device):
+            self.call("cuCtxSynchronize")
+
+    def _open(self, device: int, handle: bytes) -> Mapped:
+        native = self.driver.CUipcMemHandle()
+        # By address: the field that holds the bytes has no name in every cuda-bindings (none in 13.5).
+        ctypes.memmove(native.getPtr(), handle, HANDLE_BYTES)
+        flag = self.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        with self.on(device):  # the device that will use it: only then kernels of that device may be given the address
+            address = int(self.call("cuIpcOpenMemHandle", native, flag.value))
+            base, num_bytes = self.call("cuMemGetAddressRange", address)
+        return Mapped(device=device, handle=handle, address=int(base), num_bytes=int(num_bytes))
+
+    def _device(self, device: int) -> Any:
+        return self.call("cuDeviceGet", device)
+
+    def _context(self, device: int) -> Any:
+        """Kept for the life of the process, as torch keeps it."""
+        context = self._contexts.get(device)
+        if context is None:
+            context = self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", self._device(device))
+        return context
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+@functools.cache
+def driver_cuda() -> DriverCuda:
+    """The process's CUDA.
+
+    Raises:
+        ConfigError: cuda-bindings or a device is missing.
+    """
+    return DriverCuda()
