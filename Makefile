@@ -1,6 +1,6 @@
 # What people and CI call. `make help` lists it. Settings, on the command line:
 #   PYTHON=python3.12     the interpreter for .venv (default: the first of python3, python3.13, 3.12, 3.11, 3.14 that will do)
-#   EXTRAS=ucx-cu12,dev   the extras of pyproject.toml to install (default: ucx-cu13,dev)
+#   EXTRAS=ucx-cu12,nixl-cu12,dev   the extras of pyproject.toml to install (default: ucx-cu13,nixl,dev)
 #   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
 #                         gigabytes of CUDA libraries
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS    passed on to `kvferry demo`, pytest and the benchmarks
@@ -10,7 +10,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?=
-EXTRAS ?= ucx-cu13,dev
+EXTRAS ?= ucx-cu13,nixl,dev
 TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=

@@ -103,7 +103,8 @@ FOREIGN: dict[str, Foreign] = {
     "grpc_status": Foreign(distribution="grpcio-status", allowed=GRPC_FILES),
     "matplotlib": Foreign(distribution="matplotlib", allowed=("kvferry/plan_picture.py",)),
     "msgpack": Foreign(distribution="msgpack", allowed=("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
-    "nixl": Foreign(distribution="nixl", allowed=("transfer/transport/nixl.py",)),
+    "nixl_cu12": Foreign(distribution="nixl-cu12", allowed=("transfer/transport/nixl_library.py",)),
+    "nixl_cu13": Foreign(distribution="nixl-cu13", allowed=("transfer/transport/nixl_library.py",)),
     "numpy": Foreign(distribution="numpy", allowed=(*DEVICE_FILES, "transfer/digest.py")),
     "prometheus_client": Foreign(
         distribution="prometheus-client", allowed=("transfer/metrics.py", "node_runtime/*", "kvferry/*")

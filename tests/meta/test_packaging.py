@@ -72,6 +72,11 @@ def test_the_oldest_ucxx_is_the_one_that_the_transport_takes() -> None:
     assert [one for one in _requirements() if one.startswith("ucxx")] == [f"ucxx-cu12>={oldest}", f"ucxx-cu13>={oldest}"]
 
 
+def test_the_oldest_nixl_is_the_same_for_both_cuda_majors() -> None:
+    """And the package `nixl`, which would install both of them, is not asked for."""
+    assert [one for one in _requirements() if one.startswith("nixl")] == ["nixl-cu13>=1.5.1", "nixl-cu12>=1.5.1"]
+
+
 def test_type_checks_see_all_our_code() -> None:
     assert {*PACKAGES, "bench", "examples"} == set(PYPROJECT["tool"]["mypy"]["files"])
 

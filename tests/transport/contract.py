@@ -5,6 +5,7 @@ A new transport is one entry in `KINDS`.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
+from transfer.transport.nixl import NixlTransport
 from transfer.transport.ucx import UcxTransport
 
 Bytes = npt.NDArray[np.uint8]
@@ -31,11 +33,20 @@ KINDS: dict[str, Callable[[], tuple[Transport, Transport]]] = {
     "inproc-two-sided": lambda: _inproc(False),
     "ucx-shm": lambda: (UcxTransport(lane="shm"), UcxTransport(lane="shm")),
     "ucx-net": lambda: (UcxTransport(lane="net"), UcxTransport(lane="net")),
+    "nixl-shm": lambda: (NixlTransport(lane="shm"), NixlTransport(lane="shm")),
+    "nixl-net": lambda: (NixlTransport(lane="net"), NixlTransport(lane="net")),
 }
 
 
 def rng(begin: int, end: int) -> ByteRange:
     return ByteRange(begin=begin, end=end)
+
+
+def ring_of(num_bytes: int) -> Bytes:
+    """One shared mapping, as a rank's ring is where its transport asks for that, filled with `PATTERN`."""
+    ring = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    ring[:] = PATTERN
+    return ring
 
 
 def noise(num_bytes: int, seed: int = 0) -> Bytes:
@@ -94,7 +105,7 @@ def open_sessions(
 
 def open_pair(kind: str, *, source_bytes: int = 1 << 20, ring_bytes: int = 1 << 20) -> Pair:
     writer_transport, target_transport = KINDS[kind]()
-    source, ring = noise(source_bytes), np.full(ring_bytes, PATTERN, dtype=np.uint8)
+    source, ring = noise(source_bytes), ring_of(ring_bytes)
     source_memory, ring_memory = writer_transport.register(source), target_transport.register(ring)
     writer, target = open_sessions(writer_transport, target_transport, ring_memory)
     return Pair(

@@ -1,0 +1,306 @@
+"""Transport on NIXL: one-sided writes of host and device memory through its UCX plugin (RDMA, TCP, one host) or another one.
+
+One agent serves one session, at both ends. So the target's `close()` destroys everything that could still land through it: its
+registrations (an RDMA key is void from then on), its connections, its worker. Three lanes differ in what that is worth:
+
+- ``nixl/net`` (RDMA between hosts, TCP): nothing else is needed.
+- ``nixl/shm`` (host memory, both ends on one host): UCX writes straight into this process (process_vm_writev), whatever is
+  registered. The ring is offered under a second mapping of its own, which closing takes away (`nixl_revocation`). It needs memory
+  that is one shared mapping; other host memory is reached over ``nixl/net``.
+- ``nixl/ipc`` (device memory, both ends on one host): the writer maps it (CUDA IPC), and nothing here can end that. `is_over`
+  follows the writer's lease.
+
+A write is done when its source may be reused and it was flushed to the target. Errors of NIXL are exceptions, and final: a dead
+peer raises as soon as UCX notices. A frozen one leaves its writes pending over TCP; over shared memory and RDMA they are done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
+from transfer.transport.base import LocalMemory
+from transfer.transport.memory import HostMemory, Memory, memory_of
+from transfer.transport.nixl_library import UCX_BACKEND, Agent, address_of, device_of, load_nixl, transports_without, version_of
+from transfer.transport.nixl_revocation import CopyWatch, Lease, LeaseWatch, SharedAlias
+from transfer.transport.nixl_session import Ending, NixlSession, PeerMemory
+from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
+from transfer.transport.ucx_library import allows_shared_memory
+
+Lane = Literal["auto", "shm", "net"]
+
+_VERSION = 1
+_SHM, _IPC, _NET = "shm", "ipc", "net"
+_UNREVOCABLE = ("cma", "cuda_ipc")  # of UCX: they write into this process's memory without its help, whatever is registered
+
+
+class _Revocation:
+    """Ends a same-host writer's access to host memory: takes the mapping away, and knows when the last copy is over."""
+
+    def __init__(self, transport: NixlTransport, alias: SharedAlias, lease: LeaseWatch, pid: int) -> None:
+        self._transport = transport
+        self._alias = alias
+        self._lease = lease
+        self._pid = pid
+        self._copies: CopyWatch | None = None
+
+    def revoke(self) -> None:
+        self._alias.revoke()
+        self._copies = CopyWatch(self._pid)
+        self._transport.retire(self._alias, self._lease)
+
+    @property
+    def is_over(self) -> bool:
+        return self._copies is not None and (self._copies.is_over or self._lease.is_over)
+
+
+class _WaitForWriter:
+    """Nothing can be taken away: the writer's access ends with its lease."""
+
+    def __init__(self, lease: LeaseWatch) -> None:
+        self._lease = lease
+
+    def revoke(self) -> None:
+        pass
+
+    @property
+    def is_over(self) -> bool:
+        return self._lease.is_over
+
+
+class NixlOffer:
+    """The writer's half-open session."""
+
+    def __init__(self, transport: NixlTransport) -> None:
+        self._transport = transport
+        self._lease: Lease | None = Lease()
+        fields = {
+            "identity": ProcessIdentity.own().to_wire(),
+            "nixl": transport.version,
+            "backend": transport.backend,
+            "lane": transport.wanted_lane,
+            "lease": self._lease.to_wire(),
+        }
+        self._blob = pack_blob(transport.name, _VERSION, "offer", fields)
+
+    @property
+    def blob(self) -> bytes:
+        return self._blob
+
+    def complete(self, answer: bytes) -> NixlSession:
+        if self._lease is None:
+            raise TransportClosed("this offer was completed or closed before")
+        fields = unpack_blob(answer, transport=self._transport.name, version=_VERSION, role="answer")
+        session = self._transport.open_writer(fields, self._lease)
+        self._lease = None
+        return session
+
+    def close(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+
+class NixlTransport:
+    """Moves bytes one-sidedly between processes and hosts through NIXL.
+
+    Args:
+        lane: "auto" takes shared memory between processes of one host where it works, the network elsewhere. "shm": a session
+            over anything else is refused. "net": never shared memory. The two ends may not ask for opposite things.
+        backend: NIXL's plugin; both ends need the same one. Only "UCX" is tested, and only with it are there lanes to choose.
+        options: UCX options without their ``UCX_`` prefix (``{"NET_DEVICES": "mlx5_0:1"}``); they win over the environment.
+
+    Raises:
+        ConfigError: NIXL or the plugin is not installed, or a setting is wrong.
+    """
+
+    def __init__(self, *, lane: Lane = "auto", backend: str = UCX_BACKEND, options: Mapping[str, str] | None = None) -> None:
+        if lane not in ("auto", _SHM, _NET):
+            raise ConfigError(f"lane {lane!r} of transport nixl is unknown; use auto, shm or net")
+        if backend != UCX_BACKEND and (options or lane != "auto"):
+            raise ConfigError(f"backend {backend} of transport nixl takes no UCX options and no lane; they are for backend UCX")
+        self._lib = load_nixl()
+        self.version = version_of(self._lib)
+        self.backend = backend
+        self.wanted_lane: str = lane
+        self._options = dict(options or {})
+        self._memories: dict[int, Memory] = {}
+        self._sessions: set[NixlSession] = set()
+        self._retired: list[tuple[SharedAlias, LeaseWatch]] = []
+        self._closed = False
+        self._create_agent(_NET).close()  # finds a missing plugin here, and pays for loading it (0.4 s)
+
+    @property
+    def name(self) -> str:
+        return "nixl"
+
+    @property
+    def is_one_sided(self) -> bool:
+        return True
+
+    def register(self, buffer: Any) -> Memory:
+        memory = memory_of(buffer)
+        self._memories[id(memory)] = memory
+        return memory
+
+    def deregister(self, memory: LocalMemory) -> None:
+        own = self.own(memory)
+        if any(session.uses(own) for session in self._sessions):
+            raise LocalProtocolError(f"memory of {own.num_bytes} bytes is in use by an open session; close the session first")
+        for session in self._sessions:
+            session.drop(own)
+        del self._memories[id(own)]
+
+    def offer(self) -> NixlOffer:
+        self._check_open()
+        return NixlOffer(self)
+
+    def accept(self, blob: bytes, memory: LocalMemory) -> tuple[NixlSession, bytes]:
+        self._check_open()
+        self._sweep()
+        own = self.own(memory)
+        fields = unpack_blob(blob, transport=self.name, version=_VERSION, role="offer")
+        if field_of(fields, "backend", str) != self.backend:
+            raise ConfigError(
+                f"backend of transport nixl is {fields['backend'][:32]} at the writer and {self.backend} at the target; "
+                "both ends need the same one"
+            )
+        lane, address, ending = self._choose_lane(fields, own)
+        try:
+            agent = self._create_agent(lane)
+            agent.register(own, address)
+        except Exception:
+            if ending is not None:
+                ending.revoke()
+            raise
+        proof = ReadableProof()
+        session = NixlSession(self, agent, lane, offered=own, ending=ending, proof=proof)
+        self._sessions.add(session)
+        answer = {
+            "identity": ProcessIdentity.own().to_wire(),
+            "proof": proof.to_wire(),
+            "nixl": self.version,
+            "lane": lane,
+            "metadata": agent.metadata(),
+            "address": address,
+            "num_bytes": own.num_bytes,
+            "is_device": own.is_device,
+            "device_index": device_of(own),
+        }
+        return session, pack_blob(self.name, _VERSION, "answer", answer)
+
+    def close(self) -> None:
+        self._closed = True
+        for session in list(self._sessions):
+            session.close()
+        self._memories.clear()
+        self._sweep()
+
+    def own(self, memory: LocalMemory) -> Memory:
+        """The memory, if this transport registered it and has not deregistered it since.
+
+        Raises:
+            LocalProtocolError: It did not.
+        """
+        found = self._memories.get(id(memory))
+        if found is None:
+            raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this nixl transport")
+        return found
+
+    def open_writer(self, answer: dict[str, Any], lease: Lease) -> NixlSession:
+        """Connect to the target whose answer this is; the session gives the lease back when it is closed.
+
+        Raises:
+            ConfigError: The answer is not of this version.
+            PeerUnreachable: The target cannot be reached.
+        """
+        lane = field_of(answer, "lane", str)
+        if lane not in (_SHM, _IPC, _NET):
+            raise ConfigError(f"field lane of the peer's answer is {lane[:32]!r}; expected {_SHM}, {_IPC} or {_NET}")
+        target = ProcessIdentity.from_wire(answer.get("identity"))
+        peer = PeerMemory(
+            address=field_of(answer, "address", int),
+            num_bytes=field_of(answer, "num_bytes", int),
+            device_index=field_of(answer, "device_index", int),
+            is_device=field_of(answer, "is_device", bool),
+        )
+        if lane == _SHM and not can_read_memory_of(target.pid, answer.get("proof")):
+            if self.wanted_lane == _SHM:
+                raise PeerUnreachable(
+                    f"lane shm of transport nixl is not possible: process_vm_writev into target pid {target.pid} is not allowed "
+                    "(ptrace scope, seccomp, user); use lane auto or net"
+                )
+            lane = _NET
+        agent = self._create_agent(lane)
+        metadata = field_of(answer, "metadata", bytes)
+        try:
+            agent.connect(metadata)
+        except PeerUnreachable as error:
+            agent.close()
+            raise PeerUnreachable(f"{error} (NIXL {field_of(answer, 'nixl', str)[:32]} there, {self.version} here)") from error
+        session = NixlSession(self, agent, lane, peer=peer, lease=lease)
+        self._sessions.add(session)
+        return session
+
+    def retire(self, alias: SharedAlias, lease: LeaseWatch) -> None:
+        """Keep a revoked mapping's addresses from being used again while its writer may still write there."""
+        self._retired.append((alias, lease))
+        self._sweep()
+
+    def forget(self, session: NixlSession) -> None:
+        self._sessions.discard(session)
+
+    def _choose_lane(self, offer: dict[str, Any], memory: Memory) -> tuple[str, int, Ending | None]:
+        """Lane of a session, the address under which `memory` is offered, and how the writer's access ends."""
+        wanted = {self.wanted_lane, field_of(offer, "lane", str)} - {"auto"}
+        if len(wanted) > 1:
+            raise ConfigError(
+                f"lane of transport nixl is {offer['lane'][:32]} at the writer and {self.wanted_lane} at the target; "
+                "set both alike, or one to auto"
+            )
+        writer, here = ProcessIdentity.from_wire(offer.get("identity")), ProcessIdentity.own()
+        address = address_of(memory)
+        obstacle = "lane net is set"
+        if wanted != {_NET}:
+            lease = LeaseWatch.of(writer.pid, offer.get("lease")) if writer.shares_kernel_with(here) else None
+            if lease is None:
+                obstacle = (
+                    f"writer runs on host {writer.host}, target on {here.host}, or as another user, or in another pid namespace"
+                )
+            elif not isinstance(memory, HostMemory):
+                return _IPC, address, _WaitForWriter(lease)
+            elif not allows_shared_memory(self._tls()):
+                obstacle = f"UCX_TLS={self._tls()} leaves out cma"
+            elif not CopyWatch.is_possible(writer.pid):
+                obstacle = f"threads of writer pid {writer.pid} may not be looked at (ptrace scope, seccomp, user)"
+            elif (alias := SharedAlias.of(memory)) is None:
+                obstacle = "the target's memory is not one shared mapping"
+            else:
+                return _SHM, alias.address, _Revocation(self, alias, lease, writer.pid)
+            if lease is not None:
+                lease.close()
+        if wanted == {_SHM}:
+            raise PeerUnreachable(f"lane shm of transport nixl is not possible: {obstacle}; use lane auto or net")
+        return _NET, address, None
+
+    def _create_agent(self, lane: str) -> Agent:
+        options = dict(self._options)
+        if lane == _NET and self.backend == UCX_BACKEND:
+            options["TLS"] = transports_without(self._tls(), _UNREVOCABLE)
+        return Agent(self._lib, self.backend, options)
+
+    def _tls(self) -> str:
+        return self._options.get("TLS") or os.environ.get("UCX_TLS") or "all"
+
+    def _sweep(self) -> None:
+        """Release the addresses whose writers are over."""
+        over = [(alias, lease) for alias, lease in self._retired if lease.is_over]
+        for retired in over:
+            retired[0].release()
+            self._retired.remove(retired)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosed("transport nixl is closed")

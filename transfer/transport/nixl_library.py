@@ -1,0 +1,211 @@
+"""What is used of NIXL: its import, one agent per session, UCX's options under it; every dealing with its habits is here.
+
+The bindings are used without NIXL's Python wrapper: that one fixes the progress thread's delay at zero, which makes the thread
+poll without a pause (a whole core for each agent, seen), and logs to standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from transfer.errors import ConfigError, PeerUnreachable
+from transfer.transport.memory import HostMemory, Memory
+
+UCX_BACKEND = "UCX"
+_PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
+# The progress thread sleeps on UCX's descriptor and looks once in this time on top, should an event have been missed. It serves
+# what needs the target's help (TCP, connecting) while the owner's loop is idle: 10 wake-ups a second of a few microseconds.
+_PROGRESS_DELAY_US = 100_000
+
+
+def load_nixl() -> ModuleType:
+    """Import NIXL's bindings, of the CUDA major that this process's torch has where both are installed.
+
+    Raises:
+        ConfigError: NIXL is not installed.
+    """
+    torch = sys.modules.get("torch")
+    cuda = str(getattr(getattr(torch, "version", None), "cuda", None) or "13").partition(".")[0]
+    wanted = _PACKAGES.get(cuda, _PACKAGES["13"])
+    failures = []
+    for package in sorted(_PACKAGES.values(), key=lambda name: name != wanted):
+        try:
+            return importlib.import_module(f"{package}._bindings")
+        except ImportError as error:
+            failures.append(str(error))
+    raise ConfigError(
+        f"transport nixl needs NIXL ({'; '.join(failures)}): pip install 'kvferry[nixl]' (or kvferry[nixl-cu12] for CUDA 12; "
+        "both work without a GPU)"
+    )
+
+
+def version_of(lib: ModuleType) -> str:
+    """NIXL's version, for messages."""
+    return importlib.metadata.version(lib.__name__.partition(".")[0])
+
+
+def in_words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def transports_without(tls: str, left_out: tuple[str, ...]) -> str:
+    """A ``UCX_TLS`` like `tls` that cannot choose the transports `left_out`, nor an alias that holds one of them.
+
+    Raises:
+        ConfigError: Nothing would be left.
+    """
+    if tls.startswith("^"):
+        return ",".join([tls, *left_out])
+    names = tls.split(",")
+    if "all" in names:
+        return "^" + ",".join(left_out)
+    aliases = {alias for alias, held in _ALIASES.items() if held & set(left_out)}
+    left = [name for name in names if name not in aliases and name not in left_out]
+    if not set(left) - {"self"}:
+        raise ConfigError(f"UCX_TLS={tls} leaves nothing without {', '.join(left_out)}; add tcp or an RDMA transport")
+    return ",".join(left)
+
+
+_ALIASES = {"sm": {"cma"}, "shm": {"cma"}, "cuda": {"cuda_ipc"}}
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """UCX reads its options when an agent's backend is made: NIXL has no other door for values that hold a comma."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class Agent:
+    """One NIXL agent with one backend: all that one session has of NIXL, so that dropping it ends everything of the session.
+
+    Args:
+        lib: What `load_nixl` returned.
+        backend: The NIXL plugin that moves the bytes.
+        options: UCX options without their ``UCX_`` prefix; none for other backends.
+
+    Raises:
+        ConfigError: The plugin is missing or cannot be set up here.
+    """
+
+    def __init__(self, lib: ModuleType, backend: str, options: Mapping[str, str]) -> None:
+        self._lib = lib
+        config = lib.nixlAgentConfig()
+        config.useProgThread = True
+        config.useListenThread = False
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.syncMode = lib.NIXL_THREAD_SYNC_NONE  # one owner thread; NIXL locks against its own progress thread
+        self._agent = lib.nixlAgent(f"kvferry-{secrets.token_hex(8)}", config)
+        self._peer: Any = None
+        plugins = self._agent.getAvailPlugins()
+        if backend not in plugins:
+            raise ConfigError(f"backend {backend} of transport nixl is not installed; this NIXL has {', '.join(sorted(plugins))}")
+        with _environment({f"UCX_{name}": value for name, value in options.items()}):
+            try:
+                self._backend = self._agent.createBackend(backend, {})
+            except Exception as error:
+                raise ConfigError(f"backend {backend} of transport nixl refused the options {dict(options)}: {error}") from error
+
+    def register(self, memory: Memory, address: int) -> None:
+        """Make `memory` known under `address`.
+
+        Raises:
+            ConfigError: The backend cannot register it.
+        """
+        try:
+            self._agent.registerMem(self._described(memory, address), [self._backend])
+        except Exception as error:
+            where = f"device {device_of(memory)}" if memory.is_device else "the host"
+            raise ConfigError(f"NIXL cannot register {memory.num_bytes} bytes on {where}: {in_words(error)}") from error
+
+    def deregister(self, memory: Memory, address: int) -> None:
+        """Undo `register`."""
+        self._agent.deregisterMem(self._described(memory, address), [self._backend])
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this agent and its memory."""
+        return bytes(self._agent.getLocalMD())
+
+    def connect(self, metadata: bytes) -> None:
+        """Take a peer's `metadata`.
+
+        Raises:
+            PeerUnreachable: NIXL cannot use it, or cannot reach its address.
+        """
+        try:
+            self._peer = self._agent.loadRemoteMD(metadata)
+            self._agent.makeConnection(self._peer, [self._backend])
+        except Exception as error:
+            raise PeerUnreachable(f"NIXL cannot reach the peer's agent: {in_words(error)}") from error
+
+    def start(
+        self, source: tuple[int, int, int], target: tuple[int, int, int], *, source_on_device: bool, target_on_device: bool
+    ) -> Any:
+        """Post one write of (address, bytes, device) to (address, bytes, device).
+
+        Returns:
+            The request, pending, or None: it is complete already.
+        """
+        request = self._agent.createXferReq(
+            self._lib.NIXL_WRITE,
+            self._lib.nixlXferDList(self._kind(source_on_device), [source]),
+            self._lib.nixlXferDList(self._kind(target_on_device), [target]),
+            self._peer,
+            b"",
+            [self._backend],
+        )
+        try:
+            status = self._agent.postXferReq(request, b"")
+        except Exception:
+            self.release(request)
+            raise
+        if status == self._lib.NIXL_IN_PROG:
+            return request
+        self.release(request)
+        return None
+
+    def is_done(self, request: Any) -> bool:
+        """Whether a pending request is complete; raises NIXL's exception where it failed."""
+        return bool(self._agent.getXferStatus(request) != self._lib.NIXL_IN_PROG)
+
+    def release(self, request: Any) -> None:
+        """Give a request back, cancelled if need be; what NIXL cannot cancel ends with the agent."""
+        with contextlib.suppress(Exception):
+            self._agent.releaseXferReq(request)
+
+    def close(self) -> None:
+        """Destroy the agent: its worker with everything under way, its connections, its registrations."""
+        self._agent = self._backend = None
+
+    def _described(self, memory: Memory, address: int) -> Any:
+        return self._lib.nixlRegDList(self._kind(memory.is_device), [(address, memory.num_bytes, device_of(memory), "")])
+
+    def _kind(self, is_device: bool) -> Any:
+        return self._lib.VRAM_SEG if is_device else self._lib.DRAM_SEG
+
+
+def address_of(memory: Memory) -> int:
+    """Of its first byte."""
+    return int(memory.view.ctypes.data) if isinstance(memory, HostMemory) else memory.address
+
+
+def device_of(memory: Memory) -> int:
+    """The device that it lies on; 0 for the host, as NIXL wants it."""
+    return 0 if isinstance(memory, HostMemory) else memory.device_index

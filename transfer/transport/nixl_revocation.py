@@ -1,0 +1,199 @@
+"""Taking a writer's access away: on one host a one-sided write is a copy by the writer's process; no deregistration stops it.
+
+Host memory: each session offers a second mapping of the ring (`SharedAlias`). Closing replaces it by one that nobody may touch,
+so a late write fails with a bad address and the ring's bytes stay. A copy that the kernel had begun by then may still run for its
+few pages: `CopyWatch` says when it cannot any more. The address range stays reserved while the writer holds its lease, so that
+nothing new can be mapped where a late write would land.
+
+Device memory: a mapping in another process cannot be revoked. Only the writer's word (it gave its lease back) or its death count.
+
+Sources: mremap(2) on a length of 0; process_vm_writev(2); mm/process_vm_access.c of Linux (a copy pins at most two pages full of
+page pointers at a time, 4 MiB, copies, and looks the addresses up again).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import threading
+from pathlib import Path
+from typing import Any
+
+from transfer.transport.memory import HostMemory
+
+_PAGE = mmap.PAGESIZE
+_MREMAP_MAYMOVE = 1
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_FAILED = ctypes.c_void_p(-1).value
+_WRITE_CALLS = {"x86_64": 310, "aarch64": 271}  # process_vm_writev
+_TOKEN_BYTES = 16
+# Kernel time for 4 MiB at 0.4 GB/s: a thread that has run for longer since its addresses were taken away has looked them up anew.
+_COPY_NS = 10_000_000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.restype = _libc.mmap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class SharedAlias:
+    """A second mapping of shared host memory; whoever writes to it writes to that memory, until it is revoked."""
+
+    def __init__(self, base: int, num_bytes: int, offset: int) -> None:
+        self._base: int | None = base
+        self._num_bytes = num_bytes
+        self._offset = offset
+
+    @classmethod
+    def of(cls, memory: HostMemory) -> SharedAlias | None:
+        """None: the memory is not one shared mapping (see `transfer.staging.StagingBuffer`, `is_shared`)."""
+        address = memory.view.ctypes.data
+        begin = address - address % _PAGE
+        num_bytes = -(-(address + memory.num_bytes - begin) // _PAGE) * _PAGE
+        if not _is_one_shared_mapping(begin, begin + num_bytes):
+            return None
+        base = _libc.mremap(begin, 0, num_bytes, _MREMAP_MAYMOVE)
+        return None if base in (None, _FAILED) else cls(base, num_bytes, address - begin)
+
+    @property
+    def address(self) -> int:
+        """Of the memory's first byte, in this mapping."""
+        assert self._base is not None
+        return self._base + self._offset
+
+    def revoke(self) -> None:
+        """From now on every access to these addresses fails; they stay reserved until `release()`."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        if _libc.mmap(self._base, self._num_bytes, _PROT_NONE, flags, -1, 0) == _FAILED:
+            # Out of mappings: leave a hole, which fails accesses as well until something else is mapped there.
+            _libc.munmap(self._base, self._num_bytes)
+            self._base = None
+
+    def release(self) -> None:
+        """Let the addresses be used again."""
+        if self._base is not None:
+            _libc.munmap(self._base, self._num_bytes)
+            self._base = None
+
+
+def _is_one_shared_mapping(begin: int, end: int) -> bool:
+    """Whether [begin, end) lies in neighbouring, writable, shared mappings of one object without a gap."""
+    at, found = begin, None
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        first, last = (int(part, 16) for part in fields[0].split("-"))
+        if last <= at:
+            continue
+        if first > at or fields[1][:2] != "rw" or fields[1][3] != "s":
+            return False
+        origin = (int(fields[2], 16) - first, fields[3], fields[4])
+        if found not in (None, origin):
+            return False
+        found, at = origin, last
+        if at >= end:
+            return True
+    return False
+
+
+class Lease:
+    """A writer's word that its process may still write: held from the offer until the session is closed, or the process dies."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._fd: int | None = os.memfd_create("kvferry-lease")
+        os.write(self._fd, self._token)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def to_wire(self) -> list[Any]:
+        return [self._fd, self._token]
+
+    def release(self) -> None:
+        """This process writes no more. May be called twice."""
+        if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for descriptors that a fork inherited
+            os.close(self._fd)
+            self._fd = None
+
+
+class LeaseWatch:
+    """The target's look at a writer's lease."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    @classmethod
+    def of(cls, pid: int, lease: object) -> LeaseWatch | None:
+        """None: the lease of process `pid` cannot be seen from here (another kernel, user or pid namespace)."""
+        if not isinstance(lease, list) or len(lease) != 2 or type(lease[0]) is not int or not isinstance(lease[1], bytes):
+            return None
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{lease[0]}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            if os.pread(fd, _TOKEN_BYTES + 1, 0) == lease[1]:
+                return cls(fd)
+        os.close(fd)
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the lease was given back, or died with its process."""
+        if self._fd is not None:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            self.close()
+        return True
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class CopyWatch:
+    """After a revocation: whether a copy into the old pages, begun before it, may still run in a thread of process `pid`."""
+
+    def __init__(self, pid: int) -> None:
+        self._tasks = Path(f"/proc/{pid}/task")
+        self._own = threading.get_native_id()  # both ends in one process
+        self._suspects: dict[int, int] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for tid in {int(task.name) for task in self._tasks.iterdir()} - {self._own}:
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended copies nothing
+                    self._suspects[tid] = self._cpu_ns(tid)
+
+    @staticmethod
+    def is_possible(pid: int) -> bool:
+        """Whether the threads of process `pid` may be looked at."""
+        try:
+            Path(f"/proc/{pid}/task/{pid}/syscall").read_text()
+        except OSError:
+            return False
+        return platform.machine() in _WRITE_CALLS
+
+    @property
+    def is_over(self) -> bool:
+        self._suspects = {tid: before for tid, before in self._suspects.items() if self._may_copy(tid, before)}
+        return not self._suspects
+
+    def _may_copy(self, tid: int, before_ns: int) -> bool:
+        try:
+            call = (self._tasks / str(tid) / "syscall").read_text().split(maxsplit=1)[0]
+            if call == "running":
+                return self._cpu_ns(tid) - before_ns < _COPY_NS
+        except OSError:
+            return (self._tasks / str(tid)).exists()
+        return call == str(_WRITE_CALLS[platform.machine()])  # asleep in the call: it waits for a page of its source
+
+    def _cpu_ns(self, tid: int) -> int:
+        return int((self._tasks / str(tid) / "schedstat").read_text().split()[0])

@@ -1,0 +1,293 @@
+"""One attached peer over NIXL: writes, their handles, and the end of it all.
+
+Between processes of one host NIXL's UCX copies in the calling thread, and returns only when all of a request is done. So a bulk
+write goes in pieces there, one for each `progress()`; on every other lane it is one request from the start.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
+from transfer.transport.base import ByteRange, LocalMemory, check_key
+from transfer.transport.memory import HostMemory, Memory, check_range, wait_for_devices
+from transfer.transport.nixl_library import Agent, address_of, device_of, in_words
+from transfer.transport.nixl_revocation import Lease
+from transfer.transport.peer import ReadableProof
+
+_PIECE_BYTES = 4 * 2**20  # 0.3 ms of copying; smaller ones lose more than 3 % to the calls
+_INLINE_BYTES = 64 * 2**10  # below this a copy takes less than a turn of the loop
+_CLOSE_WAIT_S = 0.02
+_CLOSE_LOOK_S = 0.0005
+
+
+class NixlHandle:
+    """A write or a decline on its way; keeps the source alive until it is settled."""
+
+    __slots__ = ("_failure", "_request", "_settled", "key", "memory", "next_byte", "source_range", "target_range")
+
+    def __init__(self, key: int, memory: Memory | None, source_range: ByteRange | None, target_range: ByteRange | None) -> None:
+        self.key = key
+        self.memory = memory
+        self.source_range = source_range
+        self.target_range = target_range
+        self.next_byte = 0
+        self._request: Any = None
+        self._settled = False
+        self._failure: TransportError | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were written, once it is settled."""
+        return self.target_range.num_bytes if self._settled and self.target_range is not None else 0
+
+    @property
+    def request(self) -> Any:
+        """NIXL's pending request, or None."""
+        return self._request
+
+    @request.setter
+    def request(self, request: Any) -> None:
+        self._request = request
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether all its bytes have been given to NIXL."""
+        return self.source_range is None or self.next_byte == self.source_range.num_bytes
+
+    def settle(self) -> None:
+        self._settled = True
+        self.memory = self._request = None
+
+    def fail(self, failure: TransportError) -> None:
+        if not self._settled and self._failure is None:
+            self._failure = failure
+            self.memory = self._request = None
+
+    def poll(self) -> bool:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        return self._settled
+
+
+class Ending(Protocol):
+    """What must happen, and be waited for, before nothing of a peer can land here any more."""
+
+    def revoke(self) -> None: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+
+class SessionOwner(Protocol):
+    """What a session asks of its transport."""
+
+    def own(self, memory: LocalMemory) -> Memory: ...
+
+    def forget(self, session: NixlSession) -> None: ...
+
+
+class PeerMemory:
+    """The memory that the target offered, as the writer's NIXL addresses it."""
+
+    __slots__ = ("address", "device_index", "is_device", "num_bytes")
+
+    def __init__(self, *, address: int, num_bytes: int, device_index: int, is_device: bool) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
+        self.device_index = device_index
+        self.is_device = is_device
+
+
+class NixlSession:
+    """One attached peer over NIXL: one agent.
+
+    Args:
+        owner: The transport.
+        agent: Its own agent, closed with it.
+        lane: "shm", "ipc" or "net".
+        peer: The writer's end: what it may write to.
+        offered: The target's end: what it offers.
+        ending: The target's end, where closing the agent alone does not end the writer's access.
+        proof: The target's end: what the writer reads to see that it may write here directly.
+        lease: The writer's end: given back when this process cannot write any more.
+    """
+
+    def __init__(
+        self,
+        owner: SessionOwner,
+        agent: Agent,
+        lane: str,
+        *,
+        peer: PeerMemory | None = None,
+        offered: Memory | None = None,
+        ending: Ending | None = None,
+        proof: ReadableProof | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        self._owner = owner
+        self._agent: Agent | None = agent
+        self._lane = lane
+        self._peer = peer
+        self._offered = offered
+        self._ending = ending
+        self.proof = proof
+        self._lease = lease
+        self._in_pieces = lane == "shm"
+        self._pending: dict[int, NixlHandle] = {}
+        self._registered: dict[int, Memory] = {}
+        self._failure: str | None = None
+
+    @property
+    def lane(self) -> str:
+        return f"nixl/{self._lane}"
+
+    def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> NixlHandle:
+        memory = self._owner.own(source)
+        check_key(key)
+        check_range(memory.num_bytes, source_range, f"source range of key {key}")
+        if source_range.num_bytes != target_range.num_bytes:
+            raise LocalProtocolError(
+                f"source range of key {key} has {source_range.num_bytes} bytes, target range {target_range.num_bytes}; "
+                "both must be equally long"
+            )
+        if self._peer is None:
+            raise LocalProtocolError(f"write of key {key}: the peer offered no memory; only the writer of a session can write")
+        check_range(self._peer.num_bytes, target_range, f"target range of key {key}")
+        if key in self._pending:
+            raise LocalProtocolError(f"key {key} is on its way already; keys are unique in a session")
+        handle = NixlHandle(key, memory, source_range, target_range)
+        if self._refuses(handle):
+            return handle
+        is_first = not self._pending
+        self._pending[key] = handle
+        if not self._in_pieces or (is_first and source_range.num_bytes <= _INLINE_BYTES):
+            self._step(handle, self._peer)
+        return handle
+
+    def decline(self, key: int) -> NixlHandle:
+        check_key(key)
+        handle = NixlHandle(key, None, None, None)
+        if not self._refuses(handle):
+            handle.settle()
+        return handle
+
+    def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> NixlHandle:
+        raise LocalProtocolError(f"expect of key {key}: transport nixl is one-sided and expects nothing")
+
+    def direct(self, target_range: ByteRange) -> None:
+        return None
+
+    def fileno(self) -> int | None:
+        return None
+
+    def progress(self) -> bool:
+        if self._agent is None or self._peer is None or not self._pending:
+            return False
+        if self._in_pieces:
+            return self._step(next(iter(self._pending.values())), self._peer)
+        moved = False
+        for handle in list(self._pending.values()):
+            moved |= self._step(handle, self._peer)
+            if self._failure is not None:
+                break
+        return moved
+
+    def arm(self) -> bool:
+        return not self._pending
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        agent, self._agent = self._agent, None
+        has_device = self._touches_device()
+        for handle in self._pending.values():
+            if handle.request is not None:
+                agent.release(handle.request)
+        agent.close()
+        if has_device:
+            wait_for_devices()
+        for handle in self._pending.values():
+            handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
+        self._pending.clear()
+        self._registered.clear()
+        if self._ending is not None:
+            self._ending.revoke()
+            ends_at = time.monotonic() + _CLOSE_WAIT_S
+            while isinstance(self._offered, HostMemory) and not self._ending.is_over and time.monotonic() < ends_at:
+                time.sleep(_CLOSE_LOOK_S)
+        if self._lease is not None:
+            self._lease.release()
+        self._offered = None
+        self._owner.forget(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._agent is None and (self._ending is None or self._ending.is_over)
+
+    def uses(self, memory: LocalMemory) -> bool:
+        """Whether an unfinished write, or the offer of this session, needs `memory`."""
+        return memory is self._offered or any(handle.memory is memory for handle in self._pending.values())
+
+    def drop(self, memory: Memory) -> None:
+        """`memory` is no longer registered with the transport; nothing of this session uses it."""
+        if self._registered.pop(id(memory), None) is not None and self._agent is not None:
+            self._agent.deregister(memory, address_of(memory))
+
+    def _step(self, handle: NixlHandle, peer: PeerMemory) -> bool:
+        """Look at the pending request, or post the next one; True when something moved."""
+        assert self._agent is not None and handle.memory is not None
+        assert handle.source_range is not None and handle.target_range is not None  # it is a write
+        try:
+            if handle.request is not None:
+                if not self._agent.is_done(handle.request):
+                    return False
+                self._agent.release(handle.request)
+                handle.request = None
+            else:
+                self._post(handle, handle.memory, handle.source_range, handle.target_range, peer)
+        except Exception as error:
+            self._fail(f"peer disconnected or its memory is gone ({in_words(error)})")
+            return True
+        if handle.request is None and handle.is_posted:
+            handle.settle()
+            del self._pending[handle.key]
+        return True
+
+    def _post(self, handle: NixlHandle, memory: Memory, source: ByteRange, target: ByteRange, peer: PeerMemory) -> None:
+        assert self._agent is not None
+        if id(memory) not in self._registered:
+            self._agent.register(memory, address_of(memory))
+            self._registered[id(memory)] = memory
+        left = source.num_bytes - handle.next_byte
+        num_bytes = min(left, _PIECE_BYTES) if self._in_pieces else left
+        address = address_of(memory) + source.begin + handle.next_byte
+        target_address = peer.address + target.begin + handle.next_byte
+        handle.next_byte += num_bytes
+        handle.request = self._agent.start(
+            (address, num_bytes, device_of(memory)),
+            (target_address, num_bytes, peer.device_index),
+            source_on_device=memory.is_device,
+            target_on_device=peer.is_device,
+        )
+
+    def _refuses(self, handle: NixlHandle) -> bool:
+        if self._agent is None:
+            handle.fail(TransportClosed(f"session {self.lane} is closed; key {handle.key} cannot be used"))
+        elif self._failure is not None:
+            handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {self._failure}"))
+        return self._agent is None or self._failure is not None
+
+    def _fail(self, reason: str) -> None:
+        """The session cannot go on; what NIXL still holds of it dies with the agent in `close()`."""
+        self._failure = reason
+        for handle in self._pending.values():
+            if handle.request is not None and self._agent is not None:
+                self._agent.release(handle.request)
+            handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {reason}"))
+        self._pending.clear()
+
+    def _touches_device(self) -> bool:
+        memories = [self._offered, *self._registered.values()]
+        return any(memory is not None and memory.is_device for memory in memories)
