@@ -8,7 +8,7 @@ registrations (an RDMA key is void from then on), its connections, its worker. T
   registered. The ring is offered under a second mapping of its own, which closing takes away (`nixl_revocation`). It needs memory
   that is one shared mapping; other host memory is reached over ``nixl/net``.
 - ``nixl/ipc`` (device memory, both ends on one host): the writer maps it (CUDA IPC), and nothing here can end that. `is_over`
-  follows the writer's lease.
+  follows the writer's life line.
 
 A write is done when its source may be reused and it was flushed to the target. Errors of NIXL are exceptions, and final: a dead
 peer raises as soon as UCX notices. A frozen one leaves its writes pending over TCP; over shared memory and RDMA they are done.
@@ -22,10 +22,11 @@ from typing import Any, Literal
 
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
 from transfer.transport.base import LocalMemory
+from transfer.transport.life_line import LifeLine, LineAddress, PeerLine
 from transfer.transport.memory import HostMemory, Memory, memory_of
 from transfer.transport.nixl_library import UCX_BACKEND, Agent, address_of, device_of, load_nixl, transports_without, version_of
-from transfer.transport.nixl_revocation import CopyWatch, Lease, LeaseWatch, SharedAlias
-from transfer.transport.nixl_session import Ending, NixlSession, PeerMemory
+from transfer.transport.nixl_revocation import CopyWatch, DeviceEnding, Ending, HostEnding, SharedAlias
+from transfer.transport.nixl_session import NixlSession, PeerMemory
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
 from transfer.transport.ucx_library import allows_shared_memory
 
@@ -36,52 +37,17 @@ _SHM, _IPC, _NET = "shm", "ipc", "net"
 _UNREVOCABLE = ("cma", "cuda_ipc")  # of UCX: they write into this process's memory without its help, whatever is registered
 
 
-class _Revocation:
-    """Ends a same-host writer's access to host memory: takes the mapping away, and knows when the last copy is over."""
-
-    def __init__(self, transport: NixlTransport, alias: SharedAlias, lease: LeaseWatch, pid: int) -> None:
-        self._transport = transport
-        self._alias = alias
-        self._lease = lease
-        self._pid = pid
-        self._copies: CopyWatch | None = None
-
-    def revoke(self) -> None:
-        self._alias.revoke()
-        self._copies = CopyWatch(self._pid)
-        self._transport.retire(self._alias, self._lease)
-
-    @property
-    def is_over(self) -> bool:
-        return self._copies is not None and (self._copies.is_over or self._lease.is_over)
-
-
-class _WaitForWriter:
-    """Nothing can be taken away: the writer's access ends with its lease."""
-
-    def __init__(self, lease: LeaseWatch) -> None:
-        self._lease = lease
-
-    def revoke(self) -> None:
-        pass
-
-    @property
-    def is_over(self) -> bool:
-        return self._lease.is_over
-
-
 class NixlOffer:
     """The writer's half-open session."""
 
     def __init__(self, transport: NixlTransport) -> None:
         self._transport = transport
-        self._lease: Lease | None = Lease()
+        self._line: LifeLine | None = LifeLine()
         fields = {
-            "identity": ProcessIdentity.own().to_wire(),
+            "line": self._line.address.to_wire(),
             "nixl": transport.version,
             "backend": transport.backend,
             "lane": transport.wanted_lane,
-            "lease": self._lease.to_wire(),
         }
         self._blob = pack_blob(transport.name, _VERSION, "offer", fields)
 
@@ -90,17 +56,17 @@ class NixlOffer:
         return self._blob
 
     def complete(self, answer: bytes) -> NixlSession:
-        if self._lease is None:
+        if self._line is None:
             raise TransportClosed("this offer was completed or closed before")
         fields = unpack_blob(answer, transport=self._transport.name, version=_VERSION, role="answer")
-        session = self._transport.open_writer(fields, self._lease)
-        self._lease = None
+        session = self._transport.open_writer(fields, self._line)
+        self._line = None
         return session
 
     def close(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        if self._line is not None:
+            self._line.end()
+            self._line = None
 
 
 class NixlTransport:
@@ -128,7 +94,7 @@ class NixlTransport:
         self._options = dict(options or {})
         self._memories: dict[int, Memory] = {}
         self._sessions: set[NixlSession] = set()
-        self._retired: list[tuple[SharedAlias, LeaseWatch]] = []
+        self._endings: list[Ending] = []  # of closed sessions whose writers may still try
         self._closed = False
         self._create_agent(_NET).close()  # finds a missing plugin here, and pays for loading it (0.4 s)
 
@@ -174,6 +140,7 @@ class NixlTransport:
         except Exception:
             if ending is not None:
                 ending.revoke()
+                self.keep(ending)
             raise
         proof = ReadableProof()
         session = NixlSession(self, agent, lane, offered=own, ending=ending, proof=proof)
@@ -209,8 +176,8 @@ class NixlTransport:
             raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this nixl transport")
         return found
 
-    def open_writer(self, answer: dict[str, Any], lease: Lease) -> NixlSession:
-        """Connect to the target whose answer this is; the session gives the lease back when it is closed.
+    def open_writer(self, answer: dict[str, Any], line: LifeLine) -> NixlSession:
+        """Connect to the target whose answer this is; the session ends `line` when it is closed.
 
         Raises:
             ConfigError: The answer is not of this version.
@@ -240,13 +207,13 @@ class NixlTransport:
         except PeerUnreachable as error:
             agent.close()
             raise PeerUnreachable(f"{error} (NIXL {field_of(answer, 'nixl', str)[:32]} there, {self.version} here)") from error
-        session = NixlSession(self, agent, lane, peer=peer, lease=lease)
+        session = NixlSession(self, agent, lane, peer=peer, line=line)
         self._sessions.add(session)
         return session
 
-    def retire(self, alias: SharedAlias, lease: LeaseWatch) -> None:
+    def keep(self, ending: Ending) -> None:
         """Keep a revoked mapping's addresses from being used again while its writer may still write there."""
-        self._retired.append((alias, lease))
+        self._endings.append(ending)
         self._sweep()
 
     def forget(self, session: NixlSession) -> None:
@@ -260,30 +227,39 @@ class NixlTransport:
                 f"lane of transport nixl is {offer['lane'][:32]} at the writer and {self.wanted_lane} at the target; "
                 "set both alike, or one to auto"
             )
-        writer, here = ProcessIdentity.from_wire(offer.get("identity")), ProcessIdentity.own()
-        address = address_of(memory)
+        writer, address = LineAddress.from_wire(offer.get("line")), address_of(memory)
         obstacle = "lane net is set"
         if wanted != {_NET}:
-            lease = LeaseWatch.of(writer.pid, offer.get("lease")) if writer.shares_kernel_with(here) else None
-            if lease is None:
-                obstacle = (
-                    f"writer runs on host {writer.host}, target on {here.host}, or as another user, or in another pid namespace"
-                )
-            elif not isinstance(memory, HostMemory):
-                return _IPC, address, _WaitForWriter(lease)
-            elif not allows_shared_memory(self._tls()):
-                obstacle = f"UCX_TLS={self._tls()} leaves out cma"
-            elif not CopyWatch.is_possible(writer.pid):
-                obstacle = f"threads of writer pid {writer.pid} may not be looked at (ptrace scope, seccomp, user)"
-            elif (alias := SharedAlias.of(memory)) is None:
-                obstacle = "the target's memory is not one shared mapping"
-            else:
-                return _SHM, alias.address, _Revocation(self, alias, lease, writer.pid)
-            if lease is not None:
-                lease.close()
+            obstacle, ending = self._same_host_ending(writer, memory)
+            if isinstance(ending, DeviceEnding):
+                return _IPC, address, ending
+            if ending is not None:
+                return _SHM, ending.address, ending
         if wanted == {_SHM}:
             raise PeerUnreachable(f"lane shm of transport nixl is not possible: {obstacle}; use lane auto or net")
         return _NET, address, None
+
+    def _same_host_ending(self, writer: LineAddress, memory: Memory) -> tuple[str, Ending | None]:
+        """How the access of a writer on this host will end; None, and why, where it had to be taken on trust."""
+        identity, here = writer.identity, ProcessIdentity.own()
+        if not identity.shares_kernel_with(here):
+            return f"writer runs on host {identity.host}, target on {here.host}, or in another pid namespace", None
+        try:
+            line = PeerLine(writer)
+        except PeerUnreachable as error:
+            return str(error), None
+        if not isinstance(memory, HostMemory):
+            return "", DeviceEnding(line)
+        if not allows_shared_memory(self._tls()):
+            obstacle = f"UCX_TLS={self._tls()} leaves out cma"
+        elif not CopyWatch.is_possible(line.pid):
+            obstacle = f"threads of writer pid {line.pid} may not be looked at (ptrace scope, seccomp, user)"
+        elif (alias := SharedAlias.of(memory)) is None:
+            obstacle = "the target's memory is not one shared mapping"
+        else:
+            return "", HostEnding(alias, line)
+        line.close()
+        return obstacle, None
 
     def _create_agent(self, lane: str) -> Agent:
         options = dict(self._options)
@@ -295,11 +271,7 @@ class NixlTransport:
         return self._options.get("TLS") or os.environ.get("UCX_TLS") or "all"
 
     def _sweep(self) -> None:
-        """Release the addresses whose writers are over."""
-        over = [(alias, lease) for alias, lease in self._retired if lease.is_over]
-        for retired in over:
-            retired[0].release()
-            self._retired.remove(retired)
+        self._endings = [ending for ending in self._endings if not ending.release()]
 
     def _check_open(self) -> None:
         if self._closed:

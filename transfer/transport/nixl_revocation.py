@@ -2,10 +2,10 @@
 
 Host memory: each session offers a second mapping of the ring (`SharedAlias`). Closing replaces it by one that nobody may touch,
 so a late write fails with a bad address and the ring's bytes stay. A copy that the kernel had begun by then may still run for its
-few pages: `CopyWatch` says when it cannot any more. The address range stays reserved while the writer holds its lease, so that
-nothing new can be mapped where a late write would land.
+few pages: `CopyWatch` says when it cannot any more. The address range stays reserved until the writer has let go or is gone
+(`life_line`), so that nothing new can be mapped where a late write would land.
 
-Device memory: a mapping in another process cannot be revoked. Only the writer's word (it gave its lease back) or its death count.
+Device memory: a mapping in another process cannot be revoked. Only the writer's life line says when it can write no more.
 
 Sources: mremap(2) on a length of 0; process_vm_writev(2); mm/process_vm_access.c of Linux (a copy pins at most two pages full of
 page pointers at a time, 4 MiB, copies, and looks the addresses up again).
@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
-import os
 import platform
-import secrets
 import threading
 from pathlib import Path
-from typing import Any
 
+from transfer.transport.life_line import PeerLine
 from transfer.transport.memory import HostMemory
 
 _PAGE = mmap.PAGESIZE
@@ -31,7 +28,6 @@ _MREMAP_MAYMOVE = 1
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _FAILED = ctypes.c_void_p(-1).value
 _WRITE_CALLS = {"x86_64": 310, "aarch64": 271}  # process_vm_writev
-_TOKEN_BYTES = 16
 # Kernel time for 4 MiB at 0.4 GB/s: a thread that has run for longer since its addresses were taken away has looked them up anew.
 _COPY_NS = 10_000_000
 
@@ -101,65 +97,6 @@ def _is_one_shared_mapping(begin: int, end: int) -> bool:
     return False
 
 
-class Lease:
-    """A writer's word that its process may still write: held from the offer until the session is closed, or the process dies."""
-
-    def __init__(self) -> None:
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._fd: int | None = os.memfd_create("kvferry-lease")
-        os.write(self._fd, self._token)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def to_wire(self) -> list[Any]:
-        return [self._fd, self._token]
-
-    def release(self) -> None:
-        """This process writes no more. May be called twice."""
-        if self._fd is not None:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for descriptors that a fork inherited
-            os.close(self._fd)
-            self._fd = None
-
-
-class LeaseWatch:
-    """The target's look at a writer's lease."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd: int | None = fd
-
-    @classmethod
-    def of(cls, pid: int, lease: object) -> LeaseWatch | None:
-        """None: the lease of process `pid` cannot be seen from here (another kernel, user or pid namespace)."""
-        if not isinstance(lease, list) or len(lease) != 2 or type(lease[0]) is not int or not isinstance(lease[1], bytes):
-            return None
-        try:
-            fd = os.open(f"/proc/{pid}/fd/{lease[0]}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return None
-        with contextlib.suppress(OSError):
-            if os.pread(fd, _TOKEN_BYTES + 1, 0) == lease[1]:
-                return cls(fd)
-        os.close(fd)
-        return None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the lease was given back, or died with its process."""
-        if self._fd is not None:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            self.close()
-        return True
-
-    def close(self) -> None:
-        """Look no more."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
 class CopyWatch:
     """After a revocation: whether a copy into the old pages, begun before it, may still run in a thread of process `pid`."""
 
@@ -197,3 +134,56 @@ class CopyWatch:
 
     def _cpu_ns(self, tid: int) -> int:
         return int((self._tasks / str(tid) / "schedstat").read_text().split()[0])
+
+
+class HostEnding:
+    """Ends a same-host writer's access to host memory: takes the mapping away, and knows when its last copy is over."""
+
+    def __init__(self, alias: SharedAlias, line: PeerLine) -> None:
+        self._alias = alias
+        self._line = line
+        self._copies: CopyWatch | None = None
+
+    @property
+    def address(self) -> int:
+        """Under which the writer knows the memory."""
+        return self._alias.address
+
+    def revoke(self) -> None:
+        self._alias.revoke()
+        self._copies = CopyWatch(self._line.pid)
+
+    @property
+    def is_over(self) -> bool:
+        return self._copies is not None and (self._copies.is_over or self._line.is_over)
+
+    def release(self) -> bool:
+        """Give the addresses back if the writer can write no more at all; True when that is done."""
+        if not self._line.is_over:
+            return False
+        self._line.close()
+        self._alias.release()
+        return True
+
+
+class DeviceEnding:
+    """Nothing can be taken away: a same-host writer's access to device memory ends when it says so, or with its process."""
+
+    def __init__(self, line: PeerLine) -> None:
+        self._line = line
+
+    def revoke(self) -> None:
+        pass
+
+    @property
+    def is_over(self) -> bool:
+        return self._line.is_over
+
+    def release(self) -> bool:
+        """Stop watching if the writer can write no more; True when that is done."""
+        if self._line.is_over:
+            self._line.close()
+        return self._line.is_over
+
+
+Ending = HostEnding | DeviceEnding

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory, check_key
+from transfer.transport.life_line import LifeLine
 from transfer.transport.memory import HostMemory, Memory, check_range, wait_for_devices
 from transfer.transport.nixl_library import Agent, address_of, device_of, in_words
-from transfer.transport.nixl_revocation import Lease
+from transfer.transport.nixl_revocation import Ending
 from transfer.transport.peer import ReadableProof
 
 _PIECE_BYTES = 4 * 2**20  # 0.3 ms of copying; smaller ones lose more than 3 % to the calls
@@ -71,19 +72,12 @@ class NixlHandle:
         return self._settled
 
 
-class Ending(Protocol):
-    """What must happen, and be waited for, before nothing of a peer can land here any more."""
-
-    def revoke(self) -> None: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-
 class SessionOwner(Protocol):
     """What a session asks of its transport."""
 
     def own(self, memory: LocalMemory) -> Memory: ...
+
+    def keep(self, ending: Ending) -> None: ...
 
     def forget(self, session: NixlSession) -> None: ...
 
@@ -111,7 +105,7 @@ class NixlSession:
         offered: The target's end: what it offers.
         ending: The target's end, where closing the agent alone does not end the writer's access.
         proof: The target's end: what the writer reads to see that it may write here directly.
-        lease: The writer's end: given back when this process cannot write any more.
+        line: The writer's end: ended when this process cannot write any more.
     """
 
     def __init__(
@@ -124,7 +118,7 @@ class NixlSession:
         offered: Memory | None = None,
         ending: Ending | None = None,
         proof: ReadableProof | None = None,
-        lease: Lease | None = None,
+        line: LifeLine | None = None,
     ) -> None:
         self._owner = owner
         self._agent: Agent | None = agent
@@ -133,7 +127,7 @@ class NixlSession:
         self._offered = offered
         self._ending = ending
         self.proof = proof
-        self._lease = lease
+        self._line = line
         self._in_pieces = lane == "shm"
         self._pending: dict[int, NixlHandle] = {}
         self._registered: dict[int, Memory] = {}
@@ -217,8 +211,9 @@ class NixlSession:
             ends_at = time.monotonic() + _CLOSE_WAIT_S
             while isinstance(self._offered, HostMemory) and not self._ending.is_over and time.monotonic() < ends_at:
                 time.sleep(_CLOSE_LOOK_S)
-        if self._lease is not None:
-            self._lease.release()
+            self._owner.keep(self._ending)
+        if self._line is not None:
+            self._line.end()
         self._offered = None
         self._owner.forget(self)
 
