@@ -220,7 +220,7 @@ class HeadSliceCopier(ABC):
             )
         if buffer.tokens.begin < 0:
             raise LayoutError(
-                f"layer {buffer.layer} begins at token {buffer.tokens.begin}; must count from 0, the first token of the first page"
+                f"layer {buffer.layer} begins at token {buffer.tokens.begin}; must count from the first page, from 0"
             )
         if buffer.offset_bytes < 0 or buffer.offset_bytes % self.wire_dtype.num_bytes:
             raise LayoutError(

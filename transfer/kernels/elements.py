@@ -1,7 +1,7 @@
 """Elements of a pool inside a Triton kernel.
 
-Converted by hand: exact on every GPU (float8 needs none that knows it) and under Triton's interpreter, which truncates to
-bfloat16 where hardware rounds.
+Converted by hand, where the caller does not ask for the GPU's own instructions: exact on every GPU (float8 needs none that knows
+it) and under Triton's interpreter, which truncates to bfloat16 where hardware rounds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ ELEMENT_TYPES = {
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def widened(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
-    """Elements of KIND as float32, exact."""
-    if KIND == "bfloat16":
+def widened(values, KIND: tl.constexpr, IS_NATIVE: tl.constexpr = False):  # type: ignore[no-untyped-def]  # Triton types them
+    """Elements of KIND as float32, exact. IS_NATIVE: by the instructions of GPUs that know float8 (Ada, Hopper and later)."""
+    if IS_NATIVE and KIND == "float8_e4m3fn":
+        result = values.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif KIND == "bfloat16":
         result = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif KIND == "float8_e4m3fn":
         bits = values.to(tl.uint32)
@@ -39,10 +41,14 @@ def widened(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Trit
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def narrowed(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def narrowed(values, KIND: tl.constexpr, IS_NATIVE: tl.constexpr = False):  # type: ignore[no-untyped-def]
     """float32 as elements of KIND, rounded to nearest even; float16 and float8 saturate, NaN stays NaN."""
     bits = values.to(tl.uint32, bitcast=True)
-    if KIND == "bfloat16":
+    if IS_NATIVE and KIND == "float8_e4m3fn":
+        result = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # the instruction saturates
+    elif IS_NATIVE and KIND == "bfloat16":
+        result = values.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+    elif KIND == "bfloat16":
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         result = tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)
     elif KIND == "float8_e4m3fn":

@@ -2,19 +2,22 @@
 
 A *row* is what is contiguous on both sides: all travelling heads of a token where they lie together in the pool (NHD), otherwise
 one head. Wire rows follow each other; a pool row is found by three strides, so NHD, HND and views of an engine's own tensors
-are one case. A program moves a tile of rows x words. Words are as wide as every address and stride allows (8 bytes, and
-16-byte accesses where rows begin on multiples of that); the page number is loaded once per row, and all address arithmetic is
-64 bits wide.
+are one case. A program moves tiles of rows x words of one buffer. Words are as wide as every address and stride allows (8 bytes,
+and 16-byte accesses where rows begin on multiples of that); the page number is loaded once per row, and pool and wire offsets are
+64 bits wide. All buffers of a plan with equal tokens and shapes are one launch: a table has their addresses and wire offsets.
 
-Source: row tiles after the prototype in design.md section 7. On an H200 gather and scatter of 320 MiB reach 0.99 and 0.97 of a
-plain device copy (NHD, pages of 16 in random order; HND 0.95); between bfloat16 and float8 it is 0.54 and 0.38.
+With a digest, the words are mixed while they are in registers, and each program adds to the sum once. That needs whole words on
+both sides and no conversion; other plans say so (`can_digest`), and their wire is digested in a pass of its own.
+
+Source: row tiles after the prototype in design.md section 7; the digest is `transfer.kernels.words`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,35 +25,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
+from transfer.errors import LayoutError
+from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
+from transfer.kernels.digest import WORD_BYTES
 from transfer.kernels.elements import ELEMENT_TYPES, narrowed, widened
-from transfer.kv_pool import PagedKVPool
+from transfer.kernels.launch import IS_INTERPRETED, Launcher, upload
+from transfer.kernels.words import add_to, check_digest, keys_of, mixed, offsets_of
+from transfer.kv_pool import PagedKVPool, scale_factor
 from transfer.layout import DType, Span, WireBuffer
 
 WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-# Measured on an H200 (320 MiB, rows of 512 bytes, 512 to 4096 tried): copies reach 0.99 of a device copy with the smallest tile,
-# conversions twice the speed with the largest.
-COPY_TILE_WORDS = 512
-CONVERSION_TILE_WORDS = 4096
-MAX_ROW_WORDS = 512  # wider rows are cut into column blocks
+_MAX_ROWS = 2**31 - 1  # of a buffer in one launch
 
 
-# Only values that change from call to call are kept out of the specialisation: they would compile variants in mid-service.
-@triton.jit(do_not_specialize=["first_buffer", "buffer_step", "num_pages", "first_wire", "wire_step", "num_rows", "first_slot"])  # type: ignore[untyped-decorator]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The sizes that speed depends on; measured on an H200 with ``python -m bench.kernels --sweep``.
+
+    Args:
+        copy_words: Words of a tile that is only copied.
+        digest_words: Words of a tile that is digested too.
+        digest_tiles: Tiles of a program that digests: its sum is made once.
+        conversion_elements: Elements of a tile that is converted.
+        max_columns: Words of a row that a tile spans at most; wider rows are cut into columns.
+        num_warps: Of a program.
+    """
+
+    copy_words: int = 512
+    digest_words: int = 512
+    digest_tiles: int = 4
+    conversion_elements: int = 4096
+    max_columns: int = 512
+    num_warps: int = 4
+
+
+DEFAULT_TUNING = Tuning()
+
+
+# Nothing is specialised for values that change from plan to plan: that would compile variants in mid-service.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "table", "factors", "pages", "wire", "digest", "num_pages", "num_rows", "first_slot", "page_stride", "token_stride",
+        "head_stride",
+    ]
+)  # fmt: skip
 def copy_rows(  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
-    addresses,
-    first_buffer,
-    buffer_step,
-    pages,
-    num_pages,
-    wire,
-    first_wire,
-    wire_step,
-    num_rows,
-    first_slot,
-    page_stride,
-    token_stride,
-    head_stride,
+    pages: tl.int64,
+    wire: tl.int64,
+    digest: tl.int64,
+    table: tl.int64,
+    factors: tl.int64,
+    num_pages: tl.int64,
+    num_rows: tl.int32,
+    first_slot: tl.int32,
+    page_stride: tl.int64,
+    token_stride: tl.int64,
+    head_stride: tl.int64,
     ROW: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -58,41 +88,63 @@ def copy_rows(  # type: ignore[no-untyped-def]  # Triton gives the parameters th
     WIRE_TYPE: tl.constexpr,
     POOL_ALIGN: tl.constexpr,
     WIRE_ALIGN: tl.constexpr,
+    WIRE_BYTES: tl.constexpr,
     IS_CONVERSION: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
     SOURCE_KIND: tl.constexpr,
     TARGET_KIND: tl.constexpr,
     IS_GATHER: tl.constexpr,
+    HAS_DIGEST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Move a tile of rows of one buffer; grid (tiles of rows, buffers, tiles of columns).
+    """Move TILES tiles of rows of one buffer; grid (groups of tiles, buffers, tiles of columns).
 
-    Pool of buffer b: ``addresses[first_buffer + b * buffer_step]``, strides in elements of POOL_TYPE. Its wire begins
-    ``first_wire + b * wire_step`` elements of WIRE_TYPE behind `wire`. Rows whose page is outside the pool are left out.
-    An align is what row starts are a multiple of, in elements: above 1 it means 16 bytes.
+    All pointers are addresses. ``table`` has for each buffer the address of its first pool row and the offset of its wire in
+    bytes. ROW is in elements of POOL_TYPE and WIRE_TYPE, which are as many; an align is what row starts are a multiple of, in such
+    elements: above 1 it means 16 bytes. Strides are in units of POOL_ALIGN elements. Rows whose page is outside the pool are left
+    out.
     """
-    buffer = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.program_id(2) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    is_row = row < num_rows
-    slot = first_slot + row // ROWS_PER_TOKEN
-    page = tl.load(pages + slot // PAGE_SIZE, mask=is_row, other=-1)
-    is_row = is_row & (page >= 0) & (page < num_pages)
-    pool_row = page * page_stride + (slot % PAGE_SIZE) * token_stride + (row % ROWS_PER_TOKEN) * head_stride
-    wire_row = first_wire + buffer * wire_step + row * ROW
-    address = tl.load(addresses + first_buffer + buffer * buffer_step)
-    pool_base = tl.multiple_of(address.to(tl.pointer_type(POOL_TYPE)), 16 if POOL_ALIGN > 1 else 1)
+    buffer = tl.program_id(1)
+    entry = table.to(tl.pointer_type(tl.int64)) + 2 * buffer
+    pool_base = tl.multiple_of(tl.load(entry).to(tl.pointer_type(POOL_TYPE)), 16 if POOL_ALIGN > 1 else 1)
+    first_wire = tl.load(entry + 1) // WIRE_BYTES
     wire_base = tl.multiple_of(wire.to(tl.pointer_type(WIRE_TYPE)), 16 if WIRE_ALIGN > 1 else 1)
-    at_pool = pool_base + tl.multiple_of(pool_row, POOL_ALIGN)[:, None] + column[None, :]
-    at_wire = wire_base + tl.multiple_of(wire_row, WIRE_ALIGN)[:, None] + column[None, :]
-    mask = is_row[:, None] & (column < ROW)[None, :]
-    values = tl.load(at_pool, mask=mask) if IS_GATHER else tl.load(at_wire, mask=mask)
-    if IS_CONVERSION:
-        values = narrowed(widened(values, SOURCE_KIND), TARGET_KIND)
-    if IS_GATHER:
-        tl.store(at_wire, values, mask=mask)
-    else:
-        tl.store(at_pool, values, mask=mask)
+    page_table = pages.to(tl.pointer_type(tl.int64))
+    column = tl.program_id(2) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    if HAS_DIGEST:
+        column_keys = offsets_of(column.to(tl.int64))
+        counts = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.uint64)
+    for tile in tl.static_range(TILES):
+        row = (tl.program_id(0) * TILES + tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        is_row = row < num_rows
+        slot = first_slot + row // ROWS_PER_TOKEN
+        page = tl.load(page_table + slot // PAGE_SIZE, mask=is_row, other=-1)
+        is_row = is_row & (page >= 0) & (page < num_pages)
+        # In units of what rows begin on: the compiler drops what it is told of a sum when it simplifies the sum.
+        pool_row = page * page_stride + (slot % PAGE_SIZE) * token_stride + (row % ROWS_PER_TOKEN) * head_stride
+        pool_row = pool_row * POOL_ALIGN
+        wire_row = first_wire + row.to(tl.int64) * ROW
+        at_pool = pool_base + pool_row[:, None] + column[None, :]
+        at_wire = wire_base + tl.multiple_of(wire_row, WIRE_ALIGN)[:, None] + column[None, :]
+        mask = is_row[:, None] & (column < ROW)[None, :]
+        values = tl.load(at_pool, mask=mask) if IS_GATHER else tl.load(at_wire, mask=mask)
+        if HAS_DIGEST:
+            keys = keys_of(wire_row)[:, None] + column_keys[None, :]
+            counts += tl.where(mask, mixed(values.to(tl.uint64, bitcast=True), keys), 0)
+        if IS_CONVERSION:
+            numbers = widened(values, SOURCE_KIND, IS_NATIVE)
+            if IS_SCALED:
+                numbers = numbers * tl.load(factors.to(tl.pointer_type(tl.float32)) + buffer)
+            values = narrowed(numbers, TARGET_KIND, IS_NATIVE)
+        if IS_GATHER:
+            tl.store(at_wire, values, mask=mask)
+        else:
+            tl.store(at_pool, values, mask=mask)
+    if HAS_DIGEST:
+        add_to(digest, counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,63 +157,18 @@ class RowGeometry:
     token_stride: int
     head_stride: int
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """`count` buffers whose addresses lie `buffer_step` apart in the table, and whose wires lie `wire_step` bytes apart."""
-
-    geometry: RowGeometry
-    slots: Span
-    first_buffer: int
-    buffer_step: int
-    first_wire: int
-    wire_step: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """What a launch moves at a time: size and Triton type on both sides, and what row starts are multiples of, in words."""
-
-    pool_bytes: int
-    wire_bytes: int
-    pool_type: Any
-    wire_type: Any
-    pool_align: int
-    wire_align: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CopyJob:
-    """One checked gather or scatter."""
-
-    pages: Tensor
-    buffers: Sequence[WireBuffer]
-    wire: Tensor
-
-    def slots(self, buffer: WireBuffer) -> Span:
-        return buffer.tokens
-
-
-class _TritonPlan(CopyPlan):
-    def __init__(self, copier: TritonCopier, buffers: Sequence[WireBuffer]) -> None:
-        super().__init__(copier, buffers)
-        self._launch_all = copier.launch_all
-
-    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
-        self._launch_all(CopyJob(pages=pages[first_page:], buffers=self.buffers, wire=wire_tensor(out)), is_gather=True)
-
-    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
-        self._launch_all(CopyJob(pages=pages[first_page:], buffers=self.buffers, wire=wire_tensor(source)), is_gather=False)
-
-    def _can_digest(self) -> bool:
-        return False
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return self.page_stride, self.token_stride, self.head_stride
 
 
 class TritonCopier(HeadSliceCopier):
-    """Gather and scatter by `copy_rows`: one launch per token range and run of equally spaced buffers of equal shape.
+    """Gather and scatter by `copy_rows`: one launch per token range and shape of buffers.
 
     Queued on the current stream of the pool's device. With TRITON_INTERPRET=1 it also works on CPU tensors, for tests.
+
+    Args:
+        tuning: Other sizes than the measured ones.
     """
 
     def __init__(
@@ -171,143 +178,201 @@ class TritonCopier(HeadSliceCopier):
         heads: Span,
         wire_dtype: DType,
         scales: Mapping[tuple[int, bool], float] | None = None,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         super().__init__(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
-        self._index = {key: index for index, key in enumerate(self.views)}
-        geometry = {key: _row_geometry(view) for key, view in self.views.items()}
-        self._geometries = list(dict.fromkeys(geometry.values()))
-        self._geometry_of = {key: self._geometries.index(found) for key, found in geometry.items()}
-        addresses = [view.data_ptr() for view in self.views.values()]
-        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=pool.device)
-        self._address_alignment = math.gcd(*addresses)
+        self.geometries = {key: _row_geometry(view) for key, view in self.views.items()}
+        self.tuning = tuning
+        # Every address and stride of the pool is a multiple of it.
+        self.pool_common = math.gcd(
+            16,
+            *(view.data_ptr() for view in self.views.values()),
+            *(number for rows in self.geometries.values() for number in (rows.row_bytes, *rows.strides)),
+        )
 
     def plan(self, buffers: Sequence[WireBuffer]) -> CopyPlan:
         return _TritonPlan(self, buffers)
 
-    def launch_all(self, job: CopyJob, *, is_gather: bool) -> None:
-        with torch.cuda.device_of(job.wire):
-            for launch in self._launches(job):
-                self._launch(job, launch, is_gather=is_gather)
 
-    def _launches(self, job: CopyJob) -> Iterator[Launch]:
-        groups: dict[tuple[int, int, int], list[WireBuffer]] = {}  # begin and end token, geometry
-        for buffer in job.buffers:
-            tokens = buffer.tokens
-            if tokens.end > tokens.begin:
-                key = (tokens.begin, tokens.end, self._geometry_of[buffer.layer, buffer.is_v])
-                groups.setdefault(key, []).append(buffer)
-        for (_, _, geometry), buffers in groups.items():
-            indices = [self._index[buffer.layer, buffer.is_v] for buffer in buffers]
-            offsets = [buffer.offset_bytes for buffer in buffers]
-            begin = 0
-            while begin < len(buffers):
-                end = _end_of_progression(indices, offsets, begin)
-                is_single = end - begin == 1
-                yield Launch(
-                    geometry=self._geometries[geometry],
-                    slots=job.slots(buffers[begin]),
-                    first_buffer=indices[begin],
-                    buffer_step=0 if is_single else indices[begin + 1] - indices[begin],
-                    first_wire=offsets[begin],
-                    wire_step=0 if is_single else offsets[begin + 1] - offsets[begin],
-                    count=end - begin,
-                )
-                begin = end
+class _TritonPlan(CopyPlan):
+    _copier: TritonCopier
 
-    def _words(self, job: CopyJob, launch: Launch) -> Words:
-        rows, element, wire_element = launch.geometry, self.pool.element, self.wire_dtype
-        wire_row_bytes = rows.row_bytes // element.num_bytes * wire_element.num_bytes
-        strides = (rows.row_bytes, rows.page_stride, rows.token_stride, rows.head_stride)
-        pool_common = math.gcd(16, self._address_alignment, *strides)
-        wire_common = math.gcd(16, job.wire.data_ptr(), launch.first_wire, launch.wire_step, wire_row_bytes)
-        if element is not wire_element:
-            return Words(
-                pool_bytes=element.num_bytes,
-                wire_bytes=wire_element.num_bytes,
-                pool_type=ELEMENT_TYPES[element],
-                wire_type=ELEMENT_TYPES[wire_element],
-                pool_align=16 // element.num_bytes if pool_common == 16 else 1,
-                wire_align=16 // wire_element.num_bytes if wire_common == 16 else 1,
+    def __init__(self, copier: TritonCopier, buffers: Sequence[WireBuffer]) -> None:
+        super().__init__(copier, buffers)
+        groups: dict[tuple[Span, RowGeometry], list[WireBuffer]] = {}
+        for buffer in self.buffers:
+            groups.setdefault((buffer.tokens, copier.geometries[buffer.layer, buffer.is_v]), []).append(buffer)
+        self._launches = [_Launch(copier, found, rows) for (_, rows), found in groups.items()]
+        self._streams: set[int] = set()
+
+    def _can_digest(self) -> bool:
+        copier: TritonCopier = self._copier
+        is_copy = copier.wire_dtype is copier.pool.element
+        on_wire = (number for buffer in self.buffers for number in (buffer.offset_bytes, buffer.row_bytes))
+        return is_copy and math.gcd(WORD_BYTES, copier.pool_common, *on_wire) == WORD_BYTES
+
+    def _check_digest(self, digest: Digest) -> None:
+        check_digest(digest, self._pool.device)
+
+    def _check_address_only(self, wire: WireMemory, name: str) -> None:
+        device_index, device = getattr(wire, "device_index", None), self._pool.device
+        if device.type != "cuda" or device_index != device.index:
+            raise LayoutError(
+                f"{name} is a {type(wire).__name__} for kernels of device {device_index}; must be for kernels of {device}"
             )
-        common = math.gcd(pool_common, wire_common)
-        size, align = min(8, common), 2 if common == 16 else 1
-        kind = WORD_TYPES[size]
-        return Words(pool_bytes=size, wire_bytes=size, pool_type=kind, wire_type=kind, pool_align=align, wire_align=align)
 
-    def _launch(self, job: CopyJob, launch: Launch, *, is_gather: bool) -> None:
-        rows, words = launch.geometry, self._words(job, launch)
-        is_conversion = self.pool.element is not self.wire_dtype
-        row = rows.row_bytes // words.pool_bytes
-        columns = min(MAX_ROW_WORDS, triton.next_power_of_2(row))
-        tile_rows = max(1, (CONVERSION_TILE_WORDS if is_conversion else COPY_TILE_WORDS) // columns)
-        num_rows = len(launch.slots) * rows.rows_per_token
-        grid = (triton.cdiv(num_rows, tile_rows), launch.count, triton.cdiv(row, columns))
-        kinds = (self.pool.element.value, self.wire_dtype.value)
-        _run(
-            grid,
-            self._addresses,
-            launch.first_buffer,
-            launch.buffer_step,
-            job.pages,
-            self.pool.num_pages,
-            job.wire,
-            launch.first_wire // words.wire_bytes,
-            launch.wire_step // words.wire_bytes,
-            num_rows,
-            launch.slots.begin,
-            rows.page_stride // words.pool_bytes,
-            rows.token_stride // words.pool_bytes,
-            rows.head_stride // words.pool_bytes,
-            ROW=row,
-            ROWS_PER_TOKEN=rows.rows_per_token,
-            PAGE_SIZE=self.pool.page_size,
-            POOL_TYPE=words.pool_type,
-            WIRE_TYPE=words.wire_type,
-            POOL_ALIGN=words.pool_align,
-            WIRE_ALIGN=words.wire_align,
-            IS_CONVERSION=is_conversion,
-            SOURCE_KIND=kinds[0] if is_gather else kinds[1],
-            TARGET_KIND=kinds[1] if is_gather else kinds[0],
-            IS_GATHER=is_gather,
-            TILE_ROWS=tile_rows,
-            TILE_COLUMNS=columns,
+    def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
+        self._launch_all(pages, out, first_page, digest, is_gather=True)
+
+    def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
+        self._launch_all(pages, source, first_page, digest, is_gather=False)
+
+    def _launch_all(self, pages: Tensor, wire: WireMemory, first_page: int, digest: Digest | None, *, is_gather: bool) -> None:
+        wire_address = wire.data_ptr()
+        if digest is not None and wire_address % WORD_BYTES:
+            raise LayoutError(f"wire begins at {wire_address:#x}; to be digested on the way it must begin on {WORD_BYTES} bytes")
+        if self._pool.device.type == "cuda":
+            self._keep_for(torch.cuda.current_stream(self._pool.device))
+        digest_address = digest.data_ptr() if isinstance(digest, Tensor) else 0
+        pages_address = pages.data_ptr() + 8 * first_page
+        for launch in self._launches:
+            launch(pages_address, wire_address, digest_address, is_gather=is_gather)
+
+    def _keep_for(self, stream: torch.cuda.Stream) -> None:
+        """See to it that the tables' memory is not used anew before what this stream has queued with them has run."""
+        if stream.cuda_stream not in self._streams:
+            self._streams.add(stream.cuda_stream)
+            for launch in self._launches:
+                launch.keep_for(stream)
+
+
+class _Launch:
+    """Buffers with equal tokens and shapes, in one launch."""
+
+    def __init__(self, copier: TritonCopier, buffers: Sequence[WireBuffer], rows: RowGeometry) -> None:
+        pool = copier.pool
+        self._copier = copier
+        self._rows = rows
+        tokens = buffers[0].tokens
+        self._num_rows = len(tokens) * rows.rows_per_token
+        if max(self._num_rows, tokens.end) > _MAX_ROWS:
+            raise LayoutError(f"buffers have {self._num_rows} rows up to token {tokens.end}; one launch takes {_MAX_ROWS}")
+        self._first_slot = tokens.begin
+        self._count = len(buffers)
+        wire_row_bytes = rows.row_bytes // pool.element.num_bytes * copier.wire_dtype.num_bytes
+        self._wire_common = math.gcd(16, wire_row_bytes, *(buffer.offset_bytes for buffer in buffers))
+        table = [(copier.view(buffer).data_ptr(), buffer.offset_bytes) for buffer in buffers]
+        self._table = upload(torch.tensor(table, dtype=torch.int64), pool.device)
+        scales = [copier.scale(buffer) for buffer in buffers]
+        self._is_scaled = pool.element.num_bytes != copier.wire_dtype.num_bytes and scales != [1.0] * len(scales)
+        self._factors: dict[bool, Tensor] = {}
+        if self._is_scaled:
+            for is_gather in (True, False):
+                sizes = (pool.element.num_bytes, copier.wire_dtype.num_bytes)
+                start, end = sizes if is_gather else sizes[::-1]
+                factors = [scale_factor(scale, from_bytes=start, to_bytes=end) for scale in scales]
+                self._factors[is_gather] = upload(torch.tensor(factors, dtype=torch.float32), pool.device)
+        self._variants: dict[tuple[bool, int, bool], tuple[Launcher, tuple[int, int, int], tuple[int, ...]]] = {}
+
+    def __call__(self, pages: int, wire: int, digest: int, *, is_gather: bool) -> None:
+        key = (is_gather, math.gcd(self._wire_common, wire), digest != 0)
+        found = self._variants.get(key)
+        if found is None:
+            found = self._variants[key] = self._variant(*key)
+        launcher, grid, arguments = found
+        launcher(grid, (pages, wire, digest, *arguments))
+
+    def keep_for(self, stream: torch.cuda.Stream) -> None:
+        for tensor in (self._table, *self._factors.values()):
+            tensor.record_stream(stream)
+
+    def _variant(
+        self, is_gather: bool, wire_common: int, has_digest: bool
+    ) -> tuple[Launcher, tuple[int, int, int], tuple[int, ...]]:
+        copier, rows, tuning = self._copier, self._rows, self._copier.tuning
+        pool = copier.pool
+        element, wire_element = pool.element, copier.wire_dtype
+        is_conversion = element is not wire_element
+        if is_conversion:
+            pool_bytes, wire_bytes = element.num_bytes, wire_element.num_bytes
+            pool_type, wire_type = ELEMENT_TYPES[element], ELEMENT_TYPES[wire_element]
+            is_pool_aligned, is_wire_aligned = copier.pool_common == 16, wire_common == 16
+        else:
+            common = math.gcd(copier.pool_common, wire_common)
+            pool_bytes = wire_bytes = min(8, common)
+            pool_type = wire_type = WORD_TYPES[pool_bytes]
+            is_pool_aligned = is_wire_aligned = common == 16
+        row = rows.row_bytes // pool_bytes
+        columns = columns_for(row, tuning.max_columns)
+        tile = tuning.conversion_elements if is_conversion else tuning.digest_words if has_digest else tuning.copy_words
+        # A tile of more rows than there are would be lanes without work.
+        tile_rows = max(1, min(tile // columns, triton.next_power_of_2(self._num_rows)))
+        tiles = tuning.digest_tiles if has_digest else 1
+        kinds = (element.value, wire_element.value) if is_gather else (wire_element.value, element.value)
+        constants: dict[str, Any] = {
+            "ROW": row,
+            "ROWS_PER_TOKEN": rows.rows_per_token,
+            "PAGE_SIZE": pool.page_size,
+            "POOL_TYPE": pool_type,
+            "WIRE_TYPE": wire_type,
+            "POOL_ALIGN": 16 // pool_bytes if is_pool_aligned else 1,
+            "WIRE_ALIGN": 16 // wire_bytes if is_wire_aligned else 1,
+            "WIRE_BYTES": wire_bytes,
+            "IS_CONVERSION": is_conversion,
+            "IS_SCALED": self._is_scaled,
+            "IS_NATIVE": _converts_natively(pool.device),
+            "SOURCE_KIND": kinds[0],
+            "TARGET_KIND": kinds[1],
+            "IS_GATHER": is_gather,
+            "HAS_DIGEST": has_digest,
+            "TILE_ROWS": tile_rows,
+            "TILE_COLUMNS": columns,
+            "TILES": tiles,
+        }
+        launcher = _launcher(pool.device, tuning.num_warps, tuple(constants.items()))
+        grid = (triton.cdiv(self._num_rows, tile_rows * tiles), self._count, triton.cdiv(row, columns))
+        arguments = (
+            self._table.data_ptr(),
+            self._factors[is_gather].data_ptr() if self._is_scaled else 0,
+            pool.num_pages,
+            self._num_rows,
+            self._first_slot,
+            *(stride // (pool_bytes * constants["POOL_ALIGN"]) for stride in rows.strides),
         )
+        return launcher, grid, arguments
 
 
-def _run(grid: tuple[int, int, int], *arguments: Any, **constants: Any) -> None:
-    copy_rows[grid](*arguments, **constants)
+@cache
+def _launcher(device: torch.device, num_warps: int, constants: tuple[tuple[str, Any], ...]) -> Launcher:
+    return Launcher(copy_rows, device, dict(constants), num_warps=num_warps)
+
+
+@cache
+def _converts_natively(device: torch.device) -> bool:
+    """Whether the device rounds to bfloat16 and float8 as `convert` does; the interpreter and devices before Ada do not."""
+    return device.type == "cuda" and not IS_INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def columns_for(row: int, most: int) -> int:
+    """How many words of a row a tile spans: a power of two, as many as leave at most an eighth of the lanes without work.
+
+    At least 16 words, which are a line of the cache, where the row has them.
+    """
+    columns: int = min(most, triton.next_power_of_2(row))
+    while columns > 16 and triton.cdiv(row, columns) * columns * 8 > row * 9:
+        columns //= 2
+    return columns
 
 
 def _row_geometry(view: Tensor) -> RowGeometry:
     _, _, heads, dim = view.shape
     element = view.element_size()
     page_stride, token_stride, head_stride, _ = (stride * element for stride in view.stride())
-    if heads == 1 or head_stride == dim * element:
-        return RowGeometry(
-            row_bytes=heads * dim * element,
-            rows_per_token=1,
-            page_stride=page_stride,
-            token_stride=token_stride,
-            head_stride=0,
-        )
+    is_joined = heads == 1 or head_stride == dim * element
     return RowGeometry(
-        row_bytes=dim * element,
-        rows_per_token=heads,
+        row_bytes=(heads if is_joined else 1) * dim * element,
+        rows_per_token=1 if is_joined else heads,
         page_stride=page_stride,
         token_stride=token_stride,
-        head_stride=head_stride,
+        head_stride=0 if is_joined else head_stride,
     )
-
-
-def _end_of_progression(indices: Sequence[int], offsets: Sequence[int], begin: int) -> int:
-    """End of the longest run from `begin` over which indices and offsets both grow by constant steps."""
-    end = begin + 1
-    while end < len(indices) and (
-        end == begin + 1
-        or (
-            indices[end] - indices[end - 1] == indices[begin + 1] - indices[begin]
-            and offsets[end] - offsets[end - 1] == offsets[begin + 1] - offsets[begin]
-        )
-    ):
-        end += 1
-    return end

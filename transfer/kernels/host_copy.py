@@ -39,6 +39,9 @@ MIN_PAGES_PER_RUN = 4
 # Below, NumPy's smaller cost per call outweighs the temporary that its indexing makes.
 MIN_BYTES_FOR_TORCH = 1 << 17
 
+# What is digested and copied at a time: it is in the second-level cache for the second look at it, with its other copy beside it.
+BLOCK_BYTES = 1 << 19
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRun:
@@ -126,30 +129,34 @@ class StackPlace:
     index: int
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BufferGroup:
-    """Neighbours in a stack and on the wire, with the same tokens: `count` buffers from `first` on."""
+    """Neighbours in a stack and on the wire, with the same tokens.
 
-    place: StackPlace
-    first: WireBuffer
-    plan: TokenPlan
-    count: int = 1
+    Args:
+        pieces: Of these buffers.
+        buffers: As the plan was given them.
+    """
+
+    pieces: PoolPieces
+    buffers: Sequence[WireBuffer]
+
+    @property
+    def tokens(self) -> Span:
+        return self.buffers[0].tokens
 
     @property
     def wire(self) -> slice:
         """Its bytes in the wire tensor."""
-        return slice(self.first.offset_bytes, self.first.offset_bytes + self.count * self.first.num_bytes)
+        return slice(self.buffers[0].offset_bytes, self.buffers[-1].offset_bytes + self.buffers[-1].num_bytes)
 
-    @property
-    def pieces(self) -> PoolPieces:
-        return self.place.stack.part(self.place.index, self.place.index + self.count)
-
-    def is_continued_by(self, place: StackPlace, buffer: WireBuffer) -> bool:
-        return (
-            place.stack is self.place.stack
-            and place.index == self.place.index + self.count
-            and buffer.offset_bytes == self.first.offset_bytes + self.count * self.first.num_bytes
-        )
+    def blocks(self) -> list[BufferGroup]:
+        """The same buffers in groups of about `BLOCK_BYTES`."""
+        step = max(1, BLOCK_BYTES // self.buffers[0].num_bytes)
+        return [
+            BufferGroup(pieces=self.pieces.part(begin, begin + step), buffers=self.buffers[begin : begin + step])
+            for begin in range(0, len(self.buffers), step)
+        ]
 
 
 class HostCopier(HeadSliceCopier):
@@ -173,53 +180,80 @@ class HostCopier(HeadSliceCopier):
 class _HostPlan(CopyPlan):
     def __init__(self, copier: HostCopier, buffers: Sequence[WireBuffer]) -> None:
         super().__init__(copier, buffers)
-        self._places = copier.places
         self._is_converting = copier.wire_dtype is not copier.pool.element
+        self._groups = _grouped(self.buffers, copier.places, is_joining=not self._is_converting)
+        self._blocks = [block for group in self._groups for block in group.blocks()]
 
     def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
-        copier, tensor = self._copier, wire_tensor(out)
+        tensor = wire_tensor(out)
         wire = tensor.numpy()
-        for group in self._groups(pages[first_page:]):
-            if not self._is_converting:
-                _gather_bytes(group.pieces, group.plan, wire[group.wire].reshape(group.count, -1))
-                continue
-            found = torch.empty((len(group.first.tokens), *copier.view(group.first).shape[2:]), dtype=self._pool.dtype)
-            _gather_bytes(group.pieces, group.plan, found.view(torch.uint8).view(1, -1).numpy())
-            scale = copier.scale(group.first)
-            copier.wire_part(tensor, group.first).copy_(convert(found, copier.wire_dtype, scale=scale))
-        if isinstance(digest, HostDigest):
-            digest.update(wire[: self.num_wire_bytes])
+        for group, plan in self._with_token_plans(pages[first_page:], digest):
+            if self._is_converting:
+                self._gather_converted(group, plan, tensor)
+            else:
+                _gather_bytes(group.pieces, plan, wire[group.wire].reshape(len(group.buffers), -1))
+            if isinstance(digest, HostDigest):
+                digest.update(wire[group.wire])
 
     def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
-        copier, tensor = self._copier, wire_tensor(source)
+        tensor = wire_tensor(source)
         wire = tensor.numpy()
-        for group in self._groups(pages[first_page:]):
-            if not self._is_converting:
-                _scatter_bytes(group.pieces, group.plan, wire[group.wire].reshape(group.count, -1))
-                continue
-            scale = copier.scale(group.first)
-            values = convert(copier.wire_part(tensor, group.first), self._pool.element, scale=scale)
-            _scatter_bytes(group.pieces, group.plan, values.view(torch.uint8).view(1, -1).numpy())
-        if isinstance(digest, HostDigest):
-            digest.update(wire[: self.num_wire_bytes])
+        for group, plan in self._with_token_plans(pages[first_page:], digest):
+            if isinstance(digest, HostDigest):
+                digest.update(wire[group.wire])
+            if self._is_converting:
+                self._scatter_converted(group, plan, tensor)
+            else:
+                _scatter_bytes(group.pieces, plan, wire[group.wire].reshape(len(group.buffers), -1))
 
-    def _groups(self, pages: Tensor) -> Iterator[BufferGroup]:
-        """The buffers; one by one where they are converted, so that the converted copy of each stays in the cache."""
-        group: BufferGroup | None = None
-        for buffer in self.buffers:
-            place = self._places[buffer.layer, buffer.is_v]
-            is_same_range = group is not None and buffer.tokens == group.first.tokens  # nearly always, in a chunk
-            if group is not None and is_same_range and not self._is_converting and group.is_continued_by(place, buffer):
-                group.count += 1
-                continue
-            if group is not None:
-                yield group
-            plan = group.plan if group is not None and is_same_range else None
+    def _with_token_plans(self, pages: Tensor, digest: Digest | None) -> Iterator[tuple[BufferGroup, TokenPlan]]:
+        """What to copy at a time, and where its tokens lie."""
+        plans: dict[Span, TokenPlan] = {}  # nearly always one, in a chunk
+        for group in self._groups if digest is None else self._blocks:
+            plan = plans.get(group.tokens)
             if plan is None:
-                plan = plan_tokens(pages, buffer.tokens, self._pool.page_size)
-            group = BufferGroup(place=place, first=buffer, plan=plan)
-        if group is not None:
-            yield group
+                plan = plans[group.tokens] = plan_tokens(pages, group.tokens, self._pool.page_size)
+            yield group, plan
+
+    def _gather_converted(self, group: BufferGroup, plan: TokenPlan, wire: Tensor) -> None:
+        copier, (buffer,) = self._copier, group.buffers
+        found = torch.empty((len(buffer.tokens), *copier.view(buffer).shape[2:]), dtype=self._pool.dtype)
+        _gather_bytes(group.pieces, plan, found.view(torch.uint8).view(1, -1).numpy())
+        copier.wire_part(wire, buffer).copy_(convert(found, copier.wire_dtype, scale=copier.scale(buffer)))
+
+    def _scatter_converted(self, group: BufferGroup, plan: TokenPlan, wire: Tensor) -> None:
+        copier, (buffer,) = self._copier, group.buffers
+        values = convert(copier.wire_part(wire, buffer), self._pool.element, scale=copier.scale(buffer))
+        _scatter_bytes(group.pieces, plan, values.view(torch.uint8).view(1, -1).numpy())
+
+
+def _grouped(
+    buffers: Sequence[WireBuffer], places: Mapping[tuple[int, bool], StackPlace], *, is_joining: bool
+) -> list[BufferGroup]:
+    """Join neighbours; not those that are converted, so that the converted copy of each stays in the cache."""
+    runs: list[list[WireBuffer]] = []
+    for buffer in buffers:
+        if is_joining and runs and _continues_on_wire(runs[-1], buffer, places):
+            runs[-1].append(buffer)
+        else:
+            runs.append([buffer])
+    groups: list[BufferGroup] = []
+    for run in runs:
+        place = places[run[0].layer, run[0].is_v]
+        groups.append(BufferGroup(pieces=place.stack.part(place.index, place.index + len(run)), buffers=tuple(run)))
+    return groups
+
+
+def _continues_on_wire(run: Sequence[WireBuffer], buffer: WireBuffer, places: Mapping[tuple[int, bool], StackPlace]) -> bool:
+    """Whether a buffer is the next one of a run in its stack, on the wire, and with the same tokens."""
+    last = run[-1]
+    place, place_of_last = places[buffer.layer, buffer.is_v], places[last.layer, last.is_v]
+    return (
+        place.stack is place_of_last.stack
+        and place.index == place_of_last.index + 1
+        and buffer.offset_bytes == last.offset_bytes + last.num_bytes
+        and buffer.tokens == last.tokens
+    )
 
 
 def _run_starts(pages: Tensor) -> list[int]:

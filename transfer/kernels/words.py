@@ -1,14 +1,114 @@
-"""``kvferry-words-64`` over wire bytes on a GPU, as a pass of its own."""
+"""``kvferry-words-64`` in Triton: see `transfer.kernels.digest` for its definition.
+
+A word takes some 15 integer instructions of 32 bits (two additions, three exclusive ors, two products); the place, an addition
+per word, comes from its row and its column.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from transfer.kernels.copier import WireMemory, wire_tensor
-from transfer.kernels.reference import reference_words_sum
+from transfer.errors import LayoutError
+from transfer.kernels.copier import WireMemory
+from transfer.kernels.digest import FACTOR, STEP, WORD_BYTES
+from transfer.kernels.launch import Launcher
+
+_STEP = tl.constexpr(STEP)
+_FACTOR = tl.constexpr(FACTOR)
+_PART_TYPES = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
+_BLOCK_WORDS = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def keys_of(numbers):  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
+    """What is added to the words with these numbers (int64), as uint64."""
+    return (numbers + 1).to(tl.uint64) * _STEP
+
+
+@triton.jit
+def offsets_of(columns):  # type: ignore[no-untyped-def]
+    """How much farther the keys are of words that many places behind (int64), as uint64."""
+    return columns.to(tl.uint64) * _STEP
+
+
+@triton.jit
+def mixed(words, keys):  # type: ignore[no-untyped-def]
+    """What words count at their places; all uint64."""
+    x = words + keys
+    x = (x ^ (x >> 32)) * _FACTOR
+    x = (x ^ (x >> 32)) * _FACTOR
+    return x ^ (x >> 32)
+
+
+@triton.jit
+def add_to(digest, counts):  # type: ignore[no-untyped-def]
+    """Add all of `counts` (uint64, of any shape) to the sum at address `digest`, which others add to as well."""
+    total = tl.sum(tl.ravel(counts), axis=0)
+    tl.atomic_add(digest.to(tl.pointer_type(tl.int64)), total.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["wire", "num_bytes", "digest"])  # type: ignore[untyped-decorator]
+def sum_words(  # type: ignore[no-untyped-def]
+    wire: tl.int64,
+    num_bytes: tl.int64,
+    digest: tl.int64,
+    PART_TYPE: tl.constexpr,
+    PART_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of words: each put together from parts, the largest that the address and the size are multiples of."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    base = wire.to(tl.pointer_type(PART_TYPE))
+    words = tl.zeros([BLOCK], tl.uint64)
+    parts: tl.constexpr = 8 // PART_BYTES
+    for part in tl.static_range(parts):
+        index = number * parts + part
+        found = tl.load(base + index, mask=index * PART_BYTES < num_bytes, other=0)
+        words |= found.to(tl.uint64) << (part * PART_BYTES * 8)
+    add_to(digest, tl.where(number * 8 < num_bytes, mixed(words, keys_of(number)), 0))
 
 
 def add_words(digest: Tensor, wire: WireMemory, num_bytes: int) -> None:
-    """Add what the first `num_bytes` bytes of a wire count to `digest`, int64 [1] on the wire's device."""
-    total = reference_words_sum(wire_tensor(wire)[:num_bytes])
-    digest += total - (1 << 64) if total >= 1 << 63 else total
+    """Add what the first `num_bytes` bytes of a wire count to `digest`: a pass over them, queued on the current stream.
+
+    Args:
+        digest: int64 [1] on the device whose kernels can read the wire.
+        wire: At any address; slow where it is not on whole words.
+
+    Raises:
+        LayoutError: The digest is not int64 [1].
+    """
+    check_digest(digest, digest.device)
+    if not num_bytes:
+        return
+    address = wire.data_ptr()
+    part_bytes = math.gcd(WORD_BYTES, address, num_bytes)
+    grid = (triton.cdiv(num_bytes, WORD_BYTES * _BLOCK_WORDS), 1, 1)
+    constants = {"PART_TYPE": _PART_TYPES[part_bytes], "PART_BYTES": part_bytes, "BLOCK": _BLOCK_WORDS}
+    key = (digest.device, part_bytes)
+    launcher = _LAUNCHERS.get(key)
+    if launcher is None:
+        launcher = _LAUNCHERS[key] = Launcher(sum_words, digest.device, constants, num_warps=_NUM_WARPS)
+    launcher(grid, (address, num_bytes, digest.data_ptr()))
+
+
+_LAUNCHERS: dict[tuple[torch.device, int], Launcher] = {}
+
+
+def check_digest(digest: Any, device: torch.device) -> None:
+    """Refuse what a kernel on `device` cannot add to.
+
+    Raises:
+        LayoutError: It is not an int64 tensor [1] on the device.
+    """
+    if not isinstance(digest, Tensor):
+        raise LayoutError(f"digest is a {type(digest).__name__}; for a pool on {device} it must be an int64 tensor [1] there")
+    if digest.dtype is not torch.int64 or digest.numel() != 1 or digest.device != device:
+        raise LayoutError(f"digest is {digest.dtype} {tuple(digest.shape)} on {digest.device}; must be int64 [1] on {device}")
