@@ -1,201 +1,216 @@
-"""One link, from 4 KiB to 64 MiB: every transport between two processes (inproc within one), against memcpy in the same run.
+"""One link, from 4 KiB to 1 GiB, between two processes: every transport of kvferry, and what others offer, in the same run.
 
-    python -m bench.link [--json FILE] [--quick] [--spin-us N]
+    python -m bench.link [--json FILE] [--quick] [--device cpu|cuda] [--max-mb N] [--lanes NAME ...] [--passes N] [--spin-us N]
 
-One repetition is: write, receive, and an answer of one byte back, seen through `SessionDriver` as the nodes see it. With 8 in
-flight the time of a repetition is that of all eight and one answer, divided by eight.
+A row's time is that of one write, from its call until its source may be reused; with 8 in flight it is that of all eight, divided
+by eight. On kvferry's two-sided lanes the answer's rows tell the time until a byte of the target's came back. The yardstick is a
+copy of the same bytes: memcpy on one thread, or the copy engine's into another process's mapped GPU memory. What goes over a
+library (NIXL, UCX) is held against that library's plain use.
+
+``--device cuda`` takes two GPUs, or one for both ends where there is one, and says so. What cannot be measured is named below the
+table with its reason.
 """
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import time
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
-from bench.timing import Report, argument_parser, readable_bytes, sample
-from transfer.transport.base import ByteRange, LocalMemory, Session
-from transfer.transport.driver import SessionDriver
-from transfer.transport.inproc import InprocHub, InprocTransport
-from transfer.transport.ucx import UcxTransport
+from bench import fused_gather, link_ends
+from bench.link_ends import LinkSamples
+from bench.link_plan import Samples, Step, steps
+from bench.pair import Devices, PairFailed, run_pair
+from bench.peers import cuda_copy, nccl, nixl, ucx
+from bench.timing import Report, Row, argument_parser, sample
+from transfer.staging import zeroed_bytes
 
-SIZES = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20]
-MEMORY_BYTES = 64 << 20
-_DEADLINE_S = 30.0
-_FIRST_ANSWER_KEY = 1 << 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One measurement, known to both ends."""
-
-    num_bytes: int
-    in_flight: int
-    repetitions: int
-    first_key: int
-
-
-def steps(*, is_quick: bool) -> list[Step]:
-    plan: list[Step] = []
-    next_key = 0
-    for num_bytes in SIZES:
-        for in_flight in (1, 8):
-            if num_bytes * in_flight > MEMORY_BYTES:
-                continue
-            repetitions = 5 if is_quick else max(15, min(300, (256 << 20) // (num_bytes * in_flight)))
-            plan.append(Step(num_bytes=num_bytes, in_flight=in_flight, repetitions=repetitions, first_key=next_key))
-            next_key += (repetitions + 1) * in_flight
-    return plan
+MEMCPY = "memcpy, one thread"
+PEER_MEMCPY = "peer memcpy over CUDA IPC"
+NIXL_BULK = "NIXL bulk WRITE, plain"
+UCX_PLAIN = "UCXX tag send, plain"
+FUSED = "kvferry, gather into the peer's ring"
+FUSED_WITH_DIGEST = "kvferry, gather into the peer's ring, with digest"
+ANSWERED = ", with answer"
+PIECES = ((40_960, 8192), (65_536, 512))  # a block of 16 tokens, one token: two heads of one layer's K or V in Llama 3 70B
+_QUICK_PIECES = ((2_048, 8192), (4_096, 512))
+_TIMEOUT_S = 100.0
 
 
 @dataclass(slots=True, kw_only=True)
-class End:
-    """One end of the link and its memory."""
+class Measured:
+    """Samples by what was measured and by step; several passes add to them."""
 
-    driver: SessionDriver
-    session: Session
-    memory: LocalMemory
+    samples_s: dict[str, dict[str, Samples]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
 
-    async def wait(self, handles: Sequence[Any]) -> None:
-        for handle in handles:
-            await self.driver.wait(self.session, handle, deadline_s=_DEADLINE_S)
-
-    async def write_all(self, plan: Sequence[Step]) -> list[list[float]]:
-        """The writer's half: seconds per write, for each repetition of each step."""
-        return [[await self._write_round(step, turn) for turn in range(step.repetitions + 1)][1:] for step in plan]
-
-    async def _write_round(self, step: Step, turn: int) -> float:
-        first = step.first_key + turn * step.in_flight
-        answer = self.session.expect(self.memory, ByteRange(begin=0, end=1), _FIRST_ANSWER_KEY + first)
-        begun = time.perf_counter()
-        writes = []
-        for i in range(step.in_flight):
-            place = ByteRange(begin=i * step.num_bytes, end=(i + 1) * step.num_bytes)
-            writes.append(self.session.write(self.memory, place, place, first + i))
-        await self.wait([answer])
-        elapsed_s = time.perf_counter() - begun
-        await self.wait(writes)
-        return elapsed_s / step.in_flight
-
-    async def serve_all(self, plan: Sequence[Step]) -> None:
-        """The target's half."""
-        rounds = [(step, turn) for step in plan for turn in range(step.repetitions + 1)]
-        expected = self._expect(*rounds[0])
-        for i, (step, turn) in enumerate(rounds):
-            await self.wait(expected)
-            if i + 1 < len(rounds):
-                expected = self._expect(*rounds[i + 1])  # before the answer, so that no write ever waits for us
-            key = _FIRST_ANSWER_KEY + step.first_key + turn * step.in_flight
-            await self.wait([self.session.write(self.memory, ByteRange(begin=0, end=1), ByteRange(begin=0, end=1), key)])
-
-    def _expect(self, step: Step, turn: int) -> list[Any]:
-        first = step.first_key + turn * step.in_flight
-        places = [ByteRange(begin=i * step.num_bytes, end=(i + 1) * step.num_bytes) for i in range(step.in_flight)]
-        return [self.session.expect(self.memory, place, first + i) for i, place in enumerate(places)]
+    def add(self, what: str, samples_s: dict[str, Samples]) -> None:
+        for step, found in samples_s.items():
+            self.samples_s.setdefault(what, {}).setdefault(step, []).extend(found)
 
 
-def _serve_process(pipe: Connection, lane: Any, plan: Sequence[Step], spin_s: float) -> None:
-    transport = UcxTransport(lane=lane)
-    memory = transport.register(np.ones(MEMORY_BYTES, dtype=np.uint8))
-    session, answer = transport.accept(pipe.recv(), memory)
-    pipe.send(answer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is to be measured.
 
-    async def serve() -> None:
-        driver = SessionDriver(asyncio.get_running_loop(), spin_s=spin_s)
-        driver.add(session)
-        await End(driver=driver, session=session, memory=memory).serve_all(plan)
-        driver.remove(session)
+    Args:
+        lanes: Of `measures`; empty: all.
+    """
 
-    asyncio.run(serve())
-    pipe.send("done")
-    transport.close()
+    devices: Devices
+    plan: Sequence[Step]
+    is_quick: bool
+    spin_s: float
+    lanes: Sequence[str] = ()
 
+    @property
+    def one_by_one(self) -> list[Step]:
+        return [step for step in self.plan if step.in_flight == 1]
 
-def over_ucx(lane: Any, plan: Sequence[Step], spin_s: float) -> list[list[float]]:
-    """The writer in this process, the target in another."""
-    context = multiprocessing.get_context("spawn")
-    pipe, child_pipe = context.Pipe()
-    child = context.Process(target=_serve_process, args=(child_pipe, lane, plan, spin_s), daemon=True)
-    child.start()
-    transport = UcxTransport(lane=lane)
-    memory = transport.register(np.ones(MEMORY_BYTES, dtype=np.uint8))
-    offer = transport.offer()
-    pipe.send(offer.blob)
-    session = offer.complete(pipe.recv())
+    @property
+    def pieces(self) -> Sequence[tuple[int, int]]:
+        return _QUICK_PIECES if self.is_quick else PIECES
 
-    async def write() -> list[list[float]]:
-        driver = SessionDriver(asyncio.get_running_loop(), spin_s=spin_s)
-        driver.add(session)
-        samples_s = await End(driver=driver, session=session, memory=memory).write_all(plan)
-        driver.remove(session)
-        return samples_s
-
-    samples_s = asyncio.run(write())
-    pipe.recv()
-    transport.close()
-    child.join(10)
-    return samples_s
+    def pair(self, module: object, *arguments: object) -> object:
+        ends: tuple[Callable[..., object], Callable[..., object]] = (module.write, module.serve)  # type: ignore[attr-defined]
+        return run_pair(*ends, *arguments, devices=self.devices, timeout_s=_TIMEOUT_S)
 
 
-def over_inproc(plan: Sequence[Step]) -> list[list[float]]:
-    """Both ends on one loop of this process."""
-
-    async def both() -> list[list[float]]:
-        hub = InprocHub()
-        writer, target = InprocTransport(hub), InprocTransport(hub)
-        source = writer.register(np.ones(MEMORY_BYTES, dtype=np.uint8))
-        ring = target.register(np.ones(MEMORY_BYTES, dtype=np.uint8))
-        offer = writer.offer()
-        target_session, answer = target.accept(offer.blob, ring)
-        driver = SessionDriver(asyncio.get_running_loop())
-        ends = []
-        for session, memory in ((offer.complete(answer), source), (target_session, ring)):
-            driver.add(session)
-            ends.append(End(driver=driver, session=session, memory=memory))
-        samples_s, _ = await asyncio.gather(ends[0].write_all(plan), ends[1].serve_all(plan))
-        return samples_s
-
-    return asyncio.run(both())
+def measures(run: Run) -> dict[str, Callable[[Measured], None]]:
+    """By name, in order; the yardstick first."""
+    found: dict[str, Callable[[Measured], None]] = {}
+    if run.devices.is_cuda:
+        found["copy"] = partial(_peer, run, PEER_MEMCPY, cuda_copy)
+        lanes = ["cuda_ipc/copy", "nixl", "ucx"]
+    else:
+        found["copy"] = partial(_memcpy, run)
+        lanes = ["ucx/shm", "ucx/net", "nixl"]
+    found["ucx plain"] = partial(_peer, run, UCX_PLAIN, ucx)
+    found["nixl plain"] = partial(_nixl, run)
+    for lane in lanes:
+        found[lane] = partial(_ours, run, lane)
+    if run.devices.is_cuda:
+        found["fused"] = partial(_fused, run)
+        found["nccl"] = partial(_nccl, run)
+    return {name: measure for name, measure in found.items() if not run.lanes or name in run.lanes}
 
 
-def measure(*, is_quick: bool, spin_s: float) -> Report:
-    report = Report(title="One link: write, receive and a one-byte answer")
-    plan = steps(is_quick=is_quick)
-    source, target = np.ones(MEMORY_BYTES, dtype=np.uint8), np.zeros(MEMORY_BYTES, dtype=np.uint8)
-    copies = {}
-    for num_bytes in SIZES:
-        copy = partial(np.copyto, target[:num_bytes], source[:num_bytes])
-        samples_s = sample(copy, repetitions=5 if is_quick else 31)
-        copies[num_bytes] = report.add(f"memcpy {readable_bytes(num_bytes)}", "one thread", samples_s, num_bytes=num_bytes)
-    lanes: dict[str, Callable[[], list[list[float]]]] = {
-        "inproc": lambda: over_inproc(plan),
-        "ucx/shm": lambda: over_ucx("shm", plan, spin_s),
-        "ucx/net": lambda: over_ucx("net", plan, spin_s),
-    }
-    for lane, run in lanes.items():
-        for step, samples_s in zip(plan, run(), strict=True):
-            report.add(
-                f"{lane} {readable_bytes(step.num_bytes)}",
-                f"{step.in_flight} in flight",
-                samples_s,
-                num_bytes=step.num_bytes,
-                against=copies[step.num_bytes],
-            )
-    return report
+def _memcpy(run: Run, into: Measured) -> None:
+    most = max(step.num_bytes for step in run.plan)
+    source, target = zeroed_bytes(most).fill_(1).numpy(), zeroed_bytes(most).numpy()
+    for step in run.one_by_one:
+        copy = partial(np.copyto, target[: step.num_bytes], source[: step.num_bytes])
+        into.add(MEMCPY, {step.name: sample(copy, repetitions=step.repetitions)})
 
 
-def main() -> None:
+def _peer(run: Run, what: str, module: object, into: Measured) -> None:
+    found = run.pair(module, run.one_by_one)
+    assert isinstance(found, dict)
+    into.add(what, found)
+
+
+def _nccl(run: Run, into: Measured) -> None:
+    if run.devices.are_same:
+        raise PairFailed("NCCL does not join two processes on one GPU")
+    _peer(run, "NCCL send", nccl, into)
+
+
+def _nixl(run: Run, into: Measured) -> None:
+    found = run.pair(nixl, run.one_by_one, run.pieces)
+    assert isinstance(found, dict)
+    for count, num_bytes in run.pieces:
+        name = nixl.pieces_name(count, num_bytes)
+        into.add(f"NIXL, {name}", {name: found.pop(name)})
+    into.add(NIXL_BULK, found)
+
+
+def _ours(run: Run, lane: str, into: Measured) -> None:
+    found = run.pair(link_ends, run.plan, lane, run.spin_s)
+    assert isinstance(found, LinkSamples)
+    into.add(f"kvferry {lane}", found.writes)
+    into.add(f"kvferry {lane}{ANSWERED}", found.answers)
+    into.facts[f"kvferry {lane}"] = found.lane
+
+
+def _fused(run: Run, into: Measured) -> None:
+    found = run.pair(fused_gather, fused_gather.cases(is_quick=run.is_quick))
+    assert isinstance(found, dict)
+    for what, samples_s in zip((PEER_MEMCPY, FUSED, FUSED_WITH_DIGEST), (found[key] for key in fused_gather.KEYS), strict=True):
+        into.add(what, samples_s)
+
+
+def measure(run: Run, *, num_passes: int) -> tuple[Report, bool]:
+    """The report, and whether something failed that should have run."""
+    measured = Measured()
+    is_failed = False
+    for _ in range(num_passes):
+        for name, one in measures(run).items():
+            try:
+                one(measured)
+            except PairFailed as error:
+                measured.missing[name] = str(error)
+                is_failed |= not _is_excused(str(error))
+    report = Report(title=f"One link, {run.devices}: a write until its source may be reused")
+    sizes = {step.name: step.num_bytes for step in run.plan}
+    sizes |= {nixl.pieces_name(count, size): count * size for count, size in run.pieces}
+    sizes |= {case.name: case.num_bytes for case in fused_gather.cases(is_quick=run.is_quick)}
+    _add_rows(report, measured, sizes)
+    report.facts["devices"] = {"where": str(run.devices)}
+    if measured.facts:
+        report.facts["carried by"] = measured.facts
+    if measured.missing:
+        report.facts["not measured"] = dict(measured.missing)
+    return report, is_failed
+
+
+def _is_excused(reason: str) -> bool:
+    """Whether a library or a second GPU is all that was missing."""
+    return any(word in reason for word in ("ConfigError", "ModuleNotFoundError", "ImportError", "NCCL does not join"))
+
+
+def _add_rows(report: Report, measured: Measured, sizes: dict[str, int]) -> None:
+    """A row for everything measured, each with a ratio to what it is held against, where that was measured."""
+    made: dict[tuple[str, str], Row] = {}
+    for step in sizes:
+        for what in [what for what, by_step in measured.samples_s.items() if step in by_step]:
+            against = next((made[found] for found in _yardsticks(what, step) if found in made), None)
+            made[what, step] = report.add(step, what, measured.samples_s[what][step], num_bytes=sizes[step], against=against)
+
+
+def _yardsticks(what: str, step: str) -> list[tuple[str, str]]:
+    """What a row is held against, best first: the same library's plain use, then a copy; several in flight against one."""
+    one = step.partition(",")[0] if what.startswith("kvferry") and "in flight" in step else step
+    libraries = {"kvferry nixl": NIXL_BULK, "kvferry ucx": UCX_PLAIN}
+    own = [plain for prefix, plain in libraries.items() if what.startswith(prefix) and not what.endswith(ANSWERED)]
+    return [(name, one) for name in (*own, PEER_MEMCPY, MEMCPY) if name != what]
+
+
+def main() -> int:
     parser = argument_parser(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--one-gpu", action="store_true", help="both ends on one GPU, also where there are two")
+    parser.add_argument("--max-mb", type=int, default=1024, help="largest write, in MiB")
+    parser.add_argument("--lanes", nargs="+", default=[], metavar="NAME", help="some of them; the table's text names all")
+    parser.add_argument("--passes", type=int, default=1, help="over all lanes: more, where other work disturbs them in turn")
     parser.add_argument("--spin-us", type=float, default=0.0, help="SessionDriver's spin_s, in microseconds")
     arguments = parser.parse_args()
-    measure(is_quick=arguments.quick, spin_s=arguments.spin_us * 1e-6).finish(arguments.json)
+    try:
+        devices = Devices.of(arguments.device, is_one_gpu=arguments.one_gpu)
+    except PairFailed as error:
+        parser.error(str(error))
+    plan = steps(device_type=arguments.device, max_bytes=arguments.max_mb << 20, is_quick=arguments.quick)
+    run = Run(devices=devices, plan=plan, is_quick=arguments.quick, spin_s=arguments.spin_us * 1e-6, lanes=arguments.lanes)
+    unknown = set(arguments.lanes) - measures(Run(devices=devices, plan=plan, is_quick=True, spin_s=0.0)).keys()
+    if unknown:
+        parser.error(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(measures(run) or [])}")
+    report, is_failed = measure(run, num_passes=arguments.passes)
+    report.finish(arguments.json)
+    return int(is_failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

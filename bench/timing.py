@@ -190,7 +190,7 @@ class Report:
             throughput = "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
             times = (readable_seconds(row.median_s), readable_seconds(row.p99_s), f"±{row.spread:.0%}")
-            table.add_row(row.case, row.what, *times, throughput, ratio, row.ratio_to)
+            table.add_row(row.case, row.what, *times, throughput, ratio, row.ratio_to.removesuffix(f" ({row.case})"))
         console.print(table)
         for case, facts in self.facts.items():
             named = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items())

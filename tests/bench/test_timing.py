@@ -1,4 +1,4 @@
-"""The link benchmark's arithmetic and JSON, and that its two halves play together."""
+"""The arithmetic, the JSON and the words of reports."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.link import over_inproc, over_ucx, steps
-from bench.timing import Report, Row, readable_bytes, readable_seconds, sample
+from bench.timing import Report, Row, link_of, readable_bytes, readable_seconds, sample
 
 
 def test_row_statistics() -> None:
@@ -50,9 +49,14 @@ def test_sample_counts_after_the_warm_up() -> None:
     assert len(calls) == 5
 
 
-@pytest.mark.parametrize("lane", ["inproc", "shm"])
-def test_every_step_is_measured(lane: str) -> None:
-    plan = [step for step in steps(is_quick=True) if step.num_bytes <= 512 << 10]
-    samples_s = over_inproc(plan) if lane == "inproc" else over_ucx(lane, plan, 0.0)
-    assert [len(samples) for samples in samples_s] == [step.repetitions for step in plan]
-    assert all(sample_s > 0 for samples in samples_s for sample_s in samples)
+TOPOLOGY = """
+	GPU0	GPU1	NIC0	CPU Affinity
+GPU0	 X 	NV18	PXB	0-31
+GPU1	NV18	 X 	SYS	0-31
+NIC0	PXB	SYS	 X
+"""
+
+
+def test_how_two_gpus_are_joined() -> None:
+    assert link_of(TOPOLOGY) == "NV18"
+    assert link_of("") == ""
