@@ -39,7 +39,7 @@ from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import sampling_from_proto
+from transfer.registry.convert import chunk_plan_from_proto, chunk_plan_to_proto, sampling_from_proto
 from transfer.registry.status import end_with
 
 log = structlog.get_logger(__name__)
@@ -61,6 +61,7 @@ class _Life:
             decode_address=address,
             rank_addresses=tuple(hello.address for hello in hellos),
             heartbeat_s=config.heartbeat.interval_s,
+            ring_capacity_bytes=config.ring.capacity_bytes,
             min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
             on_lost=self._on_peer_lost,
         )
@@ -135,6 +136,9 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         peers: dict[str, int] = {}
         for peer in life.peers.peers if life is not None else ():
             peers[peer.state] = peers.get(peer.state, 0) + 1
+        self.metrics.largest_piece(
+            max((peer.largest_piece_bytes for peer in life.peers.peers), default=0) if life is not None else 0
+        )
         return self._render_metrics(peers)
 
     # Ranks
@@ -243,7 +247,11 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
         life = await self._life_or_end(context, is_new_work=False)
         try:
-            reserved = await life.requests.reserve(request.request_id, request.prefill_incarnation, request.decode_incarnation)
+            plan = chunk_plan_from_proto(request.chunk_plan)
+            life.peers.check_plan(request.prefill_incarnation, plan)
+            reserved = await life.requests.reserve(
+                request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
+            )
         except TransferError as error:
             await end_with(context, error)
         return pb.ReserveResponse(reserved=reserved)
@@ -257,6 +265,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     incarnation=peer.instance.incarnation if peer.instance is not None else 0,
                     state=peer.state,
                     reason=peer.reason,
+                    chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
+                    largest_piece_bytes=peer.largest_piece_bytes,
                 )
                 for peer in peers
             ],

@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import grpc
 import structlog
 
+from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
-from transfer.errors import LayoutError, PeerUnreachable, TransferError, TransportError, TransportTimeout
-from transfer.instance import Instance, Link
+from transfer.errors import ChunkTooLarge, LayoutError, PeerUnreachable, TransferError, TransportError, TransportTimeout
+from transfer.instance import Instance, Link, check_compatible
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.piece_size import largest_piece_bytes
 from transfer.registry.beats import BeatWatch
 from transfer.registry.client import open_channel
-from transfer.registry.convert import instance_from_proto, instance_to_proto, link_from_proto, sampling_to_proto
+from transfer.registry.convert import (
+    chunk_plan_from_proto,
+    instance_from_proto,
+    instance_to_proto,
+    link_from_proto,
+    sampling_to_proto,
+)
 from transfer.registry.status import error_of
 
 if TYPE_CHECKING:
@@ -44,6 +52,8 @@ class PrefillPeer:
     reason: str = "not tried yet"
     instance: Instance | None = None
     links: list[Link] = field(default_factory=list)
+    plan: ChunkPlan | None = None  # while it is joined: how requests are cut, as far as it has said
+    largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
     outstanding_tokens: int = 0
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
     logged_s: dict[str, float] = field(default_factory=dict)  # since it was joined: why a join failed -> when that was logged
@@ -85,6 +95,7 @@ class PrefillPeers:
         decode_address: Where prefill leaders ask for reservations.
         rank_addresses: The decode ranks' TransferControl, in rank order.
         heartbeat_s: Seconds between beats of a join.
+        ring_capacity_bytes: Size of the decode ranks' rings.
         min_bandwidth_bytes_per_s: A node with a slower link to any rank is not joined.
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
     """
@@ -97,6 +108,7 @@ class PrefillPeers:
         decode_address: str,
         rank_addresses: tuple[str, ...],
         heartbeat_s: float,
+        ring_capacity_bytes: int,
         min_bandwidth_bytes_per_s: float = 0.0,
         on_lost: Callable[[PrefillPeer, int, str], None],
     ) -> None:
@@ -108,6 +120,7 @@ class PrefillPeers:
             heartbeat_s=heartbeat_s,
         )
         self._heartbeat_s = heartbeat_s
+        self._ring_capacity_bytes = ring_capacity_bytes
         self._min_bandwidth_bytes_per_s = min_bandwidth_bytes_per_s
         self._on_lost = on_lost
         self.peers = [PrefillPeer(address=address, channel=open_channel(address)) for address in addresses]
@@ -132,6 +145,26 @@ class PrefillPeers:
         if not self.peers:
             return "no prefill node is configured (peers.prefill_nodes)"
         return "no prefill node is joined: " + "; ".join(f"{peer.address} is {peer.state}: {peer.reason}" for peer in self.peers)
+
+    def check_plan(self, incarnation: int, plan: ChunkPlan) -> None:
+        """A request from that prefill instance is to be cut like this.
+
+        Raises:
+            ChunkTooLarge: A piece of it can be larger than the ring.
+        """
+        for peer in self.peers:
+            if peer.instance is not None and peer.instance.incarnation == incarnation and peer.plan != plan:
+                self._set_plan(peer, peer.instance, plan)
+
+    def _set_plan(self, peer: PrefillPeer, prefill: Instance, plan: ChunkPlan) -> None:
+        largest = largest_piece_bytes(prefill, self._own, plan)
+        if largest > self._ring_capacity_bytes:
+            raise ChunkTooLarge(
+                f"ring.capacity_bytes is {self._ring_capacity_bytes}; with chunks of {plan.chunk_tokens} tokens and "
+                f"{plan.layers_per_group or 'all'} layers one rank of prefill node {peer.address} sends up to {largest} bytes at "
+                "once: raise it, or lower chunk.piece_bytes or chunk.chunk_tokens of the prefill node"
+            )
+        peer.plan, peer.largest_piece_bytes = plan, largest
 
     def break_join(self, incarnation: int, *, prefill_rank: int, decode_rank: int, reason: str) -> None:
         """A decode rank has lost its link with that prefill rank: leave the instance, and join again.
@@ -171,11 +204,21 @@ class PrefillPeers:
                 raise PeerUnreachable(f"{peer.address}: the first event of a join was {event.WhichOneof('event')}")
             links = [link_from_proto(link) for link in event.joined.links]
             self._check_bandwidth(links)
-            peer.instance, peer.links = instance_from_proto(event.joined.prefill), links
+            prefill = instance_from_proto(event.joined.prefill)
+            check_compatible(prefill, self._own)
+            self._set_plan(peer, prefill, chunk_plan_from_proto(event.joined.chunk_plan))
+            peer.instance, peer.links = prefill, links
             peer.state, peer.reason = "joined", ""
             peer.logged_s.clear()
             broken = peer.broken = asyncio.get_running_loop().create_future()
-            log.info("joined_prefill_node", address=peer.address, links=len(peer.links))
+            log.info(
+                "joined_prefill_node",
+                address=peer.address,
+                links=len(peer.links),
+                chunk_tokens=event.joined.chunk_plan.chunk_tokens,
+                layers_per_group=event.joined.chunk_plan.layers_per_group,
+                largest_piece_bytes=peer.largest_piece_bytes,
+            )
             while True:
                 event = await self._next_event(call, BeatWatch(self._heartbeat_s), peer, broken)
                 if event.HasField("draining"):
@@ -225,6 +268,7 @@ class PrefillPeers:
     def _lose(self, peer: PrefillPeer, error: TransferError) -> None:
         instance, peer.instance, peer.broken = peer.instance, None, None
         peer.state, peer.reason, peer.links = "lost", str(error), []
+        peer.plan, peer.largest_piece_bytes = None, 0
         if instance is not None:
             log.warning("prefill_node_lost", address=peer.address, reason=peer.reason)
             self._on_lost(peer, instance.incarnation, peer.reason)

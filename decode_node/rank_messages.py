@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
 from node_runtime.transfer_ids import MAX_TRANSFER_ID_BYTES
+from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
@@ -24,6 +25,7 @@ class ExpectRequest:
 
     Args:
         reserved_tokens: Prompt and new tokens; what the pages are counted for.
+        plan: How it is cut, as the prefill node said.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class ExpectRequest:
     num_tokens: int
     start_token: int
     reserved_tokens: int
+    plan: ChunkPlan
     sampling: SamplingParams
 
 

@@ -25,6 +25,7 @@ from decode_node.rank_messages import (
 )
 from decode_node.text import TextCodec, TextStream
 from node_runtime.step_watch import StepWatch
+from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -286,8 +287,11 @@ class DecodeRequests:
         if request.stage is _Stage.WAITING:
             self._fail(request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
-    async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int) -> bool:
+    async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> bool:
         """A prefill leader is about to start the request: take room for all of it, on every rank; False is "not yet".
+
+        Args:
+            plan: How the request is cut.
 
         Raises:
             TransportClosed: The request does not wait here.
@@ -313,6 +317,7 @@ class DecodeRequests:
                 num_tokens=len(request.token_ids),
                 start_token=0,
                 reserved_tokens=request.reserved_tokens,
+                plan=plan,
                 sampling=request.sampling,
             )
         )

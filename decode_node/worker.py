@@ -41,7 +41,7 @@ from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
-from transfer.chunk import ChunkPlan, largest_wire_bytes
+from transfer.chunk import largest_wire_bytes
 from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
@@ -66,7 +66,6 @@ class _Writer:
 
     instance: Instance
     rank: int
-    plan: ChunkPlan
     routes: tuple[Route, ...]  # from all ranks of its instance to this rank
     lane: str
     digest: str  # algorithm of payload digests
@@ -186,7 +185,6 @@ class DecodeWorker:
         self._writers[number] = _Writer(
             instance=request.prefill,
             rank=request.prefill_rank,
-            plan=request.chunk_plan,
             routes=mine,
             lane=session.lane,
             digest=agreement.digest,
@@ -320,7 +318,7 @@ class DecodeWorker:
             IncomingRequest(
                 request_id=message.request_id,
                 layout=self._instance.layout,
-                plan=some.plan,
+                plan=message.plan,
                 wire_dtype=self._wire(prefill),
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,

@@ -12,7 +12,7 @@ from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.layout import DType, Shard
-from transfer.memory.node_plan import graph_batch_sizes
+from transfer.memory.node_plan import finest_chunk_plan, graph_batch_sizes
 
 DUMMY_SEED = 0
 """Of dummy weights: the same model on both tiers."""
@@ -47,7 +47,7 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         device=device,
         dtype=None if config.dtype is None else DType(config.dtype),
         group=group,
-        layers_per_group=(config.chunk.layers_per_group or None) if isinstance(config, PrefillNodeConfig) else None,
+        layers_per_group=(finest_chunk_plan(config).layers_per_group or None) if isinstance(config, PrefillNodeConfig) else None,
         num_threads=config.parallel.threads_per_rank,
         max_seq_len=config.limits.max_seq_len,
         max_running_requests=None if decode is None else decode.limits.max_running_requests,

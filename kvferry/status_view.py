@@ -87,7 +87,14 @@ def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
             "warnings": list(plan.warnings),
         }
     content["ranks"] = [_fields(rank) | {"pools": [_fields(pool) for pool in rank.pools]} for rank in status.ranks]
-    content["peers"] = [_fields(peer) | {"incarnation": f"{peer.incarnation:#018x}"} for peer in status.peers]
+    content["peers"] = [
+        _fields(peer)
+        | {
+            "incarnation": f"{peer.incarnation:#018x}",
+            "chunk_plan": _fields(peer.chunk_plan) if peer.HasField("chunk_plan") else None,
+        }
+        for peer in status.peers
+    ]
     content["links"] = [_fields(link) for link in status.links]
     return content
 
@@ -117,6 +124,8 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
         parts.append(_peer_table(status))
     if status.links:
         parts.append(_link_table(status))
+    if cut := [peer for peer in status.peers if peer.HasField("chunk_plan")]:
+        parts.append(_chunk_table(cut))
     return Group(*parts)
 
 
@@ -183,6 +192,16 @@ def _peer_table(status: pb.NodeStatus) -> Table:
     for peer in status.peers:
         state = Text(peer.state, style=_STYLES.get(peer.state, "yellow"))
         table.add_row(Text(peer.address), state, f"{peer.incarnation:#018x}" if peer.incarnation else "-", Text(peer.reason))
+    return table
+
+
+def _chunk_table(peers: list[pb.PeerStatus]) -> Table:
+    """How requests are cut between this node and each peer."""
+    table = _table("chunks", "peer", "tokens", "layers", "largest piece")
+    for peer in peers:
+        plan = peer.chunk_plan
+        layers = f"{plan.layers_per_group:,}" if plan.layers_per_group else "all"
+        table.add_row(Text(peer.address), f"{plan.chunk_tokens:,}", layers, f"{peer.largest_piece_bytes / 2**20:,.2f} MiB")
     return table
 
 

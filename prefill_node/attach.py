@@ -49,6 +49,7 @@ class DecodePeer:
         digest: Digest algorithm of the payloads.
         scales: What values are divided by before they are narrowed for it; see `transfer.instance.conversion_scales`.
         sessions: Decode rank -> session.
+        ring_bytes: Size of the smallest ring among them; 0 without any.
     """
 
     join: int
@@ -56,6 +57,7 @@ class DecodePeer:
     digest: str
     scales: Mapping[tuple[int, bool], float] | None
     sessions: dict[int, int] = field(default_factory=dict)
+    ring_bytes: int = 0
 
 
 class DecodeSessions:
@@ -64,7 +66,7 @@ class DecodeSessions:
     Args:
         sender: Takes the sessions over.
         own: This rank's instance.
-        plan: How requests are cut; both sides must compute the same chunks.
+        plan: The finest way in which requests are cut.
         on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
@@ -183,6 +185,7 @@ class DecodeSessions:
         if number not in self._open:
             raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
         peer.sessions[decode_rank] = number
+        peer.ring_bytes = min(peer.ring_bytes or answer.ring_capacity_bytes, answer.ring_capacity_bytes)
         watch.report_link(link)
         return link
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefill_node.cutting import Cut
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import Instance, Link
 from transfer.messages import clip_reason
@@ -21,6 +23,7 @@ class Join:
     """One decode instance, from the moment it introduced itself until it is lost.
 
     `number` tells it from other joins of the same instance; `lost` is done with the reason once it can be sent nothing any more.
+    `cut` says how its requests are cut, `ring_bytes` how large its smallest ring is; both are known once all ranks are attached.
     """
 
     number: int
@@ -30,10 +33,18 @@ class Join:
     attached: asyncio.Future[None]
     lost: asyncio.Future[TransferError]
     waiting_for: set[int]
+    ring_bytes: int = 0
+    cut: Cut | None = None
 
     @property
     def incarnation(self) -> int:
         return self.instance.incarnation
+
+    @property
+    def plan(self) -> ChunkPlan:
+        """How its requests are cut; only what has joined is sent requests."""
+        assert self.cut is not None
+        return self.cut.plan
 
     @property
     def is_joined(self) -> bool:
@@ -47,14 +58,20 @@ class Joins:
         num_ranks: Ranks of this instance; a decode instance has joined when all of them are attached.
         broadcast: Sends a message to every rank.
         on_lost: Called with a join that was lost and why; its requests cannot go on.
+        choose_cut: How the requests of a join are cut, whose links have been measured.
     """
 
     def __init__(
-        self, num_ranks: int, broadcast: Callable[[object], None], on_lost: Callable[[Join, TransferError], None]
+        self,
+        num_ranks: int,
+        broadcast: Callable[[object], None],
+        on_lost: Callable[[Join, TransferError], None],
+        choose_cut: Callable[[Join], Cut],
     ) -> None:
         self._num_ranks = num_ranks
         self._broadcast = broadcast
         self._on_lost = on_lost
+        self._choose_cut = choose_cut
         self._joins: dict[int, Join] = {}
         self._num_opened = 0
 
@@ -111,7 +128,10 @@ class Joins:
             return
         join.waiting_for.discard(rank)
         join.links.extend(message.links)
+        if message.ring_bytes:
+            join.ring_bytes = min(join.ring_bytes or message.ring_bytes, message.ring_bytes)
         if not join.waiting_for and not join.attached.done():
+            join.cut = self._choose_cut(join)
             join.attached.set_result(None)
 
     def on_rank_lost(self, rank: int, message: DecodeLost) -> None:

@@ -14,6 +14,7 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_report import RankHello
+from prefill_node.cutting import choose_cut
 from prefill_node.joins import Join, Joins
 from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import (
@@ -30,7 +31,6 @@ from prefill_node.rank_messages import (
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
-from transfer.chunk import ChunkPlan
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance, check_compatible
@@ -87,7 +87,12 @@ class _Life:
             on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
         )
-        self.joins = Joins(len(hellos), node.broadcast, self._on_join_lost)
+        self.joins = Joins(
+            len(hellos),
+            node.broadcast,
+            self._on_join_lost,
+            lambda join: choose_cut(config, self.instance, join.instance, join.links, join.ring_bytes),
+        )
         self._forget_address = node.forget_address
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
@@ -130,8 +135,9 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
 
     def render_metrics(self) -> bytes:
         life = self._life
-        joined = sum(join.is_joined for join in life.joins) if life is not None else 0
-        return self._render_metrics({"joined": joined})
+        joins = [join for join in life.joins if join.is_joined] if life is not None else []
+        self.metrics.largest_piece(max(map(_largest_piece_bytes, joins), default=0))
+        return self._render_metrics({"joined": len(joins)})
 
     async def close(self) -> None:
         await self._close_channels()
@@ -190,6 +196,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             request_id=request_id,
             prefill_incarnation=life.instance.incarnation,
             decode_incarnation=join.incarnation,
+            chunk_plan=chunk_plan_to_proto(join.plan),
         )
         try:
             answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
@@ -213,13 +220,19 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         except TransferError as error:
             log.error("join_refused", address=clip_reason(request.decode_address), reason=clip_reason(str(error)))
             await end_with(context, error)
-        log.info("decode_instance_joined", address=join.address, links=len(join.links))
+        log.info(
+            "decode_instance_joined",
+            address=join.address,
+            links=len(join.links),
+            chunk_tokens=join.plan.chunk_tokens,
+            layers_per_group=join.plan.layers_per_group,
+            largest_piece_bytes=_largest_piece_bytes(join),
+        )
         draining: asyncio.Future[Any] | None = None
         try:
-            plan = ChunkPlan(chunk_tokens=self.config.chunk.chunk_tokens, layers_per_group=self.config.chunk.layers_per_group)
             joined = pb.Joined(
                 prefill=instance_to_proto(life.instance),
-                chunk_plan=chunk_plan_to_proto(plan),
+                chunk_plan=chunk_plan_to_proto(join.plan),
                 links=[link_to_proto(link) for link in join.links],
             )
             yield pb.JoinEvent(joined=joined)
@@ -281,11 +294,21 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         joins = list(self._life.joins) if self._life is not None else []
         return self._status(
             peers=[
-                pb.PeerStatus(address=join.address, incarnation=join.incarnation, state="joined" if join.is_joined else "joining")
+                pb.PeerStatus(
+                    address=join.address,
+                    incarnation=join.incarnation,
+                    state="joined" if join.is_joined else "joining",
+                    chunk_plan=chunk_plan_to_proto(join.plan) if join.is_joined else None,
+                    largest_piece_bytes=_largest_piece_bytes(join),
+                )
                 for join in joins
             ],
             links=[link for join in joins for link in join.links],
         )
+
+
+def _largest_piece_bytes(join: Join) -> int:
+    return 0 if join.cut is None else join.cut.largest_piece_bytes
 
 
 def _check_addresses(request: pb.JoinRequest, *, num_ranks: int) -> None:

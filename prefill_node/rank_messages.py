@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
 from prefill_node.sender_events import SentStats
+from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
@@ -48,6 +49,7 @@ class StartRequest:
     decode_incarnation: int
     num_tokens: int
     start_token: int
+    plan: ChunkPlan
     sampling: SamplingParams
 
 
@@ -80,9 +82,12 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeAttached:
+    """Every session is open. `ring_bytes`: the smallest ring among them; 0 where the rank has no route to the instance."""
+
     join: int
     incarnation: int
     links: tuple[Link, ...]
+    ring_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

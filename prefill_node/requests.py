@@ -357,6 +357,7 @@ class PrefillRequests:
                 decode_incarnation=request.join.incarnation,
                 num_tokens=len(request.token_ids),
                 start_token=request.start_token,
+                plan=request.join.plan,
                 sampling=request.sampling,
             )
         )

@@ -46,7 +46,7 @@ from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, Sampli
 from transfer.errors import EngineError, LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layout import routes, wire_dtype
-from transfer.memory.node_plan import chunk_plan, staging_slot_bytes
+from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.staging import StagingBuffer
@@ -80,7 +80,7 @@ class PrefillWorker:
         self._engine_lane = Lane("engine", loop, self._crash)
         self._requests: dict[str, _Request] = {}
         self._attaching: set[asyncio.Task[None]] = set()
-        self._plan = chunk_plan(spec.config)
+        self._chunk_tokens = spec.config.chunk.chunk_tokens  # of every request's plan
         self._engine: PrefillEngine
         self._instance: Instance
         self._allocator: GroupAllocator
@@ -94,7 +94,7 @@ class PrefillWorker:
         )
         self._engine = engine
         transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
-        self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation)
+        self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
         pool = engine.pool
         self._allocator = GroupAllocator(
             page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens), pool.num_pages
@@ -122,7 +122,7 @@ class PrefillWorker:
             transport=transport,
             own=self._instance,
             rank=self._spec.rank,
-            plan=self._plan,
+            plan=finest_chunk_plan(self._config),
             config=self._config,
             on_lost=lambda join, incarnation, reason: self._link.send(
                 DecodeLost(join=join, incarnation=incarnation, reason=reason)
@@ -168,7 +168,9 @@ class PrefillWorker:
             refused = not isinstance(error, self._sessions.PASSING)
             self._link.send(DecodeLost(join=message.join, incarnation=incarnation, reason=str(error), is_refused=refused))
         else:
-            self._link.send(DecodeAttached(join=message.join, incarnation=incarnation, links=links))
+            peer = self._sessions.of(incarnation)
+            ring_bytes = 0 if peer is None else peer.ring_bytes
+            self._link.send(DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes))
 
     def _on_attach_over(self, task: asyncio.Task[None]) -> None:
         self._attaching.discard(task)
@@ -178,11 +180,11 @@ class PrefillWorker:
     def _start_request(self, message: StartRequest) -> None:
         layout = self._engine.layout
         chunks = split_into_chunks(
-            self._plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
+            message.plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
         )
         cells: dict[int, list[Chunk]] = {}
         for chunk in chunks:
-            cells.setdefault(chunk.tokens.begin // self._plan.chunk_tokens, []).append(chunk)
+            cells.setdefault(chunk.tokens.begin // self._chunk_tokens, []).append(chunk)
         if not self._allocator.reserve(message.request_id, message.num_tokens):
             raise LocalProtocolError(
                 f"no room for {message.num_tokens} tokens of request {message.request_id}, which the leader had counted"
@@ -203,7 +205,7 @@ class PrefillWorker:
             OutgoingRequest(
                 request_id=message.request_id,
                 layout=layout,
-                plan=self._plan,
+                plan=message.plan,
                 wire_dtype=wire_dtype(layout, self._engine.shard, decode.shard),
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,
@@ -255,7 +257,7 @@ class PrefillWorker:
             request = self._requests.get(part.request_id)
             if request is None:
                 continue
-            for chunk in request.chunks.get(part.first_token // self._plan.chunk_tokens, []):
+            for chunk in request.chunks.get(part.first_token // self._chunk_tokens, []):
                 if min(chunk.layers.end, mine.end) <= end_layer and chunk.index not in request.reported:
                     request.reported.add(chunk.index)
                     self._sender.chunk_computed(part.request_id, chunk.index, event)

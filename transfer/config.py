@@ -184,9 +184,28 @@ class ChunkConfig(_Section):
     """How a prompt is cut for computing and moving; decode nodes learn it when they join."""
 
     chunk_tokens: Count = Field(default=128, description="Tokens per chunk.")
-    layers_per_group: CountOrZero = Field(
-        default=0, description="Layers per chunk, so that the first layers travel while the last compute; 0 for all."
+    layers_per_group: CountOrZero | None = Field(
+        default=None,
+        description=(
+            "Layers per chunk, so that the first layers travel while the last compute; 0 for all. null chooses them for each "
+            "decode node, by chunk.piece_bytes."
+        ),
     )
+    piece_bytes: SizeBytes | None = Field(
+        default=None,
+        description=(
+            "Most that one rank sends to another of a chunk, as far as fewer layers can make it so; instead of "
+            "chunk.layers_per_group. null goes by what the probe measured of the links: bandwidth x cost of a piece."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_one_way_to_cut(self) -> Self:
+        if self.piece_bytes is not None and self.layers_per_group is not None:
+            raise ValueError(
+                f"piece_bytes is {self.piece_bytes} and layers_per_group is {self.layers_per_group}; set one of them"
+            )
+        return self
 
 
 class StagingConfig(_Section):

@@ -138,7 +138,7 @@ class AttachRequest:
         prefill: The writer's instance.
         prefill_rank: The writer's rank in it.
         offer: The writer's half of the data-plane session, opaque (`transport.Offer.blob`).
-        chunk_plan: How requests are cut.
+        chunk_plan: The finest way in which requests are cut; each request names its own.
         probe_bytes: Largest write that its link probe can make.
     """
 

@@ -113,6 +113,7 @@ NODE_METRICS: Final = (
     _spec("gauge", "queued_requests", "Requests that wait for room."),
     _spec("gauge", "running_requests", "Requests computed, transferred or generated."),
     _spec("gauge", "peers", "Nodes of the other tier by state.", "state"),
+    _spec("gauge", "largest_piece_bytes", "Most bytes of a chunk between two ranks, over all joined nodes of the other tier."),
     _spec("gauge", "node_state", "1 for the node's state, 0 for the others.", "state"),
     _spec("gauge", "rank_restarts", "Times that the rank group was started again."),
     _spec("gauge", "build_info", "Always 1; the labels say what runs.", "version", "python"),
@@ -350,6 +351,10 @@ class NodeMetrics:
     def time_per_output_token(self, seconds: float) -> None:
         """A token came this long after the one before."""
         self._series("time_per_output_token_seconds").observe(seconds)
+
+    def largest_piece(self, num_bytes: int) -> None:
+        """As requests are cut now, no part of a chunk that one rank sends to another is larger; 0: nothing is joined."""
+        self._series("largest_piece_bytes").set(num_bytes)
 
     def node_state(self, *, state: str, queued: int, running: int, peers: Mapping[str, int], restarts: int) -> None:
         """The node's state now; peers by their state."""

@@ -50,7 +50,12 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
                 staging_slots=4096, staging_slots_used=4095, requests=10000, watermark_acks=12345678, dropped_messages=1234567,
             )
         ],
-        peers=[pb.PeerStatus(address=address, incarnation=2**64 - 1, state="draining", reason="it drains")],
+        peers=[
+            pb.PeerStatus(
+                address=address, incarnation=2**64 - 1, state="draining", reason="it drains",
+                chunk_plan=pb.ChunkPlanInfo(chunk_tokens=131072, layers_per_group=4096), largest_piece_bytes=1020 << 20,
+            )
+        ],
         links=[pb.LinkStatus(prefill_rank=10, decode_rank=11, lane="ucx/shm", latency_s=0.1, bandwidth_bytes_per_s=4.5e11)],
     )  # fmt: skip
     text = shown(status)
@@ -59,8 +64,21 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
         "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096",
         "10,000", "256", "12,345,678", "1,234,567",
         "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "450.00 GB/s",
+        "131,072", "4,096", "1,020.00 MiB",
         "sessions", "dropped", "incarnation", "watermark",
     ):  # fmt: skip
         assert whole in text, whole
     rows = text[text.index("peers") : text.index("links")].splitlines()[2:]
     assert "".join(row.split(" ")[0] for row in rows) == address, "folded, and whole"
+
+
+def test_how_requests_are_cut_is_shown_for_every_peer_that_has_joined() -> None:
+    whole = pb.PeerStatus(address="a:1", chunk_plan=pb.ChunkPlanInfo(chunk_tokens=128), largest_piece_bytes=3 << 20)
+    lost = pb.PeerStatus(address="b:1", state="lost")
+    status = pb.NodeStatus(role="prefill", state="ready", ready=True, peers=[whole, lost])
+    text = shown(status)
+    (row,) = [line for line in text[text.index("chunks") :].splitlines() if ":1" in line]
+    assert row.split() == ["a:1", "128", "all", "3.00", "MiB"]
+    first, second = status_to_json(status)["peers"]
+    assert first["chunk_plan"] == {"chunk_tokens": 128, "layers_per_group": 0} and first["largest_piece_bytes"] == 3 << 20
+    assert second["chunk_plan"] is None and second["largest_piece_bytes"] == 0

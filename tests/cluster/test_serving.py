@@ -374,7 +374,14 @@ async def test_calls_with_wrong_lives_and_sessions_are_refused(steady: LocalClus
     async with grpc.aio.insecure_channel(steady.decode.address) as channel:
         decode = decode_control(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await decode.Reserve(pb.ReserveRequest(request_id="ghost", prefill_incarnation=1, decode_incarnation=2))
+            await decode.Reserve(
+                pb.ReserveRequest(
+                    request_id="ghost",
+                    prefill_incarnation=1,
+                    decode_incarnation=2,
+                    chunk_plan=pb.ChunkPlanInfo(chunk_tokens=128),
+                )
+            )
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "does not wait here" in (refused.value.details() or "")
     async with grpc.aio.insecure_channel(steady.prefill.address) as channel:

@@ -21,6 +21,7 @@ from decode_node.rank_messages import (
 from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
 from decode_node.text import TextCodec
 from tests.runtime.instances import instance
+from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError
 from transfer.instance import Instance
@@ -32,6 +33,7 @@ POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
 NEEDS = page_needs(GROUPS, PAGE_SIZE)
 PREFILL_LIFE, DECODE_LIFE = 11, 22
+PLAN = ChunkPlan(chunk_tokens=4, layers_per_group=3)
 FIRST_TOKEN = 7
 
 
@@ -165,6 +167,7 @@ class World:
             match message:
                 case ExpectRequest():
                     assert message.request_id not in rank.holding, "an id that a rank still knows"
+                    assert message.plan is PLAN
                     for names in (rank.unanswered, rank.receiving, rank.holding):
                         names.add(message.request_id)
                 case CancelRequest() | FinishRequest():
@@ -178,7 +181,7 @@ class World:
     # The prefill leader
 
     def reserve(self, name: str, *, prefill: int = PREFILL_LIFE, decode: int = DECODE_LIFE) -> asyncio.Task[bool]:
-        task = self.reserving[name] = asyncio.ensure_future(self.leader.reserve(name, prefill, decode))
+        task = self.reserving[name] = asyncio.ensure_future(self.leader.reserve(name, prefill, decode, PLAN))
         return task
 
     def call(self, name: str) -> Call:

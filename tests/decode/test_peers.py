@@ -18,7 +18,7 @@ from decode_node.peers import PrefillPeer, PrefillPeers
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
-from transfer.errors import PeerUnreachable, StagingError
+from transfer.errors import ChunkTooLarge, PeerUnreachable, StagingError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto, instance_to_proto
@@ -26,6 +26,16 @@ from transfer.registry.server import serve
 
 BEAT_S = 0.1
 FLOOR_BYTES_PER_S = 1e9
+PLAN = ChunkPlan(chunk_tokens=4)
+PIECE_BYTES = 4 * 2 * 2 * 4 * 4 * 2  # of tokens x layers x K/V x heads x dims in float16: one rank to one rank
+RING_BYTES = 2 * PIECE_BYTES - 1
+NOBODY: dict[str, Any] = {
+    "decode_address": "",
+    "rank_addresses": (),
+    "heartbeat_s": 1.0,
+    "ring_capacity_bytes": RING_BYTES,
+    "on_lost": lambda *loss: None,
+}
 
 
 class PrefillNode(pb_grpc.PrefillControlServicer):
@@ -51,8 +61,9 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
             case "garbage":
                 yield pb.JoinEvent(joined=pb.Joined())
                 return
-        joined = pb.Joined(prefill=instance_to_proto(instance(100 + self.num_joins)))
-        joined.chunk_plan.CopyFrom(chunk_plan_to_proto(ChunkPlan(chunk_tokens=4)))
+        weights = "others" if self.mood == "another model" else "some"
+        joined = pb.Joined(prefill=instance_to_proto(instance(100 + self.num_joins, weights=weights)))
+        joined.chunk_plan.CopyFrom(chunk_plan_to_proto(ChunkPlan(chunk_tokens=8) if self.mood == "large pieces" else PLAN))
         for prefill_rank in range(2):
             is_slow = prefill_rank == 1 and self.mood == "slow link"
             bandwidth = FLOOR_BYTES_PER_S / 2 if is_slow else FLOOR_BYTES_PER_S
@@ -92,6 +103,7 @@ class Tier:
             decode_address="decode:1",
             rank_addresses=("rank:1",),
             heartbeat_s=BEAT_S,
+            ring_capacity_bytes=RING_BYTES,
             min_bandwidth_bytes_per_s=FLOOR_BYTES_PER_S,
             on_lost=lambda peer, incarnation, reason: self.lost.append((peer.address, incarnation, reason)),
         )
@@ -135,6 +147,39 @@ async def test_a_node_with_a_slow_link_is_never_joined() -> None:
         one.node.mood = "joined"
         await one.until("joined")
         assert len(one.peer.links) == 2
+
+
+async def test_a_node_whose_pieces_do_not_fit_the_ring_is_never_joined() -> None:
+    async with tier("large pieces") as one:
+        await until(lambda: one.node.num_joins >= 2, within_s=5.0)
+        assert one.peers.pick() is None and one.peer.plan is None
+        assert (
+            f"ring.capacity_bytes is {RING_BYTES}; with chunks of 8 tokens and all layers one rank of prefill node "
+            f"{one.peer.address} sends up to {2 * PIECE_BYTES} bytes at once: raise it, or lower chunk.piece_bytes"
+        ) in one.peers.why_none()
+        one.node.mood = "joined"
+        await one.until("joined")
+        assert one.peer.plan == PLAN and one.peer.largest_piece_bytes == PIECE_BYTES
+
+
+async def test_every_requests_plan_must_fit_the_ring() -> None:
+    async with tier() as one:
+        await one.until("joined")
+        assert one.peer.instance is not None
+        life = one.peer.instance.incarnation
+        with pytest.raises(ChunkTooLarge, match=f"ring.capacity_bytes is {RING_BYTES}"):
+            one.peers.check_plan(life, ChunkPlan(chunk_tokens=8))
+        assert one.peer.plan == PLAN
+        finer = ChunkPlan(chunk_tokens=8, layers_per_group=1)
+        one.peers.check_plan(life, finer)
+        assert one.peer.plan == finer and one.peer.largest_piece_bytes == PIECE_BYTES
+        one.peers.check_plan(life + 1, ChunkPlan(chunk_tokens=1 << 20))  # not joined: its requests are refused for that
+
+
+async def test_a_node_that_does_not_fit_is_never_joined() -> None:
+    async with tier("another model") as one:
+        await until(lambda: one.node.num_joins >= 2, within_s=5.0)
+        assert one.peers.pick() is None and "model weights: others != some" in one.peers.why_none()
 
 
 async def test_a_joined_node_is_picked_and_stays_joined_while_it_beats() -> None:
@@ -266,7 +311,7 @@ class StalledCall:
     async def read(self) -> pb.JoinEvent:
         self.num_read += 1
         if self.num_read == 1:
-            return pb.JoinEvent(joined=pb.Joined(prefill=instance_to_proto(instance(101))))
+            return pb.JoinEvent(joined=pb.Joined(prefill=instance_to_proto(instance(101)), chunk_plan=chunk_plan_to_proto(PLAN)))
         await asyncio.sleep(BEAT_S / 4)
         if self.num_read == 3:
             time.sleep(8 * BEAT_S)
@@ -299,7 +344,7 @@ async def test_a_draining_node_gets_no_new_work_and_keeps_what_it_has() -> None:
 
 
 async def test_without_any_node_it_says_so() -> None:
-    peers = PrefillPeers([], own=instance(7), decode_address="", rank_addresses=(), heartbeat_s=1.0, on_lost=lambda *loss: None)
+    peers = PrefillPeers([], own=instance(7), **NOBODY)
     assert peers.pick() is None
     assert peers.why_none() == "no prefill node is configured (peers.prefill_nodes)"
     await peers.close()
@@ -323,9 +368,7 @@ async def test_a_failed_call_is_an_error_of_ours() -> None:
         await anext(events)
         with pytest.raises(StagingError, match="prefill queue is full"):
             await anext(events)
-    gone = PrefillPeers(
-        ["127.0.0.1:1"], own=instance(7), decode_address="", rank_addresses=(), heartbeat_s=1.0, on_lost=lambda *loss: None
-    )
+    gone = PrefillPeers(["127.0.0.1:1"], own=instance(7), **NOBODY)
     with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1"):
         await anext(gone.peers[0].prefill("a", (1,), decode_incarnation=7, sampling=SamplingParams()))
     await gone.close()

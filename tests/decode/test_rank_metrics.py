@@ -16,7 +16,6 @@ from node_runtime.rank_link import RankLink
 from node_runtime.rank_process import RankSpec
 from tests.runtime.instances import LAYOUT, decode_config, instance, until
 from tests.runtime.scattered_tiers import ScatteredTiers
-from transfer.chunk import ChunkPlan
 from transfer.instance import Link
 from transfer.layout import Shard
 from transfer.metrics import RankMetrics
@@ -36,7 +35,7 @@ class OneSession:
         self.worker._receiver = cast(Any, self)
         self.worker._servicer = cast(Any, self)
         self.worker._writers[SESSION] = _Writer(
-            instance=instance(1), rank=1, plan=ChunkPlan(chunk_tokens=4), routes=(), lane="ucx/shm", digest="xxh3-64", scales=None
+            instance=instance(1), rank=1, routes=(), lane="ucx/shm", digest="xxh3-64", scales=None
         )
 
     def send(self, message: object) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decode_node import requests as requests_module
 from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, RunStep, StepDone
 from decode_node.requests import Done, Tokens
-from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, POOL_PAGES, World, has_room, take, turns
+from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, has_room, take, turns
 from tests.runtime.instances import until
 from transfer.errors import (
     EngineError,
@@ -197,7 +197,7 @@ async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill:
     assert world.reserve("a") is not None
     await turns()
     with pytest.raises(TransportClosed, match="does not wait here"):
-        await world.leader.reserve("a", 11, 22)
+        await world.leader.reserve("a", 11, 22, PLAN)
     await drained(world)
 
 

@@ -60,7 +60,6 @@ class Rank:
         writer = _Writer(
             instance=prefill,
             rank=0,
-            plan=PLAN,
             routes=tuple(routes(LAYOUT, prefill.shard, SHARD)),
             lane="inproc",
             digest="xxh3-64",
@@ -91,6 +90,7 @@ class Rank:
             num_tokens=PROMPT,
             start_token=0,
             reserved_tokens=PROMPT + NEW,
+            plan=PLAN,
             sampling=SamplingParams(),
         )
         self.worker.on_message(message)

@@ -21,6 +21,7 @@ from transfer.layout import DType, routes
 from transfer.page_allocator import GroupAllocator
 
 PREFILL_LIFE = 11
+PLAN = ChunkPlan(chunk_tokens=4)
 
 
 def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,6 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
         50 + number: _Writer(
             instance=prefill,
             rank=number,
-            plan=ChunkPlan(chunk_tokens=4),
             routes=mine,
             lane="inproc",
             digest="xxh3-64",
@@ -63,10 +63,12 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
         num_tokens=3,
         start_token=0,
         reserved_tokens=5,
+        plan=PLAN,
         sampling=SamplingParams(),
     )
     DecodeWorker._expect(cast(DecodeWorker, rank), message)
     assert said == [RequestExpected(request_id="a")]
+    assert expected[0].plan is PLAN
     assert expected[0].routes == tuple(IncomingRoute(route=route, session=50 + route.prefill_rank) for route in mine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from prefill_node.cutting import Cut
 from prefill_node.joins import Join
 from prefill_node.rank_messages import (
     AbortRequest,
@@ -18,6 +19,7 @@ from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, St
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
 from tests.runtime.instances import instance
+from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import StagingError, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
@@ -37,6 +39,7 @@ def new_join(incarnation: int = 5) -> Join:
         attached=loop.create_future(),
         lost=loop.create_future(),
         waiting_for=set(),
+        cut=Cut(plan=ChunkPlan(chunk_tokens=CHUNK, layers_per_group=incarnation), largest_piece_bytes=1),
     )
 
 
@@ -96,6 +99,7 @@ class World:
             match message:
                 case StartRequest():
                     assert message.request_id not in rank.unsent | rank.holding, "an id that a rank still knows"
+                    assert message.plan.layers_per_group == message.decode_incarnation, "cut as for another decode instance"
                     rank.unsent.add(message.request_id)
                     rank.holding.add(message.request_id)
                     rank.aborted.discard(message.request_id)

@@ -12,16 +12,19 @@ import grpc
 import pytest
 
 from node_runtime.daemon import Daemon, NodeState
+from prefill_node.cutting import Cut
 from prefill_node.joins import Joins
 from prefill_node.node import PrefillNode
 from prefill_node.rank_messages import AttachDecode, DecodeAttached
 from tests.runtime.instances import instance, prefill_config, until
+from transfer.chunk import ChunkPlan
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.client import open_channel
 from transfer.registry.convert import instance_to_proto
 
 LIFE = 5
+CUT = Cut(plan=ChunkPlan(chunk_tokens=8, layers_per_group=1), largest_piece_bytes=64)
 
 
 class Served:
@@ -31,7 +34,7 @@ class Served:
         daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY))
         self.node = PrefillNode(daemon, prefill_config(folder, server={"host": "127.0.0.1"}))
         self.lost: list[str] = []
-        self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)))
+        self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
         self.node._life = cast(Any, SimpleNamespace(joins=self.joins, instance=instance(3)))
         self.channel: grpc.aio.Channel
 

@@ -7,14 +7,18 @@ import asyncio
 import pytest
 
 from prefill_node import joins as joins_module
+from prefill_node.cutting import Cut
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from tests.prefill.leader_world import turns
 from tests.runtime.instances import instance
+from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError, LocalProtocolError, PeerUnreachable, StagingError, TransferError
 from transfer.instance import Link
 
 LIFE = 5
+RINGS = (8192, 4096, 0)
+CUT = Cut(plan=ChunkPlan(chunk_tokens=8, layers_per_group=1), largest_piece_bytes=64)
 
 
 def link(prefill_rank: int) -> Link:
@@ -27,13 +31,20 @@ class Leader:
     def __init__(self) -> None:
         self.sent: list[object] = []
         self.lost: list[tuple[Join, TransferError]] = []
-        self.joins = Joins(2, self.sent.append, lambda join, error: self.lost.append((join, error)))
+        self.chosen_with: list[tuple[list[Link], int]] = []
+        self.joins = Joins(2, self.sent.append, lambda join, error: self.lost.append((join, error)), self._choose_cut)
+
+    def _choose_cut(self, join: Join) -> Cut:
+        self.chosen_with.append((join.links[:], join.ring_bytes))
+        return CUT
 
     def opening(self, incarnation: int = LIFE) -> asyncio.Task[Join]:
         return asyncio.ensure_future(self.joins.open(instance(incarnation), "decode:1", ("a:1",)))
 
     def attached(self, rank: int, join: int, incarnation: int = LIFE) -> None:
-        self.joins.on_attached(rank, DecodeAttached(join=join, incarnation=incarnation, links=(link(rank),)))
+        self.joins.on_attached(
+            rank, DecodeAttached(join=join, incarnation=incarnation, links=(link(rank),), ring_bytes=RINGS[rank])
+        )
 
     def rank_lost(self, rank: int, join: int, *, is_refused: bool = False) -> None:
         self.joins.on_rank_lost(rank, DecodeLost(join=join, incarnation=LIFE, reason="broke", is_refused=is_refused))
@@ -61,8 +72,10 @@ async def test_an_instance_has_joined_when_every_rank_is_attached() -> None:
     leader.attached(0, 1)  # said twice, heard once
     await turns()
     assert not opening.done() and leader.joins.find(LIFE) is None, "it cannot be sent requests yet"
+    assert not leader.chosen_with, "how its requests are cut is decided when all links have been measured"
     leader.attached(1, 1)
     join = await opening
+    assert leader.chosen_with == [([link(0), link(1)], min(RINGS[:2]))] and join.plan is CUT.plan
     assert leader.joins.find(LIFE) is join and list(leader.joins) == [join]
     assert join.links == [link(0), link(1)]
     leader.joins.close(LIFE, PeerUnreachable("it left"))
@@ -155,7 +168,7 @@ async def test_a_join_that_the_ranks_cannot_be_told_of_leaves_nothing() -> None:
     def fail(message: object) -> None:
         raise LocalProtocolError("too large for any message")
 
-    joins = Joins(2, fail, lambda join, error: None)
+    joins = Joins(2, fail, lambda join, error: None, lambda join: CUT)
     with pytest.raises(LocalProtocolError):
         await joins.open(instance(LIFE), "decode:1", ("a:1",))
     assert not list(joins)

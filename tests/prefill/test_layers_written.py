@@ -36,7 +36,7 @@ def test_a_chunk_is_computed_with_the_last_of_its_layers_here(
     heard: list[int] = []
     worker = SimpleNamespace(
         _engine=SimpleNamespace(shard=Shard(pp_size=stages, pp_rank=stage), layout=LAYOUT),
-        _plan=plan,
+        _chunk_tokens=16,
         _sender=SimpleNamespace(chunk_computed=lambda request_id, chunk, event: heard.append(chunk)),
         _requests={"r": SimpleNamespace(chunks={0: chunks}, reported=set())},
     )

@@ -63,7 +63,7 @@ class Rank:
         self.num_steps = 0
         worker = self.worker = object.__new__(PrefillWorker)
         worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
-        worker._plan = ChunkPlan(chunk_tokens=CHUNK_TOKENS)
+        worker._chunk_tokens = CHUNK_TOKENS
         worker._engine = self.engine  # type: ignore[assignment]
         worker._engine_lane = self.lane  # type: ignore[assignment]
         worker._allocator = self.allocator
@@ -93,6 +93,7 @@ class Rank:
                     decode_incarnation=1,
                     num_tokens=NUM_TOKENS,
                     start_token=0,
+                    plan=ChunkPlan(chunk_tokens=CHUNK_TOKENS),
                     sampling=SamplingParams(),
                 )
             )

@@ -15,6 +15,7 @@ from node_runtime.rank_link import LeaderLink, RankAddress, RankCodec, RankLink
 from node_runtime.rank_report import RankHello, RankReport
 from prefill_node import rank_messages as prefill_messages
 from tests.runtime.instances import instance, until
+from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import LocalProtocolError
 from transfer.instance import Link
@@ -34,7 +35,7 @@ LINK = Link(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-6, bandw
     ("codec", "message"),
     [
         (prefill_messages.CODEC, prefill_messages.AttachDecode(join=3, instance=instance(7), rank_addresses=("a:1", "b:2"))),
-        (prefill_messages.CODEC, prefill_messages.DecodeAttached(join=3, incarnation=2**63 + 5, links=(LINK,))),
+        (prefill_messages.CODEC, prefill_messages.DecodeAttached(join=3, incarnation=2**63 + 5, links=(LINK,), ring_bytes=2**40)),
         (prefill_messages.CODEC, prefill_messages.StepDone(step=4, first_tokens={"a": 3}, compute_s=0.5)),
         (
             prefill_messages.CODEC,
@@ -50,6 +51,7 @@ LINK = Link(prefill_rank=1, decode_rank=0, lane="ucx/shm", latency_s=1e-6, bandw
                 num_tokens=5,
                 start_token=0,
                 reserved_tokens=9,
+                plan=ChunkPlan(chunk_tokens=128, layers_per_group=7),
                 sampling=SamplingParams(temperature=0.5, seed=2**62),
             ),
         ),

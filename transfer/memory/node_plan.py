@@ -125,8 +125,14 @@ def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
 
 
 def chunk_plan(config: PrefillNodeConfig) -> ChunkPlan:
-    """How the node cuts prompts."""
-    return ChunkPlan(chunk_tokens=config.chunk.chunk_tokens, layers_per_group=config.chunk.layers_per_group)
+    """The coarsest way in which the node cuts prompts: what memory is sized by."""
+    return ChunkPlan(chunk_tokens=config.chunk.chunk_tokens, layers_per_group=config.chunk.layers_per_group or 0)
+
+
+def finest_chunk_plan(config: PrefillNodeConfig) -> ChunkPlan:
+    """The finest way in which the node cuts prompts: a decode node that has no room for its chunks has room for none."""
+    layers = config.chunk.layers_per_group
+    return ChunkPlan(chunk_tokens=config.chunk.chunk_tokens, layers_per_group=1 if layers is None else layers)
 
 
 def node_plan_inputs(

@@ -277,14 +277,16 @@ class GenerateDone(_message.Message):
     def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., stats: _Optional[_Union[TransferStats, _Mapping]] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "prefill_incarnation", "decode_incarnation")
+    __slots__ = ("request_id", "prefill_incarnation", "decode_incarnation", "chunk_plan")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill_incarnation: int
     decode_incarnation: int
-    def __init__(self, request_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
+    chunk_plan: ChunkPlanInfo
+    def __init__(self, request_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reserved",)
@@ -507,16 +509,20 @@ class PoolStatus(_message.Message):
     def __init__(self, group: _Optional[str] = ..., pages: _Optional[int] = ..., reserved: _Optional[int] = ..., bound: _Optional[int] = ...) -> None: ...
 
 class PeerStatus(_message.Message):
-    __slots__ = ("address", "incarnation", "state", "reason")
+    __slots__ = ("address", "incarnation", "state", "reason", "chunk_plan", "largest_piece_bytes")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: int
     state: str
     reason: str
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    chunk_plan: ChunkPlanInfo
+    largest_piece_bytes: int
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
     __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s")

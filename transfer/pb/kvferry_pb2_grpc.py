@@ -350,7 +350,7 @@ class DecodeControlServicer(object):
         starts to compute. `reserved` false means "not yet": start another request and ask again.
 
         UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
-        has no ranks.
+        has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

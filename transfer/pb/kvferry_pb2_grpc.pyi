@@ -210,7 +210,7 @@ class DecodeControlStub:
     starts to compute. `reserved` false means "not yet": start another request and ask again.
 
     UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
-    has no ranks.
+    has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -254,7 +254,7 @@ class DecodeControlAsyncStub:
     starts to compute. `reserved` false means "not yet": start another request and ask again.
 
     UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
-    has no ranks.
+    has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -302,7 +302,7 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         starts to compute. `reserved` false means "not yet": start another request and ask again.
 
         UNAVAILABLE: the request is not waiting here (it was cancelled, or never asked for), a rank cannot receive it, or the node
-        has no ranks.
+        has no ranks. INVALID_ARGUMENT: no chunk plan. FAILED_PRECONDITION: a chunk does not fit the ring.
         """
 
     @abc.abstractmethod
