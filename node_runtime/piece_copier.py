@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from node_runtime.request_tables import DeviceTable, RequestTables
 from transfer.chunk import Chunk
 from transfer.kernels import CopyPlan, Digest, HeadSliceCopier, WireMemory, add_digest, head_slice_copier
 from transfer.kv_pool import KVPool
@@ -26,13 +27,18 @@ class GroupCopy:
 
     Args:
         plan: What to move; tokens are counted from offset 0 of the page that entry `first_page` names.
-        pages: int64 [n] on the pool's device, the request's page table or a part of it.
-        first_page: The entry of `pages` to begin with.
+        table: The request's page table or a part of it: int64 [n] in host memory, or kept on the pool's device.
+        first_page: The entry of the table to begin with.
     """
 
     plan: CopyPlan
-    pages: Tensor
+    table: Tensor | DeviceTable
     first_page: int
+
+    @property
+    def pages(self) -> Tensor:
+        """int64 [n] on the pool's device, for the current stream."""
+        return self.table if isinstance(self.table, Tensor) else self.table.use()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,9 @@ class PieceCopier:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._copiers: dict[tuple[int, Span, DType, Scales], HeadSliceCopier] = {}
+        self._device_tables: Sequence[RequestTables] = ()
+        if pool.device.type == "cuda":
+            self._device_tables = [RequestTables(pool.device, num_pages) for num_pages in pool.num_pages]
         self._planned = lru_cache(maxsize=_CACHED_PIECES)(self._plan)
         self._adopt(pool.layout)
 
@@ -115,7 +124,7 @@ class PieceCopier:
     ) -> PieceCopy:
         """A copy of the piece.
 
-        With a pool on a GPU the request's page tables are kept there, and what is new in them is queued on the current stream.
+        With a pool on a GPU the request's page tables are kept there, and what is new in them is queued, not waited for.
 
         Args:
             request_id: The request; the entries that its tables have had stay what they are, until `forget`.
@@ -138,12 +147,18 @@ class PieceCopier:
         parts: list[GroupCopy] = []
         for part in piece.groups:
             first = 0 if self._pool.groups[part.group].kind is GroupKind.STATE else chunk_page + part.first_page
-            pages = torch.tensor(tables[part.group][first : first + part.plan.num_pages], dtype=torch.int64)
-            parts.append(GroupCopy(plan=part.plan, pages=pages, first_page=0))
+            end, table = first + part.plan.num_pages, tables[part.group]
+            if self._device_tables:
+                kept = self._device_tables[part.group].cover(request_id, table, first, end)
+                parts.append(GroupCopy(plan=part.plan, table=kept, first_page=first))
+            else:
+                parts.append(GroupCopy(plan=part.plan, table=torch.tensor(table[first:end], dtype=torch.int64), first_page=0))
         return PieceCopy(parts=parts, num_wire_bytes=piece.num_wire_bytes, can_digest=piece.can_digest)
 
     def forget(self, request_id: str) -> None:
         """The request's pages are given back, or it is over: drop what is kept of its tables. Does nothing twice."""
+        for kept in self._device_tables:
+            kept.forget(request_id)
 
     def _copier(self, layer: int, heads: Span, dtype: DType, scales: Scales) -> HeadSliceCopier:
         key = (self._pool.group_of(layer), heads, dtype, scales)

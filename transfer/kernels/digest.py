@@ -4,10 +4,10 @@ Two algorithms, negotiated per pair of instances. ``xxh3-64`` is the fastest on 
 kernels, whose programs see the payload in no order: a sum of one number for each 64-bit word and its place.
 
 Words: the payload as little-endian 64-bit words, the last one filled up with zeros. Word number i counts as
-``mix(word + (i + 1) * STEP)``, and the digest is the sum of these modulo 2**64. `mix` is a bijection: no change inside one word goes
-unseen. It carries high bits down (the shifts) and low bits up (the products). The place is in what is mixed, so that equal words in
-other places, swapped or moved ones, count differently. The shifts are by 32 because a GPU has 32-bit registers: such a shift is
-free.
+``mix(word + (i + 1) * STEP)``, and the digest is the sum of these modulo 2**64. `mix` is a bijection: no change inside one word
+goes unseen. It carries high bits down (the shifts) and low bits up (the products). The place is in what is mixed, so that equal
+words in other places, swapped or moved ones, count differently. The shifts are by 32 because a GPU has 32-bit registers: such a
+shift is free.
 
 Source: `mix` is the structure of MurmurHash3's finaliser with the constants and shifts of D. Degski's 64-bit hash (rrmxmx family,
 published with tests of its avalanche); STEP is 2**64 divided by the golden ratio, made odd (Knuth, vol. 3, 6.4).

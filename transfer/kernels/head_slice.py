@@ -103,9 +103,9 @@ def copy_rows(  # type: ignore[no-untyped-def]  # Triton gives the parameters th
     """Move TILES tiles of rows of one buffer; grid (groups of tiles, buffers, tiles of columns).
 
     All pointers are addresses. ``table`` has for each buffer the address of its first pool row and the offset of its wire in
-    bytes. ROW is in elements of POOL_TYPE and WIRE_TYPE, which are as many; an align is what row starts are a multiple of, in such
-    elements: above 1 it means 16 bytes. Strides are in units of POOL_ALIGN elements. Rows whose page is outside the pool are left
-    out.
+    bytes. ROW is in elements of POOL_TYPE and WIRE_TYPE, which are as many; an align is what row starts are a multiple of, in
+    such elements: above 1 it means 16 bytes. Strides are in units of POOL_ALIGN elements. Rows whose page is outside the pool are
+    left out.
     """
     buffer = tl.program_id(1)
     entry = table.to(tl.pointer_type(tl.int64)) + 2 * buffer
