@@ -1,4 +1,9 @@
-"""Simulated links of the protocol tests: a control network that misbehaves, and a data plane with both habits of real ones."""
+"""Simulated links of the protocol tests: a control network that misbehaves, and a data plane with the habits of real ones.
+
+A data plane is two-sided or one-sided; a one-sided one may be *unrevocable*: the receiver's close stops nothing, only the
+writer's does, and the receiver hears of it later. A *direct* link is unrevocable, and gathers are its writes: the writer's close
+begins none any more, and those under way land until they end, or their process does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.protocol.memory import RingMemory, Tag, require
-from transfer.ring import Grant
+from transfer.ring import Grant, grant_key
 
 if TYPE_CHECKING:
     from tests.protocol.world import World
@@ -35,7 +40,7 @@ class Post:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Shipment:
-    """A write or a decline on its way."""
+    """A write, a gather into the peer's ring, or a decline on its way."""
 
     number: int
     key: int
@@ -58,8 +63,12 @@ class Link:
     sender_incarnation: int
     receiver_incarnation: int
     ring: RingMemory
+    is_direct: bool
+    is_revocable: bool
     is_open_at_sender: bool = True
     is_open_at_receiver: bool = True
+    can_land: bool = True  # the writer's access has not ended; of a link that is not revocable
+    num_late: int = 0  # landings that ended after the receiver's close
     posts: dict[int, Post] = field(default_factory=dict)
     shipments: dict[int, Shipment] = field(default_factory=dict)
     sent_keys: set[int] = field(default_factory=set)
@@ -73,10 +82,8 @@ class Link:
     # Data plane
 
     def write(self, shipment: Shipment) -> None:
-        require(shipment.key not in self.sent_keys, f"key {shipment.key} is sent twice on session {self.number}")
-        self.sent_keys.add(shipment.key)
-        self.shipments[shipment.key] = shipment
-        if not self.is_open_at_receiver:
+        self._send(shipment)
+        if not self.is_open_at_receiver and (self.is_revocable or shipment.grant is None):
             if shipment.slot is not None and self.world.chance(50):
                 self.world.after(20, lambda: self.world.write_failed(self, shipment))
             return  # otherwise nobody notices, until the session is closed
@@ -89,6 +96,30 @@ class Link:
         if shipment.slot is not None and self.world.chance(20):
             self.world.after(5, lambda: self.world.write_finished(self, shipment))  # eager: buffered by the transport
         self._match(shipment.key)
+
+    def _send(self, shipment: Shipment) -> None:
+        require(shipment.key not in self.sent_keys, f"key {shipment.key} is sent twice on session {self.number}")
+        self.sent_keys.add(shipment.key)
+        self.shipments[shipment.key] = shipment
+
+    def begin_store(self, number: int, grant: Grant, num_bytes: int, tag: Tag) -> Shipment:
+        """A gather begins to store into the grant."""
+        attempt = int(grant_key(grant.begin, 0) in self.sent_keys)
+        key = grant_key(grant.begin, attempt)
+        shipment = Shipment(number=number, key=key, grant=grant, num_bytes=num_bytes, tag=tag, is_landing=True)
+        self._send(shipment)
+        self.ring.begin_landing(number, grant, num_bytes, self.world.dead_at(self))
+        return shipment
+
+    def end_store(self, shipment: Shipment) -> None:
+        """The gather is done, if its process did not end first."""
+        if self.shipments.pop(shipment.key, None) is None:
+            return
+        assert shipment.grant is not None and shipment.tag is not None
+        self.num_late += not self.is_open_at_receiver
+        is_broken = self.world.corrupts(shipment.tag)
+        self.ring.end_landing(shipment.number, shipment.grant, shipment.num_bytes, shipment.tag, is_broken=is_broken)
+        self._end_access()
 
     def expect(self, key: int, post: Post) -> None:
         require(not self.world.config.is_one_sided, "a receive is posted on a one-sided transport")
@@ -113,11 +144,13 @@ class Link:
     def _land(self, shipment: Shipment, grant: Grant, num_bytes: int) -> None:
         shipment.is_landing = True
         self.ring.begin_landing(shipment.number, grant, num_bytes, self.world.dead_at(self))
-        self.world.after(30, lambda: self._landed(shipment, grant, num_bytes))
+        longest = 30 if self.is_revocable else 150  # where it matters that a write outlives a close
+        self.world.after(longest, lambda: self._landed(shipment, grant, num_bytes))
 
     def _landed(self, shipment: Shipment, grant: Grant, num_bytes: int) -> None:
-        if not self.is_open_at_receiver:
-            return
+        if self.shipments.get(shipment.key) is not shipment or (self.is_revocable and not self.is_open_at_receiver):
+            return  # stopped by a close
+        self.num_late += not self.is_open_at_receiver
         assert shipment.tag is not None
         # A sender that closed and reuses its slot may spoil what is still being read from it.
         is_broken = not self.is_open_at_sender or self.world.corrupts(shipment.tag)
@@ -140,19 +173,31 @@ class Link:
             self.world.after(10, lambda: self.world.write_finished(self, shipment))
 
     def close_at_receiver(self) -> None:
-        """Proof of death: nothing lands any more."""
+        """Proof of death, where the link is revocable: nothing lands any more."""
         self.is_open_at_receiver = False
         for shipment in self.shipments.values():
-            if shipment.is_landing:
+            if shipment.is_landing and self.is_revocable:
                 self.ring.stop_landing(shipment.number)
         for post in self.posts.values():
             self.ring.settle(post.grant, post.num_bytes)
         self.posts.clear()
 
-    def close_at_sender(self) -> None:
+    def close_at_sender(self, *, is_dead: bool) -> None:
+        """The writer closes, or its process is gone."""
         self.is_open_at_sender = False
-        for key in [key for key, shipment in self.shipments.items() if not shipment.is_landing]:
-            del self.shipments[key]
+        for key, shipment in list(self.shipments.items()):
+            if not shipment.is_landing:
+                del self.shipments[key]
+            elif not self.is_revocable and (is_dead or not self.is_direct):
+                self.ring.stop_landing(shipment.number)
+                del self.shipments[key]
+        self._end_access()
+
+    def _end_access(self) -> None:
+        """A writer that has closed gives up its access with the last gather that was under way."""
+        if not self.is_revocable and not self.is_open_at_sender and not self.shipments and self.can_land:
+            self.can_land = False
+            self.world.access_ended(self)
 
     # Control network
 

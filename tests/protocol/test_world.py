@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode_node.receiver import Receiver
+from prefill_node.sender import Sender
+from prefill_node.sender_state import Piece, RouteState
 from tests.protocol.links import Faults
 from tests.protocol.memory import RingMemory, Tag, WorldError
 from tests.protocol.world import World, WorldConfig
@@ -28,12 +32,21 @@ def histories(num_examples: int) -> Callable[[Callable[..., None]], Callable[...
 
 
 @st.composite
-def configs(draw: st.DrawFn, *, is_one_sided: bool, faults: st.SearchStrategy[Faults]) -> WorldConfig:
+def configs(
+    draw: st.DrawFn,
+    *,
+    is_one_sided: bool,
+    faults: st.SearchStrategy[Faults],
+    is_revocable: bool = True,
+    direct: tuple[int, ...] = (0,),
+) -> WorldConfig:
     prefill_tp, decode_tp = draw(st.sampled_from(SHAPES))
     return WorldConfig(
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
         is_one_sided=is_one_sided,
+        is_revocable=is_revocable,
+        direct=draw(st.sampled_from(direct)),
         spare_cells=draw(st.sampled_from([0, 1, 2, 5, 20])),
         num_slots=draw(st.integers(1, 4)),
         grants_ahead=draw(st.integers(1, 8)),
@@ -92,15 +105,38 @@ def test_one_sided_histories_with_deaths(config: WorldConfig, seed: int) -> None
     World(config, seed).run()
 
 
-@pytest.mark.parametrize("is_one_sided", [False, True], ids=["two_sided", "one_sided"])
+@histories(200)
+@given(config=configs(is_one_sided=True, direct=(50, 100), faults=NETWORK), seed=SEEDS)
+def test_direct_histories_on_a_bad_network(config: WorldConfig, seed: int) -> None:
+    World(config, seed).run()
+
+
+@histories(300)
+@given(config=configs(is_one_sided=True, direct=(50, 100), faults=DEATHS), seed=SEEDS)
+def test_direct_histories_with_deaths(config: WorldConfig, seed: int) -> None:
+    World(config, seed).run()
+
+
+@histories(200)
+@given(config=configs(is_one_sided=True, is_revocable=False, faults=DEATHS), seed=SEEDS)
+def test_unrevocable_histories_with_deaths(config: WorldConfig, seed: int) -> None:
+    World(config, seed).run()
+
+
+@pytest.mark.parametrize(
+    ("is_one_sided", "direct"), [(False, 0), (True, 0), (True, 100)], ids=["two_sided", "one_sided", "direct"]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}to{shape[1]}")
-def test_without_faults_every_request_arrives_through_the_smallest_ring(shape: tuple[int, int], is_one_sided: bool) -> None:
+def test_without_faults_every_request_arrives_through_the_smallest_ring(
+    shape: tuple[int, int], is_one_sided: bool, direct: int
+) -> None:
     prefill_tp, decode_tp = shape
     for seed in range(20):
         config = WorldConfig(
             prefill_tp=prefill_tp,
             decode_tp=decode_tp,
             is_one_sided=is_one_sided,
+            direct=direct,
             spare_cells=0,
             num_slots=1,
             grants_ahead=8,
@@ -127,12 +163,35 @@ def test_the_faults_happen_and_some_requests_survive_them() -> None:
     assert broken > 10
 
 
+@pytest.mark.parametrize("direct", [0, 100], ids=["writes", "gathers"])
+def test_bytes_do_land_after_the_receiver_closed(direct: int) -> None:
+    """Otherwise the quarantine until `SessionOver` would be played without a reason for it."""
+    num_late = 0
+    outcomes: list[str] = []
+    for seed in range(40):
+        faults = Faults(corrupt=5, cancel=20, link_deaths=3, sender_restarts=1)
+        world = World(WorldConfig(is_one_sided=True, is_revocable=False, direct=direct, faults=faults), seed)
+        world.run()
+        num_late += sum(link.num_late for link in world.links.values())
+        outcomes.extend(receiver.outcome[name] for receiver in world.receivers for name in receiver.outcome)
+    assert num_late > 20
+    assert outcomes.count("complete") > 40
+    assert outcomes.count("drained") > 40
+
+
 # The world would notice: each of these protocols is wrong in one way.
 
 
-def play(num_seeds: int, *, is_one_sided: bool, faults: Faults | None = None) -> None:
+def play(num_seeds: int, *, is_one_sided: bool, is_revocable: bool = True, direct: int = 0, faults: Faults | None = None) -> None:
     for seed in range(num_seeds):
-        config = WorldConfig(is_one_sided=is_one_sided, spare_cells=0, grants_ahead=8, faults=faults or Faults())
+        config = WorldConfig(
+            is_one_sided=is_one_sided,
+            is_revocable=is_revocable,
+            direct=direct,
+            spare_cells=0,
+            grants_ahead=8,
+            faults=faults or Faults(),
+        )
         World(config, seed).run()
 
 
@@ -155,6 +214,58 @@ def test_the_world_notices_that_watermarks_stop(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(RingView, "update", lambda self, watermark: False)
     with pytest.raises(WorldError, match="wedged"):
         play(1, is_one_sided=False)
+
+
+@pytest.mark.parametrize("direct", [0, 100], ids=["writes", "gathers"])
+def test_the_world_notices_a_close_that_is_taken_for_the_end(monkeypatch: pytest.MonkeyPatch, direct: int) -> None:
+    honest = Receiver._on_session_lost
+    monkeypatch.setattr(Receiver, "_on_session_lost", lambda self, event: honest(self, replace(event, is_over=True)))
+    monkeypatch.setattr(Receiver, "_on_session_over", lambda self, session: None)
+    with pytest.raises(WorldError, match="R1"):
+        play(100, is_one_sided=True, is_revocable=False, direct=direct, faults=Faults(link_deaths=3))
+
+
+def test_the_world_notices_an_end_that_is_never_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Receiver, "_on_session_over", lambda self, session: None)
+    with pytest.raises(WorldError, match="wedged"):
+        play(20, is_one_sided=True, is_revocable=False, faults=Faults(link_deaths=3))
+
+
+def test_the_world_notices_pages_that_are_freed_before_a_second_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sender, "_on_written", freeing(Sender._on_written))
+    with pytest.raises(WorldError, match="after its source was released"):
+        play(20, is_one_sided=True, direct=100, faults=Faults(corrupt=20))
+
+
+def freeing(honest: Callable[[Sender, Piece], None]) -> Callable[[Sender, Piece], None]:
+    """As a sender would do it that counts gathers and forgets that one may come again."""
+
+    def on_written(self: Sender, piece: Piece) -> None:
+        honest(self, piece)
+        if piece.request.to_gather == 0:
+            self._release_source(piece.request)
+
+    return on_written
+
+
+def test_the_world_notices_a_writer_that_drains_before_its_gather_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouteState, "is_drained", property(lambda self: True))
+    with pytest.raises(WorldError, match="R1"):
+        play(50, is_one_sided=True, direct=100, faults=Faults(cancel=50))
+
+
+def test_the_world_notices_a_decline_beside_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sender, "_drop_written", declining(Sender._drop_written))
+    with pytest.raises(WorldError, match="is sent twice"):
+        play(50, is_one_sided=True, direct=100, faults=Faults(cancel=50))
+
+
+def declining(honest: Callable[[Sender, Piece], None]) -> Callable[[Sender, Piece], None]:
+    def drop_written(self: Sender, piece: Piece) -> None:
+        self._decline(piece.route.session, piece.granted, attempt=piece.attempt)
+        honest(self, piece)
+
+    return drop_written
 
 
 def test_the_memory_notices_bytes_of_another_piece() -> None:

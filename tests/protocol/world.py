@@ -35,11 +35,13 @@ LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=12, head_dim=4, dtype=DType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
-    """One world; `spare_cells` is what each ring has beyond its largest chunk."""
+    """One world; `spare_cells` is what each ring has beyond its largest chunk, `direct` the percentage of direct sessions."""
 
     prefill_tp: int = 4
     decode_tp: int = 2
     is_one_sided: bool = False
+    is_revocable: bool = True
+    direct: int = 0
     spare_cells: int = 2
     num_slots: int = 2
     grants_ahead: int = 4
@@ -107,6 +109,7 @@ class World:
         self.now = 0
         self.faults = config.faults
         self.num_events = 0
+        self._busy_until = config.healed_at + 4 * HEARTBEAT
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._numbers = itertools.count(1)
@@ -144,7 +147,7 @@ class World:
             self.now, _, act = heapq.heappop(self._queue)
             act()
             self.num_events += 1
-            if self.now > self.config.healed_at + 4 * HEARTBEAT and self._is_quiet():
+            if self.now > self._busy_until and self._is_quiet():
                 break
             if self.now >= self.config.deadline:
                 raise WorldError(f"wedged: {self._leftovers()}")
@@ -193,9 +196,11 @@ class World:
 
     def _is_quiet(self) -> bool:
         are_idle = all(s.machine.is_idle for s in self.senders) and all(r.machine.is_idle for r in self.receivers)
+        unended = any(receiver.machine._lost for receiver in self.receivers)
         spent = any(session.spent for sender in self.senders for session in sender.machine._sessions.values())
         work = any(link.posts or link.shipments for link in self.links.values() if link.is_live)
-        return not spent and not work and are_idle and self._are_all_attached()
+        is_started = len(self.requests) == self.config.num_requests  # some wait until every session is open again
+        return is_started and not spent and not work and not unended and are_idle and self._are_all_attached()
 
     def _are_all_attached(self) -> bool:
         return all(link.is_live for link in self.current.values())
@@ -224,6 +229,7 @@ class World:
 
     def _open(self, prefill_rank: int, decode_rank: int) -> None:
         sender, receiver = self.senders[prefill_rank], self.receivers[decode_rank]
+        is_direct = self.chance(self.config.direct)
         link = Link(
             world=self,
             number=next(self._numbers),
@@ -232,24 +238,31 @@ class World:
             sender_incarnation=sender.incarnation,
             receiver_incarnation=receiver.incarnation,
             ring=receiver.ring,
+            is_direct=is_direct,
+            is_revocable=self.config.is_revocable and not is_direct,
         )
         self.links[link.number] = self.current[prefill_rank, decode_rank] = link
         self.tell_receiver(receiver, rx.SessionOpened(session=link.number, incarnation=sender.incarnation))
-        opened = tx.SessionOpened(session=link.number, incarnation=receiver.incarnation, ring_capacity_bytes=self._capacity_bytes)
+        opened = tx.SessionOpened(
+            session=link.number,
+            incarnation=receiver.incarnation,
+            ring_capacity_bytes=self._capacity_bytes,
+            is_direct=is_direct,
+        )
         self.tell_sender(sender, opened)
         self._publish(receiver, only=link)  # rule 4
 
     def _break(self, link: Link) -> None:
-        """Each end notices by itself, in either order."""
-        self.after(60, lambda: self._close_at_sender(link, "link lost"))
+        """Each end notices by itself, in either order; a frozen writer late, which matters where it can still write."""
+        self.after(60 if link.is_revocable else 400, lambda: self._close_at_sender(link, "link lost"))
         self.after(60, lambda: self._close_at_receiver(link, "link lost"))
 
     def _close_at_sender(self, link: Link, reason: str) -> None:
         if not link.is_open_at_sender:
             return
         self._excuse(link)
-        link.close_at_sender()
         sender = self.senders[link.prefill_rank]
+        link.close_at_sender(is_dead=sender.incarnation != link.sender_incarnation)
         for readers in sender.readers:
             readers.difference_update(s.number for s in link.shipments.values())
         if sender.incarnation == link.sender_incarnation:
@@ -265,14 +278,35 @@ class World:
         link.close_at_receiver()
         receiver = self.receivers[link.decode_rank]
         if receiver.incarnation == link.receiver_incarnation:
-            self.tell_receiver(receiver, rx.SessionLost(session=link.number, reason=reason))
+            is_over = link.is_revocable or (not link.can_land and self.chance(50))
+            self.tell_receiver(receiver, rx.SessionLost(session=link.number, reason=reason, is_over=is_over))
+            if not is_over and not link.can_land:
+                self.after(60, lambda: self._say_over(link))
         self._closed(link, lambda: self._close_at_sender(link, "peer closed"))
 
+    def access_ended(self, link: Link) -> None:
+        """Nothing of an unrevocable link can land any more; its receiver, if it has closed, finds out."""
+        if not link.is_open_at_receiver:
+            self.after(60, lambda: self._say_over(link))
+
+    def _say_over(self, link: Link) -> None:
+        receiver = self.receivers[link.decode_rank]
+        if receiver.incarnation == link.receiver_incarnation:
+            self.tell_receiver(receiver, rx.SessionOver(session=link.number))
+
     def _closed(self, link: Link, close_other: Callable[[], None]) -> None:
-        if link.is_open_at_sender or link.is_open_at_receiver:
+        if link.is_open_at_receiver or (link.is_open_at_sender and link.is_revocable):
             self.after(60, close_other)
-        else:
-            self.after(60, lambda: self._open(link.prefill_rank, link.decode_rank))
+            return
+        if link.is_open_at_sender:
+            self.after(400, close_other)
+            if self.chance(50):
+                return
+        self.after(60, lambda: self._reopen(link))  # perhaps while the old writer has not noticed, and still writes
+
+    def _reopen(self, link: Link) -> None:
+        if self.current[link.prefill_rank, link.decode_rank] is link:
+            self._open(link.prefill_rank, link.decode_rank)
 
     def _excuse(self, link: Link) -> None:
         for plan in self.requests.values():
@@ -313,6 +347,7 @@ class World:
             links=dict(self.current),
         )
         self.requests[request_id] = plan
+        self._busy_until = max(self._busy_until, self.now + 4 * HEARTBEAT)
         latest = max(self._command_receiver(rank, lambda rank=rank: self._expect(plan, rank)) for rank in range(config.decode_tp))  # type: ignore[misc]
         for rank in range(config.prefill_tp):
             self._command_sender(rank, lambda rank=rank: self._start(plan, rank), not_before=latest)  # type: ignore[misc]
@@ -476,12 +511,25 @@ class World:
         require(is_computed, f"rule 13: gather of chunk {action.chunk.index} is not behind its event")
         sender.gathering[action.slot] = action
         sender.slots[action.slot] = None
-        self.after(25, lambda: self._gathered(sender, action))
-
-    def _gathered(self, sender: SenderRank, action: tx.StartGather) -> None:
-        del sender.gathering[action.slot]
+        link = self.links[action.session]
         tag = Tag(request_id=action.request_id, route=action.route.index, chunk=action.chunk.index)
-        sender.slots[action.slot] = tag
+        if not link.is_direct:
+            self.after(25, lambda: self._gathered(sender, action, tag))
+        elif not link.is_open_at_sender:
+            self.after(25, lambda: self._gathered(sender, action, None))  # closed since: nothing is gathered
+        else:
+            self._require_own_grant(link, action.grant, tag)
+            shipment = link.begin_store(self._shipment_number(link), action.grant, action.num_bytes, tag)
+            self.after(60, lambda: self._stored(sender, action, link, shipment))
+
+    def _stored(self, sender: SenderRank, action: tx.StartGather, link: Link, shipment: Shipment) -> None:
+        link.end_store(shipment)
+        self._gathered(sender, action, None)
+
+    def _gathered(self, sender: SenderRank, action: tx.StartGather, in_slot: Tag | None) -> None:
+        del sender.gathering[action.slot]
+        sender.slots[action.slot] = in_slot
+        tag = Tag(request_id=action.request_id, route=action.route.index, chunk=action.chunk.index)
         self.tell_sender(sender, tx.GatherFinished(slot=action.slot, digest=digest_of(tag)))
 
     def _start_write(self, sender: SenderRank, action: tx.StartWrite) -> None:
@@ -489,12 +537,7 @@ class World:
         tag = sender.slots[action.slot]
         require(tag is not None and action.slot not in sender.gathering, f"write from slot {action.slot}, which holds nothing")
         assert tag is not None
-        receiver = self.receivers[link.decode_rank]
-        if receiver.incarnation == link.receiver_incarnation:
-            require(
-                receiver.issued.get(action.grant.begin) == (tag, action.grant.end),
-                f"R3: {action.grant} is not the grant of {tag}",
-            )
+        self._require_own_grant(link, action.grant, tag)
         require(
             action.key in (grant_key(action.grant.begin, 0), grant_key(action.grant.begin, 1)),
             f"key {action.key} is another grant's",
@@ -509,6 +552,11 @@ class World:
         )
         sender.readers[action.slot].add(shipment.number)
         link.write(shipment)
+
+    def _require_own_grant(self, link: Link, grant: Grant, tag: Tag) -> None:
+        receiver = self.receivers[link.decode_rank]
+        if receiver.incarnation == link.receiver_incarnation:
+            require(receiver.issued.get(grant.begin) == (tag, grant.end), f"R3: {grant} is not the grant of {tag}")
 
     def write_finished(self, link: Link, shipment: Shipment) -> None:
         self._write_ended(link, shipment, None)
@@ -646,7 +694,7 @@ class World:
     # The end
 
     def _check_end(self) -> None:
-        require(self._is_quiet() and len(self.requests) == self.config.num_requests, f"never quiet: {self._leftovers()}")
+        require(self._is_quiet(), f"never quiet: {self._leftovers()}")
         for plan in self.requests.values():
             self._check_request(plan)
         for sender in self.senders:
