@@ -36,6 +36,11 @@ KINDS: dict[str, Callable[[], tuple[Transport, Transport]]] = {
     "nixl-shm": lambda: (NixlTransport(lane="shm"), NixlTransport(lane="shm")),
     "nixl-net": lambda: (NixlTransport(lane="net"), NixlTransport(lane="net")),
 }
+INPROC = [kind for kind in KINDS if kind.startswith("inproc")]
+UCX = [kind for kind in KINDS if kind.startswith("ucx")]
+NIXL = [kind for kind in KINDS if kind.startswith("nixl")]
+ONE_SIDED = ["inproc-one-sided", *NIXL]
+TWO_SIDED = [kind for kind in KINDS if kind not in ONE_SIDED]
 
 
 def rng(begin: int, end: int) -> ByteRange:

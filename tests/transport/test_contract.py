@@ -12,15 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.transport.contract import KINDS, PATTERN, Pair, noise, open_pair, open_sessions, rng
+from tests.transport.contract import (
+    INPROC,
+    KINDS,
+    ONE_SIDED,
+    PATTERN,
+    TWO_SIDED,
+    UCX,
+    Pair,
+    noise,
+    open_pair,
+    open_sessions,
+    rng,
+)
 from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.inproc import InprocHub, InprocTransport
 from transfer.transport.ucx import UcxTransport
-
-ONE_SIDED = [kind for kind in KINDS if kind == "inproc-one-sided" or kind.startswith("nixl")]
-TWO_SIDED = [kind for kind in KINDS if kind not in ONE_SIDED]
-INPROC = [kind for kind in KINDS if kind.startswith("inproc")]
-UCX = [kind for kind in KINDS if kind.startswith("ucx")]
 
 
 @pytest.fixture(params=KINDS)

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.transport.contract import KINDS, Pair, open_pair, open_sessions, rng
+from tests.transport.contract import TWO_SIDED, Pair, open_pair, open_sessions, rng
 from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout, WriteFailed
 from transfer.transport.driver import SessionDriver
-
-TWO_SIDED = [kind for kind in KINDS if kind != "inproc-one-sided"]
 
 
 @pytest.fixture(params=TWO_SIDED)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.transport.contract import KINDS, Pair, open_pair, rng
+from tests.transport.contract import KINDS, TWO_SIDED, Pair, open_pair, rng
 from transfer.errors import ConfigError, TransportError, TransportTimeout
 from transfer.transport.base import FIRST_PROBE_KEY
 from transfer.transport.driver import SessionDriver
@@ -76,7 +76,7 @@ async def test_a_silent_target_is_a_timeout() -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "inproc-one-sided"])
+@pytest.mark.parametrize("kind", TWO_SIDED)
 async def test_different_plans_fail(kind: str) -> None:
     pair = open_pair(kind)
     with pytest.raises(TransportError):

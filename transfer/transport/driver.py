@@ -13,13 +13,20 @@ from typing import TypeVar
 
 from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout
 from transfer.transport.base import ReceiveHandle, Session, WriteHandle
+from transfer.transport.fine_timer import FineTimer
 
 Handle = WriteHandle | ReceiveHandle
 _Handle = TypeVar("_Handle", WriteHandle, ReceiveHandle)
 Callback = Callable[[_Handle, TransferError | None], None]
 
 _MAX_ROUNDS = 16  # of one session before the loop serves others
-_MAX_PAUSE_S = 0.001  # between two looks at a session without a descriptor
+_MAX_TURN_S = 0.001  # and the time for them
+# Looks at a session without a descriptor on which somebody waits: each turn of the loop at first, which small writes need, then
+# after a share of the time that it has waited already, so that no write takes longer by more than that share.
+_EAGER_S = 50e-6
+_LOOK_SHARE = 1 / 40
+_MIN_PAUSE_S = 20e-6
+_MAX_PAUSE_S = 0.004
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,8 +50,8 @@ class _Driven:
     fd: int | None
     watches: list[Watch] = field(default_factory=list)
     is_scheduled: bool = False
-    timer: asyncio.TimerHandle | None = None
-    pause_s: float = 0.0
+    timer: FineTimer | None = None  # of a session without a descriptor
+    waiting_since: float | None = None
 
 
 class SessionDriver:
@@ -94,7 +101,8 @@ class SessionDriver:
             self._loop.remove_reader(driven.fd)
             driven.fd = None
         if driven.timer is not None:
-            driven.timer.cancel()
+            driven.timer.close()
+            driven.timer = None
         self._settle(driven)
         for watch in driven.watches:
             self._call(watch, TransportClosed(f"session {session.lane} was removed from its driver while a handle was pending"))
@@ -109,7 +117,7 @@ class SessionDriver:
         driven = self._find(session)
         watch = Watch(handle=handle, callback=callback)
         driven.watches.append(watch)
-        driven.pause_s = 0.0
+        driven.waiting_since = None
         self._schedule(driven)
         return watch
 
@@ -157,9 +165,6 @@ class SessionDriver:
 
     def _run_scheduled(self, driven: _Driven) -> None:
         driven.is_scheduled = False
-        if driven.timer is not None:
-            driven.timer.cancel()
-            driven.timer = None
         if self._driven.get(id(driven.session)) is driven:
             self._pump(driven)
 
@@ -170,7 +175,7 @@ class SessionDriver:
             self._loop.remove_reader(driven.fd)  # closed by its owner without remove()
             driven.fd = None
         spin_until: float | None = None
-        rounds = 0
+        rounds, ends_at = 0, time.perf_counter() + _MAX_TURN_S
         while True:
             moved = session.progress()
             # Not `or`: callbacks usually start the next operation, which wants progress before the loop sleeps.
@@ -178,9 +183,9 @@ class SessionDriver:
             if id(session) not in self._driven:
                 return  # removed by a callback
             if moved:
-                driven.pause_s, spin_until = 0.0, None
+                driven.waiting_since, spin_until = None, None
                 rounds += 1
-                if rounds >= _MAX_ROUNDS:
+                if rounds >= _MAX_ROUNDS or time.perf_counter() >= ends_at:
                     self._schedule(driven)
                     return
                 continue
@@ -196,15 +201,20 @@ class SessionDriver:
                 return
 
     def _look_again_later(self, driven: _Driven) -> None:
-        """Without a descriptor: soon at first, then more and more rarely; not at all while nobody waits."""
+        """Without a descriptor: at once at first, then more and more rarely; not at all while nobody waits."""
         if not driven.watches:
+            driven.waiting_since = None
             return
-        if driven.pause_s == 0.0:
-            driven.pause_s = _MAX_PAUSE_S / 1024
+        now = time.perf_counter()
+        if driven.waiting_since is None:
+            driven.waiting_since = now
+        waited_s = now - driven.waiting_since
+        if waited_s < _EAGER_S:
             self._schedule(driven)
             return
-        driven.pause_s = min(driven.pause_s * 2, _MAX_PAUSE_S)
-        driven.timer = self._loop.call_later(driven.pause_s, self._run_scheduled, driven)
+        if driven.timer is None:
+            driven.timer = FineTimer(self._loop, lambda: self._run_scheduled(driven))
+        driven.timer.start(min(max(waited_s * _LOOK_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
 
     def _settle(self, driven: _Driven) -> bool:
         """Call back everyone whose handle is done; True when there was one."""

@@ -25,6 +25,7 @@ from transfer.transport.base import LocalMemory
 from transfer.transport.life_line import LifeLine, LineAddress, PeerLine
 from transfer.transport.memory import HostMemory, Memory, memory_of
 from transfer.transport.nixl_library import UCX_BACKEND, Agent, address_of, device_of, load_nixl, transports_without, version_of
+from transfer.transport.nixl_metadata import Region, check_metadata
 from transfer.transport.nixl_revocation import CopyWatch, DeviceEnding, Ending, HostEnding, SharedAlias
 from transfer.transport.nixl_session import NixlSession, PeerMemory
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
@@ -187,12 +188,13 @@ class NixlTransport:
         if lane not in (_SHM, _IPC, _NET):
             raise ConfigError(f"field lane of the peer's answer is {lane[:32]!r}; expected {_SHM}, {_IPC} or {_NET}")
         target = ProcessIdentity.from_wire(answer.get("identity"))
-        peer = PeerMemory(
-            address=field_of(answer, "address", int),
-            num_bytes=field_of(answer, "num_bytes", int),
-            device_index=field_of(answer, "device_index", int),
-            is_device=field_of(answer, "is_device", bool),
-        )
+        address, num_bytes, device_index = (field_of(answer, name, int) for name in ("address", "num_bytes", "device_index"))
+        if not (0 < address < 2**64 and 0 < num_bytes < 2**64 - address and 0 <= device_index < 2**16):
+            raise ConfigError(
+                f"peer's answer offers {num_bytes} bytes at {address:#x} of device {device_index}, which no memory has"
+            )
+        is_device = field_of(answer, "is_device", bool)
+        peer = PeerMemory(address=address, num_bytes=num_bytes, device_index=device_index, is_device=is_device)
         if lane == _SHM and not can_read_memory_of(target.pid, answer.get("proof")):
             if self.wanted_lane == _SHM:
                 raise PeerUnreachable(
@@ -200,13 +202,24 @@ class NixlTransport:
                     "(ptrace scope, seccomp, user); use lane auto or net"
                 )
             lane = _NET
+        metadata, version = field_of(answer, "metadata", bytes), field_of(answer, "nixl", str)[:32]
         agent = self._create_agent(lane)
-        metadata = field_of(answer, "metadata", bytes)
         try:
+            check_metadata(
+                metadata,
+                Region(address=peer.address, num_bytes=peer.num_bytes, device_index=peer.device_index),
+                own=agent.metadata(),
+                peer_version=version,
+                own_version=self.version,
+                is_ucx=self.backend == UCX_BACKEND,
+            )
             agent.connect(metadata)
         except PeerUnreachable as error:
             agent.close()
-            raise PeerUnreachable(f"{error} (NIXL {field_of(answer, 'nixl', str)[:32]} there, {self.version} here)") from error
+            raise PeerUnreachable(f"{error} (NIXL {version} there, {self.version} here)") from error
+        except ConfigError:
+            agent.close()
+            raise
         session = NixlSession(self, agent, lane, peer=peer, line=line)
         self._sessions.add(session)
         return session
