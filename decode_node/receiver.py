@@ -10,7 +10,6 @@ fails it closed. Numbered rules are those of docs/protocol.md.
 
 from __future__ import annotations
 
-import itertools
 from typing import assert_never
 
 from decode_node.receiver_events import (
@@ -57,6 +56,7 @@ from transfer.messages import (
     clip_reason,
 )
 from transfer.ring import MAX_ATTEMPTS, Grant, StagingAllocator, grant_key
+from transfer.ring_index import WaitingGrants
 
 
 class Receiver:
@@ -72,7 +72,7 @@ class Receiver:
         self._lost: set[int] = set()  # sessions that were closed, and whose writers may still write
         self._requests: dict[str, Request] = {}
         self._live: dict[int, Piece] = {}  # by grant.begin
-        self._unposted: dict[int, Piece] = {}  # of those, without a receive; in the order of positions
+        self._unposted: WaitingGrants[Grant, Piece] = WaitingGrants(ring.blocker_of)  # of those, without a receive
         self._actions: list[Action] = []
         self._now_s = 0.0
         self._may_post = False  # a grant came, or bytes were released
@@ -213,7 +213,8 @@ class Receiver:
         self._ring.release(piece.grant)
         piece.stage = Stage.RELEASED
         del self._live[piece.grant.begin]
-        self._unposted.pop(piece.grant.begin, None)
+        self._unposted.discard(piece.grant)
+        self._unposted.wake(piece.grant.begin, piece.grant.end)
         self._may_post = self._may_publish = True
 
     # Sessions
@@ -332,7 +333,8 @@ class Receiver:
         self._may_publish = self._may_publish or grant.begin != head
         self.ring_peak_bytes = max(self.ring_peak_bytes, min(self._ring.live_bytes, self._ring.capacity_bytes))
         if not self._settings.is_one_sided:
-            self._unposted[piece.grant.begin] = piece
+            self._unposted.wake(head, piece.grant.begin)  # padding is free at once
+            self._unposted.add(piece.grant, piece)
         return piece
 
     def _post_writable(self) -> None:
@@ -340,11 +342,8 @@ class Receiver:
 
         Grants of a request that was given up are posted too: a write that is under way must be able to settle.
         """
-        horizon = self._ring.horizon
-        waiting = itertools.takewhile(lambda piece: piece.grant.end <= horizon, self._unposted.values())
-        for piece in [piece for piece in waiting if self._ring.is_writable(piece.grant)]:
-            del self._unposted[piece.grant.begin]
-            self._post(piece)
+        while self._unposted.has_free:
+            self._post(self._unposted.pop())
 
     def _post(self, piece: Piece) -> None:
         self._actions.append(

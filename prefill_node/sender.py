@@ -22,7 +22,6 @@ from prefill_node.sender_events import (
     MessageArrived,
     MessageDropped,
     OutgoingRequest,
-    OutgoingRoute,
     PieceReleased,
     RequestAborted,
     RequestFailed,
@@ -73,6 +72,7 @@ class Sender:
         self._slots = StagingSlots(settings.num_slots)
         self._actions: list[Action] = []
         self._now_s = 0.0
+        self._eager: dict[int, SessionState] = {}  # sessions with a piece that may begin, but for a slot
         self._turn = 0
 
     @property
@@ -144,6 +144,7 @@ class Sender:
     def _on_session_lost(self, event: SessionLost) -> None:
         if self._sessions.pop(event.session, None) is None:
             return
+        self._eager.pop(event.session, None)
         for request in list(self._requests.values()):
             lost = [piece for piece in request.pieces() if piece.route.session == event.session]
             if not lost:
@@ -163,14 +164,13 @@ class Sender:
         if session is None:
             return
         try:
-            moved = session.view.update(event.watermark)
+            released = session.take_in(event.watermark)
         except RemoteProtocolError as error:
             self._actions.append(CloseSession(session=event.session, reason=str(error)))
             return
-        if not moved:
-            return
-        for piece in session.take_released():
+        for piece in released:
             self._release(piece)
+        self._note_free(event.session, session)
 
     def _release(self, piece: Piece) -> None:
         """The piece's bytes were taken over; its slot is free, and perhaps its request is done."""
@@ -214,18 +214,19 @@ class Sender:
         count = min(len(route.unasked), self._settings.grants_ahead - route.num_outstanding)
         fresh = [route.unasked.popleft() for _ in range(count)]
         route.num_outstanding += len(fresh)
-        self._send_grant_request(request, route.outgoing, fresh)
+        self._send_grant_request(request, route, fresh)
 
-    def _send_grant_request(self, request: Request, route: OutgoingRoute, pieces: list[Piece]) -> None:
+    def _send_grant_request(self, request: Request, route: RouteState, pieces: list[Piece]) -> None:
         if not pieces:
             return
         for piece in pieces:
             piece.stage, piece.since_s = Stage.ASKED, self._now_s
+            route.asked[piece.chunk.index] = piece
         sizes = tuple(ChunkSize(chunk=piece.chunk.index, num_bytes=piece.num_bytes) for piece in pieces)
         message = GrantRequest(
-            incarnation=self._incarnation, request_id=request.request_id, route=route.route.index, chunks=sizes
+            incarnation=self._incarnation, request_id=request.request_id, route=route.outgoing.route.index, chunks=sizes
         )
-        self._actions.append(Send(session=route.session, message=message))
+        self._actions.append(Send(session=route.outgoing.session, message=message))
 
     def _on_chunk_computed(self, event: ChunkComputed) -> None:
         request = self._requests.get(event.request_id)
@@ -243,51 +244,44 @@ class Sender:
 
     def _mark_ready(self, piece: Piece) -> None:
         piece.ready_s = self._now_s
-        self._sessions[piece.route.session].add_ready(piece)
+        session = self._sessions[piece.route.session]
+        session.waiting.add(piece.granted, piece)
+        self._note_free(piece.route.session, session)
+
+    def _note_free(self, number: int, session: SessionState) -> None:
+        """Some of the session's waiting grants may have become writable."""
+        if session.waiting.has_free:
+            self._eager[number] = session
 
     def _begin_ready_pieces(self) -> None:
-        """Give free slots to pieces whose grants are writable now, the sessions taking turns."""
-        numbers = list(self._sessions)
-        for step in range(len(numbers)):
-            number = numbers[(self._turn + step) % len(numbers)]
-            session = self._sessions[number]
-            if session.ready and self._slots.num_free:
-                self._begin_ready_of(number, session)
-        self._turn += 1
-
-    def _begin_ready_of(self, number: int, session: SessionState) -> None:
-        """Begin the session's pieces whose turn it is, the oldest grants first.
+        """Give free slots to pieces whose grants are writable now, the sessions taking turns.
 
         A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older grant
-        that is waited for (rule 2, and docs/adr/0010). Hundreds of pieces can wait for a full ring, so none is looked at in vain.
+        that is waited for (rule 2, and docs/adr/0010).
         """
-        horizon, may_take = session.view.horizon, self._may_take_a_slot(number)
-        waiting: list[Piece] = []
-        num_seen = 0
-        for piece in session.ready:
-            if not may_take or piece.granted.end > horizon:
-                break
-            num_seen += 1
-            if piece.stage is not Stage.GRANTED:
-                continue  # given up meanwhile
-            if session.view.is_writable(piece.granted):
-                self._begin(piece)
-                may_take = self._may_take_a_slot(number)
-            else:
-                waiting.append(piece)
-        session.ready[:num_seen] = waiting
+        if not self._eager or not self._slots.num_free:
+            return
+        is_last_kept: bool | None = None
+        numbers = list(self._eager)
+        for step in range(len(numbers)):
+            number = numbers[(self._turn + step) % len(numbers)]
+            waiting = self._eager[number].waiting
+            while self._slots.num_free and waiting.has_free:
+                if self._slots.num_free == 1 and self._slots.has_one(number):
+                    is_last_kept = self._is_last_slot_kept() if is_last_kept is None else is_last_kept
+                    if is_last_kept:
+                        break
+                self._begin(waiting.pop())
+            if not waiting.has_free:
+                del self._eager[number]
+        self._turn += 1
 
-    def _may_take_a_slot(self, number: int) -> bool:
-        """Whether a free slot may go to the session: the last one is kept for those that have grants and no slot at all.
+    def _is_last_slot_kept(self) -> bool:
+        """Whether the last free slot is kept for a session that has grants and no slot at all.
 
         A peer that takes nothing over would otherwise hold every slot, and so every other peer's transfers.
         """
-        if self._slots.num_free != 1:
-            return self._slots.num_free > 1
-        with_slot = {piece.route.session for piece in self._slots.held().values()}
-        if number not in with_slot:
-            return True
-        return not any(other.held for name, other in self._sessions.items() if name not in with_slot)
+        return any(session.held and not self._slots.has_one(number) for number, session in self._sessions.items())
 
     def _begin(self, piece: Piece) -> None:
         """Start the piece's gather, with a free slot."""
@@ -369,10 +363,10 @@ class Sender:
             self._finish_failed(request)
             return
         session = self._sessions[piece.route.session]
-        session.written.add(piece)
+        session.add_written(piece)
         self._send_ready(piece)
         if session.view.is_released(grant):
-            session.written.discard(piece)
+            session.discard_written(piece)
             self._release(piece)
 
     def _send_ready(self, piece: Piece) -> None:
@@ -469,7 +463,7 @@ class Sender:
             self._decline_unknown(session, first_bytes, attempt=message.attempt + 1)
         elif piece.stage is Stage.WRITTEN and message.attempt == piece.attempt:
             # Slots, and the pages behind direct sessions, are kept until the grant's release for just this.
-            self._sessions[session].written.discard(piece)
+            self._sessions[session].discard_written(piece)
             piece.attempt += 1
             piece.request.resends += 1
             if self._sessions[session].is_direct:
@@ -517,15 +511,16 @@ class Sender:
         self._let_go(piece)
         piece.stage = Stage.DROPPED
         session, grant = self._sessions[piece.route.session], piece.granted
-        session.written.discard(piece)
+        session.discard_written(piece)
         for attempt in range(piece.attempt + 1):
-            session.spent[grant_key(grant.begin, attempt)] = grant
+            session.spend(grant_key(grant.begin, attempt), grant)
 
     def _let_go(self, piece: Piece) -> None:
         """The piece's grant is no living piece's any more."""
         session = self._sessions.get(piece.route.session)
         if session is not None and piece.grant is not None:
             session.held.discard(piece.grant.begin)
+            session.waiting.discard(piece.grant)
 
     def _decline_unknown(self, number: int, grant: Grant, *, attempt: int) -> None:
         """Decline what belongs to no request here, if it can be what it says: a peer may say anything."""
@@ -543,7 +538,7 @@ class Sender:
         session = self._sessions.get(number)
         key = grant_key(grant.begin, attempt)
         if session is not None and key not in session.spent and not session.view.is_released(grant):
-            session.spent[key] = grant
+            session.spend(key, grant)
             self._actions.append(Decline(session=number, key=key))
 
     def _finish_failed(self, request: Request) -> None:
@@ -568,28 +563,29 @@ class Sender:
 
     def _on_tick(self) -> None:
         due_s = self._now_s - self._settings.repeat_after_s
-        for request in list(self._requests.values()):
+        for request in self._requests.values():
             for route in request.routes.values():
-                asked = [p for p in route.pieces.values() if p.stage is Stage.ASKED and p.since_s <= due_s]
-                self._send_grant_request(request, route.outgoing, asked)
-        for number, session in list(self._sessions.items()):
+                if route.asked:
+                    route.asked = {chunk: piece for chunk, piece in route.asked.items() if piece.stage is Stage.ASKED}
+                    overdue = [piece for piece in route.asked.values() if piece.since_s <= due_s]
+                    self._send_grant_request(request, route, overdue)
+        for session in self._sessions.values():
             for piece in session.written:
                 if piece.since_s <= due_s:
                     piece.since_s = self._now_s
                     self._send_ready(piece)
-            self._close_if_stuck(number)
+        self._close_stuck()
 
-    def _close_if_stuck(self, session: int) -> None:
+    def _close_stuck(self) -> None:
+        """Close sessions whose writes, or the release of what they wrote, take too long."""
         limit_s = self._settings.write_timeout_s
+        stuck: dict[int, str] = {}
         for piece in self._slots.held().values():
-            if piece.route.session != session:
-                continue
             if piece.stage is Stage.WRITING and self._now_s - piece.since_s > limit_s:
                 what = "has been pending"
             elif piece.stage is Stage.WRITTEN and self._now_s - piece.written_s > limit_s:
                 what = "was not taken over"
             else:
                 continue
-            reason = f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s"
-            self._actions.append(CloseSession(session=session, reason=reason))
-            return
+            stuck.setdefault(piece.route.session, f"a write of {piece.num_bytes} bytes {what} for more than {limit_s:g} s")
+        self._actions.extend(CloseSession(session=session, reason=reason) for session, reason in stuck.items())

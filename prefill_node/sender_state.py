@@ -5,8 +5,7 @@ Data and the questions that it can answer of itself; every decision is the `Send
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -16,7 +15,8 @@ from transfer.chunk import Chunk, pieces_of, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layout import LayerKind, wire_buffers
-from transfer.ring import Grant, RingView, grant_key
+from transfer.ring import Grant, RingView, Watermark, grant_key
+from transfer.ring_index import PositionIndex, WaitingGrants
 
 
 class Stage(Enum):
@@ -84,6 +84,7 @@ class RouteState:
     outgoing: OutgoingRoute
     pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index, in the order of computation
     unasked: deque[Piece] = field(default_factory=deque)
+    asked: dict[int, Piece] = field(default_factory=dict)  # by chunk index: those without an answer, and some with one
     num_outstanding: int = 0  # asked for and not released
 
     @property
@@ -162,27 +163,59 @@ class SessionState:
 
     view: RingView
     is_direct: bool = False  # gathers store into the ring itself
-    ready: list[Piece] = field(default_factory=list)  # granted and computed, not begun; in the order of positions
+    waiting: WaitingGrants[Grant, Piece] = field(init=False)  # granted and computed, not begun
     written: set[Piece] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
     # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
     # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
     spent: dict[int, Grant] = field(default_factory=dict)
+    # What waits to be heard of as released, by the last position of its grant: written pieces, and spent keys.
+    _watched: PositionIndex[Piece | int] = field(default_factory=PositionIndex)
 
-    def add_ready(self, piece: Piece) -> None:
-        """The piece is granted and computed."""
-        insort(self.ready, piece, key=lambda one: one.granted.begin)
+    def __post_init__(self) -> None:
+        self.waiting = WaitingGrants(self.view.blocker_of)
 
     def is_taken(self, begin: int) -> bool:
         """Whether a grant that begins there is a living piece's, or was declined and is not released yet."""
         return begin in self.held or grant_key(begin, 0) in self.spent
 
-    def take_released(self) -> list[Piece]:
-        """Written pieces that the peer has taken over, taken out; spent keys that it has released are forgotten."""
-        released = [piece for piece in self.written if self.view.is_released(piece.granted)]
-        self.written.difference_update(released)
-        for key in [key for key, grant in self.spent.items() if self.view.is_released(grant)]:
-            del self.spent[key]
+    def add_written(self, piece: Piece) -> None:
+        """The piece was written, and its grant is not released yet."""
+        self.written.add(piece)
+        self._watched.add(piece.granted.end - 1, piece)
+
+    def discard_written(self, piece: Piece) -> None:
+        """The piece is written again, or was given up; one that was not written is ignored."""
+        if piece in self.written:
+            self.written.remove(piece)
+            self._watched.remove(piece.granted.end - 1, piece)
+
+    def spend(self, key: int, grant: Grant) -> None:
+        """The key was written or declined for a request that failed; remembered until its grant is heard to be released."""
+        if not self.view.is_released(grant):
+            self.spent[key] = grant
+            self._watched.add(grant.end - 1, key)
+
+    def take_in(self, watermark: Watermark) -> list[Piece]:
+        """Learn from a watermark: the written pieces that the peer has taken over, taken out.
+
+        Waiting grants that may go now are free in `waiting`, and spent keys that were released are forgotten.
+
+        Raises:
+            RemoteProtocolError: A newer watermark moves back (R2).
+        """
+        position = self.view.watermark.position
+        if not self.view.update(watermark):
+            return []
+        released: list[Piece] = []
+        for begin, end in ((position, watermark.position), *[(span.begin, span.end) for span in watermark.released]):
+            self.waiting.wake(begin, end)
+            for one in self._watched.take(begin, end):
+                if isinstance(one, Piece):
+                    self.written.remove(one)
+                    released.append(one)
+                else:
+                    del self.spent[one]
         return released
 
 
@@ -192,6 +225,7 @@ class StagingSlots:
     def __init__(self, num_slots: int) -> None:
         self._pieces: list[Piece | None] = [None] * num_slots
         self._free: deque[int] = deque(range(num_slots))
+        self._num_of: Counter[int] = Counter()  # by session; no session has none
 
     @property
     def num_free(self) -> int:
@@ -205,6 +239,7 @@ class StagingSlots:
         """Give a free slot to the piece."""
         slot = piece.slot = self._free.popleft()
         self._pieces[slot] = piece
+        self._num_of[piece.route.session] += 1
         return slot
 
     def free(self, piece: Piece) -> None:
@@ -213,6 +248,13 @@ class StagingSlots:
         assert slot is not None, "a piece between its gather and its release holds a slot"
         self._pieces[slot] = None
         self._free.append(slot)
+        self._num_of[piece.route.session] -= 1
+        if not self._num_of[piece.route.session]:
+            del self._num_of[piece.route.session]
+
+    def has_one(self, session: int) -> bool:
+        """Whether a piece of the session holds a slot."""
+        return session in self._num_of
 
     def piece_in(self, slot: int, stage: Stage) -> Piece | None:
         """The piece in the slot, if it is at that stage; None when its write ended with its session."""

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, RemoteProtocolError
+from transfer.ring_index import SortedPositions
 
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
 MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; ranges beyond it only delay a writer
@@ -69,29 +70,25 @@ class Watermark:
             edge = span.end
 
 
-def is_writable(grant: Grant, *, position: int, released: Sequence[Grant], capacity_bytes: int) -> bool:
-    """Whether every position before `grant` that shares a byte with it is released.
+def _blocker_of(grant: Grant, *, position: int, capacity_bytes: int, unreleased_edge: Callable[[int], int]) -> int | None:
+    """The highest unreleased position before `grant` that shares a byte with it; None: the grant may be written.
+
+    Looks only where the grant's bytes were in earlier rounds of the ring, and skips the rounds that a released range covers.
 
     Args:
         position: Watermark position.
-        released: Released ranges above it, ascending.
+        unreleased_edge: Given a position above the watermark's, one past the highest unreleased position below it.
     """
     if grant.end - position <= capacity_bytes:
-        return True  # nothing unreleased is a whole round older
-    hole_begin = position
-    for span in released:
-        if span.begin >= grant.begin:
-            break
-        if _shares_a_byte(hole_begin, span.begin, grant, capacity_bytes):
-            return False
-        hole_begin = span.end
-    return hole_begin >= grant.begin or not _shares_a_byte(hole_begin, grant.begin, grant, capacity_bytes)
-
-
-def _shares_a_byte(hole_begin: int, hole_end: int, grant: Grant, capacity_bytes: int) -> bool:
-    """Whether positions [hole_begin, hole_end), all below the grant, meet the grant's bytes in any round of the ring."""
-    distance = (grant.begin - hole_begin) % capacity_bytes
-    return distance < hole_end - hole_begin or distance + (grant.end - grant.begin) > capacity_bytes
+        return None  # nothing unreleased is a whole round older
+    size = grant.end - grant.begin
+    window = grant.begin - capacity_bytes
+    while window + size > position:
+        edge = unreleased_edge(window + size)
+        if edge > window:
+            return edge - 1
+        window = edge - 1 - (edge - 1 - grant.begin) % capacity_bytes
+    return None
 
 
 class StagingAllocator:
@@ -115,9 +112,10 @@ class StagingAllocator:
         self._position = 0
         self._live: dict[int, int] = {}  # begin -> end; less to touch than grants, with thousands of them
         self._quarantined: dict[int, Grant] = {}
-        # Released ranges above the watermark, ascending and apart: two parallel lists, so that bisect needs no key.
-        self._range_begins: list[int] = []
-        self._range_ends: list[int] = []
+        # Released ranges above the watermark, apart: found by either end, so that a release joins its neighbours at once.
+        self._end_of: dict[int, int] = {}
+        self._begin_of: dict[int, int] = {}
+        self._range_begins = SortedPositions()
         self._sequence = 0
         self._live_bytes = 0
         self._quarantined_bytes = 0
@@ -219,26 +217,23 @@ class StagingAllocator:
 
     def is_writable(self, grant: Grant) -> bool:
         """Whether the grant's bytes are free of every earlier grant (what a writer would find with perfect knowledge)."""
-        if grant.end - self._position <= self.capacity_bytes:
-            return True
-        return is_writable(
-            grant, position=self._position, released=self._ranges_below(grant.begin), capacity_bytes=self.capacity_bytes
-        )
+        return self.blocker_of(grant) is None
 
-    @property
-    def horizon(self) -> int:
-        """Position above which nothing is writable: a grant that ends beyond it shares a byte with what is not released."""
-        return (self._range_ends[-1] if self._range_ends else self._position) + self.capacity_bytes
+    def blocker_of(self, grant: Grant) -> int | None:
+        """The highest unreleased position in the grant's way; None: its bytes are free of every earlier grant."""
+        return _blocker_of(
+            grant, position=self._position, capacity_bytes=self.capacity_bytes, unreleased_edge=self._unreleased_edge
+        )
 
     def watermark(self) -> Watermark:
         """The state to publish, under the next sequence number."""
         self._sequence += 1
-        pairs = zip(self._range_begins[:MAX_PUBLISHED_RANGES], self._range_ends[:MAX_PUBLISHED_RANGES], strict=True)
+        lowest = itertools.islice(self._range_begins, MAX_PUBLISHED_RANGES)
         return Watermark(
             incarnation=self.incarnation,
             sequence=self._sequence,
             position=self._position,
-            released=tuple(Grant(begin, end) for begin, end in pairs),
+            released=tuple([Grant(begin, self._end_of[begin]) for begin in lowest]),
         )
 
     def check_invariants(self) -> None:
@@ -248,10 +243,15 @@ class StagingAllocator:
             LocalProtocolError: A rule is broken; the message names it.
         """
         edge = self._position
-        for begin, end in zip(self._range_begins, self._range_ends, strict=True):
+        ranges = [(begin, self._end_of.get(begin, begin)) for begin in self._range_begins]
+        for begin, end in ranges:
             _require(edge < begin < end <= self._head, f"released ranges are ascending and apart: [{begin}, {end}) after {edge}")
             edge = end
-        unreleased = self._head - self._position - sum(self._range_ends) + sum(self._range_begins)
+        _require(
+            dict(ranges) == self._end_of and {end: begin for begin, end in ranges} == self._begin_of,
+            "released ranges are found by either end",
+        )
+        unreleased = self._head - self._position - sum(end - begin for begin, end in ranges)
         _require(unreleased == self._live_bytes, f"R4: {unreleased} bytes are unreleased, live grants hold {self._live_bytes}")
         _require(self._live_bytes == sum(end - begin for begin, end in self._live.items()), "live bytes are counted right")
         _require(self._quarantined.keys() <= self._live.keys(), "a quarantined grant is live")
@@ -268,29 +268,25 @@ class StagingAllocator:
             _require(_end_offset(first, self.capacity_bytes) <= offset, f"R1: writable grants {first} and {second} share a byte")
 
     def _add_released(self, begin: int, end: int) -> None:
+        above = self._end_of.pop(end, None)  # the range that begins where this one ends
+        if above is not None:
+            del self._begin_of[above]
+            self._range_begins.remove(end)
+            end = above
         if begin == self._position:
             self._position = end
-            if self._range_begins and self._range_begins[0] == end:
-                self._position = self._range_ends.pop(0)
-                del self._range_begins[0]
             return
-        at = bisect_left(self._range_begins, begin)
-        joins_left = at > 0 and self._range_ends[at - 1] == begin
-        joins_right = at < len(self._range_begins) and self._range_begins[at] == end
-        if joins_left and joins_right:
-            self._range_ends[at - 1] = self._range_ends.pop(at)
-            del self._range_begins[at]
-        elif joins_left:
-            self._range_ends[at - 1] = end
-        elif joins_right:
-            self._range_begins[at] = begin
+        below = self._begin_of.pop(begin, None)
+        if below is None:
+            self._range_begins.add(begin)
         else:
-            self._range_begins.insert(at, begin)
-            self._range_ends.insert(at, end)
+            begin = below
+        self._end_of[begin] = end
+        self._begin_of[end] = begin
 
-    def _ranges_below(self, position: int) -> list[Grant]:
-        count = bisect_left(self._range_begins, position)
-        return [Grant(b, e) for b, e in zip(self._range_begins[:count], self._range_ends[:count], strict=True)]
+    def _unreleased_edge(self, position: int) -> int:
+        begin = self._range_begins.below(position)
+        return position if begin is None or self._end_of[begin] < position else begin
 
 
 class RingView:
@@ -311,8 +307,9 @@ class RingView:
         self.capacity_bytes = capacity_bytes
         self.incarnation = incarnation
         self._watermark = Watermark(incarnation=incarnation, sequence=0, position=0)
-        self._released: tuple[Grant, ...] = ()  # above the watermark: as published, and what was heard of higher ones before
+        # Released ranges above the watermark: as published, and what was heard of higher ones before.
         self._begins: list[int] = []
+        self._ends: list[int] = []
 
     @property
     def watermark(self) -> Watermark:
@@ -333,20 +330,28 @@ class RingView:
             )
         # Published are the lowest ranges; of those above them (positions are never used again) the older news stays true.
         edge = watermark.released[-1].end if watermark.released else watermark.position
-        above = tuple(span for span in self._released if span.begin > edge)
+        above = bisect_right(self._begins, edge)
         self._watermark = watermark
-        self._released = (watermark.released + above)[:MAX_KEPT_RANGES]
-        self._begins = [span.begin for span in self._released]
+        self._begins = [*[span.begin for span in watermark.released], *self._begins[above:]][:MAX_KEPT_RANGES]
+        self._ends = [*[span.end for span in watermark.released], *self._ends[above:]][:MAX_KEPT_RANGES]
         return True
 
     def is_writable(self, grant: Grant) -> bool:
         """Whether the grant may be written now; "not yet" is False, never an error."""
-        return is_writable(grant, position=self._watermark.position, released=self._released, capacity_bytes=self.capacity_bytes)
+        return self.blocker_of(grant) is None
 
-    @property
-    def horizon(self) -> int:
-        """Position above which nothing may be written yet, so that grants in order need not be looked at beyond it."""
-        return (self._released[-1].end if self._released else self._watermark.position) + self.capacity_bytes
+    def blocker_of(self, grant: Grant) -> int | None:
+        """The highest position in the grant's way that is not known to be released; None: it may be written now."""
+        return _blocker_of(
+            grant,
+            position=self._watermark.position,
+            capacity_bytes=self.capacity_bytes,
+            unreleased_edge=self._unreleased_edge,
+        )
+
+    def _unreleased_edge(self, position: int) -> int:
+        at = bisect_left(self._begins, position) - 1
+        return position if at < 0 or self._ends[at] < position else self._begins[at]
 
     def can_hold(self, grant: Grant, num_bytes: int) -> bool:
         """Whether the grant is one that this ring can give for `num_bytes`: aligned, large enough, not across its end."""
@@ -361,7 +366,7 @@ class RingView:
         if grant.end <= self._watermark.position:
             return True
         at = bisect_right(self._begins, grant.begin) - 1
-        return at >= 0 and grant.end <= self._released[at].end
+        return at >= 0 and grant.end <= self._ends[at]
 
 
 def _end_offset(grant: Grant, capacity_bytes: int) -> int:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -196,15 +195,13 @@ def play(num_seeds: int, *, is_one_sided: bool, is_revocable: bool = True, direc
 
 
 def test_the_world_notices_a_writer_that_does_not_ask_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RingView, "is_writable", lambda self, grant: True)
-    monkeypatch.setattr(RingView, "horizon", property(lambda self: math.inf))
+    monkeypatch.setattr(RingView, "blocker_of", lambda self, grant: None)
     with pytest.raises(WorldError, match="R1"):
         play(20, is_one_sided=True)
 
 
 def test_the_world_notices_a_receive_that_is_posted_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StagingAllocator, "is_writable", lambda self, grant: True)
-    monkeypatch.setattr(StagingAllocator, "horizon", property(lambda self: math.inf))
+    monkeypatch.setattr(StagingAllocator, "blocker_of", lambda self, grant: None)
     monkeypatch.setattr(StagingAllocator, "check_invariants", lambda self: None)
     with pytest.raises(WorldError, match="R1"):
         play(20, is_one_sided=False)

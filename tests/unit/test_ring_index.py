@@ -1,0 +1,144 @@
+"""Positions in order, and grants that wait for bytes: against plain sets and lists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator
+from transfer.ring_index import PositionIndex, SortedPositions, WaitingGrants
+
+CELL = ALIGNMENT_BYTES
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sorted_positions_agree_with_a_set(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring_index._BLOCK", 6)
+    chance = random.Random(seed)
+    positions, plain = SortedPositions(), set[int]()
+    for _ in range(3000):
+        position = chance.randrange(400)
+        step = chance.random()
+        if position not in plain and step < 0.6:
+            positions.add(position)
+            plain.add(position)
+        elif position in plain and step < 0.8:
+            positions.remove(position)
+            plain.remove(position)
+        elif step > 0.95:
+            end = position + chance.randrange(30)
+            assert positions.take(position, end) == sorted(plain & set(range(position, end)))
+            plain -= set(range(position, end))
+        assert positions.below(position) == max((one for one in plain if one < position), default=None)
+        assert list(positions) == sorted(plain)
+        assert len(positions) == len(plain)
+    assert positions.take(0, 400) == sorted(plain)
+    assert (list(positions), positions.below(400), positions.take(0, 400)) == ([], None, [])
+
+
+def test_things_are_found_by_ranges_of_positions() -> None:
+    index: PositionIndex[str] = PositionIndex()
+    assert index.take(0, 100) == []
+    for position, thing in ((7, "b"), (3, "a"), (7, "c"), (9, "d")):
+        index.add(position, thing)
+    index.remove(7, "b")
+    assert len(index) == 3
+    index.remove(9, "d")
+    assert index.take(3, 9) == ["a", "c"]
+    assert len(index) == 0
+
+
+def ring_of(num_cells: int) -> StagingAllocator:
+    return StagingAllocator(num_cells * CELL)
+
+
+def test_nothing_may_go_before_its_bytes_are_free_and_the_oldest_goes_first() -> None:
+    ring = ring_of(2)
+    waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
+    grants = [ring.assign(CELL) for _ in range(4)]
+    for name, grant in zip("dcba", reversed(grants), strict=True):
+        waiting.add(grant, name)
+    assert [waiting.pop(), waiting.pop()] == ["a", "b"]
+    assert not waiting.has_free
+    with pytest.raises(IndexError, match="2 grants wait, and none may go"):
+        waiting.pop()
+    ring.release(grants[1])
+    waiting.wake(grants[1].begin, grants[1].end)
+    assert waiting.pop() == "d"
+    assert len(waiting) == 1
+
+
+def test_what_is_discarded_is_gone_whether_it_may_go_or_waits() -> None:
+    ring = ring_of(2)
+    waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
+    grants = [ring.assign(CELL) for _ in range(4)]
+    for name, grant in zip("abcd", grants, strict=True):
+        waiting.add(grant, name)
+    for grant in (grants[0], grants[2], grants[2]):
+        waiting.discard(grant)
+    assert waiting.pop() == "b"
+    for grant in grants[:2]:
+        ring.release(grant)
+        waiting.wake(grant.begin, grant.end)
+    assert waiting.pop() == "d"
+    assert (len(waiting), waiting.has_free) == (0, False)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_released_first_each_goes_as_soon_as_it_may(seed: int) -> None:
+    """Random sizes, releases and losses, over many rounds; of those that wait none is free, and all that are free go."""
+    chance = random.Random(seed)
+    num_cells = chance.choice((1, 3, 16, 60))
+    ring = ring_of(num_cells)
+    waiting: WaitingGrants[Grant, Grant] = WaitingGrants(ring.blocker_of)
+    waits: set[Grant] = set()
+    live: list[Grant] = []
+    num_gone = 0
+
+    def release(grant: Grant) -> None:
+        ring.release(grant)
+        waiting.discard(grant)
+        waits.discard(grant)
+        waiting.wake(grant.begin, grant.end)
+
+    for _ in range(1500):
+        if len(live) < 3 * num_cells and chance.random() < 0.55:
+            head = ring.head
+            grant = ring.assign(chance.randint(1, max(num_cells // 3, 1)) * CELL)
+            waiting.wake(head, grant.begin)
+            waiting.add(grant, grant)
+            live.append(grant)
+            waits.add(grant)
+        elif live:
+            release(live.pop(chance.randrange(len(live))))
+        free = sorted((grant for grant in waits if ring.is_writable(grant)), key=lambda grant: grant.begin)
+        for grant in free:
+            assert waiting.pop() == grant
+            waits.remove(grant)
+            num_gone += 1
+        assert not waiting.has_free
+        assert len(waiting) == len(waits)
+    assert num_gone > 50
+
+
+def test_each_of_thousands_that_wait_is_looked_at_no_more_than_twice() -> None:
+    ring = ring_of(64)
+    looks = 0
+
+    def counted(grant: Grant) -> int | None:
+        nonlocal looks
+        looks += 1
+        return ring.blocker_of(grant)
+
+    waiting: WaitingGrants[Grant, Grant] = WaitingGrants(counted)
+    for _ in range(10_000):
+        grant = ring.assign(CELL)
+        waiting.add(grant, grant)
+    for _ in range(10_000):
+        grant = waiting.pop()
+        ring.release(grant)
+        waiting.wake(grant.begin, grant.end)
+    assert looks <= 2 * 10_000
+    ring.check_invariants()
+    assert ring.position == ring.head

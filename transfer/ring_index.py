@@ -1,0 +1,180 @@
+"""Finding a position among thousands: sorted positions, and the grants that wait for bytes.
+
+What a ring, its writers and its receiver ask of thousands of live grants must cost as much as of ten. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator
+from typing import Final, Generic, Protocol, TypeVar
+
+_BLOCK: Final = 512
+"""Positions of a block before it is split: few enough that moving them costs less than finding one."""
+
+_T = TypeVar("_T")
+
+
+class SortedPositions:
+    """A set of positions in ascending order, in blocks: adding or removing one moves at most a block, and not all above it.
+
+    Source: the list of lists of the Python package sortedcontainers.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[list[int]] = []  # none of them empty
+        self._firsts: list[int] = []  # the first position of each block
+
+    def __len__(self) -> int:
+        return sum(map(len, self._blocks))
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(self._blocks)
+
+    def add(self, position: int) -> None:
+        """Add a position that is not there."""
+        if not self._blocks:
+            self._blocks.append([position])
+            self._firsts.append(position)
+            return
+        at = max(bisect_right(self._firsts, position) - 1, 0)
+        block = self._blocks[at]
+        insort(block, position)
+        self._firsts[at] = block[0]
+        if len(block) > _BLOCK:
+            self._blocks.insert(at + 1, block[_BLOCK // 2 :])
+            self._firsts.insert(at + 1, block[_BLOCK // 2])
+            del block[_BLOCK // 2 :]
+
+    def remove(self, position: int) -> None:
+        """Remove a position that is there."""
+        self.take(position, position + 1)
+
+    def below(self, position: int) -> int | None:
+        """The highest one below `position`."""
+        at = bisect_left(self._firsts, position) - 1
+        if at < 0:
+            return None
+        block = self._blocks[at]
+        return block[bisect_left(block, position) - 1]
+
+    def take(self, begin: int, end: int) -> list[int]:
+        """Those in [begin, end), taken out."""
+        taken: list[int] = []
+        at = max(bisect_right(self._firsts, begin) - 1, 0)
+        while at < len(self._blocks) and self._firsts[at] < end:
+            block = self._blocks[at]
+            low = bisect_left(block, begin)
+            high = bisect_left(block, end, low)
+            taken += block[low:high]
+            del block[low:high]
+            if block:
+                self._firsts[at] = block[0]
+                at += 1
+            else:
+                del self._blocks[at], self._firsts[at]
+        return taken
+
+
+class PositionIndex(Generic[_T]):
+    """Things by position, any number at one, taken out by ranges of positions."""
+
+    def __init__(self) -> None:
+        self._positions = SortedPositions()
+        self._things: dict[int, list[_T]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._things.values()))
+
+    def add(self, position: int, thing: _T) -> None:
+        things = self._things.setdefault(position, [])
+        if not things:
+            self._positions.add(position)
+        things.append(thing)
+
+    def remove(self, position: int, thing: _T) -> None:
+        """Take out what was added there."""
+        things = self._things[position]
+        things.remove(thing)
+        if not things:
+            del self._things[position]
+            self._positions.remove(position)
+
+    def take(self, begin: int, end: int) -> list[_T]:
+        """What is at positions [begin, end), taken out, in their order."""
+        if not self._things:
+            return []
+        return [thing for position in self._positions.take(begin, end) for thing in self._things.pop(position)]
+
+
+class Span(Protocol):
+    """Positions [begin, end) of a ring: a grant; no two begin at one position."""
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+_S = TypeVar("_S", bound=Span)
+
+
+class WaitingGrants(Generic[_S, _T]):
+    """Grants that wait until nothing older is on their bytes, oldest first.
+
+    Each waits for one position, the highest that is in its way, and is not looked at again before that one is released. Ahead of
+    it in line are as a rule grants that must go first anyway, so a grant is looked at once or twice, however many wait.
+
+    Args:
+        blocker_of: The highest unreleased position in a grant's way, or None: `RingView.blocker_of` or its allocator's.
+    """
+
+    def __init__(self, blocker_of: Callable[[_S], int | None]) -> None:
+        self._blocker_of = blocker_of
+        self._items: dict[int, tuple[_S, _T]] = {}  # by grant.begin, as everything here
+        self._blockers: dict[int, int] = {}  # of those that wait
+        self._blocked: PositionIndex[int] = PositionIndex()  # the reverse
+        self._free: list[int] = []  # a heap of those that may go; some are gone
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether `pop()` would give one."""
+        while self._free and self._free[0] not in self._items:
+            heapq.heappop(self._free)
+        return bool(self._free)
+
+    def add(self, grant: _S, item: _T) -> None:
+        """A grant that is new here."""
+        self._items[grant.begin] = grant, item
+        self._look(grant)
+
+    def discard(self, grant: _S) -> None:
+        """The grant waits no more; one that does not wait is ignored."""
+        if self._items.pop(grant.begin, None) is not None and grant.begin in self._blockers:
+            self._blocked.remove(self._blockers.pop(grant.begin), grant.begin)
+
+    def wake(self, begin: int, end: int) -> None:
+        """Positions [begin, end) are released."""
+        for name in self._blocked.take(begin, end):
+            del self._blockers[name]
+            self._look(self._items[name][0])
+
+    def pop(self) -> _T:
+        """The oldest that may go, taken out. Raises IndexError when all have to wait: see `has_free`."""
+        if not self.has_free:
+            raise IndexError(f"{len(self)} grants wait, and none may go")
+        return self._items.pop(heapq.heappop(self._free))[1]
+
+    def _look(self, grant: _S) -> None:
+        blocker = self._blocker_of(grant)
+        if blocker is None:
+            heapq.heappush(self._free, grant.begin)
+        else:
+            self._blockers[grant.begin] = blocker
+            self._blocked.add(blocker, grant.begin)
