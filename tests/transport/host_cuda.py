@@ -1,0 +1,196 @@
+"""A twin of CUDA in host memory, for machines without a GPU: allocations are files in /dev/shm, and other processes map them.
+
+What it shows is everything around CUDA: who maps, closes and says so, when, and what stays alive. It keeps CUDA's habits on
+purpose: a copy runs only while its stream is looked at or waited for (1 MiB each time), an allocation is larger than what is
+asked for and begins elsewhere, and a process cannot open its own handle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import secrets
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transfer.errors import ConfigError
+from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
+from transfer.transport.cuda_ipc_driver import CudaError, Exported, Mapped
+
+PREFIX = "kvferry-twin-"
+_STEP_BYTES = 1 << 20
+_LEAD_BYTES = 3 * 4096  # before what was asked for, in the same allocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TwinBuffer:
+    """Memory of a device: a tensor for tests to look at, and what a transport registers."""
+
+    tensor: Tensor
+    address: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.tensor.numel(),), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Copy:
+    target: int
+    source: int
+    left: int
+
+    def step(self) -> None:
+        size = min(_STEP_BYTES, self.left)
+        ctypes.memmove(self.target, self.source, size)
+        self.target, self.source, self.left = self.target + size, self.source + size, self.left - size
+
+
+class TwinStream:
+    def __init__(self, cuda: HostCuda) -> None:
+        self._cuda = cuda
+        self._copies: deque[_Copy] = deque()
+
+    def copy(self, target: int, source: int, num_bytes: int) -> _Copy:
+        self._cuda.check("cuMemcpyAsync")
+        copy = _Copy(target=target, source=source, left=num_bytes)
+        self._copies.append(copy)
+        return copy
+
+    def is_done(self, copy: _Copy) -> bool:
+        self._cuda.check("cuEventQuery")
+        if self._copies:
+            self._step()
+        return copy.left == 0
+
+    def synchronize(self) -> None:
+        self._cuda.check("cuStreamSynchronize")
+        while self._copies:
+            self._step()
+
+    def close(self) -> None:
+        assert not self._copies
+
+    def _step(self) -> None:
+        self._copies[0].step()
+        if self._copies[0].left == 0:
+            self._copies.popleft()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allocation:
+    name: str
+    address: int
+    num_bytes: int
+    device: int
+
+
+class HostCuda:
+    """`Cuda` with `num_devices` devices.
+
+    Args:
+        visible: What CUDA_VISIBLE_DEVICES would leave: the real numbers of this process's devices.
+        apart: Pairs of real devices without peer access.
+    """
+
+    def __init__(self, *, visible: tuple[int, ...] = (0, 1), apart: Collection[frozenset[int]] = ()) -> None:
+        self.broken: str | None = None  # the error of every call from now on, as after an illegal address
+        self.unshareable = False  # as with expandable segments
+        self._visible = visible
+        self._apart = apart
+        self._allocations: list[_Allocation] = []
+        self._mapped: dict[tuple[int, bytes], tuple[Mapped, mmap.mmap]] = {}
+        self._times: dict[tuple[int, bytes], int] = {}
+        self._stem = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}-"
+        self._numbers = itertools.count()
+
+    @property
+    def num_mapped(self) -> int:
+        return len(self._mapped)
+
+    def allocate(self, device: int, num_bytes: int) -> TwinBuffer:
+        name = f"{self._stem}{next(self._numbers)}"
+        size = _LEAD_BYTES + num_bytes
+        with open(f"/dev/shm/{name}", "w+b") as file:
+            file.truncate(size)
+            memory = mmap.mmap(file.fileno(), size)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._allocations.append(_Allocation(name=name, address=whole.data_ptr(), num_bytes=size, device=device))
+        return TwinBuffer(tensor=whole[_LEAD_BYTES:], address=whole.data_ptr() + _LEAD_BYTES)
+
+    def adopt(self, tensor: Tensor) -> TwinBuffer:
+        """Call memory that there is device memory; no other process can map it."""
+        address = tensor.data_ptr()
+        self._allocations.append(_Allocation(name="", address=address, num_bytes=tensor.numel(), device=0))
+        return TwinBuffer(tensor=tensor, address=address)
+
+    def check(self, name: str) -> None:
+        if self.broken is not None:
+            raise CudaError(f"{name} failed with {self.broken}")
+
+    def device_of(self, address: int) -> int | None:
+        found = self._find(address)
+        return None if found is None else found.device
+
+    def uuid_of(self, device: int) -> str:
+        return f"{self._visible[device]:08x}-0000-4000-8000-000000000000"
+
+    def device_with(self, uuid: str) -> int | None:
+        return next((device for device in range(len(self._visible)) if self.uuid_of(device) == uuid), None)
+
+    def can_access(self, device: int, peer: int) -> bool:
+        return frozenset((self._visible[device], self._visible[peer])) not in self._apart
+
+    def enable_access(self, device: int, peer: int) -> None:
+        self.check("cuCtxEnablePeerAccess")
+
+    def export(self, device: int, address: int) -> Exported:
+        found = self._find(address)
+        if self.unshareable or found is None:
+            raise ConfigError("the ring's memory cannot be shared over CUDA IPC")
+        return Exported(handle=found.name.encode().ljust(HANDLE_BYTES, b"\0"), offset=address - found.address)
+
+    def open(self, device: int, handle: bytes) -> Mapped:
+        self.check("cuIpcOpenMemHandle")
+        if (device, handle) not in self._mapped:
+            name = handle.rstrip(b"\0").decode()
+            if name.startswith(self._stem) or not Path(f"/dev/shm/{name}").is_file() or not name.startswith(PREFIX):
+                raise CudaError("cuIpcOpenMemHandle failed with CUDA_ERROR_INVALID_VALUE")
+            with open(f"/dev/shm/{name}", "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            self._mapped[device, handle] = (Mapped(device=device, handle=handle, address=address, num_bytes=len(memory)), memory)
+        self._times[device, handle] = self._times.get((device, handle), 0) + 1
+        return self._mapped[device, handle][0]
+
+    def close(self, mapped: Mapped) -> None:
+        self.check("cuIpcCloseMemHandle")
+        key = (mapped.device, mapped.handle)
+        self._times[key] -= 1
+        if self._times[key] == 0:
+            _, memory = self._mapped.pop(key)
+            memory.close()
+
+    def open_stream(self, device: int) -> TwinStream:
+        self.check("cuStreamCreate")
+        return TwinStream(self)
+
+    def synchronize(self, device: int) -> None:
+        self.check("cuCtxSynchronize")
+
+    def _find(self, address: int) -> _Allocation | None:
+        return next((one for one in self._allocations if one.address <= address < one.address + one.num_bytes), None)
+
+
+def remove_files(pid: int) -> None:
+    """Of a process that was killed: nobody else does it."""
+    for file in Path("/dev/shm").glob(f"{PREFIX}{pid}-*"):
+        file.unlink()

@@ -1,0 +1,404 @@
+"""The CUDA IPC transport in this process: what it refuses, its blobs, both ends in one process, and a device that breaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.transport.cuda_ipc_ends import Place, Refused, Remote, attach, remotes
+from tests.transport.host_cuda import HostCuda, TwinBuffer, remove_files
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, WriteFailed
+from transfer.transport.base import ByteRange
+from transfer.transport.cuda_ipc import CudaIpcTransport
+from transfer.transport.cuda_ipc_blob import Answered, Offered
+from transfer.transport.life_line import LifeLine
+from transfer.transport.peer import pack_blob, unpack_blob
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = 3 << 20  # the twin copies 1 MiB at a time
+
+
+def rng(begin: int, end: int) -> ByteRange:
+    return ByteRange(begin=begin, end=end)
+
+
+class Pair:
+    """Both ends in this process, on two devices of one twin."""
+
+    def __init__(self) -> None:
+        self.cuda = HostCuda()
+        self.writer_transport = CudaIpcTransport(cuda=self.cuda)
+        self.target_transport = CudaIpcTransport(cuda=self.cuda)
+        self.source: TwinBuffer = self.cuda.allocate(0, SIZE)
+        self.ring: TwinBuffer = self.cuda.allocate(1, SIZE)
+        self.source.tensor.copy_(torch.arange(SIZE).to(torch.uint8))
+        self.source_memory = self.writer_transport.register(self.source)
+        self.ring_memory = self.target_transport.register(self.ring)
+
+    def attach(self) -> tuple[Any, Any]:
+        offer = self.writer_transport.offer()
+        target, answer = self.target_transport.accept(offer.blob, self.ring_memory)
+        return offer.complete(answer), target
+
+    def answer(self) -> Answered:
+        """An answer that is right but for what the test will change."""
+        _, blob = self.target_transport.accept(self.writer_transport.offer().blob, self.ring_memory)
+        token = unpack_blob(blob, transport="cuda_ipc", version=1, role="answer")["token"]
+        return Answered.from_blob(blob, token=token)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    remove_files(os.getpid())
+
+
+def drive(session: Any, handle: Any) -> None:
+    for _ in range(1000):
+        session.progress()
+        if handle.poll():
+            return
+    raise AssertionError("still pending")
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Both ends in one process
+
+
+def test_one_process_needs_no_mapping(pair: Pair) -> None:
+    before = num_descriptors()
+    writer, target = pair.attach()
+    drive(writer, writer.write(pair.source_memory, rng(10, 30), rng(100, 120), 1))
+    assert torch.equal(pair.ring.tensor[100:120], pair.source.tensor[10:30])
+    assert int(pair.ring.tensor.sum()) == int(pair.source.tensor[10:30].sum())
+    direct = writer.direct(rng(200, 300))
+    assert (direct.numel(), direct.data_ptr(), direct.device_index) == (100, pair.ring.address + 200, 0)
+    assert pair.cuda.num_mapped == 0
+    target.close()
+    assert not target.is_over
+    writer.close()
+    assert target.is_over and writer.is_over
+    assert num_descriptors() == before
+
+
+def test_a_target_that_closed_before_the_writer_completed(pair: Pair) -> None:
+    offer = pair.writer_transport.offer()
+    target, answer = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    target.close()
+    with pytest.raises(PeerUnreachable):
+        offer.complete(answer)
+    offer.close()
+    assert target.is_over
+
+
+# The protocol of a session
+
+
+def test_what_the_ends_cannot_do(pair: Pair) -> None:
+    writer, target = pair.attach()
+    with pytest.raises(LocalProtocolError, match="offered no memory"):
+        target.write(pair.ring_memory, rng(0, 1), rng(0, 1), 1)
+    for session, memory in ((writer, pair.source_memory), (target, pair.ring_memory)):
+        with pytest.raises(LocalProtocolError, match="one-sided and expects nothing"):
+            session.expect(memory, rng(0, 1), 1)
+        assert session.decline(1).poll()
+        assert session.fileno() is None and session.arm() is True
+        with pytest.raises(LocalProtocolError, match="out of range"):
+            session.decline(2**62)
+    assert target.direct(rng(0, 1)) is None and target.progress() is False
+    for source_range, target_range, words in (
+        (rng(SIZE - 1, SIZE + 1), rng(0, 2), "source range"),
+        (rng(0, 2), rng(SIZE - 1, SIZE + 1), "target range"),
+        (rng(0, 2), rng(0, 3), "equally long"),
+    ):
+        with pytest.raises(LocalProtocolError, match=words):
+            writer.write(pair.source_memory, source_range, target_range, 1)
+    with pytest.raises(LocalProtocolError, match="leaves its memory"):
+        writer.direct(rng(0, SIZE + 1))
+    with pytest.raises(LocalProtocolError, match="not registered"):
+        writer.write(pair.ring_memory, rng(0, 1), rng(0, 1), 1)
+    write = writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
+    with pytest.raises(LocalProtocolError, match="on its way already"):
+        writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
+    with pytest.raises(LocalProtocolError, match="a copy may still reach it"):
+        pair.writer_transport.deregister(pair.source_memory)
+    drive(writer, write)
+    pair.writer_transport.deregister(pair.source_memory)
+
+
+def test_closing_settles_what_is_pending_and_lands_what_was_begun(pair: Pair) -> None:
+    writer, target = pair.attach()
+    handle = writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
+    pair.writer_transport.close()
+    with pytest.raises(TransportClosed, match="was closed while key 1 was pending"):
+        handle.poll()
+    assert torch.equal(pair.ring.tensor, pair.source.tensor)  # the copy could not be taken back, so close() waited for it
+    with pytest.raises(TransportClosed):
+        writer.decline(2).poll()
+    assert writer.direct(rng(0, 1)) is None and writer.progress() is False
+    with pytest.raises(TransportClosed):
+        pair.writer_transport.offer()
+    target.close()
+    with pytest.raises(TransportClosed):
+        target.decline(1).poll()
+    pair.target_transport.deregister(pair.ring_memory)
+
+
+def test_a_device_that_breaks(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """Every write fails with CUDA's word; nothing is said to the target that cannot be shown."""
+    writer, target = pair.attach()
+    first = writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
+    pair.cuda.broken = "CUDA_ERROR_ILLEGAL_ADDRESS"
+    second = writer.write(pair.source_memory, rng(0, 1), rng(0, 1), 2)
+    for handle in (first, second, writer.write(pair.source_memory, rng(0, 1), rng(0, 1), 3)):
+        with pytest.raises(WriteFailed, match="cuMemcpyAsync failed with CUDA_ERROR_ILLEGAL_ADDRESS"):
+            handle.poll()
+    assert writer.direct(rng(0, 1)) is None
+    with caplog.at_level(logging.WARNING):
+        writer.close()
+    assert "cannot be shown to have ended: cuStreamSynchronize failed" in caplog.text
+    target.close()
+    assert not target.is_over
+
+
+def test_a_device_that_breaks_under_a_copy(pair: Pair) -> None:
+    writer, _ = pair.attach()
+    handle = writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
+    pair.cuda.broken = "CUDA_ERROR_ECC_UNCORRECTABLE"
+    assert writer.progress() is True
+    with pytest.raises(WriteFailed, match="cuEventQuery failed with CUDA_ERROR_ECC_UNCORRECTABLE"):
+        handle.poll()
+
+
+# What is refused
+
+
+def test_settings_and_memory_that_are_refused(pair: Pair) -> None:
+    mode: Any = "fast"
+    with pytest.raises(ConfigError, match="mode 'fast' of transport cuda_ipc is unknown; use fused or copy"):
+        CudaIpcTransport(mode=mode, cuda=pair.cuda)
+    with pytest.raises(ConfigError, match=r"this bytearray is host memory.*choose transport: ucx"):
+        pair.writer_transport.register(bytearray(8))
+    with pytest.raises(ConfigError, match=r"lies on device 1 .*serves device 0 .*one transport for each device"):
+        pair.writer_transport.register(pair.ring)
+    with pytest.raises(ConfigError, match="serves device 1"):
+        CudaIpcTransport(cuda=pair.cuda, device_index=1).register(pair.source)
+    with pytest.raises(LocalProtocolError, match="not registered with this cuda_ipc transport"):
+        pair.writer_transport.deregister(pair.ring_memory)
+    pair.cuda.unshareable = True
+    with pytest.raises(ConfigError, match="cannot be shared over CUDA IPC"):
+        pair.attach()
+
+
+def test_a_writer_must_know_its_device(pair: Pair) -> None:
+    nowhere = CudaIpcTransport(cuda=pair.cuda)
+    offer = nowhere.offer()
+    _, answer = pair.target_transport.accept(offer.blob, pair.ring_memory)
+    with pytest.raises(ConfigError, match="does not know its device: register memory before attaching"):
+        offer.complete(answer)
+    offer.close()
+
+
+def test_devices_without_peer_access_are_named() -> None:
+    cuda = HostCuda(apart=[frozenset((0, 1))])
+    writer, target = CudaIpcTransport(cuda=cuda, device_index=0), CudaIpcTransport(cuda=cuda)
+    ring = target.register(cuda.adopt(torch.zeros(8, dtype=torch.uint8)))
+    far = CudaIpcTransport(cuda=cuda, device_index=1)
+    offer, good = far.offer(), writer.offer()
+    words = "device 00000001-0000.* cannot reach the peer's device 00000000-0000.*no peer access.*choose transport: ucx or nixl"
+    with pytest.raises(PeerUnreachable, match=words):
+        offer.complete(target.accept(offer.blob, ring)[1])
+    good.complete(target.accept(good.blob, ring)[1])
+
+
+def test_an_answer_completes_only_its_own_offer(pair: Pair) -> None:
+    one, other = pair.writer_transport.offer(), pair.writer_transport.offer()
+    _, answer = pair.target_transport.accept(one.blob, pair.ring_memory)
+    with pytest.raises(ConfigError, match="belongs to another offer"):
+        other.complete(answer)
+    one.complete(answer)
+    with pytest.raises(TransportClosed, match="completed or closed before"):
+        one.complete(answer)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": "GPU-0"}, "expected a UUID"),
+        ({"handle": b"abc"}, "has 3 bytes; expected 64"),
+        ({"offset": -1}, "field offset"),
+        ({"num_bytes": 0}, "field num_bytes"),
+        ({"num_bytes": 2**48}, "field num_bytes"),
+        ({"token": b""}, "field token"),
+    ],
+)
+def test_answers_are_checked(pair: Pair, change: dict[str, Any], words: str) -> None:
+    answered = pair.answer()
+    with pytest.raises(ConfigError, match=words):
+        Answered.from_blob(replace(answered, **change).to_blob(), token=answered.token)
+
+
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False),
+    st.text(max_size=8),
+    st.binary(max_size=80),
+)
+_VALUES = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=4), max_leaves=6)
+
+
+@given(blob=st.one_of(st.binary(max_size=200), _VALUES.map(msgpack.packb)))
+def test_random_blobs_are_refused_before_cuda_hears_of_them(blob: bytes) -> None:
+    with pytest.raises(ConfigError):
+        Offered.from_blob(blob)
+    with pytest.raises(ConfigError):
+        Answered.from_blob(blob, token=bytes(16))
+
+
+@given(name=st.sampled_from(["line", "token", "device", "handle", "offset", "num_bytes"]), value=_VALUES)
+def test_blobs_with_one_wrong_field(name: str, value: Any) -> None:
+    """Right but for one field: refused in one line, or, where it is another good number, taken as it is."""
+    line = LifeLine()
+    token = bytes(range(16))
+    fields = {
+        "line": line.address.to_wire(),
+        "token": token,
+        "device": "00000000-0000-4000-8000-000000000000",
+        "handle": bytes(64),
+        "offset": 0,
+        "num_bytes": 8,
+    }
+    line.end()
+    blob = pack_blob("cuda_ipc", 1, "answer", fields | {name: value})
+    try:
+        answered = Answered.from_blob(blob, token=token)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert name in ("offset", "num_bytes") and getattr(answered, name) == value
+    if name in ("line", "token"):
+        with pytest.raises(ConfigError):
+            Offered.from_blob(pack_blob("cuda_ipc", 1, "offer", fields | {name: value}))
+
+
+# Between processes
+
+
+@pytest.fixture
+def target() -> Iterator[Remote]:
+    with remotes() as make:
+        yield make(Place(is_gpu=False, device=1), num_bytes=SIZE)
+
+
+def test_a_handle_that_cannot_be_mapped(pair: Pair, target: Remote) -> None:
+    before = num_descriptors()
+    offer = pair.writer_transport.offer()
+    good = Answered.from_blob(target.do("accept", blob=offer.blob), token=offer._token)
+    with pytest.raises(
+        PeerUnreachable, match=r"cannot map memory of the peer's device .*CUDA_ERROR_INVALID_VALUE.*docker --ipc=host"
+    ):
+        offer.complete(replace(good, handle=bytes(64)).to_blob())
+    with pytest.raises(ConfigError, match=f"offers bytes .* of an allocation that has {3 * 4096 + SIZE}"):
+        offer.complete(replace(good, num_bytes=SIZE + 1).to_blob())
+    assert pair.cuda.num_mapped == 0
+    session = offer.complete(good.to_blob())
+    assert pair.cuda.num_mapped == 1
+    session.close()
+    assert pair.cuda.num_mapped == 0
+    assert num_descriptors() == before
+
+
+def test_a_stream_that_cannot_be_made_leaves_no_mapping(pair: Pair, target: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transfer.transport.cuda_ipc_driver import CudaError
+
+    def refuse(device: int) -> Any:
+        raise CudaError("cuStreamCreate failed with CUDA_ERROR_OUT_OF_MEMORY")
+
+    before = num_descriptors()
+    offer = pair.writer_transport.offer()
+    answer = target.do("accept", blob=offer.blob)
+    monkeypatch.setattr(pair.cuda, "open_stream", refuse)
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        offer.complete(answer)
+    offer.close()
+    assert pair.cuda.num_mapped == 0
+    assert num_descriptors() == before
+    target.do("close")
+    assert target.do("is_over")
+
+
+def test_an_offer_of_a_process_that_is_gone(pair: Pair) -> None:
+    with remotes() as make:
+        writer = make(Place(is_gpu=False), num_bytes=SIZE)
+        blob = writer.do("offer")
+        writer.kill()
+        before = num_descriptors()
+        with pytest.raises(PeerUnreachable, match="is gone"):
+            pair.target_transport.accept(blob, pair.ring_memory)
+        assert num_descriptors() == before
+        pair.target_transport.deregister(pair.ring_memory)
+
+
+@pytest.mark.parametrize(("writer_sees", "target_sees"), [((0,), (1,)), ((1,), (0,)), ((0, 1), (1,)), ((0,), (0, 1))])
+def test_processes_that_see_different_devices(writer_sees: tuple[int, ...], target_sees: tuple[int, ...]) -> None:
+    with remotes() as make:
+        writer = make(Place(is_gpu=False, visible=writer_sees), num_bytes=SIZE)
+        target = make(Place(is_gpu=False, visible=target_sees, device=len(target_sees) - 1), num_bytes=SIZE)
+        attach(writer, target)
+        writer.do("fill", seed=4)
+        writer.do("write", begin=0, end=SIZE, target_begin=0, key=1)
+        assert writer.do("wait", key=1, seconds=5) == "done"
+        assert target.do("holds", begin=0, end=SIZE, seed=4, source_begin=0, around=0)
+
+
+def test_a_refusal_in_another_process_keeps_its_words(target: Remote) -> None:
+    with pytest.raises(Refused, match="ConfigError: blob of 4 bytes is not a kvferry offer of transport cuda_ipc"):
+        target.do("accept", blob=b"junk")
+
+
+# Without CUDA
+
+
+def _run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout.strip()
+
+
+_OPEN = (
+    "from transfer.transport.cuda_ipc import CudaIpcTransport\n"
+    "try: CudaIpcTransport()\n"
+    "except Exception as error: print(type(error).__name__, error)"
+)
+
+
+def test_import_needs_no_cuda_bindings_and_use_says_what_to_install() -> None:
+    printed = _run(f"import sys; sys.modules['cuda.bindings.driver'] = None\n{_OPEN}")
+    assert printed.startswith("ConfigError transport cuda_ipc needs cuda-bindings (")
+    assert "pip install 'kvferry[cuda-ipc]'" in printed and "\n" not in printed
+
+
+def test_a_machine_without_a_device_is_refused() -> None:
+    printed = _run(_OPEN, CUDA_VISIBLE_DEVICES="")
+    assert printed.startswith("ConfigError transport cuda_ipc needs an NVIDIA GPU")
+    assert "\n" not in printed

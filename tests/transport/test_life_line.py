@@ -1,0 +1,220 @@
+"""Life lines between real processes: letting go, dying, freezing, and children that outlive their parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.errors import ConfigError, PeerUnreachable
+from transfer.transport.life_line import LifeLine, LineAddress, PeerLine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Prints its line's address; "end" lets go, "fork" leaves a child behind that sleeps, anything else ends it.
+_CHILD = """
+import json, os, sys, time
+from transfer.transport.life_line import LifeLine
+line = LifeLine()
+print(json.dumps(line.address.to_wire()), flush=True)
+for command in sys.stdin:
+    if command.strip() == "end":
+        line.end()
+        print("{}", flush=True)
+    elif command.strip() == "fork":
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        print(child, flush=True)
+    else:
+        break
+"""
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.address = LineAddress.from_wire(self.hear())
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def tell(self, command: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    found = Peer()
+    yield found
+    found.stop()
+
+
+def is_over_within(line: PeerLine, seconds: float) -> bool:
+    ends_at = time.monotonic() + seconds
+    while not line.is_over and time.monotonic() < ends_at:
+        time.sleep(0.001)
+    return line.is_over
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_peer_that_lets_go(peer: Peer) -> None:
+    before = num_descriptors()
+    line = PeerLine(peer.address)
+    assert num_descriptors() == before + 2
+    assert not line.has_left and not line.is_over
+    peer.tell("end")
+    assert line.is_over and line.has_left
+    line.close()
+    line.close()
+    assert line.is_over
+    assert num_descriptors() == before
+
+
+def test_a_peer_that_is_killed(peer: Peer) -> None:
+    line = PeerLine(peer.address)
+    peer.process.kill()
+    assert is_over_within(line, 5)
+    line.close()
+
+
+def test_a_peer_that_is_frozen(peer: Peer) -> None:
+    line = PeerLine(peer.address)
+    peer.process.send_signal(signal.SIGSTOP)
+    assert not is_over_within(line, 0.3)
+    assert not line.has_left
+    line.close()
+
+
+def test_a_forked_child_holds_the_end_up(peer: Peer) -> None:
+    """It holds its parent's descriptors, the device's too, and with them work that the parent had queued."""
+    line = PeerLine(peer.address)
+    child = peer.tell("fork")
+    peer.process.kill()
+    peer.process.wait()
+    try:
+        assert not is_over_within(line, 0.3)
+        assert line.has_left
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert is_over_within(line, 5)
+    line.close()
+
+
+def test_both_ends_in_one_process() -> None:
+    own = LifeLine()
+    line = PeerLine(LineAddress.from_wire(own.address.to_wire()))
+    assert not line.has_left and not line.is_over
+    own.end()
+    own.end()
+    assert line.is_over
+    line.close()
+
+
+def test_a_line_that_was_ended_before_it_was_looked_at(peer: Peer) -> None:
+    peer.tell("end")
+    before = num_descriptors()
+    with pytest.raises(PeerUnreachable, match="closed its life line, or is gone"):
+        PeerLine(peer.address)
+    assert num_descriptors() == before
+
+
+def test_a_peer_that_was_gone_before(peer: Peer) -> None:
+    peer.stop()
+    with pytest.raises(PeerUnreachable, match=f"peer process {peer.process.pid} is gone"):
+        PeerLine(peer.address)
+
+
+def test_a_peer_elsewhere_is_refused(peer: Peer) -> None:
+    for identity in (
+        replace(peer.address.identity, boot_id="another", host="far"),
+        replace(peer.address.identity, pid_namespace=1),
+    ):
+        with pytest.raises(PeerUnreachable, match=r"pid namespace \(docker --pid=host.*choose transport: ucx or nixl"):
+            PeerLine(replace(peer.address, identity=identity))
+
+
+def test_a_descriptor_that_is_something_else_is_never_opened(peer: Peer, tmp_path: Path) -> None:
+    before = num_descriptors()
+    for fd, inode in ((0, peer.address.inode), (peer.address.fd, peer.address.inode + 1)):
+        with pytest.raises(PeerUnreachable, match=f"descriptor {fd} of peer process .* is not its life line"):
+            PeerLine(replace(peer.address, fd=fd, inode=inode))
+    with open(tmp_path / "file", "w") as file:
+        own = LifeLine()
+        address = replace(own.address, fd=file.fileno(), inode=os.fstat(file.fileno()).st_ino)
+        with pytest.raises(PeerUnreachable, match="is not its life line"):
+            PeerLine(address)
+        own.end()
+    assert num_descriptors() == before
+
+
+def test_a_process_of_another_user_is_refused() -> None:
+    own = LifeLine()
+    code = (
+        "import os, sys, json\n"
+        "from transfer.transport.life_line import LineAddress, PeerLine\n"
+        "os.setuid(65534)\n"
+        "try: PeerLine(LineAddress.from_wire(json.loads(sys.argv[1])))\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    argument = json.dumps(own.address.to_wire())
+    done = subprocess.run([sys.executable, "-c", code, argument], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("PeerUnreachable descriptors of peer process"), done
+    assert "run both ends as the same user" in done.stdout
+    own.end()
+
+
+@given(
+    place=st.integers(0, 5),
+    value=st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**64), -1), st.integers(2**64, 2**66), st.text(max_size=4), st.binary()
+    ),
+)
+def test_addresses_are_checked(place: int, value: object) -> None:
+    own = LifeLine()
+    wire = own.address.to_wire()
+    own.end()
+    if place < 3:
+        wire[1 + place] = value
+    elif place == 3:
+        wire[0][3] = value
+    elif place == 4:
+        wire = wire[:-1]
+    else:
+        wire[0] = value
+    with pytest.raises(ConfigError):
+        LineAddress.from_wire(wire)
+
+
+def test_other_things_are_no_addresses() -> None:
+    values: list[object] = [None, 3, {}, [], [1, 2, 3, 4]]
+    for value in values:
+        with pytest.raises(ConfigError):
+            LineAddress.from_wire(value)
