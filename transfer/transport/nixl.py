@@ -207,7 +207,7 @@ class NixlTransport:
         try:
             check_metadata(
                 metadata,
-                Region(address=peer.address, num_bytes=peer.num_bytes, device_index=peer.device_index),
+                Region(address=address, num_bytes=num_bytes, device_index=device_index, is_device=is_device),
                 own=agent.metadata(),
                 peer_version=version,
                 own_version=self.version,

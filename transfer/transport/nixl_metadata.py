@@ -32,6 +32,7 @@ class Region:
     address: int
     num_bytes: int
     device_index: int
+    is_device: bool
 
 
 class _Malformed(Exception):
@@ -101,7 +102,8 @@ def check_metadata(metadata: bytes, region: Region, *, own: bytes, peer_version:
         memory, at = _walk(metadata, _MEMORY, at)
         numbers = (region.address, region.num_bytes, region.device_index)
         described = b"".join(number.to_bytes(8, "little") for number in numbers)
-        if (memory[0], int.from_bytes(memory[3], "little")) != (backend, 1) or not memory[4].startswith(described):
+        kind, count = (int.from_bytes(number, "little") for number in memory[2:4])
+        if (memory[0], kind, count) != (backend, int(region.is_device), 1) or not memory[4].startswith(described):
             raise _Malformed(f"its memory is not the {region.num_bytes} bytes that the answer names")
         if at != len(metadata):
             raise _Malformed(f"{len(metadata) - at} bytes behind its end")
