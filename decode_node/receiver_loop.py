@@ -64,7 +64,8 @@ class ReceiverLoop:
         owner: Hears what becomes of the requests.
         pool: Where KV goes.
         transport: The data plane.
-        ring_memory: The ring's bytes; its size is the ring's capacity.
+        ring_memory: The ring's bytes, and behind them `probe_bytes` more; what is left is the ring's capacity.
+        probe_bytes: Offered to writers and never granted: where a one-sided link probe may write while the ring is in use.
         control: Channel of all writers; it must not be watched yet.
         incarnation: This instance's life.
         metrics: Where durations and counts go.
@@ -83,6 +84,7 @@ class ReceiverLoop:
         incarnation: int,
         metrics: RankMetrics,
         on_crash: Callable[[BaseException], None],
+        probe_bytes: int = 0,
     ) -> None:
         self._loop = loop
         self._owner = owner
@@ -93,7 +95,7 @@ class ReceiverLoop:
         self._metrics = metrics
         self._receiver = Receiver(
             ReceiverSettings(is_one_sided=transport.is_one_sided),
-            StagingAllocator(ring_memory.num_bytes, incarnation=incarnation),
+            StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=incarnation),
         )
         self._driver = SessionDriver(loop)
         self._lane = open_copy_lane("scatter", pool.device, loop, on_crash)
@@ -246,7 +248,7 @@ class ReceiverLoop:
         session = self._sessions.get(action.session)
         if session is None:
             return  # its loss is on its way to the protocol
-        offset = action.grant.begin % self._ring_memory.num_bytes
+        offset = action.grant.begin % self.ring.capacity_bytes
         handle = session.expect(self._memory, ByteRange(begin=offset, end=offset + action.num_bytes), action.key)
 
         def done(_: object, error: TransferError | None) -> None:
@@ -270,7 +272,7 @@ class ReceiverLoop:
             dtype=request.wire_dtype,
             tables=self._owner.tables_up_to(action.request_id, action.chunk.tokens.end),
         )
-        offset = action.grant.begin % self._ring_memory.num_bytes
+        offset = action.grant.begin % self.ring.capacity_bytes
         source = self._ring_memory.tensor[offset : offset + action.num_bytes]
 
         def done(is_intact: bool, seconds: float) -> None:

@@ -101,7 +101,7 @@ class DecodeWorker:
         self._instance: Instance
         self._allocator: GroupAllocator
         self._transport: Transport
-        self._scratch: LocalMemory
+        self._scratch: LocalMemory  # of two-sided probes
         self._receiver: ReceiverLoop
         self._control: ZmqControlServer
         self._servicer: TransferControlServicer
@@ -118,8 +118,13 @@ class DecodeWorker:
             engine, self._transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type
         )
         pool = engine.pool
-        ring_memory = StagingBuffer(num_bytes=config.ring.capacity_bytes, device=pool.device)
-        memory = rank_memory(engine, {"ring": ring_memory.num_bytes})
+        # A one-sided probe writes behind the ring, a two-sided one where it is told to.
+        probe_bytes = config.transport.probe_bytes
+        tail_bytes = probe_bytes if self._transport.is_one_sided else 0
+        ring_memory = StagingBuffer(num_bytes=config.ring.capacity_bytes + tail_bytes, device=pool.device)
+        if not self._transport.is_one_sided:
+            self._scratch = self._transport.register(StagingBuffer(num_bytes=probe_bytes, device=pool.device).tensor)
+        memory = rank_memory(engine, {"ring": config.ring.capacity_bytes + probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
         self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size), pool.num_pages)
         host, advertised = config.server.host, config.server.advertised_host
@@ -134,8 +139,8 @@ class DecodeWorker:
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
             on_crash=self._crash,
+            probe_bytes=tail_bytes,
         )
-        self._scratch = self._transport.register(StagingBuffer(num_bytes=config.transport.probe_bytes, device="cpu").tensor)
         ring = self._receiver.ring
         self._servicer = TransferControlServicer(
             watermark=ring.watermark(),
@@ -192,10 +197,11 @@ class DecodeWorker:
         )
         self._receiver.driver.add(session)
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
-        probe_bytes = min(request.probe_bytes, self._config.transport.probe_bytes, ring.capacity_bytes)
-        probe = self._loop.create_task(self._serve_probe(number, session, probe_bytes))
-        self._probes.add(probe)
-        probe.add_done_callback(self._probes.discard)
+        probe_bytes = min(request.probe_bytes, self._config.transport.probe_bytes)
+        if not self._transport.is_one_sided:
+            probe = self._loop.create_task(self._serve_probe(number, session, probe_bytes))
+            self._probes.add(probe)
+            probe.add_done_callback(self._probes.discard)
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
         return AttachResponse(
             session_id=number,
@@ -219,13 +225,7 @@ class DecodeWorker:
 
     async def _serve_probe(self, number: int, session: Session, probe_bytes: int) -> None:
         try:
-            await serve_probe(
-                self._receiver.driver,
-                session,
-                self._scratch,
-                plan=ProbePlan.fitting(probe_bytes),
-                is_one_sided=self._transport.is_one_sided,
-            )
+            await serve_probe(self._receiver.driver, session, self._scratch, plan=ProbePlan.fitting(probe_bytes))
         except TransferError as error:
             self._servicer.close_session(number, f"the link's probe failed: {error}")
 

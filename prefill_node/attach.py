@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
+import torch
 
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan
@@ -67,6 +68,7 @@ class DecodeSessions:
         sender: Takes the sessions over.
         own: This rank's instance.
         plan: The finest way in which requests are cut.
+        device: Where the pool lies; what the probe sends lies there too.
         on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
@@ -82,6 +84,7 @@ class DecodeSessions:
         own: Instance,
         rank: int,
         plan: ChunkPlan,
+        device: torch.device | str,
         config: NodeConfig,
         on_lost: Callable[[int, int, str], None],
     ) -> None:
@@ -97,7 +100,7 @@ class DecodeSessions:
         self._open: dict[int, _Open] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past_acks = 0
-        scratch = StagingBuffer(num_bytes=config.transport.probe_bytes, device="cpu")
+        scratch = StagingBuffer(num_bytes=config.transport.probe_bytes, device=device)
         self._scratch = transport.register(scratch.tensor)
         self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
 
@@ -166,7 +169,10 @@ class DecodeSessions:
                 self._sender.driver,
                 session,
                 self._scratch,
-                plan=ProbePlan.fitting(answer.probe_bytes),
+                # Other writers may be using the ring: a probe that lands by itself has a place behind it.
+                plan=ProbePlan.fitting(
+                    answer.probe_bytes, target_begin=answer.ring_capacity_bytes if self._transport.is_one_sided else 0
+                ),
                 is_one_sided=self._transport.is_one_sided,
             )
         link = Link(

@@ -103,7 +103,7 @@ class PrefillWorker:
         staging = StagingBuffer(
             num_bytes=num_slots * staging_slot_bytes(self._config, engine.layout, engine.shard), device=pool.device
         )
-        memory = rank_memory(engine, {"staging": staging.num_bytes})
+        memory = rank_memory(engine, {"staging": staging.num_bytes + self._config.transport.probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
         self._sender = SenderLoop(
             loop=self._loop,
@@ -123,6 +123,7 @@ class PrefillWorker:
             own=self._instance,
             rank=self._spec.rank,
             plan=finest_chunk_plan(self._config),
+            device=pool.device,
             config=self._config,
             on_lost=lambda join, incarnation, reason: self._link.send(
                 DecodeLost(join=join, incarnation=incarnation, reason=reason)

@@ -435,8 +435,8 @@ def test_the_plan_of_the_flags_is_the_plan_of_a_node_with_those_settings(models:
     device = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, is_cpu=False)
     of_node = make_plan(node_plan_inputs(config, directory, shard, device))
     common = PlanOptions(role=role, tp=2, max_running_requests=32)
-    staging = str(of_node.inputs.staging_bytes) + "B"
-    own = {"chunked_prefill_size": 4096, "staging": staging} if role == "prefill" else {"ring": "1GiB", "cuda_graph_max_bs": 32}
+    staging, ring = f"{of_node.inputs.staging_bytes}B", f"{of_node.inputs.ring_bytes}B"
+    own = {"chunked_prefill_size": 4096, "staging": staging} if role == "prefill" else {"ring": ring, "cuda_graph_max_bs": 32}
     options = replace(common, **own)  # type: ignore[arg-type]
     of_flags = make_plan_for(options, directory, Device(text="", total_bytes=80 * GIB, free_bytes=79 * GIB))
     assert of_flags.lines == of_node.lines and of_flags.group_pages == of_node.group_pages

@@ -15,16 +15,21 @@ from prefill_node.attach import DecodeSessions
 from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import instance, prefill_config, until
 from transfer.chunk import ChunkPlan
-from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError
+from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError, TransportError
 from transfer.instance import AttachRequest, AttachResponse
 from transfer.registry.client import TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import Session
+from transfer.transport.driver import SessionDriver
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 LIFE = 9
+
+
+RING_BYTES = 4096
+PROBE_BYTES = 2048
 
 
 class NoSender:
@@ -40,10 +45,11 @@ class NoSender:
 class Attaching:
     """A decode rank that answers an attach when the test lets it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_one_sided: bool = False, sender: object = None, floor: float = 0.0) -> None:
         self.hub = InprocHub()
-        self.target = InprocTransport(self.hub)
-        self.ring = self.target.register(StagingBuffer(num_bytes=4096).tensor)
+        self.target = InprocTransport(self.hub, one_sided=is_one_sided)
+        self.memory = StagingBuffer(num_bytes=RING_BYTES + PROBE_BYTES)
+        self.ring = self.target.register(self.memory.tensor)
         self.gate = asyncio.Event()
         self.answer: dict[str, Any] = {}  # what it answers differently from what is right
         self.refusal: TransferError | None = None
@@ -51,12 +57,13 @@ class Attaching:
         self.lost: list[tuple[int, int, str]] = []
         self.sessions = DecodeSessions(
             loop=asyncio.get_running_loop(),
-            sender=cast(SenderLoop, NoSender()),
-            transport=InprocTransport(self.hub),
+            sender=cast(SenderLoop, sender or NoSender()),
+            transport=InprocTransport(self.hub, one_sided=is_one_sided),
             own=instance(1),
             rank=0,
             plan=ChunkPlan(chunk_tokens=4),
-            config=prefill_config(folder, transport={"probe_bytes": 4096}),
+            device="cpu",
+            config=prefill_config(folder, transport={"probe_bytes": PROBE_BYTES, "min_bandwidth_bytes_per_s": floor}),
             on_lost=lambda *loss: self.lost.append(loss),
         )
         self.address = ""
@@ -72,21 +79,21 @@ class Attaching:
             "decode": instance(LIFE),
             "decode_rank": 0,
             "answer": answer,
-            "ring_capacity_bytes": 4096,
+            "ring_capacity_bytes": RING_BYTES,
             "control_address": "tcp://127.0.0.1:1",
             "heartbeat_s": 0.2,
             "protocol_version": request.prefill.protocol_versions[-1],
-            "probe_bytes": 4096,
+            "probe_bytes": PROBE_BYTES,
         }
         return AttachResponse(**{**right, **self.answer})
 
 
 @asynccontextmanager
-async def attaching(folder: Path) -> AsyncIterator[Attaching]:
-    one = Attaching(folder)
+async def attaching(folder: Path, **values: Any) -> AsyncIterator[Attaching]:
+    one = Attaching(folder, **values)
     servicer = TransferControlServicer(
         watermark=Watermark(incarnation=LIFE, sequence=1, position=0, released=()),
-        ring_capacity_bytes=4096,
+        ring_capacity_bytes=RING_BYTES,
         heartbeat_s=0.2,
         on_attach=one.on_attach,
         on_session_lost=lambda session, reason: None,
@@ -196,3 +203,50 @@ async def test_more_sessions_than_the_open_files_are_good_for_are_not_even_tried
         with pytest.raises(StagingError, match="prefill rank 0 has 0 sessions; 2 more are above its 1"):
             await one.sessions.open(instance(LIFE, tp_size=2), (one.address, one.address), join=1)
         assert one.num_attaches == 0 and one.sessions.of(LIFE) is None
+
+
+class Sender:
+    """Takes sessions, and drives them."""
+
+    def __init__(self) -> None:
+        self.driver = SessionDriver(asyncio.get_running_loop())
+        self.opened: dict[int, Session] = {}
+        self.closed: dict[int, str] = {}
+
+    def open_session(self, number: int, session: Session, control: Any, **values: Any) -> None:
+        self.opened[number] = session
+        control.close()
+
+    def close_session(self, number: int, reason: str) -> None:
+        self.closed[number] = reason
+        self.driver.remove(self.opened[number])
+
+    def on_watermark(self, number: int, watermark: Watermark) -> None:
+        pass
+
+
+async def test_a_one_sided_probe_writes_behind_the_ring_that_others_use(tmp_path: Path) -> None:
+    sender = Sender()
+    async with attaching(tmp_path, is_one_sided=True, sender=sender) as one:
+        one.gate.set()
+        ring, behind = one.memory.tensor[:RING_BYTES], one.memory.tensor[RING_BYTES:]
+        one.memory.tensor.fill_(0x77)  # grants of others; what probes send is zeros
+        (link,) = await one.sessions.open(instance(LIFE), (one.address,), join=1)
+        assert link.bandwidth_bytes_per_s > 0
+        assert (ring == 0x77).all() and not behind.any()
+        peer = one.sessions.of(LIFE)
+        assert peer is not None and peer.ring_bytes == RING_BYTES and peer.sessions == {0: 1}
+        for number in list(sender.opened):
+            one.sessions.on_session_closed(number, "the test is over")
+        await one.sessions.close_all("the test is over")
+
+
+async def test_a_one_sided_link_below_the_floor_is_refused(tmp_path: Path) -> None:
+    sender = Sender()
+    async with attaching(tmp_path, is_one_sided=True, sender=sender, floor=1e15) as one:
+        one.gate.set()
+        with pytest.raises(TransportError, match=r"makes .* bytes/s; transport.min_bandwidth_bytes_per_s is 1e\+15"):
+            await one.sessions.open(instance(LIFE), (one.address,), join=1)
+        assert one.sessions.of(LIFE) is None and list(sender.closed) == [1]
+        one.sessions.on_session_closed(1, "it is closed")
+        await one.sessions.close_all("the test is over")

@@ -19,6 +19,7 @@ from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 GIB = 1 << 30
+PROBE_BYTES = 4 << 20
 GPU = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, is_cpu=False)
 CPU = DeviceMemory(total_bytes=6 * GIB, free_bytes=6 * GIB, is_cpu=True)
 
@@ -59,20 +60,20 @@ def test_a_prefill_rank_counts_its_staging_and_the_steps_that_it_may_have_been_s
     config = prefill(chunk={"chunk_tokens": 256}, staging={"num_slots": 3}, limits={"max_step_tokens": 1024})
     inputs = inputs_of(config)
     slot = 256 * 8 * 2 * 8 * 64 * 2  # tokens x layers x (K and V) x heads x dim x bytes
-    assert slot % REGION_ALIGNMENT_BYTES == 0 and inputs.staging_bytes == 3 * slot
+    assert slot % REGION_ALIGNMENT_BYTES == 0 and inputs.staging_bytes == 3 * slot + PROBE_BYTES
     assert (inputs.role, inputs.ring_bytes, inputs.chunk_tokens) == (Role.PREFILL, 0, 1024)
     assert inputs_of(prefill(chunk={"chunk_tokens": 512}, limits={"max_step_tokens": 256})).chunk_tokens == 512, (
         "one chunk at least"
     )
     assert inputs.most_tokens_in_flight == 3 * 256
     assert inputs.cuda_graph_max_bs == 0
-    assert inputs_of(config, tp_size=4).staging_bytes == 3 * slot // 4
+    assert inputs_of(config, tp_size=4).staging_bytes == 3 * slot // 4 + PROBE_BYTES
 
 
 def test_a_decode_rank_counts_its_ring_and_its_graphs() -> None:
     config = decode(ring={"capacity_bytes": "1GiB"}, limits={"max_running_requests": 20}, pool={"page_size": 64})
     inputs = inputs_of(config)
-    assert (inputs.role, inputs.ring_bytes, inputs.staging_bytes) == (Role.DECODE, GIB, 0)
+    assert (inputs.role, inputs.ring_bytes, inputs.staging_bytes) == (Role.DECODE, GIB + PROBE_BYTES, 0)
     assert (inputs.most_tokens_in_flight, inputs.page_size, inputs.max_running_requests) == (1, 64, 20)
     assert inputs.cuda_graph_batch_sizes == (1, 2, 4, 8, 16, 20)
     assert inputs_of(config, CPU).cuda_graph_batch_sizes == ()

@@ -157,9 +157,10 @@ def node_plan_inputs(
     has_page_tables = False
     if isinstance(config, PrefillNodeConfig):
         staging_bytes = config.staging.num_slots * staging_slot_bytes(config, model.shape.layout(dtype), shard)
+        staging_bytes += config.transport.probe_bytes  # what probes send lies on the same device
         step_tokens = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)  # at least one chunk is always taken
     elif isinstance(config, DecodeNodeConfig):
-        ring_bytes = config.ring.capacity_bytes
+        ring_bytes = config.ring.capacity_bytes + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
         has_page_tables = not device.is_cpu
     counted = device.limited_to(config.memory.device_memory)

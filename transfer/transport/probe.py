@@ -33,7 +33,8 @@ class ProbePlan:
         warmup_rounds: Small writes that are not counted; the first one pays for wiring up the connection.
         small_rounds: Small writes that are counted.
         bulk_rounds: Bulk writes that are counted, after one that is not.
-        target_begin: Where in the target's offered memory a one-sided probe may write; nothing else may live there meanwhile.
+        target_begin: Where in the target's offered memory a one-sided probe may write. Nothing but other probes may live there
+            meanwhile: behind a ring that is in use, never in it.
     """
 
     small_bytes: int = _SMALL_BYTES
@@ -57,13 +58,15 @@ class ProbePlan:
                 raise ConfigError(f"{name} of a probe is {value}; it must be in [{least}, {most}]")
 
     @classmethod
-    def fitting(cls, num_bytes: int) -> ProbePlan:
-        """The default plan for scratch memory of `num_bytes`: at most 8 MiB in bulk.
+    def fitting(cls, num_bytes: int, *, target_begin: int = 0) -> ProbePlan:
+        """The default plan for scratch memory, and for a place at `target_begin`, of `num_bytes`: at most 8 MiB in bulk.
 
         Raises:
             ConfigError: There is no room for anything.
         """
-        return cls(small_bytes=min(_SMALL_BYTES, num_bytes), bulk_bytes=min(_MAX_BULK_BYTES, num_bytes))
+        return cls(
+            small_bytes=min(_SMALL_BYTES, num_bytes), bulk_bytes=min(_MAX_BULK_BYTES, num_bytes), target_begin=target_begin
+        )
 
     @property
     def num_bytes(self) -> int:
