@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from transfer.kernels.copier import HeadSliceCopier
-from transfer.kernels.reference import ReferenceCopier
+from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier
+from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, WORD_BYTES, HostDigest
+from transfer.kernels.digest import digest as digest_of
+from transfer.kernels.reference import ReferenceCopier, reference_words_sum
 from transfer.kv_pool import PagedKVPool, as_words
 from transfer.layout import (
     DType,
@@ -26,12 +29,20 @@ from transfer.layout import (
 )
 
 SENTINEL = 0xA5
+START = -7  # of a sum: what was there stays in it
 MARGIN_BYTES = 24  # behind the payload: must stay as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """One pool geometry and one call."""
+    """One pool geometry and one plan.
+
+    Args:
+        pages: What the buffers' tokens lie in.
+        tokens: Counted from the first of these pages.
+        first_token: The request's token that is the first of the first page.
+        first_page: Entries of the page table before `pages`, which are no pages.
+    """
 
     layout: KVLayout
     shard: Shard
@@ -40,17 +51,28 @@ class Case:
     wire_dtype: DType
     pages: tuple[int, ...]
     tokens: Span
-    first_token: int
     num_tokens: int
+    first_token: int = 0
+    first_page: int = 0
+    scales: Mapping[tuple[int, bool], float] = field(default_factory=dict)
 
     @property
     def buffers(self) -> tuple[WireBuffer, ...]:
         layers = Span(begin=0, end=self.layout.num_layers)
         heads = HeadSlice(source_start=self.heads.begin, target_start=0, count=len(self.heads))
         route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
-        return wire_buffers(
-            self.layout, route, tokens=self.tokens, layers=layers, num_tokens=self.num_tokens, dtype=self.wire_dtype
+        buffers = wire_buffers(
+            self.layout,
+            route,
+            tokens=moved(self.tokens, self.first_token),
+            layers=layers,
+            num_tokens=self.first_token + self.num_tokens,
+            dtype=self.wire_dtype,
         )
+        return tuple(replace(buffer, tokens=moved(buffer.tokens, -self.first_token)) for buffer in buffers)
+
+    def plan(self, implementation: type[HeadSliceCopier], pool: PagedKVPool) -> CopyPlan:
+        return implementation(pool, heads=self.heads, wire_dtype=self.wire_dtype, scales=self.scales).plan(self.buffers)
 
     def pool(self, device: str, seed: int) -> PagedKVPool:
         pool = PagedKVPool(layout=self.layout, shard=self.shard, num_pages=self.num_pages, device=device)
@@ -58,12 +80,16 @@ class Case:
         return pool
 
     def table(self, device: str) -> Tensor:
-        return torch.tensor(self.pages, dtype=torch.int64, device=device)
+        return torch.tensor((*(-1,) * self.first_page, *self.pages), dtype=torch.int64, device=device)
 
     def wire(self, device: str) -> Tensor:
         buffers = self.buffers
         num_bytes = buffers[-1].offset_bytes + buffers[-1].num_bytes if buffers else 0
         return torch.full((num_bytes + MARGIN_BYTES,), SENTINEL, dtype=torch.uint8, device=device)
+
+
+def moved(tokens: Span, by: int) -> Span:
+    return Span(begin=tokens.begin + by, end=tokens.end + by)
 
 
 def fill(pool: PagedKVPool, seed: int) -> None:
@@ -88,31 +114,56 @@ def assert_same_pools(left: PagedKVPool, right: PagedKVPool) -> None:
         assert torch.equal(as_words(ours), as_words(theirs))
 
 
-def assert_agrees(case: Case, implementation: type[HeadSliceCopier], device: str = "cpu") -> None:
-    """Gather and scatter of `implementation` give the reference's bytes, and leave every other byte alone."""
+def assert_agrees(case: Case, implementation: type[HeadSliceCopier], device: str = "cpu", *, has_kernels: bool = False) -> None:
+    """Gather and scatter of `implementation` give the reference's bytes and digest, and leave every other byte alone.
+
+    Args:
+        has_kernels: Whether its digests are tensors, and not `HostDigest`s.
+    """
     source = case.pool(device, seed=1)
-    table, expected, wire = case.table(device), case.wire(device), case.wire(device)
-    ReferenceCopier(source, heads=case.heads, wire_dtype=case.wire_dtype).gather(
-        table, case.buffers, expected, first_token=case.first_token
-    )
-    implementation(source, heads=case.heads, wire_dtype=case.wire_dtype).gather(
-        table, case.buffers, wire, first_token=case.first_token
-    )
-    assert torch.equal(wire, expected)
-    reference, target = case.pool(device, seed=2), case.pool(device, seed=2)
-    ReferenceCopier(reference, heads=case.heads, wire_dtype=case.wire_dtype).scatter(
-        table, case.buffers, expected, first_token=case.first_token
-    )
-    implementation(target, heads=case.heads, wire_dtype=case.wire_dtype).scatter(
-        table, case.buffers, expected, first_token=case.first_token
-    )
-    assert_same_pools(target, reference)
+    table, expected, first = case.table(device), case.wire(device), case.first_page
+    case.plan(ReferenceCopier, source).gather(table, expected, first_page=first)
+    plan = case.plan(implementation, source)
+    for digest in digests(plan, device, has_kernels=has_kernels):
+        wire = case.wire(device)
+        plan.gather(table, wire, first_page=first, digest=digest)
+        assert torch.equal(wire, expected)
+        assert_digest(digest, wire, plan)
+        reference, target = case.pool(device, seed=2), case.pool(device, seed=2)
+        case.plan(ReferenceCopier, reference).scatter(table, expected, first_page=first)
+        onto = case.plan(implementation, target)
+        digest = next(again for again in digests(onto, device, has_kernels=has_kernels) if type(again) is type(digest))
+        onto.scatter(table, expected, first_page=first, digest=digest)
+        assert_same_pools(target, reference)
+        assert_digest(digest, expected, onto)
+
+
+def digests(plan: CopyPlan, device: str, *, has_kernels: bool) -> list[Digest | None]:
+    """What a call of the plan can be given: nothing, and each kind of digest that it can make."""
+    if not plan.can_digest:
+        return [None]
+    if has_kernels:
+        return [None, torch.full((1,), START, dtype=torch.int64, device=device)]
+    return [None, HostDigest(DIGEST_XXH3), HostDigest(DIGEST_WORDS)]
+
+
+def assert_digest(found: Digest | None, wire: Tensor, plan: CopyPlan) -> None:
+    """As the definitions say of the plan's bytes; a sum goes on from what it was."""
+    if isinstance(found, HostDigest):
+        assert found.value() == digest_of(wire[: plan.num_wire_bytes].cpu(), found.algorithm)
+    elif found is not None:
+        # Each buffer is whole words, at its place in the wire.
+        sums = [
+            reference_words_sum(wire[one.offset_bytes : one.offset_bytes + one.num_bytes], one.offset_bytes // WORD_BYTES)
+            for one in plan.buffers
+        ]
+        assert (int(found) - START - sum(sums)) % 2**64 == 0
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, max_page_size: int = 20, max_pages: int = 9, max_dim: int = 24) -> Case:
     num_heads = draw(st.integers(1, 6))
-    dims = st.integers(1, max_dim)
+    dims = st.one_of(st.integers(1, max_dim), st.sampled_from([dim for dim in (8, 16, 64) if dim <= max_dim] or [1]))
     mha = LayerSpec(num_kv_heads=num_heads, k_head_dim=draw(dims), v_head_dim=draw(st.one_of(st.just(0), dims)))
     specs = [mha] * draw(st.integers(1, 3))
     if draw(st.booleans()):
@@ -134,7 +185,8 @@ def cases(draw: st.DrawFn, *, max_page_size: int = 20, max_pages: int = 9, max_d
     num_pages = draw(st.integers(1, max_pages))
     pages = draw(st.permutations(range(num_pages))) if draw(st.booleans()) else list(range(num_pages))
     used = pages[: draw(st.integers(1, num_pages))]
-    first_token = draw(st.sampled_from((0, 0, 5)))
+    keys = st.tuples(st.integers(0, len(specs) - 1), st.booleans())
+    scales = st.dictionaries(keys, st.sampled_from((0.25, 0.37, 1.0, 1.7, 3e-3)), max_size=4)
     begin = draw(st.integers(0, len(used) * page_size - 1))
     end = draw(st.integers(begin + 1, len(used) * page_size))
     head = draw(st.integers(0, num_heads - 1))
@@ -145,7 +197,9 @@ def cases(draw: st.DrawFn, *, max_page_size: int = 20, max_pages: int = 9, max_d
         heads=Span(begin=head, end=draw(st.integers(head + 1, num_heads))),
         wire_dtype=wire_dtype,
         pages=tuple(used),
-        tokens=Span(begin=first_token + begin, end=first_token + end),
-        first_token=first_token,
-        num_tokens=first_token + end + draw(st.sampled_from((0, 0, 30))),
+        tokens=Span(begin=begin, end=end),
+        first_token=draw(st.sampled_from((0, 0, 5))),
+        first_page=draw(st.sampled_from((0, 0, 3))),
+        num_tokens=end + draw(st.sampled_from((0, 0, 30))),
+        scales=draw(st.one_of(st.just({}), scales)),
     )

@@ -1,39 +1,161 @@
+"""The two digests: known values, every kind of buffer, and what the words' one notices."""
+
 from __future__ import annotations
+
+import itertools
+import random
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from transfer.errors import LocalProtocolError
-from transfer.kernels.digest import DIGEST_XXH3, digest
+from transfer.errors import ConfigError, LocalProtocolError
+from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, STEP, HostDigest, digest, digests_for, words_sum
+from transfer.kernels.reference import reference_words_sum
+
+MASK = 2**64 - 1
+ALGORITHMS = (DIGEST_XXH3, DIGEST_WORDS)
 
 
 def test_known_values_so_that_two_versions_agree() -> None:
-    assert DIGEST_XXH3 == "xxh3-64"
+    assert ALGORITHMS == ("xxh3-64", "kvferry-words-64")
     assert digest(b"") == 0x2D06800538D394C2
     assert digest(b"kvferry") == 0xC0EF06BFC9DA53BB
+    assert digest(b"", DIGEST_WORDS) == 0
+    assert digest(b"kvferry", DIGEST_WORDS) == 0x0FC198E4EA1C9955
+    assert digest(bytes(range(20)), DIGEST_WORDS) == 0xB58D963434D2E5F5
 
 
-def test_the_same_bytes_in_any_buffer() -> None:
+def by_definition(payload: bytes) -> int:
+    """The words' digest in Python's integers."""
+    total = 0
+    for number, begin in enumerate(range(0, len(payload), 8)):
+        word = int.from_bytes(payload[begin : begin + 8].ljust(8, b"\0"), "little")
+        key = (number + 1) * 0x9E3779B97F4A7C15
+        x = (word + key) & MASK
+        x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93 + key & MASK
+        x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93 & MASK
+        total += x ^ (x >> 32)
+    return total & MASK
+
+
+@given(payload=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=5))
+def test_parts_of_any_size_are_the_whole(payload: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(payload)) for cut in cuts), len(payload)]
+    for algorithm in ALGORITHMS:
+        found = HostDigest(algorithm)
+        for begin, end in itertools.pairwise(edges):
+            found.update(payload[begin:end])
+            found.value()  # asking changes nothing
+        assert found.value() == digest(payload, algorithm)
+    assert digest(payload, DIGEST_WORDS) == by_definition(payload)
+    tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    assert reference_words_sum(tensor) == digest(payload, DIGEST_WORDS)
+
+
+def test_large_payloads_are_summed_over_blocks() -> None:
+    payload = random.Random(1).randbytes(1_000_003)
+    assert digest(payload, DIGEST_WORDS) == by_definition(payload)
+    words = np.frombuffer(payload[:800_000], dtype=np.uint64)
+    halves = words_sum(words[:30_001], 0) + words_sum(words[30_001:], 30_001)
+    assert halves & MASK == words_sum(words, 0) == digest(payload[:800_000], DIGEST_WORDS)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_same_bytes_in_any_buffer(algorithm: str) -> None:
     raw = bytes(range(256)) * 3
     values = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    expected = digest(raw)
+    expected = digest(raw, algorithm)
     for payload in (
         memoryview(raw),
         bytearray(raw),
         np.frombuffer(raw, dtype=np.int16),
+        np.frombuffer(raw, dtype=np.int16).reshape(3, 128),
         values,
         values.view(torch.bfloat16),
         values.view(torch.float8_e4m3fn).view(3, 256),
     ):
-        assert digest(payload) == expected
+        assert digest(payload, algorithm) == expected
 
 
-def test_bytes_and_places_matter() -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bytes_and_places_matter(algorithm: str) -> None:
     payload = torch.zeros(4096, dtype=torch.uint8)
-    payload[1], zero = 1, digest(torch.zeros(4096, dtype=torch.uint8))
-    first = digest(payload)
-    assert len({first, zero, digest(payload.roll(1)), digest(payload[:4095])}) == 4
+    payload[1], zero = 1, digest(torch.zeros(4096, dtype=torch.uint8), algorithm)
+    first = digest(payload, algorithm)
+    assert len({first, zero, digest(payload.roll(1), algorithm), digest(payload.roll(8), algorithm)}) == 4
+    assert digest(payload[:4088], algorithm) != first
+
+
+WORDS = np.random.default_rng(3).integers(0, 2**64, 512, dtype=np.uint64)
+PLAIN = {
+    "random": WORDS,
+    "zeros": np.zeros(512, dtype=np.uint64),
+    "numbered": np.arange(512, dtype=np.uint64),
+    "steps": np.arange(512, dtype=np.uint64) * np.uint64(STEP),  # as far apart as the places are
+    "bfloat16": np.frombuffer(
+        torch.randn(2048, generator=torch.Generator().manual_seed(5)).bfloat16().view(torch.int16).numpy().tobytes(), np.uint64
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_bit_of_every_word_is_seen(name: str) -> None:
+    """Any one bit, or the same bit of any two words, sign bits and lowest bits too: what a broken lane or a lost carry does."""
+    words, plain = PLAIN[name][:24], digest(PLAIN[name][:24], DIGEST_WORDS)
+    found = [plain]
+    for bit in (0, 7, 15, 31, 32, 47, 63):
+        for first in range(24):
+            for second in range(first, 24):
+                changed = words.copy()
+                changed[[first, second]] ^= np.uint64(1 << bit)
+                found.append(digest(changed, DIGEST_WORDS))
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("name", ["random", "numbered", "steps", "bfloat16"])
+def test_swapped_and_moved_words_and_rows_are_seen(name: str) -> None:
+    words, found = PLAIN[name], [digest(PLAIN[name], DIGEST_WORDS)]
+    for first in range(0, 512, 16):
+        for second in range(first + 1, 512, 37):
+            swapped = words.copy()
+            swapped[[first, second]] = words[[second, first]]
+            found.append(digest(swapped, DIGEST_WORDS))
+    rows = words.reshape(32, 16)
+    for first in range(32):
+        for second in range(first + 1, 32):
+            swapped = rows.copy()
+            swapped[[first, second]] = rows[[second, first]]
+            found.append(digest(swapped, DIGEST_WORDS))
+    found += [digest(np.roll(rows, by, axis=0).copy(), DIGEST_WORDS) for by in range(1, 32)]
+    assert len(set(found)) == len(found)
+
+
+def test_avalanche() -> None:
+    """Each bit of a word changes each bit of the digest in about half of the words: 64 x 64 counts of 512, 6 sigma."""
+    places = np.arange(1, 513, dtype=np.uint64) * np.uint64(STEP)
+
+    def mixed(words: np.ndarray) -> np.ndarray:
+        x = words + places
+        x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93) + places
+        x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+        return x ^ (x >> np.uint64(32))
+
+    before = mixed(WORDS)
+    assert int(before.sum(dtype=np.uint64)) == digest(WORDS, DIGEST_WORDS)
+    for bit in range(64):
+        changed = (before ^ mixed(WORDS ^ np.uint64(1 << bit))).view(np.uint8)
+        counts = np.unpackbits(changed, bitorder="little").reshape(512, 64).sum(axis=0)
+        assert abs(counts.astype(int) - 256).max() < 6 * 11.3, bit
+
+
+def test_algorithms_of_devices() -> None:
+    assert digests_for("cpu") == (DIGEST_XXH3, DIGEST_WORDS)
+    assert digests_for("cuda") == (DIGEST_WORDS,)
+    with pytest.raises(ConfigError, match="digest algorithm is 'crc'; must be xxh3-64 or kvferry-words-64"):
+        HostDigest("crc")
 
 
 def test_only_contiguous_host_memory() -> None:

@@ -24,19 +24,20 @@ def element(pool: PagedKVPool, buffer: Tensor, slot: int, head: int) -> Tensor:
 
 
 def place(case: Case, token: int) -> int:
-    index = token - case.first_token
-    return case.pages[index // case.shard.page_size] * case.shard.page_size + index % case.shard.page_size
+    return case.pages[token // case.shard.page_size] * case.shard.page_size + token % case.shard.page_size
 
 
 @settings(max_examples=60)
 @given(case=cases(max_page_size=4, max_pages=4, max_dim=5))
 def test_gather_is_what_the_loops_say(case: Case) -> None:
     pool, out = case.pool("cpu", seed=3), case.wire("cpu")
-    ReferenceCopier(pool, heads=case.heads, wire_dtype=case.wire_dtype).gather(
-        case.table("cpu"), case.buffers, out, first_token=case.first_token
-    )
+    case.plan(ReferenceCopier, pool).gather(case.table("cpu"), out, first_page=case.first_page)
     rows = [
-        convert(element(pool, pool.buffer(buffer.layer, is_v=buffer.is_v), place(case, token), head), case.wire_dtype)
+        convert(
+            element(pool, pool.buffer(buffer.layer, is_v=buffer.is_v), place(case, token), head),
+            case.wire_dtype,
+            scale=case.scales.get((buffer.layer, buffer.is_v), 1.0),
+        )
         for buffer in case.buffers
         for token in range(buffer.tokens.begin, buffer.tokens.end)
         for head in range(case.heads.begin, case.heads.end)
@@ -51,20 +52,17 @@ def test_gather_is_what_the_loops_say(case: Case) -> None:
 def test_scatter_is_what_the_loops_say(case: Case) -> None:
     wire = case.wire("cpu")
     source = case.pool("cpu", seed=3)
-    ReferenceCopier(source, heads=case.heads, wire_dtype=case.wire_dtype).gather(
-        case.table("cpu"), case.buffers, wire, first_token=case.first_token
-    )
+    case.plan(ReferenceCopier, source).gather(case.table("cpu"), wire, first_page=case.first_page)
     target, expected = case.pool("cpu", seed=4), case.pool("cpu", seed=4)
-    ReferenceCopier(target, heads=case.heads, wire_dtype=case.wire_dtype).scatter(
-        case.table("cpu"), case.buffers, wire, first_token=case.first_token
-    )
+    case.plan(ReferenceCopier, target).scatter(case.table("cpu"), wire, first_page=case.first_page)
     for buffer in case.buffers:
         rows = wire[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes].view(TORCH_DTYPES[case.wire_dtype])
         rows = rows.view(len(buffer.tokens), len(case.heads), -1)
         for token in range(buffer.tokens.begin, buffer.tokens.end):
             for head in range(case.heads.begin, case.heads.end):
                 destination = element(expected, expected.buffer(buffer.layer, is_v=buffer.is_v), place(case, token), head)
-                destination.copy_(convert(rows[token - buffer.tokens.begin, head - case.heads.begin], expected.element))
+                row = rows[token - buffer.tokens.begin, head - case.heads.begin]
+                destination.copy_(convert(row, expected.element, scale=case.scales.get((buffer.layer, buffer.is_v), 1.0)))
     for layer in range(case.layout.num_layers):
         for is_v in (False, True)[: case.layout.layers[layer].num_buffers]:
             assert torch.equal(
@@ -113,9 +111,9 @@ def test_a_prompt_arrives_whole_in_a_differently_cut_tier(prefill: Shard, decode
             buffers, count = wire_buffers(MIXED, route, **what), route.heads.count
             (source, pages), (target, target_pages) = sources[route.prefill_rank], targets[route.decode_rank]
             held = Span(begin=route.heads.source_start, end=route.heads.source_start + count)
-            head_slice_copier(source, heads=held, wire_dtype=dtype).gather(pages, buffers, wire)
+            head_slice_copier(source, heads=held, wire_dtype=dtype).plan(buffers).gather(pages, wire)
             held = Span(begin=route.heads.target_start, end=route.heads.target_start + count)
-            head_slice_copier(target, heads=held, wire_dtype=dtype).scatter(target_pages, buffers, wire)
+            head_slice_copier(target, heads=held, wire_dtype=dtype).plan(buffers).scatter(target_pages, wire)
     for pool, pages in targets:
         for layer in pool.layers:
             spec = MIXED.layers[layer]
@@ -158,6 +156,18 @@ def test_float8_saturates() -> None:
     converted = convert(values, DType.FLOAT8_E4M3).float()
     assert converted[:5].tolist() == [448.0, -448.0, 448.0, 448.0, 448.0]
     assert bool(converted[5].isnan()) and converted[6] == 0.0
+
+
+def test_a_scale_widens_what_it_narrowed() -> None:
+    values = torch.tensor([900.0, -112.0, 0.5])
+    narrow = convert(values, DType.FLOAT8_E4M3, scale=4.0)
+    assert narrow.float().tolist() == [224.0, -28.0, 0.125]
+    assert convert(narrow, DType.FLOAT32, scale=4.0).tolist() == [896.0, -112.0, 0.5]
+    assert convert(values.bfloat16(), DType.FLOAT16, scale=4.0).tolist() == [900.0, -112.0, 0.5]  # neither is narrower
+    assert convert(torch.tensor([1e4]), DType.FLOAT8_E4M3, scale=4.0).item() == 448.0
+    for scale in (0.0, -1.0, 1e31, float("nan")):
+        with pytest.raises(LayoutError, match="scale is"):
+            convert(values, DType.FLOAT8_E4M3, scale=scale)
 
 
 @pytest.mark.parametrize(("source", "target"), [(torch.int8, DType.BFLOAT16), (torch.float32, DType.INT8)])

@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from node_runtime import piece_copier
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from tests.runtime.test_piece_copier import carry_over
 from transfer.chunk import ChunkPlan
+from transfer.errors import LayoutError
+from transfer.kernels import add_digest, copier, head_slice
+from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
 from transfer.kernels.head_slice import TritonCopier
-from transfer.kernels.reference import ReferenceCopier
+from transfer.kernels.launch import Launcher
+from transfer.kernels.reference import ReferenceCopier, reference_words_sum
 from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
-from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, WireBuffer, wire_buffers
+from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -21,13 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 @settings(max_examples=120)
 @given(case=cases(max_page_size=20, max_pages=5, max_dim=12))
 def test_agrees_with_the_reference(case: Case) -> None:
-    assert_agrees(case, TritonCopier)
+    assert_agrees(case, TritonCopier, has_kernels=True)
 
 
 @settings(max_examples=6)
 @given(case=cases(max_page_size=256, max_pages=2, max_dim=3))
 def test_agrees_on_large_pages(case: Case) -> None:
-    assert_agrees(case, TritonCopier)
+    assert_agrees(case, TritonCopier, has_kernels=True)
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))
@@ -43,10 +48,10 @@ def test_rows_wider_than_a_tile(order: TokenOrder, head_dim: int) -> None:
             wire_dtype=DType.INT8,
             pages=(1, 0),
             tokens=Span(begin=1, end=4),
-            first_token=0,
             num_tokens=4,
         ),
         TritonCopier,
+        has_kernels=True,
     )
 
 
@@ -74,44 +79,110 @@ def test_conversions_are_exact_for_every_pattern(source: DType, target: DType) -
     buffer = WireBuffer(layer=0, is_v=False, tokens=tokens, row_bytes=1024 * target.num_bytes, offset_bytes=0)
     wire, expected = (torch.zeros(65536 * target.num_bytes, dtype=torch.uint8) for _ in range(2))
     for implementation, out in ((TritonCopier, wire), (ReferenceCopier, expected)):
-        implementation(pool, heads=Span(begin=0, end=1), wire_dtype=target).gather(torch.tensor([0]), [buffer], out)
+        implementation(pool, heads=Span(begin=0, end=1), wire_dtype=target).plan([buffer]).gather(torch.tensor([0]), out)
     found, right = wire.view(TORCH_DTYPES[target]), expected.view(TORCH_DTYPES[target])
     is_nan = right.float().isnan()
     assert torch.equal(found.float().isnan(), is_nan)
     assert torch.equal(as_words(found)[~is_nan], as_words(right)[~is_nan])
 
 
-def test_pages_outside_the_pool_are_left_out() -> None:
+def test_pages_outside_the_pool_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table on a GPU is not checked on the host: the kernel must not follow it out of the pool."""
+    monkeypatch.setattr(copier, "check_pages", lambda pages, num_pages: None)
     layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, v_head_dim=0, dtype=DType.INT8)
     storage = torch.full((6, 2, 1, 8), 7, dtype=torch.int8)
     pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2, buffers=[LayerBuffers(k=storage[2:4], v=None)])
-    copier = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8)
     buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=6), row_bytes=8, offset_bytes=0)
-    job = copier._checked(torch.tensor([0, 1, 0]), [buffer], torch.full((48,), 9, dtype=torch.uint8), 0)
-    job.pages.copy_(torch.tensor([2, 1, -1]))
-    copier._scatter(job)
+    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
+    wire, pages = torch.full((48,), 9, dtype=torch.uint8), torch.tensor([2, 1, -1])
+    plan.scatter(pages, wire)
     assert storage[:3].eq(7).all() and storage[4:].eq(7).all() and storage[3].eq(9).all()
-    job.wire.fill_(1)
-    copier._gather(job)
-    assert job.wire.view(3, 16).tolist() == [[1] * 16, [9] * 16, [1] * 16]
+    wire.fill_(1)
+    plan.gather(pages, wire)
+    assert wire.view(3, 16).tolist() == [[1] * 16, [9] * 16, [1] * 16]
 
 
-def test_equally_shaped_buffers_share_a_launch() -> None:
-    def num_launches(layout: KVLayout) -> int:
-        layers = Span(begin=0, end=layout.num_layers)
+def test_equally_shaped_buffers_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[int, int, int]] = []
+
+    class Counted(Launcher):
+        def __call__(self, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
+            launched.append(grid)
+            super().__call__(grid, arguments)
+
+    monkeypatch.setattr(head_slice, "_launcher", lambda device, num_warps, constants: Counted(
+        head_slice.copy_rows, device, dict(constants), num_warps=num_warps
+    ))  # fmt: skip
+
+    def num_launches(layout: KVLayout, layers: list[int]) -> int:
         pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
-        copier = TritonCopier(pool, heads=Span(begin=0, end=2), wire_dtype=layout.dtype)
-        heads = HeadSlice(source_start=0, target_start=0, count=2)
-        route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
-        tokens = Span(begin=0, end=4)
-        buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=4, dtype=layout.dtype)
-        out = torch.zeros(buffers[-1].offset_bytes + buffers[-1].num_bytes, dtype=torch.uint8)
-        return len(list(copier._launches(copier._checked(torch.tensor([1, 0]), buffers, out, 0))))
+        keys = [(layer, is_v) for layer in layers for is_v in (False, True)]
+        sizes = [2 * pool.head_dim(layer, is_v=is_v) * 2 for layer, is_v in keys]
+        buffers = [
+            WireBuffer(layer=layer, is_v=is_v, tokens=Span(begin=0, end=4), row_bytes=size, offset_bytes=4 * sum(sizes[:index]))
+            for index, ((layer, is_v), size) in enumerate(zip(keys, sizes, strict=True))
+        ]
+        plan = TritonCopier(pool, heads=Span(begin=0, end=2), wire_dtype=layout.dtype).plan(buffers)
+        launched.clear()
+        plan.gather(torch.tensor([1, 0]), torch.zeros(plan.num_wire_bytes, dtype=torch.uint8))
+        return len(launched)
 
     shape = {"num_layers": 40, "num_kv_heads": 2, "dtype": DType.FLOAT16}
-    assert num_launches(KVLayout.uniform(head_dim=8, **shape)) == 1
-    assert num_launches(KVLayout.uniform(head_dim=8, v_head_dim=4, **shape)) == 2
+    assert num_launches(KVLayout.uniform(head_dim=8, **shape), list(range(40))) == 1
+    assert num_launches(KVLayout.uniform(head_dim=8, v_head_dim=4, **shape), list(range(40))) == 2
+    assert num_launches(KVLayout.uniform(head_dim=8, **shape), [0, 1, 3, 7, 8, 31]) == 1  # in no even distance
+
+
+WORDS = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from((0, 1, 2**63, 2**64 - 1, STEP)))
+
+
+@settings(max_examples=60)
+@given(words=st.lists(WORDS, max_size=60), rest=st.binary(max_size=7), shift=st.sampled_from((0, 0, 1, 2, 4)))
+def test_a_pass_over_a_wire_is_the_words_digest(words: list[int], rest: bytes, shift: int) -> None:
+    payload = b"".join(word.to_bytes(8, "little") for word in words) + rest
+    memory = torch.zeros(len(payload) + 16, dtype=torch.uint8)
+    wire = memory[-memory.data_ptr() % 8 + shift :][: len(payload)]
+    wire.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else wire)
+    total = torch.full((1,), 3, dtype=torch.int64)
+    add_digest(total, wire, len(payload))
+    assert (int(total) - 3) % 2**64 == digest(payload, DIGEST_WORDS) == reference_words_sum(wire)
+
+
+def test_a_pass_takes_several_programs() -> None:
+    wire = torch.randint(256, (40_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    total = torch.zeros(1, dtype=torch.int64)
+    add_digest(total, wire, 33_333)
+    assert int(total) % 2**64 == digest(wire[:33_333], DIGEST_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("total", "match"),
+    [
+        (torch.zeros(1), r"digest is torch.float32 \(1,\) on cpu; must be int64 \[1\]"),
+        (torch.zeros(2, dtype=torch.int64), r"digest is torch.int64 \(2,\)"),
+        (torch.zeros(1, dtype=torch.int64, device="meta"), "on meta"),
+    ],
+)
+def test_digests_of_the_wrong_kind(total: torch.Tensor, match: str) -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, v_head_dim=0, dtype=DType.INT8)
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=4), row_bytes=8, offset_bytes=0)
+    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
+    with pytest.raises(LayoutError, match=match):
+        plan.gather(torch.tensor([0, 1]), torch.zeros(32, dtype=torch.uint8), digest=total)
+    with pytest.raises(LayoutError, match="digest is a HostDigest"):
+        plan.gather(torch.tensor([0, 1]), torch.zeros(32, dtype=torch.uint8), digest=HostDigest(DIGEST_WORDS))
+
+
+def test_a_wire_off_whole_words_is_not_digested_on_the_way() -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=8, v_head_dim=0, dtype=DType.INT8)
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=4), row_bytes=8, offset_bytes=0)
+    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
+    memory = torch.zeros(64, dtype=torch.uint8)
+    wire = memory[-memory.data_ptr() % 8 + 4 :]
+    with pytest.raises(LayoutError, match="must begin on 8 bytes"):
+        plan.gather(torch.tensor([0, 1]), wire, digest=torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", [None, DType.FLOAT8_E4M3])
@@ -119,4 +190,5 @@ def test_a_prompt_of_all_kinds_of_layers_is_carried_over(dtype: DType | None, mo
     """Full attention, windows, a latent and states, each from and into its own pages; the states stay as they are."""
     monkeypatch.setattr(piece_copier, "head_slice_copier", TritonCopier)
     decode = Shard(tp_size=2, page_size=4, order=TokenOrder.HND, dtype=dtype)
-    carry_over(Shard(tp_size=4, page_size=3), decode, ChunkPlan(chunk_tokens=8, layers_per_group=3), 25)
+    plan = ChunkPlan(chunk_tokens=8, layers_per_group=3)
+    carry_over(Shard(tp_size=4, page_size=3), decode, plan, 25, algorithm=DIGEST_WORDS, has_kernels=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,8 @@ from hypothesis import strategies as st
 from node_runtime.piece_copier import PieceCopier
 from tests.runtime.scattered_tiers import HYBRID, GroupPages
 from transfer.chunk import Chunk, ChunkPlan, pieces_of, split_into_chunks
+from transfer.kernels import CopyPlan, Digest
+from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.kernels.reference import ReferenceCopier
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import PageNeeds, layer_groups
@@ -41,7 +42,23 @@ def pages_of(shard: Shard, num_tokens: int, *, seed: int, in_flight: int) -> Gro
     return pages
 
 
-def carry_over(prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int) -> None:
+def empty_digest(algorithm: str, has_kernels: bool) -> Digest:
+    return torch.zeros(1, dtype=torch.int64) if has_kernels else HostDigest(algorithm)
+
+
+def value(found: Digest) -> int:
+    return found.value() if isinstance(found, HostDigest) else int(found) % 2**64
+
+
+def carry_over(
+    prefill: Shard,
+    decode: Shard,
+    plan: ChunkPlan,
+    num_tokens: int,
+    *,
+    algorithm: str = DIGEST_XXH3,
+    has_kernels: bool = False,
+) -> None:
     """A prompt from every prefill rank to every decode rank, piece by piece, and a check of all that decode may read."""
     sources = [pages_of(prefill.at(rank), num_tokens, seed=rank, in_flight=num_tokens) for rank in range(prefill.num_ranks)]
     for pages in sources:
@@ -59,13 +76,15 @@ def carry_over(prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int) 
         source, target, heads = sources[route.prefill_rank], targets[route.decode_rank], route.heads
         for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
             wire = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
-            what = {"num_tokens": num_tokens, "dtype": dtype}
+            what = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
+            sent, found = empty_digest(algorithm, has_kernels), empty_digest(algorithm, has_kernels)
             held = Span(begin=heads.source_start, end=heads.source_start + heads.count)
             tables = source.allocator.tables("a")
-            copiers[id(source)].prepare(HYBRID, route, chunk, heads=held, tables=tables, **what).gather(wire)
+            copiers[id(source)].prepare(HYBRID, route, chunk, heads=held, tables=tables, **what).gather(wire, sent)
             wanted = Span(begin=heads.target_start, end=heads.target_start + heads.count)
             tables = target.cover("a", chunk.tokens.end)
-            copiers[id(target)].prepare(HYBRID, route, chunk, heads=wanted, tables=tables, **what).scatter(wire)
+            copiers[id(target)].prepare(HYBRID, route, chunk, heads=wanted, tables=tables, **what).scatter(wire, found)
+            assert value(sent) == value(found) == digest(wire, algorithm)
     for pages in targets:
         through = [prefill.pool_dtype(HYBRID), dtype, decode.pool_dtype(HYBRID)]
         pages.assert_readable("a", num_tokens, through, computed=num_tokens)
@@ -86,9 +105,12 @@ shards = st.builds(
     decode=shards,
     plan=st.builds(ChunkPlan, chunk_tokens=st.integers(1, 40), layers_per_group=st.integers(0, 7)),
     num_tokens=st.integers(1, 90),
+    algorithm=st.sampled_from((DIGEST_XXH3, DIGEST_WORDS)),
 )
-def test_a_prompt_is_carried_over_piece_by_piece(prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int) -> None:
-    carry_over(prefill, decode, plan, num_tokens)
+def test_a_prompt_is_carried_over_piece_by_piece(
+    prefill: Shard, decode: Shard, plan: ChunkPlan, num_tokens: int, algorithm: str
+) -> None:
+    carry_over(prefill, decode, plan, num_tokens, algorithm=algorithm)
 
 
 def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: int, dtype: DType, num_bytes: int) -> torch.Tensor:
@@ -100,9 +122,10 @@ def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: in
         own = HYBRID.layers[buffer.layer].dtype or dtype
         copier = ReferenceCopier(pages.pool.part_of(buffer.layer), heads=heads, wire_dtype=own)
         table = torch.tensor(pages.allocator.tables("a")[pages.pool.group_of(buffer.layer)])
-        first = (table >= 0).nonzero()[0].item()
-        first_token = int(first) * copier.pool.page_size
-        copier.gather(table[int(first) :], [buffer], wire, first_token=first_token)
+        first_page = buffer.tokens.begin // copier.pool.page_size
+        begin = buffer.tokens.begin % copier.pool.page_size
+        tokens = Span(begin=begin, end=begin + len(buffer.tokens))
+        copier.plan([replace(buffer, tokens=tokens)]).gather(table, wire, first_page=first_page)
     return wire
 
 
@@ -131,7 +154,8 @@ def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
             for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
                 wire = torch.zeros(num_bytes, dtype=torch.uint8)
                 tables = pages.allocator.tables("a")
-                piece = copier.prepare(HYBRID, route, chunk, heads=heads, num_tokens=num_tokens, dtype=dtype, tables=tables)
+                what = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
+                piece = copier.prepare(HYBRID, route, chunk, heads=heads, tables=tables, **what)
                 piece.gather(wire)
                 assert torch.equal(wire, reference_wire(pages, route, chunk, num_tokens, dtype, num_bytes))
 
@@ -143,7 +167,7 @@ def one_group_copier(page_size: int = 4) -> tuple[PieceCopier, KVLayout, Route]:
     return PieceCopier(KVPool(layout=layout, shard=shard, num_pages=30)), layout, route
 
 
-def buffers_of(copier: PieceCopier, layout: KVLayout, route: Route, chunk: Chunk, num_tokens: int) -> Sequence[object]:
+def plan_of(copier: PieceCopier, layout: KVLayout, route: Route, chunk: Chunk, num_tokens: int) -> CopyPlan:
     piece = copier.prepare(
         layout,
         route,
@@ -152,9 +176,10 @@ def buffers_of(copier: PieceCopier, layout: KVLayout, route: Route, chunk: Chunk
         num_tokens=num_tokens,
         dtype=DType.FLOAT16,
         tables=(list(range(-(-num_tokens // 4))),),
+        request_id="a",
     )
     (part,) = piece.parts
-    return part.buffers
+    return part.plan
 
 
 def test_equal_chunks_are_laid_out_once() -> None:
@@ -162,13 +187,13 @@ def test_equal_chunks_are_laid_out_once() -> None:
     copier, layout, route = one_group_copier()
     plan = ChunkPlan(chunk_tokens=8)
     found = [
-        buffers_of(copier, layout, route, chunk, num_tokens)
+        plan_of(copier, layout, route, chunk, num_tokens)
         for num_tokens in (24, 80)
         for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=3)
     ]
-    assert len(found) == 13 and all(buffers is found[0] for buffers in found)
+    assert len(found) == 13 and all(plan is found[0] for plan in found)
     shorter = split_into_chunks(plan, num_tokens=21, num_layers=3)[-1]
-    assert buffers_of(copier, layout, route, shorter, 21) is not found[0]
+    assert plan_of(copier, layout, route, shorter, 21) is not found[0]
 
 
 def test_every_head_slice_has_a_copier_of_its_own() -> None:
@@ -177,18 +202,38 @@ def test_every_head_slice_has_a_copier_of_its_own() -> None:
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)
     for heads in (Span(begin=0, end=2), Span(begin=1, end=2), Span(begin=0, end=1)):
         of_slice = replace(route, heads=HeadSlice(source_start=heads.begin, target_start=0, count=len(heads)))
-        what = {"num_tokens": 8, "dtype": DType.FLOAT16, "tables": ((3, 1),)}
+        what = {"num_tokens": 8, "dtype": DType.FLOAT16, "tables": ((3, 1),), "request_id": "a"}
         (part,) = copier.prepare(layout, of_slice, chunk, heads=heads, **what).parts
-        assert part.copier.heads == heads
+        assert {buffer.row_bytes for buffer in part.plan.buffers} == {len(heads) * 4 * 2}
+
+
+def test_scales_are_of_the_peer() -> None:
+    """Two instances with other scales for one and the same piece."""
+    copier, layout, route = one_group_copier()
+    pool = copier._pool
+    pool.buffer(0, is_v=False).fill_(3.0)
+    (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=4), num_tokens=4, num_layers=3)
+    what = {"num_tokens": 4, "dtype": DType.FLOAT8_E4M3, "tables": ((0,),), "request_id": "a", "heads": Span(begin=0, end=2)}
+    for scale in (2.0, 4.0, None):
+        piece = copier.prepare(layout, route, chunk, scales=None if scale is None else {(0, False): scale}, **what)
+        wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8)
+        piece.gather(wire)
+        assert wire[:32].view(torch.float8_e4m3fn).float().eq(3.0 / (scale or 1.0)).all()
+
+
+def test_what_requests_keep_is_forgotten_once() -> None:
+    copier, _, _ = one_group_copier()
+    copier.forget("never seen")
+    copier.forget("never seen")
 
 
 def test_another_layout_forgets_what_the_last_one_had() -> None:
     copier, layout, route = one_group_copier()
     chunk = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)[0]
-    before = buffers_of(copier, layout, route, chunk, 8)
+    before = plan_of(copier, layout, route, chunk, 8)
     same = KVLayout(layers=layout.layers, dtype=layout.dtype)  # what another attach has decoded: equal, another object
-    again = buffers_of(copier, same, route, chunk, 8)
-    assert again == before and again is not before
+    again = plan_of(copier, same, route, chunk, 8)
+    assert again.buffers == before.buffers and again is not before
 
 
 def test_pages_are_those_of_the_groups_own_table() -> None:
@@ -202,12 +247,19 @@ def test_pages_are_those_of_the_groups_own_table() -> None:
     full = list(range(13))
     windows = [-1] * 7 + [20, 21, 22, 23, 24, 25]  # of tokens 30 to 49
     piece = PieceCopier(pool).prepare(
-        layout, route, chunk, heads=Span(begin=0, end=4), num_tokens=50, dtype=DType.BFLOAT16, tables=(full, windows)
+        layout,
+        route,
+        chunk,
+        heads=Span(begin=0, end=4),
+        num_tokens=50,
+        dtype=DType.BFLOAT16,
+        tables=(full, windows),
+        request_id="a",
     )
     first, second = piece.parts
     assert first.pages.tolist() == full and second.pages.tolist() == windows[7:]
-    assert {buffer.tokens for buffer in first.buffers} == {Span(begin=0, end=50)}
-    assert {buffer.tokens for buffer in second.buffers} == {Span(begin=2, end=22)}
+    assert {buffer.tokens for buffer in first.plan.buffers} == {Span(begin=0, end=50)}
+    assert {buffer.tokens for buffer in second.plan.buffers} == {Span(begin=2, end=22)}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 6, 19, 20, 21, 63])

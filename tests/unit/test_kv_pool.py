@@ -373,7 +373,7 @@ def test_layers_that_lie_interleaved_in_one_tensor(order: TokenOrder) -> None:
             WireBuffer(layer=layer, is_v=is_v, tokens=tokens, row_bytes=8, offset_bytes=80 * index)
             for index, (layer, is_v) in enumerate(order_of_wire)
         ]
-        copier.gather(torch.tensor([5, 0, 3, 2]), parts, wire)
+        copier.plan(parts).gather(torch.tensor([5, 0, 3, 2]), wire)
         wires.append(wire)
     assert torch.equal(*wires) and wires[0].any()
     target = PoolView(
@@ -381,9 +381,8 @@ def test_layers_that_lie_interleaved_in_one_tensor(order: TokenOrder) -> None:
         shard=shard,
         buffers=[LayerBuffers(k=b[:, 0], v=b[:, 1]) for b in torch.zeros_like(blocks).unbind(1)],
     )
-    head_slice_copier(target.parts[0], heads=Span(begin=1, end=2), wire_dtype=DType.FLOAT16).scatter(
-        torch.tensor([5, 0, 3, 2]), parts, wires[0]
-    )
+    copier = head_slice_copier(target.parts[0], heads=Span(begin=1, end=2), wire_dtype=DType.FLOAT16)
+    copier.plan(parts).scatter(torch.tensor([5, 0, 3, 2]), wires[0])
     slots = torch.tensor([5, 0, 3, 2]).repeat_interleave(3) * 3 + torch.arange(3).repeat(4)
     for layer in range(3):
         for found, expected in zip(target.read(layer, slots[1:11]), view.read(layer, slots[1:11]), strict=True):

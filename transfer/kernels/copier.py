@@ -218,10 +218,6 @@ class HeadSliceCopier(ABC):
             raise LayoutError(
                 f"layer {buffer.layer} has row_bytes {buffer.row_bytes}; {row_bytes} with these heads in {self.wire_dtype}"
             )
-        if buffer.tokens.begin < 0:
-            raise LayoutError(
-                f"layer {buffer.layer} begins at token {buffer.tokens.begin}; must count from the first page, from 0"
-            )
         if buffer.offset_bytes < 0 or buffer.offset_bytes % self.wire_dtype.num_bytes:
             raise LayoutError(
                 f"layer {buffer.layer} has offset_bytes {buffer.offset_bytes}; must be on {self.wire_dtype} elements, from 0 on"

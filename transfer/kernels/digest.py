@@ -3,14 +3,21 @@
 Two algorithms, negotiated per pair of instances. ``xxh3-64`` is the fastest on a CPU, but sequential. ``kvferry-words-64`` is for
 kernels, whose programs see the payload in no order: a sum of one number for each 64-bit word and its place.
 
-Words: the payload as little-endian 64-bit words, the last one filled up with zeros. Word number i counts as
-``mix(word + (i + 1) * STEP)``, and the digest is the sum of these modulo 2**64. `mix` is a bijection: no change inside one word
-goes unseen. It carries high bits down (the shifts) and low bits up (the products). The place is in what is mixed, so that equal
-words in other places, swapped or moved ones, count differently. The shifts are by 32 because a GPU has 32-bit registers: such a
-shift is free.
+Words: the payload as little-endian 64-bit words, the last one filled up with zeros. Word number i, with the key
+``(i + 1) * STEP``, counts as this, in integers modulo 2**64, and the digest is the sum of what all words count::
 
-Source: `mix` is the structure of MurmurHash3's finaliser with the constants and shifts of D. Degski's 64-bit hash (rrmxmx family,
-published with tests of its avalanche); STEP is 2**64 divided by the golden ratio, made odd (Knuth, vol. 3, 6.4).
+    x = word + key
+    x = (x ^ (x >> 32)) * FACTOR + key
+    x = (x ^ (x >> 32)) * FACTOR
+    x = x ^ (x >> 32)
+
+Each step is a bijection of the word: no change inside one word goes unseen. The shifts carry high bits down and the products low
+bits up. Equal words in other places, swapped or moved ones, count differently; the key comes twice so that this is true of words
+that differ by what keys differ by, too. The shifts are by 32 because a GPU has 32-bit registers: such a shift is free, and so is
+the second key, added by the multiplication's own instruction.
+
+Source: but for the keys it is D. Degski's 64-bit hash, which has the structure of MurmurHash3's finaliser; STEP is 2**64 divided by
+the golden ratio, made odd (Knuth, vol. 3, 6.4).
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ WORD_BYTES = 8
 
 _BLOCK_WORDS = 1 << 13  # what NumPy's passes go over stays in the cache
 _MASK = (1 << 64) - 1
+_HALF, _FACTOR = np.uint64(32), np.uint64(FACTOR)
 
 Words = npt.NDArray[np.uint64]
 
@@ -127,15 +135,17 @@ def words_sum(words: Words, first_word: int) -> int:
         words: uint64 [n], little-endian.
     """
     total = 0
-    keys = np.arange(1, min(len(words), _BLOCK_WORDS) + 1, dtype=np.uint64) * np.uint64(STEP)
+    first_keys = np.arange(1, min(len(words), _BLOCK_WORDS) + 1, dtype=np.uint64) * np.uint64(STEP)
     for begin in range(0, len(words), _BLOCK_WORDS):
         block = words[begin : begin + _BLOCK_WORDS]
-        mixed = block + keys[: len(block)]
-        mixed += np.uint64((first_word + begin) * STEP & _MASK)
-        for _ in range(2):
-            mixed ^= mixed >> np.uint64(32)
-            mixed *= np.uint64(FACTOR)
-        mixed ^= mixed >> np.uint64(32)
+        keys = first_keys[: len(block)] + np.uint64((first_word + begin) * STEP & _MASK)
+        mixed = block + keys
+        mixed ^= mixed >> _HALF
+        mixed *= _FACTOR
+        mixed += keys
+        mixed ^= mixed >> _HALF
+        mixed *= _FACTOR
+        mixed ^= mixed >> _HALF
         total += int(mixed.sum(dtype=np.uint64))
     return total & _MASK
 

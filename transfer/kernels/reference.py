@@ -57,9 +57,10 @@ def reference_words_sum(payload: Tensor, first_word: int = 0) -> int:
     padded = torch.nn.functional.pad(payload, (0, -len(payload) % WORD_BYTES))
     words = padded.view(torch.int64)
     number = torch.arange(first_word + 1, first_word + 1 + len(words), device=payload.device)
-    mixed = words + number * _signed(STEP)
-    for _ in range(2):
-        mixed = (mixed ^ _high_half(mixed)) * _signed(FACTOR)
+    keys = number * _signed(STEP)
+    mixed = words + keys
+    mixed = (mixed ^ _high_half(mixed)) * _signed(FACTOR) + keys
+    mixed = (mixed ^ _high_half(mixed)) * _signed(FACTOR)
     return int((mixed ^ _high_half(mixed)).sum().item()) % (1 << 64)
 
 

@@ -1,7 +1,7 @@
 """``kvferry-words-64`` in Triton: see `transfer.kernels.digest` for its definition.
 
-A word takes some 15 integer instructions of 32 bits (two additions, three exclusive ors, two products); the place, an addition
-per word, comes from its row and its column.
+A word takes some 16 integer instructions of 32 bits (two additions, three exclusive ors, two products, the sum); the key, an
+addition per word, comes from its row and its column.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def offsets_of(columns):  # type: ignore[no-untyped-def]
 def mixed(words, keys):  # type: ignore[no-untyped-def]
     """What words count at their places; all uint64."""
     x = words + keys
-    x = (x ^ (x >> 32)) * _FACTOR
+    x = (x ^ (x >> 32)) * _FACTOR + keys
     x = (x ^ (x >> 32)) * _FACTOR
     return x ^ (x >> 32)
 
