@@ -58,6 +58,7 @@ class _Peer:
     session: Session
     control: ControlClient
     ring_capacity_bytes: int
+    is_direct: bool
 
 
 class SenderLoop:
@@ -135,13 +136,16 @@ class SenderLoop:
         self, number: int, session: Session, control: ControlClient, *, incarnation: int, ring_capacity_bytes: int
     ) -> None:
         """Take over an attached session."""
-        self._peers[number] = _Peer(session=session, control=control, ring_capacity_bytes=ring_capacity_bytes)
+        is_direct = session.direct(ByteRange(begin=0, end=ring_capacity_bytes)) is not None
+        self._peers[number] = _Peer(
+            session=session, control=control, ring_capacity_bytes=ring_capacity_bytes, is_direct=is_direct
+        )
         control.watch(self._loop, lambda payload: self._on_payload(number, payload))
         opened = protocol.SessionOpened(
             session=number,
             incarnation=incarnation,
             ring_capacity_bytes=ring_capacity_bytes,
-            is_direct=session.direct(ByteRange(begin=0, end=ring_capacity_bytes)) is not None,
+            is_direct=is_direct,
         )
         self._pump.feed(opened)
 
@@ -251,13 +255,20 @@ class SenderLoop:
         self._lane.gather(piece, out, algorithm=request.digest, peer=action.session, after=action.event, on_done=done)
 
     def _gather_target(self, action: protocol.StartGather) -> tuple[Tensor | DirectMemory, bool]:
-        """Where the piece goes: the granted bytes of a direct session's ring, else its slot; and whether it is the first."""
+        """Where the piece goes: the granted bytes of a direct session's ring, else its slot; and whether it is the first.
+
+        Into the slot, too, where a direct session has ended meanwhile: the protocol waits for the end of what it has started.
+        """
         peer = self._peers.get(action.session)
-        if peer is not None:
+        if peer is not None and peer.is_direct:
             offset = action.grant.begin % peer.ring_capacity_bytes
-            ring = peer.session.direct(ByteRange(begin=offset, end=offset + action.num_bytes))
+            try:
+                ring, reason = peer.session.direct(ByteRange(begin=offset, end=offset + action.num_bytes)), "the link failed"
+            except LocalProtocolError as error:
+                ring, reason = None, str(error)
             if ring is not None:
                 return ring, True
+            self.close_session(action.session, f"the gather cannot be made: {reason}")
         begin = action.slot * self._slot_bytes
         return self._staging.tensor[begin : begin + action.num_bytes], False
 
