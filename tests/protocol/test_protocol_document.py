@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from decode_node.peers import PrefillPeers
 from decode_node.requests import DecodeRequests
 from prefill_node.joins import Joins
 from transfer import errors
 from transfer.instance import check_compatible
 from transfer.messages import MESSAGE_TYPES, ChunkSize, IssuedGrant, Message
-from transfer.registry.convert import instance_from_proto
+from transfer.registry.convert import chunk_plan_from_proto, instance_from_proto
 from transfer.registry.server import TransferControlServicer
 from transfer.registry.status import status_of
 
@@ -121,7 +122,9 @@ def test_the_status_codes_are_those_that_the_code_ends_with() -> None:
         "PrefillControl_Join": set().union(*map(codes_raised_by, (instance_from_proto, check_compatible, Joins.open))),
         "PrefillControl_Prefill": of_any,
         "DecodeControl_Generate": of_any | {"CANCELLED", "DEADLINE_EXCEEDED"},
-        "DecodeControl_Reserve": codes_raised_by(DecodeRequests.reserve),
+        "DecodeControl_Reserve": set().union(
+            *map(codes_raised_by, (chunk_plan_from_proto, PrefillPeers.check_plan, DecodeRequests.reserve))
+        ),
         "TransferControl_Attach": codes_written_in(attach) | of_any - {"ABORTED", "DATA_LOSS"},
         "TransferControl_Watermarks": codes_written_in(watermarks),
     }
