@@ -24,6 +24,7 @@ from transfer.errors import TransferError
 from transfer.transport.base import ByteRange, DirectMemory
 from transfer.transport.cuda_ipc import CudaIpcTransport, Mode
 from transfer.transport.cuda_ipc_driver import driver_cuda
+from transfer.transport.memory import DeviceSlice
 
 _ANSWER_S = 60.0  # the first use of a GPU and the compiler take seconds
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
@@ -133,6 +134,9 @@ class End:
         is_right = torch.equal(self._tensor[begin:end], wanted)
         return is_right and bool((self._tensor[:begin] == around).all() and (self._tensor[end:] == around).all())
 
+    def content(self) -> bytes:
+        return self._tensor.cpu().numpy().tobytes()
+
     def write(self, begin: int, end: int, target_begin: int, key: int) -> None:
         target = ByteRange(begin=target_begin, end=target_begin + end - begin)
         self._handles[key] = self._session.write(self._memory, ByteRange(begin=begin, end=end), target, key)
@@ -176,11 +180,14 @@ class End:
     def count(self) -> dict[str, int]:
         """What a session could leak."""
         mapped = driver_cuda()._mapped if self._twin is None else self._twin._mapped
-        used_mib = 0
-        if self._place.is_gpu:
-            free, total = torch.cuda.mem_get_info(self._place.device)
-            used_mib = (total - free) >> 20
-        return {"fds": len(os.listdir("/proc/self/fd")), "mapped": len(mapped), "used_mib": used_mib}
+        return {"fds": len(os.listdir("/proc/self/fd")), "mapped": len(mapped)}
+
+    def break_device(self) -> None:
+        """Let a kernel store where nothing is: the process can use its GPU no more."""
+        nowhere = DeviceSlice(owner=None, address=1 << 40, num_bytes=4096, device_index=self._place.device)
+        with contextlib.suppress(RuntimeError):
+            self._store(nowhere, self._tensor[:4096])
+            self._synchronize()
 
     def _synchronize(self) -> None:
         if self._place.is_gpu:

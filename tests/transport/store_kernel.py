@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,25 +9,14 @@ from torch import Tensor
 from transfer.transport.base import DirectMemory
 
 
-class _Place:
-    """What Triton takes for a pointer."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-        self.dtype = torch.uint8
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["target"])  # type: ignore[untyped-decorator]
 def _store(target, source, num_bytes, block: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = places < num_bytes
-    tl.store(target + places, tl.load(source + places, mask=mask), mask=mask)
+    tl.store(target.to(tl.pointer_type(tl.uint8)) + places, tl.load(source + places, mask=mask), mask=mask)
 
 
 def store(target: DirectMemory, source: Tensor) -> None:
-    """Queue it on the current stream."""
+    """Queue it on the current stream of the source's device, which must be the current one."""
     block = 4096
-    _store[(triton.cdiv(source.numel(), block),)](_Place(target.data_ptr()), source, source.numel(), block=block)
+    _store[(triton.cdiv(source.numel(), block),)](target.data_ptr(), source, source.numel(), block=block)

@@ -1,0 +1,210 @@
+"""The CUDA IPC transport on real GPUs: two processes on one device and on two, killed, frozen, and seeing different devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.transport.cuda_ipc_ends import Place, attach, pattern
+from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
+from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
+from transfer.errors import ConfigError
+from transfer.kernels import head_slice_copier
+from transfer.kv_pool import PagedKVPool
+from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, wire_buffers
+from transfer.transport.base import ByteRange
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: this torch sees fewer")
+
+
+@pytest.fixture(params=[pytest.param(0, id="one GPU"), pytest.param(1, id="two GPUs", marks=needs_two)])
+def places(request: pytest.FixtureRequest) -> Places:
+    return Places(
+        writer=Place(is_gpu=True, device=0),
+        target=Place(is_gpu=True, device=request.param),
+        sizes=(1, 4096, MiB + 1, 64 * MiB, 1024 * MiB),
+        long_bytes=1024 * MiB,
+        long_times=900,  # what one stream queues without blocking: 0.5 s on one H200, 2.5 s over NVLink
+    )
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("writer", "target"),
+    [
+        (Place(is_gpu=True, visible=(0,)), Place(is_gpu=True, visible=(1,))),
+        (Place(is_gpu=True, visible=(1,)), Place(is_gpu=True, visible=(0,))),
+        (Place(is_gpu=True, device=1), Place(is_gpu=True, visible=(0,))),
+        (Place(is_gpu=True, visible=(1,)), Place(is_gpu=True, device=0)),
+    ],
+    ids=["0 to 1", "1 to 0", "all to 0", "1 to all"],
+)
+def test_processes_that_see_different_devices(make: Make, writer: Place, target: Place) -> None:
+    one, other = make(writer, num_bytes=4 * MiB), make(target, num_bytes=4 * MiB)
+    attach(one, other)
+    one.do("fill", seed=9)
+    one.do("write", begin=0, end=MiB, target_begin=0, key=1)
+    assert one.do("wait", key=1, seconds=10) == "done"
+    assert one.do("store", begin=MiB, end=2 * MiB, target_begin=MiB)
+    assert other.do("holds", begin=0, end=2 * MiB, seed=9, source_begin=0, around=0)
+
+
+def test_what_a_killed_writer_had_queued_never_lands(places: Places, make: Make) -> None:
+    """A kernel that would store later, behind one that sleeps: without the kill it does land."""
+    clock_hz = 2_000_000_000
+    writer, target = make(places.writer), make(places.target)
+    writer.do("fill", seed=3)
+    attach(writer, target)
+    writer.do("store", begin=0, end=8, target_begin=0)  # compiled by now
+    target.do("stamp", value=1)
+    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=clock_hz // 2)
+    assert target.do("is_stamp", value=1)
+    ends_at = time.monotonic() + 10
+    while not target.do("holds", begin=0, end=MiB, seed=3, source_begin=0, around=1):
+        assert time.monotonic() < ends_at
+    target.do("stamp", value=2)
+    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=clock_hz)
+    target.do("close")
+    writer.kill()
+    assert target.do("is_over_within", seconds=1)
+    time.sleep(1.5)
+    assert target.do("is_stamp", value=2)
+
+
+def test_closing_waits_for_kernels_that_store(places: Places, make: Make) -> None:
+    writer, target = make(places.writer), make(places.target)
+    writer.do("fill", seed=3)
+    attach(writer, target)
+    writer.do("store", begin=0, end=8, target_begin=0)
+    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=500_000_000)
+    target.do("close")
+    assert not target.do("is_over")
+    writer.do("close")
+    assert target.do("is_over")
+    assert target.do("holds", begin=0, end=MiB, seed=3, source_begin=0, around=0)
+
+
+def test_a_writer_whose_device_is_broken_is_over_only_when_it_is_gone(places: Places, make: Make) -> None:
+    writer, target = make(places.writer), make(places.target)
+    attach(writer, target)
+    writer.do("break_device")
+    writer.do("write", begin=0, end=4096, target_begin=0, key=1)
+    assert writer.do("wait", key=1, seconds=5).startswith("WriteFailed: key 1 on session cuda_ipc/fused: cu")
+    writer.do("close")
+    target.do("close")
+    assert not target.do("is_over_within", seconds=0.2)
+    writer.kill()
+    assert target.do("is_over_within", seconds=1)
+    other = make(places.writer)
+    attach(other, target)
+    assert moves_bytes(other, target, MiB)  # noqa: F405
+
+
+def test_a_gather_straight_into_the_peers_ring(places: Places, make: Make) -> None:
+    """The real kernel, the real session: the same bytes as a gather into memory of its own, and the same digest."""
+    from transfer.transport.cuda_ipc import CudaIpcTransport
+
+    layout = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=64, dtype=DType.BFLOAT16)
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=16), num_pages=32, device="cuda:0")
+    for layer in range(4):
+        for is_v in (False, True):
+            pool.buffer(layer, is_v=is_v).normal_()
+    pages = torch.randperm(32, device="cuda:0")
+    tokens, layers = Span(begin=0, end=500), Span(begin=0, end=4)
+    heads = HeadSlice(source_start=1, target_start=0, count=2)
+    route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
+    buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=500, dtype=DType.BFLOAT16)
+    plan = head_slice_copier(pool, heads=Span(begin=1, end=3), wire_dtype=DType.BFLOAT16).plan(buffers)
+    local = torch.zeros(plan.num_wire_bytes, dtype=torch.uint8, device="cuda:0")
+    digests = torch.zeros(2, dtype=torch.int64, device="cuda:0")
+    target = make(places.target, num_bytes=plan.num_wire_bytes + 8192)
+    transport = CudaIpcTransport(device_index=0)
+    offer = transport.offer()
+    session = offer.complete(target.do("accept", blob=offer.blob))
+    ring = session.direct(ByteRange(begin=4096, end=4096 + plan.num_wire_bytes))
+    assert ring is not None
+    plan.gather(pages, ring, digest=digests[:1])
+    plan.gather(pages, local, digest=digests[1:])
+    torch.cuda.synchronize()
+    assert target.do("content")[4096:-4096] == local.cpu().numpy().tobytes()
+    assert digests[0] == digests[1] != 0
+    transport.close()
+    target.do("close")
+    assert target.do("is_over")
+
+
+def test_both_ends_in_one_process() -> None:
+    from tests.transport.store_kernel import store
+    from transfer.transport.cuda_ipc import CudaIpcTransport
+
+    last = torch.cuda.device_count() - 1
+    source, ring = pattern(MiB, 6, "cuda:0"), torch.zeros(MiB, dtype=torch.uint8, device=f"cuda:{last}")
+    torch.cuda.synchronize(0)
+    writer_transport, target_transport = CudaIpcTransport(), CudaIpcTransport()
+    source_memory, ring_memory = writer_transport.register(source), target_transport.register(ring)
+    assert (source_memory.device_index, ring_memory.device_index) == (0, last)
+    offer = writer_transport.offer()
+    target, answer = target_transport.accept(offer.blob, ring_memory)
+    writer = offer.complete(answer)
+    half = ByteRange(begin=0, end=MiB // 2)
+    handle = writer.write(source_memory, half, half, 1)
+    ends_at = time.monotonic() + 10
+    while not handle.poll():
+        writer.progress()
+        assert time.monotonic() < ends_at
+    place = writer.direct(ByteRange(begin=MiB // 2, end=MiB))
+    assert place is not None
+    store(place, source[MiB // 2 :])
+    torch.cuda.synchronize(0)
+    assert torch.equal(ring.cpu(), source.cpu())
+    target.close()
+    writer.close()
+    assert target.is_over
+    target_transport.deregister(ring_memory)
+
+
+def test_host_memory_is_refused() -> None:
+    from transfer.transport.cuda_ipc import CudaIpcTransport
+
+    for buffer in (torch.zeros(8), torch.zeros(8).pin_memory(), bytearray(8)):
+        with pytest.raises(ConfigError, match=r"is host memory: put it on device cuda, or choose transport: ucx"):
+            CudaIpcTransport().register(buffer)
+
+
+def test_memory_that_cannot_be_exported_names_the_setting() -> None:
+    code = (
+        "import torch\n"
+        "from transfer.transport.cuda_ipc import CudaIpcTransport\n"
+        "transport = CudaIpcTransport()\n"
+        "memory = transport.register(torch.zeros(1 << 24, dtype=torch.uint8, device='cuda'))\n"
+        "try: transport.accept(transport.offer().blob, memory)\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("ConfigError the ring's memory cannot be shared over CUDA IPC"), done
+    assert "expandable_segments:True" in done.stdout and "PYTORCH_CUDA_ALLOC_CONF" in done.stdout
+
+
+@needs_two
+def test_another_device_than_the_transports_is_refused() -> None:
+    from transfer.transport.cuda_ipc import CudaIpcTransport
+
+    transport = CudaIpcTransport(device_index=0)
+    with pytest.raises(ConfigError, match=r"lies on device 1 \([0-9a-f-]{36}\), and this cuda_ipc transport serves device 0"):
+        transport.register(torch.zeros(8, dtype=torch.uint8, device="cuda:1"))
