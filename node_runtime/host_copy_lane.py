@@ -13,7 +13,7 @@ from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopy
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.kernels.digest import digest as digest_of
+from transfer.kernels.digest import HostDigest
 from transfer.transport.base import DirectMemory
 
 
@@ -40,18 +40,18 @@ class HostCopyLane:
             if after is not None:
                 after.synchronize()
             started = time.monotonic()
-            piece.gather(out)
-            return digest_of(out), time.monotonic() - started
+            found = HostDigest(algorithm)
+            piece.gather(out, found)
+            return found.value(), time.monotonic() - started
 
         self._lane.submit(work, lambda result: on_done(*result))
 
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
         def work() -> tuple[bool, float]:
             started = time.monotonic()
-            is_intact = digest_of(source) == digest
-            if is_intact:
-                piece.scatter(source)
-            return is_intact, time.monotonic() - started
+            found = HostDigest(algorithm)
+            piece.scatter(source, found)
+            return found.value() == digest, time.monotonic() - started
 
         self._lane.submit(work, lambda result: on_done(*result))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from transfer.kernels import head_slice_copier, host_copy
+from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.kernels.host_copy import HostCopier, PageRun, plan_tokens
 from transfer.kernels.reference import ReferenceCopier
 from transfer.kv_pool import LayerBuffers, PagedKVPool, as_words
@@ -35,6 +36,30 @@ def test_agrees_where_every_gather_is_large_enough_for_torch(case: Case) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_copy, "MIN_BYTES_FOR_TORCH", 0)
         assert_agrees(case, HostCopier)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 700])
+@settings(max_examples=200)
+@given(case=cases())
+def test_agrees_where_a_scatter_takes_many_blocks(block_bytes: int, case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "BLOCK_BYTES", block_bytes)
+        assert_agrees(case, HostCopier)
+
+
+def test_a_scatter_in_blocks_digests_the_wire_once_and_in_order() -> None:
+    pool = uniform_pool(num_layers=4, num_pages=8)
+    buffers = all_buffers(pool, Span(begin=0, end=20), layers=[0, 1, 2, 3], num_heads=2)
+    wire = torch.randint(0, 256, (sum(one.num_bytes for one in buffers),), dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "BLOCK_BYTES", 1)
+        plan = HostCopier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.FLOAT32).plan(buffers)
+    for algorithm in (DIGEST_XXH3, DIGEST_WORDS):
+        found = HostDigest(algorithm)
+        plan.scatter(torch.tensor([5, 0, 3, 6, 1]), wire, digest=found)
+        assert found.value() == digest(wire, algorithm)
+        wire[-1] ^= 1
+        assert found.value() != digest(wire, algorithm)
 
 
 def uniform_pool(*, num_layers: int, num_pages: int, buffers: list[LayerBuffers] | None = None) -> PagedKVPool:
@@ -64,11 +89,11 @@ def gathers_and_calls(pool: PagedKVPool, heads: Span, tokens: Span, layers: list
         patch.setattr(host_copy, "MIN_BYTES_FOR_TORCH", 0)
         select, calls = torch.index_select, []
         patch.setattr(torch, "index_select", lambda *args, **out: (calls.append(args), select(*args, **out)))
-        host.gather(pages, buffers, wire)
-    reference.gather(pages, buffers, expected)
+        host.plan(buffers).gather(pages, wire)
+    reference.plan(buffers).gather(pages, expected)
     assert torch.equal(wire, expected) and bool(wire.any())
-    host.scatter(pages.flip(0), buffers, wire)
-    reference.gather(pages.flip(0), buffers, expected)
+    host.plan(buffers).scatter(pages.flip(0), wire)
+    reference.plan(buffers).gather(pages.flip(0), expected)
     assert torch.equal(wire, expected)
     return len(calls)
 
@@ -158,12 +183,12 @@ def test_works_on_an_engines_own_interleaved_tensors(wire_dtype: DType) -> None:
         for index, (layer, is_v) in enumerate([(0, False), (0, True), (1, False), (1, True)])
     ]
     wire, expected = (torch.zeros(4 * 15 * 12 * element_bytes, dtype=torch.uint8) for _ in range(2))
-    pages = torch.tensor([6, 0, 2, 3, 5], dtype=torch.int32)
-    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).gather(pages, buffers, wire)
-    ReferenceCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).gather(pages, buffers, expected)
+    pages = torch.tensor([6, 0, 2, 3, 5])
+    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, wire)
+    ReferenceCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).gather(pages, expected)
     assert torch.equal(wire, expected) and bool(wire.any())
     before = [both.clone() for both in storage]
-    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).scatter(pages, buffers, torch.zeros_like(wire))
+    HostCopier(pool, heads=Span(begin=1, end=3), wire_dtype=wire_dtype).plan(buffers).scatter(pages, torch.zeros_like(wire))
     for both, old in zip(storage, before, strict=True):
         assert not torch.equal(both, old)
         old[[6, 0, 2, 3, 5]] = torch.where(
@@ -187,7 +212,7 @@ def test_nan_bits_survive_a_copy() -> None:
     as_words(pool.buffer(0, is_v=False)).view(-1).copy_(bits)
     wire = torch.zeros(8, dtype=torch.uint8)
     buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=1), row_bytes=8, offset_bytes=0)
-    HostCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.BFLOAT16).gather(torch.tensor([0]), [buffer], wire)
+    HostCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.BFLOAT16).plan([buffer]).gather(torch.tensor([0]), wire)
     assert torch.equal(wire.view(torch.int16), bits)
 
 
@@ -205,11 +230,11 @@ def test_offsets_beyond_32_bits(order: TokenOrder) -> None:
     wire, expected = torch.zeros(8 * 8, dtype=torch.uint8), torch.zeros(8 * 8, dtype=torch.uint8)
     buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=8), row_bytes=8, offset_bytes=0)
     for copier, out in ((head_slice_copier, wire), (ReferenceCopier, expected)):
-        copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).gather(torch.tensor([2, 0]), [buffer], out)
+        copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(torch.tensor([2, 0]), out)
     assert torch.equal(wire, expected)
-    head_slice_copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).scatter(torch.tensor([0, 2]), [buffer], wire)
+    head_slice_copier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).scatter(torch.tensor([0, 2]), wire)
     gathered = torch.zeros_like(wire)
-    ReferenceCopier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).gather(torch.tensor([0, 2]), [buffer], gathered)
+    ReferenceCopier(pool, heads=Span(begin=0, end=2), wire_dtype=DType.INT8).plan([buffer]).gather(torch.tensor([0, 2]), gathered)
     assert torch.equal(gathered, wire)
 
 

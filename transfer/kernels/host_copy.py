@@ -39,7 +39,9 @@ MIN_PAGES_PER_RUN = 4
 # Below, NumPy's smaller cost per call outweighs the temporary that its indexing makes.
 MIN_BYTES_FOR_TORCH = 1 << 17
 
-# What is digested and copied at a time: it is in the second-level cache for the second look at it, with its other copy beside it.
+# What a scatter digests and then copies at a time: it is in the second-level cache for the second look. A scatter of 64 MiB
+# took 13.5 ms in two passes, 12.2 in blocks (copies that bypass the cache: 9.6 and 6.9). A gather gains nothing by it: what it
+# wrote is no longer, or not yet, in that cache.
 BLOCK_BYTES = 1 << 19
 
 
@@ -187,18 +189,19 @@ class _HostPlan(CopyPlan):
     def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None:
         tensor = wire_tensor(out)
         wire = tensor.numpy()
-        for group, plan in self._with_token_plans(pages[first_page:], digest):
+        for group, plan in self._with_token_plans(self._groups, pages[first_page:]):
             if self._is_converting:
                 self._gather_converted(group, plan, tensor)
             else:
                 _gather_bytes(group.pieces, plan, wire[group.wire].reshape(len(group.buffers), -1))
-            if isinstance(digest, HostDigest):
-                digest.update(wire[group.wire])
+        if isinstance(digest, HostDigest):
+            digest.update(wire[: self.num_wire_bytes])
 
     def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
         tensor = wire_tensor(source)
         wire = tensor.numpy()
-        for group, plan in self._with_token_plans(pages[first_page:], digest):
+        groups = self._groups if digest is None else self._blocks
+        for group, plan in self._with_token_plans(groups, pages[first_page:]):
             if isinstance(digest, HostDigest):
                 digest.update(wire[group.wire])
             if self._is_converting:
@@ -206,10 +209,10 @@ class _HostPlan(CopyPlan):
             else:
                 _scatter_bytes(group.pieces, plan, wire[group.wire].reshape(len(group.buffers), -1))
 
-    def _with_token_plans(self, pages: Tensor, digest: Digest | None) -> Iterator[tuple[BufferGroup, TokenPlan]]:
-        """What to copy at a time, and where its tokens lie."""
+    def _with_token_plans(self, groups: Sequence[BufferGroup], pages: Tensor) -> Iterator[tuple[BufferGroup, TokenPlan]]:
+        """Where the tokens of each group lie."""
         plans: dict[Span, TokenPlan] = {}  # nearly always one, in a chunk
-        for group in self._groups if digest is None else self._blocks:
+        for group in groups:
             plan = plans.get(group.tokens)
             if plan is None:
                 plan = plans[group.tokens] = plan_tokens(pages, group.tokens, self._pool.page_size)
