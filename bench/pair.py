@@ -22,6 +22,11 @@ DeviceType = Literal["cpu", "cuda"]
 class PairFailed(Exception):
     """One of the two processes failed, or both took too long; the message says what it was."""
 
+    @property
+    def lacks_library(self) -> bool:
+        """Whether all that was wrong is that something optional is not installed here."""
+        return any(name in str(self) for name in ("ConfigError", "ModuleNotFoundError", "ImportError"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
@@ -81,14 +86,23 @@ End = Callable[..., Any]
 current; what it returns must be pickled."""
 
 
-def run_pair(write: End, serve: End, *arguments: Any, devices: Devices, timeout_s: float) -> Any:
-    """Run both ends in processes of their own, and return what the writer's returned.
+def run_pair(
+    write: End,
+    serve: End,
+    *arguments: Any,
+    devices: Devices,
+    timeout_s: float,
+    roles: tuple[str, str] = ("writer", "target"),
+) -> Any:
+    """Run both ends in processes of their own, and return what the first one's returned.
 
     Args:
         write, serve: Module-level functions, for they travel by name.
+        devices: `writer` is the first one's.
+        roles: What errors call the two.
 
     Raises:
-        PairFailed: One of them raised or died, or the writer did not return within `timeout_s`. Nothing of them is left then.
+        PairFailed: One of them raised or died, or the first did not return within `timeout_s`. Nothing of them is left then.
     """
     context = multiprocessing.get_context("spawn")
     writer_pipe, target_pipe = context.Pipe()
@@ -103,7 +117,7 @@ def run_pair(write: End, serve: End, *arguments: Any, devices: Devices, timeout_
         processes.append(process)
     grace_s = 0.0
     try:
-        value = _first_result(results, time.monotonic() + timeout_s, timeout_s)
+        value = _first_result(dict(zip(roles, results, strict=True)), timeout_s)
         grace_s = _GRACE_S
         return value
     finally:
@@ -117,9 +131,10 @@ def run_pair(write: End, serve: End, *arguments: Any, devices: Devices, timeout_
 _GRACE_S = 5.0  # for the other process to end, or to say what it failed of
 
 
-def _first_result(results: list[Connection], ends_s: float, timeout_s: float) -> Any:
-    """The writer's (first) result; the target's counts only where it is an error."""
-    waiting = dict(zip(("writer", "target"), results, strict=True))
+def _first_result(waiting: dict[str, Connection], timeout_s: float) -> Any:
+    """The first one's result; the other's counts only where it is an error."""
+    ends_s = time.monotonic() + timeout_s
+    first = next(iter(waiting))
     while ready := wait(waiting.values(), max(0.0, ends_s - time.monotonic())):
         for role in [role for role, connection in waiting.items() if connection in ready]:
             is_good, value = _received(waiting.pop(role))
@@ -127,7 +142,7 @@ def _first_result(results: list[Connection], ends_s: float, timeout_s: float) ->
                 # The other one usually fails of it, by the end of its pipe; or the other way round.
                 others = [f"the {other} {_received(pipe)[1]}" for other, pipe in waiting.items() if pipe.poll(_GRACE_S)]
                 raise PairFailed("; ".join([f"the {role} {value}", *others]))
-            if role == "writer":
+            if role == first:
                 return value
     raise PairFailed(f"not done within {timeout_s:.0f} s")
 

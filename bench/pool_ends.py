@@ -1,219 +1,117 @@
-"""The two ends of the pool-to-pool benchmark: everything that a rank of either role has, but for its engine.
-
-Pools hold random bits, page tables name pages in random order, and what arrived is compared by a path of its own: each end reads
-its pages with `KVPool.read`, in the order of the tokens, and digests them; gather and scatter have no part in that.
-"""
+"""The two ends of the pool-to-pool benchmark: everything that a rank of either role has, but for its engine."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from typing import Any
 
 import torch
-import xxhash
 
+from bench.link_ends import open_transport
+from bench.pool_setting import SEED, Case, PagePicker, Setting
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
 from prefill_node.attach import DecodeSessions
+from prefill_node.cutting import choose_cut
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
-from transfer.chunk import ChunkPlan, largest_wire_bytes, split_into_chunks
-from transfer.config import PrefillNodeConfig
+from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import TransferError
-from transfer.instance import AttachRequest, AttachResponse, Instance, Link
-from transfer.kernels.digest import DIGEST_XXH3
-from transfer.kv_pool import KVPool, as_words
-from transfer.layout import DType, KVLayout, Route, Shard, Span, TokenOrder, routes, wire_bytes
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.kernels.digest import digests_for
+from transfer.layout import Shard, Span
+from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
-from transfer.transport.base import REGION_ALIGNMENT_BYTES
+from transfer.transport.base import Transport
 from transfer.transport.probe import ProbePlan, serve_probe
-from transfer.transport.ucx import Lane, UcxTransport
 
-NUM_LAYERS = 32
-LAYOUT = KVLayout.uniform(num_layers=NUM_LAYERS, num_kv_heads=8, head_dim=128, dtype=DType.FLOAT16)  # Llama 3 8B: 128 KiB a token
-SEED = 11
+GRANT_LEAD_S = 0.05
+"""From a request's start, when its grants are asked for, to its KV: a prefill step takes longer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What both processes have to know. The transfer is that of prefill rank 0 to decode rank 0.
+class StageRecorder(RankMetrics):
+    """A rank's metrics that keep every sample of a stage besides."""
 
-    Args:
-        request_bytes: KV of one request on that route, rounded to whole tokens.
-        in_flight: Requests at a time.
-        prefill_tp, decode_tp: TP degrees; prefill rank 0 must have a route to decode rank 0 only.
-        prefill_page_size, decode_page_size: Tokens per page.
-        decode_order: How a page of the decode pool lies in memory; that of the prefill pool is NHD.
-        chunk_tokens, layers_per_group: See `ChunkPlan`.
-        num_slots: Staging slots.
-        ring_bytes: Size of the ring.
-        lane: Lane of the transport.
-    """
+    def __init__(self, *, role: str) -> None:
+        super().__init__(role=role, rank=0)
+        self._samples_s: dict[str, list[float]] = {}
 
-    request_bytes: int = 64 << 20
-    in_flight: int = 1
-    prefill_tp: int = 1
-    decode_tp: int = 1
-    prefill_page_size: int = 16
-    decode_page_size: int = 32
-    decode_order: str = "NHD"
-    chunk_tokens: int
-    layers_per_group: int
-    num_slots: int
-    ring_bytes: int
-    lane: Lane = "auto"
+    def take(self) -> dict[str, list[float]]:
+        """Seconds by stage since this was called last."""
+        taken, self._samples_s = self._samples_s, {}
+        return taken
 
-    def __post_init__(self) -> None:
-        ranks = [
-            route.decode_rank for route in routes(self.layout, self.prefill_shard, self.decode_shard) if not route.prefill_rank
-        ]
-        if ranks != [0]:
-            raise ValueError(
-                f"TP {self.prefill_tp} -> {self.decode_tp}: prefill rank 0 writes to decode ranks {ranks}; it must be [0], "
-                "so prefill's TP at least decode's and a multiple of it"
-            )
+    def _keep(self, stage: str, seconds: float) -> None:
+        self._samples_s.setdefault(stage, []).append(seconds)
 
-    @property
-    def layout(self) -> KVLayout:
-        return LAYOUT
+    def credit_wait_seconds(self, seconds: float) -> None:
+        super().credit_wait_seconds(seconds)
+        self._keep("credit_wait", seconds)
 
-    @property
-    def prefill_shard(self) -> Shard:
-        return Shard(tp_size=self.prefill_tp, page_size=self.prefill_page_size)
+    def gather_seconds(self, seconds: float) -> None:
+        super().gather_seconds(seconds)
+        self._keep("gather", seconds)
 
-    @property
-    def decode_shard(self) -> Shard:
-        return Shard(tp_size=self.decode_tp, page_size=self.decode_page_size, order=TokenOrder(self.decode_order))
+    def write_finished(self, seconds: float, num_bytes: int) -> None:
+        super().write_finished(seconds, num_bytes)
+        self._keep("write", seconds)
 
-    @property
-    def route(self) -> Route:
-        return _route(self.prefill_shard, self.decode_shard)
+    def ack_seconds(self, seconds: float) -> None:
+        super().ack_seconds(seconds)
+        self._keep("ack", seconds)
 
-    @property
-    def plan(self) -> ChunkPlan:
-        return ChunkPlan(chunk_tokens=self.chunk_tokens, layers_per_group=self.layers_per_group)
-
-    @property
-    def num_tokens(self) -> int:
-        return max(1, round(self.request_bytes / _wire_bytes(self.route, 1)))
-
-    @property
-    def moved_bytes(self) -> int:
-        """Payload of one request."""
-        return _wire_bytes(self.route, self.num_tokens)
-
-    @property
-    def num_chunks(self) -> int:
-        return len(split_into_chunks(self.plan, num_tokens=self.num_tokens, num_layers=NUM_LAYERS))
-
-    def slot_bytes(self) -> int:
-        """Room for the largest chunk."""
-        most = largest_wire_bytes(self.plan, self.layout, [self.route], self.layout.dtype)
-        return -(-most // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+    def scatter_finished(self, seconds: float, num_bytes: int) -> None:
+        super().scatter_finished(seconds, num_bytes)
+        self._keep("scatter", seconds)
 
 
-@cache
-def _wire_bytes(route: Route, num_tokens: int) -> int:
-    tokens, layers = Span(begin=0, end=num_tokens), Span(begin=0, end=NUM_LAYERS)
-    return wire_bytes(LAYOUT, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=LAYOUT.dtype)
-
-
-@cache
-def _route(prefill: Shard, decode: Shard) -> Route:
-    return next(route for route in routes(LAYOUT, prefill, decode) if not route.prefill_rank)
-
-
-class PagePicker:
-    """A pool, and pages of it in random order for every request of a round."""
-
-    def __init__(self, setting: Setting, shard: Shard, *, seed: int) -> None:
-        self._pages_each = -(-setting.num_tokens // shard.page_size)
-        num_pages = (setting.in_flight + 1) * self._pages_each
-        self.pool = KVPool(layout=setting.layout, shard=shard, num_pages=num_pages)
-        self._random = random.Random(seed)
-        self.pages: dict[str, list[int]] = {}
-
-    def fill(self, seed: int) -> None:
-        """Random bits everywhere."""
-        generator = torch.Generator().manual_seed(seed)
-        for layer in range(NUM_LAYERS):
-            for is_v in (False, True):
-                as_words(self.pool.buffer(layer, is_v=is_v)).random_(-(2**15), 2**15, generator=generator)
-
-    def pick(self, request_ids: Sequence[str]) -> None:
-        """Forget the last round's pages, and choose others."""
-        pages = list(range(self.pool.num_pages[0]))
-        self._random.shuffle(pages)
-        self.pages = {name: pages[i * self._pages_each : (i + 1) * self._pages_each] for i, name in enumerate(request_ids)}
-
-    def digest(self, request_id: str, heads: Span, num_tokens: int) -> str:
-        """Of these heads of all tokens of a request, in their order, in every layer."""
-        size = self.pool.page_size
-        pages = torch.tensor(self.pages[request_id])
-        slots = (pages[:, None] * size + torch.arange(size)).view(-1)[:num_tokens]
-        state = xxhash.xxh3_64()
-        for layer in range(NUM_LAYERS):
-            for part in self.pool.read(layer, slots):
-                state.update(as_words(part[:, heads.begin : heads.end].contiguous()).numpy().data)
-        return state.hexdigest()
-
-
-def own_instance(setting: Setting, shard: Shard, transport: UcxTransport) -> Instance:
+def own_instance(setting: Setting, shard: Shard, transport: Transport) -> Instance:
     return Instance(
         incarnation=secrets.randbits(63) + 1,
         layout=setting.layout,
         shard=shard,
         transport=transport.name,
-        digests=(DIGEST_XXH3,),
+        digests=digests_for(setting.config.device),
         protocol_versions=PROTOCOL_VERSIONS,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTime:
-    """What the metrics say of a stage up to now."""
-
-    count: float = 0.0
-    seconds: float = 0.0
-
-
-def stage_times(metrics: RankMetrics) -> dict[str, StageTime]:
-    """Of every stage of a rank, from the histograms that it exports."""
-    found: dict[str, dict[str, float]] = {}
-    for name, labels, value in metrics.snapshot({})["families"]["kvferry_stage_seconds"]:
-        found.setdefault(labels["stage"], {})[name.rpartition("_")[2]] = value
-    return {stage: StageTime(count=parts["count"], seconds=parts["sum"]) for stage, parts in found.items()}
-
-
 class PrefillEnd:
-    """Prefill rank 0; a `prefill_node.sender_loop.SenderOwner`."""
+    """Prefill rank 0; a `prefill_node.sender_loop.SenderOwner`.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, setting: Setting) -> None:
+    Args:
+        device: Where pool and staging memory lie.
+        lane: See `bench.link_ends.open_transport`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, setting: Setting, device: str, lane: str) -> None:
         self._loop = loop
         self._setting = setting
-        self.picker = PagePicker(setting, setting.prefill_shard, seed=SEED)
+        self.picker = PagePicker(setting, setting.prefill_shard, device, seed=SEED)
         self.picker.fill(SEED)
-        self.metrics = RankMetrics(role="prefill", rank=0)
+        self._computed: Any = None
+        if setting.devices.is_cuda:
+            self._computed = torch.cuda.Event()
+            self._computed.record()
+        self.metrics = StageRecorder(role="prefill")
         self._sent: dict[str, asyncio.Future[SentStats]] = {}
-        self._transport = UcxTransport(lane=setting.lane)
+        self._transport = open_transport(lane, device)
         self._instance = own_instance(setting, setting.prefill_shard, self._transport)
+        slot_bytes = staging_slot_bytes(setting.config, setting.layout, setting.prefill_shard)
         self._sender = SenderLoop(
             loop=loop,
             owner=self,
             pool=self.picker.pool,
             transport=self._transport,
-            staging=StagingBuffer(num_bytes=setting.num_slots * setting.slot_bytes()),
+            staging=StagingBuffer(num_bytes=setting.num_slots * slot_bytes, device=device),
             settings=SenderSettings(num_slots=setting.num_slots),
             incarnation=self._instance.incarnation,
             metrics=self.metrics,
@@ -225,46 +123,65 @@ class PrefillEnd:
             transport=self._transport,
             own=self._instance,
             rank=0,
-            plan=setting.plan,
-            config=PrefillNodeConfig(model=Path("none")),
+            plan=finest_chunk_plan(setting.config),
+            device=device,
+            config=setting.config,
             on_lost=lambda join, incarnation, reason: self._give_up(reason),
         )
         self._session = 0
+        self._digest = ""
+        self._plan: ChunkPlan
 
-    async def attach(self, decode: Instance, address: str) -> Link:
+    async def attach(self, decode: Instance, address: str) -> tuple[Link, ChunkPlan]:
+        """Returns the measured link, and how requests are cut for it."""
         (link,) = await self._sessions.open(decode, (address,), join=1)
-        _, by_rank = self._sessions.of(decode.incarnation)
-        self._session = by_rank[0]
-        return link
+        peer = self._sessions.of(decode.incarnation)
+        assert peer is not None
+        self._session, self._digest = peer.sessions[0], peer.digest
+        self._plan = choose_cut(self._setting.config, self._instance, decode, [link], self._setting.ring_bytes).plan
+        return link, self._plan
 
-    async def send(self, request_ids: Sequence[str]) -> tuple[list[float], list[SentStats]]:
-        """Send requests whose chunks are all computed; returns when each was started (monotonic clock), and their statistics."""
-        self.picker.pick(request_ids)
-        setting, started_s = self._setting, []
+    async def send(self, request_ids: Sequence[str], case: Case) -> tuple[list[float], list[SentStats]]:
+        """Send requests; returns when the KV of each was computed (monotonic clock), and their statistics."""
+        self.picker.pick(request_ids, case.num_tokens)
+        layout = self._setting.layout
+        chunks = split_into_chunks(self._plan, num_tokens=case.num_tokens, num_layers=layout.num_layers)
+        started_s = []
         for request_id in request_ids:
             self._sent[request_id] = self._loop.create_future()
+            if self._setting.asks_ahead:
+                self._start(request_id, case)
+        if self._setting.asks_ahead:
+            await asyncio.sleep(GRANT_LEAD_S)
+        for request_id in request_ids:
             started_s.append(time.monotonic())
-            self._sender.start_request(
-                OutgoingRequest(
-                    request_id=request_id,
-                    layout=setting.layout,
-                    plan=setting.plan,
-                    wire_dtype=setting.layout.dtype,
-                    num_tokens=setting.num_tokens,
-                    start_token=0,
-                    routes=(OutgoingRoute(route=setting.route, session=self._session),),
-                )
-            )
-            for chunk in range(setting.num_chunks):
-                self._sender.chunk_computed(request_id, chunk, None)
+            if not self._setting.asks_ahead:
+                self._start(request_id, case)
+            for chunk in chunks:
+                self._sender.chunk_computed(request_id, chunk.index, self._computed)
         stats = [await self._sent[request_id] for request_id in request_ids]
         self._sent.clear()
         return started_s, stats
 
-    def digest(self, request_id: str) -> str:
+    def _start(self, request_id: str, case: Case) -> None:
+        setting = self._setting
+        self._sender.start_request(
+            OutgoingRequest(
+                request_id=request_id,
+                layout=setting.layout,
+                plan=self._plan,
+                wire_dtype=setting.layout.dtype,
+                num_tokens=case.num_tokens,
+                start_token=0,
+                routes=(OutgoingRoute(route=setting.route, session=self._session),),
+                digest=self._digest,
+            )
+        )
+
+    def digest(self, request_id: str, case: Case) -> str:
         heads = self._setting.route.heads
         span = Span(begin=heads.source_start, end=heads.source_start + heads.count)
-        return self.picker.digest(request_id, span, self._setting.num_tokens)
+        return self.picker.digest(request_id, span, case.num_tokens)
 
     async def close(self) -> None:
         await self._sessions.close_all("the benchmark is over")
@@ -295,27 +212,31 @@ class PrefillEnd:
 
 
 class DecodeEnd:
-    """Decode rank 0; a `decode_node.receiver_loop.ReceiverOwner`."""
+    """Decode rank 0; a `decode_node.receiver_loop.ReceiverOwner`. Arguments as for `PrefillEnd`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, setting: Setting) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, setting: Setting, device: str, lane: str) -> None:
         self._loop = loop
         self._setting = setting
-        self.picker = PagePicker(setting, setting.decode_shard, seed=SEED + 1)
-        self.metrics = RankMetrics(role="decode", rank=0)
+        self._device = device
+        self.picker = PagePicker(setting, setting.decode_shard, device, seed=SEED + 1)
+        self.metrics = StageRecorder(role="decode")
         self._complete: dict[str, asyncio.Future[float]] = {}
-        self._transport = UcxTransport(lane=setting.lane)
+        self._transport = open_transport(lane, device)
         self.instance = own_instance(setting, setting.decode_shard, self._transport)
         self._control = ZmqControlServer("tcp://127.0.0.1:0")
+        # A one-sided probe writes behind the ring.
+        probe_bytes = setting.config.transport.probe_bytes if self._transport.is_one_sided else 0
         self._receiver = ReceiverLoop(
             loop=loop,
             owner=self,
             pool=self.picker.pool,
             transport=self._transport,
-            ring_memory=StagingBuffer(num_bytes=setting.ring_bytes),
+            ring_memory=StagingBuffer(num_bytes=setting.ring_bytes + probe_bytes, device=device),
             control=self._control,
             incarnation=self.instance.incarnation,
             metrics=self.metrics,
             on_crash=lambda error: self._give_up(repr(error)),
+            probe_bytes=probe_bytes,
         )
         self._servicer = TransferControlServicer(
             watermark=self._receiver.ring.watermark(),
@@ -325,7 +246,10 @@ class DecodeEnd:
         )
         self._probe: asyncio.Task[None] | None = None
         self._session = 0
+        self._digest = ""
         self._server: RegistryServer | None = None
+        self.plan: ChunkPlan
+        """Of every request; the prefill end says it once it is attached."""
 
     async def serve(self) -> str:
         """Begin to serve attach and watermarks; the address."""
@@ -333,13 +257,15 @@ class DecodeEnd:
         return self._server.address
 
     async def _on_attach(self, request: AttachRequest) -> AttachResponse:
+        self._digest = check_compatible(request.prefill, self.instance).digest
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         self._session = secrets.randbits(62) + 1
         self._receiver.driver.add(session)
         self._receiver.open_session(self._session, session, incarnation=request.prefill.incarnation)
-        scratch = self._transport.register(StagingBuffer(num_bytes=request.probe_bytes).tensor)
-        plan = ProbePlan.fitting(request.probe_bytes)
-        self._probe = self._loop.create_task(serve_probe(self._receiver.driver, session, scratch, plan=plan))
+        if not self._transport.is_one_sided:
+            scratch = self._transport.register(StagingBuffer(num_bytes=request.probe_bytes, device=self._device).tensor)
+            plan = ProbePlan.fitting(request.probe_bytes)
+            self._probe = self._loop.create_task(serve_probe(self._receiver.driver, session, scratch, plan=plan))
         return AttachResponse(
             session_id=self._session,
             decode=self.instance,
@@ -352,9 +278,9 @@ class DecodeEnd:
             probe_bytes=request.probe_bytes,
         )
 
-    def expect(self, request_ids: Sequence[str]) -> None:
+    def expect(self, request_ids: Sequence[str], case: Case) -> None:
         """Reserve pages, and expect the requests."""
-        self.picker.pick(request_ids)
+        self.picker.pick(request_ids, case.num_tokens)
         setting = self._setting
         for request_id in request_ids:
             self._complete[request_id] = self._loop.create_future()
@@ -362,11 +288,12 @@ class DecodeEnd:
                 IncomingRequest(
                     request_id=request_id,
                     layout=setting.layout,
-                    plan=setting.plan,
+                    plan=self.plan,
                     wire_dtype=setting.layout.dtype,
-                    num_tokens=setting.num_tokens,
+                    num_tokens=case.num_tokens,
                     start_token=0,
                     routes=(IncomingRoute(route=setting.route, session=self._session),),
+                    digest=self._digest,
                 )
             )
 
@@ -377,10 +304,10 @@ class DecodeEnd:
         self._complete.clear()
         return complete_s
 
-    def digest(self, request_id: str) -> str:
+    def digest(self, request_id: str, case: Case) -> str:
         heads = self._setting.route.heads
         span = Span(begin=heads.target_start, end=heads.target_start + heads.count)
-        return self.picker.digest(request_id, span, self._setting.num_tokens)
+        return self.picker.digest(request_id, span, case.num_tokens)
 
     @property
     def num_acks(self) -> int:

@@ -1,280 +1,249 @@
-"""KV from one process's paged pool into another's over `ucx`: everything that ranks do for it, but no engine.
+"""KV from one process's paged pool into another's: everything that ranks do for it, but no engine.
 
-    python -m bench.pool_to_pool [--json FILE] [--quick] [--mb 64] [--in-flight 1 4] [--prefill-tp 4 --decode-tp 2] ...
+    python -m bench.pool_to_pool [--json FILE] [--quick] [--device cpu|cuda] [--lanes ucx ...] [--mb 64 ...] [--in-flight 1 4 ...]
+                                 [--peers] [--sglang-wheel FILE] [--prefill-tp 4 --decode-tp 2] ...
 
-Two processes, each with the real loop of its role: attach with link probe over gRPC, grants over ZeroMQ, gather into staging, one
-write per chunk into the ring, digest, scatter, watermark back. Pages lie in random order and are of different size on the two
-sides. A request's time runs from the moment at which all its KV lies computed in the prefill pool until the decode rank calls it
-whole. After every round the bytes are compared (see `bench.pool_ends`), outside of what is timed.
+Two processes, each with the real loop of its role: attach with link probe over gRPC, grants over ZeroMQ, gather, write into the
+ring, digest, scatter, watermark back. Pages lie in random order and are of different size on the two sides. A request's time runs
+from the moment at which all its KV lies computed in the prefill pool until the decode rank calls it whole. As in a real prefill
+its grants were asked for before that (``--asks-late``: only then). After every round the bytes are compared (see
+`bench.pool_setting`), outside of what is timed.
 
-The yardstick is memcpy of the same bytes on one thread, measured before every round: it takes one copy, a transfer at least three
-(gather, write, scatter) and two looks at every byte for the digest, and both processes share the machine's cores.
+The yardstick is one copy of the same bytes: on CPUs memcpy on one thread, measured before every round; on GPUs the copy engine's
+into the other process's memory. A transfer over memory of two CPU processes takes at least three copies (gather, write, scatter)
+and two looks at every byte for the digest, on the same cores. ``--peers`` adds what others do with the same bytes: a NIXL write,
+a NIXL descriptor for each page and layer, on GPUs the sequence of SGLang's staging.
 """
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import os
 import statistics
 import sys
-import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-import numpy as np
-import torch
+from bench.link_ends import LANES
+from bench.link_plan import Samples, Step
+from bench.pair import Devices, End, PairFailed, run_pair
+from bench.peers import cuda_copy, nixl, sglang_sequence
+from bench.pool_rounds import Played, Rounds, play
+from bench.pool_setting import MODELS, Case, Setting
+from bench.timing import Report, Row, argument_parser
+from transfer.config import ChunkConfig, RingConfig, StagingConfig
+from transfer.errors import ConfigError
 
-from bench.pool_ends import DecodeEnd, PrefillEnd, Setting, StageTime, stage_times
-from bench.timing import Report, argument_parser, readable_bytes, sample
-from node_runtime.rank_process import SWITCH_INTERVAL_S
-from transfer.config import ChunkConfig, LogConfig, RingConfig, StagingConfig
-from transfer.instance import Instance, Link
-from transfer.logs import configure_logging
-
-TARGET_RATIO = 0.2
-DEADLINE_S = 60.0
-WARMUP_ROUNDS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentRound:
-    """What the prefill process says of a round.
-
-    Args:
-        started_s: When each request was started, monotonic clock (one for all processes of a host).
-        cpu_s: CPU time of the process, all threads.
-        writes, resends: Of all requests.
-        before, after: Stage times.
-    """
-
-    started_s: list[float]
-    cpu_s: float
-    writes: int
-    resends: int
-    before: dict[str, StageTime]
-    after: dict[str, StageTime]
+TARGET_RATIO = 0.35
+MEMCPY = "memcpy, one thread"
+PEER_MEMCPY = "peer memcpy over CUDA IPC"
+NIXL_BULK = "NIXL bulk WRITE"
+SGLANG = "SGLang's gather, NIXL WRITE, SGLang's scatter"
+POOL_TO_POOL = "pool to pool"
+REQUEST = "a request, computed to whole"
+_MOST_POOL_BYTES = {"cpu": 4 << 30, "cuda": 40 << 30}
+_MOST_PIECES_BYTES = 1 << 30
+_TIMEOUT_S = 150.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Rounds:
-    """What was seen, a value per round; of `request_s` one per request, of `memcpy_s` three per round."""
-
-    wall_s: list[float] = field(default_factory=list)
-    memcpy_s: list[float] = field(default_factory=list)
-    request_s: list[float] = field(default_factory=list)
-    stage_s: dict[str, list[float]] = field(default_factory=dict)  # mean of a piece
-    overlap: list[float] = field(default_factory=list)  # gather + write + scatter, summed over the pieces, over wall
-    prefill_cpu_s: list[float] = field(default_factory=list)
-    decode_cpu_s: list[float] = field(default_factory=list)
-    writes: int = 0
-    resends: int = 0
-    acks: int = 0
-    ring_peak_bytes: int = 0
-    link: Link
-
-    def add_stages(self, before: Mapping[str, StageTime], after: Mapping[str, StageTime]) -> float:
-        """Returns the seconds of the stages that move bytes."""
-        busy_s = 0.0
-        for stage, until in after.items():
-            since = before.get(stage, StageTime())
-            count, seconds = until.count - since.count, until.seconds - since.seconds
-            if count and stage != "total":
-                self.stage_s.setdefault(stage, []).append(seconds / count)
-                busy_s += seconds if stage in ("gather", "write", "scatter") else 0.0
-        return busy_s
+def lane_row(lane: str, what: str) -> str:
+    return f"kvferry {lane}, {what}"
 
 
-def prefill_process(pipe: Connection, setting: Setting) -> None:
-    """The child: does what it is told, one command at a time."""
-    _set_up_process("prefill")
+class Measured:
+    """The report that grows, and what of it others are held against."""
 
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        end = PrefillEnd(loop, setting)
-        while (command := await loop.run_in_executor(None, pipe.recv)) is not None:
-            match command:
-                case ("attach", Instance() as decode, str() as address):
-                    pipe.send(await end.attach(decode, address))
-                case ("send", list() as request_ids):
-                    before, cpu_s = stage_times(end.metrics), time.process_time()
-                    started_s, stats = await end.send(request_ids)
-                    answer = SentRound(
-                        started_s=started_s,
-                        cpu_s=time.process_time() - cpu_s,
-                        writes=sum(one.writes for one in stats),
-                        resends=sum(one.resends for one in stats),
-                        before=before,
-                        after=stage_times(end.metrics),
-                    )
-                    pipe.send(answer)
-                case ("digest", list() as request_ids):
-                    pipe.send([end.digest(request_id) for request_id in request_ids])
-        await end.close()
+    def __init__(self, setting: Setting) -> None:
+        cut = (
+            f"{setting.model}, TP {setting.prefill_tp} -> {setting.decode_tp}, pages {setting.prefill_page_size} -> "
+            f"{setting.decode_page_size} {setting.decode_order}"
+        )
+        self.setting = setting
+        self.report = Report(title=f"Pool to pool, {setting.devices}: {cut}")
+        self.report.facts["setting"] = asdict(setting)
+        self.missing: dict[str, str] = {}
+        self._limits: dict[str, Row] = {}
 
-    asyncio.run(serve())
+    def add_limit(self, case: Case, what: str, samples_s: Sequence[float]) -> None:
+        if self.setting.name_of(case) not in self._limits:
+            self._limits[self.setting.name_of(case)] = self.add(case, what, samples_s)
+
+    def add(self, case: Case, what: str, samples_s: Sequence[float]) -> Row:
+        """A row of a request's bytes."""
+        name = self.setting.name_of(case)
+        moved = self.setting.moved_bytes(case.num_tokens)
+        return self.report.add(name, what, samples_s, num_bytes=moved, against=self._limits.get(name))
+
+    def add_played(self, lane: str, played: Played) -> None:
+        for rounds in played.rounds:
+            if rounds.memcpy_s:
+                self.add_limit(rounds.case, MEMCPY, rounds.memcpy_s)
+            self._add_rounds(lane, played, rounds)
+
+    def _add_rounds(self, lane: str, played: Played, rounds: Rounds) -> None:
+        case, name = rounds.case, self.setting.name_of(rounds.case)
+        self.add(case, lane_row(lane, POOL_TO_POOL), [wall_s / case.in_flight for wall_s in rounds.wall_s])
+        self.add(case, lane_row(lane, REQUEST), rounds.request_s)
+        for stage in ("credit_wait", "gather", "write", "scatter", "ack"):
+            self.report.add(name, lane_row(lane, f"{stage} of a chunk"), rounds.stages_s[stage])
+        for process, cpu_s in (("prefill", rounds.prefill_cpu_s), ("decode", rounds.decode_cpu_s)):
+            per_request_s = [seconds / case.in_flight for seconds in cpu_s]
+            self.report.add(name, lane_row(lane, f"CPU of {process}, a request"), per_request_s)
+        chunks = len(rounds.wall_s) * case.in_flight * rounds.num_chunks
+        self.report.facts[f"{name}, {lane}"] = {
+            "writes_per_chunk_and_route": rounds.writes / chunks,
+            "chunks_per_request": rounds.num_chunks,
+            "layers_per_chunk": played.plan.layers_per_group or self.setting.layout.num_layers,
+            "overlap": statistics.median(rounds.overlap),
+            "acks_per_chunk": rounds.acks / chunks,
+            "resends": rounds.resends,
+            "ring_peak_bytes": played.ring_peak_bytes,
+            "lane": played.link.lane,
+            "probe_gb_per_s": played.link.bandwidth_bytes_per_s / 1e9,
+            "probe_latency_us": played.link.latency_s * 1e6,
+        }
 
 
-def _set_up_process(role: str) -> None:
-    """As a rank process does it, see `node_runtime.rank_process`; sessions that end are no news here."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    configure_logging(LogConfig(level="warning"), role=role, rank=0)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    torch.set_num_threads(1)
-
-
-async def play(setting: Setting, *, num_rounds: int) -> Rounds:
-    """This process is the decode rank, a child the prefill rank.
-
-    Raises:
-        RuntimeError: What arrived is not what was sent, or the child died.
-    """
-    _set_up_process("decode")
-    loop = asyncio.get_running_loop()
-    context = multiprocessing.get_context("spawn")
-    pipe, child_pipe = context.Pipe()
-    child = context.Process(target=prefill_process, args=(child_pipe, setting), daemon=True)
-    child.start()
-    child_pipe.close()  # so that the end of the child is the end of the pipe
-    end = DecodeEnd(loop, setting)
-
-    async def answer() -> Any:
+def measure(
+    setting: Setting, lanes: Sequence[str], *, num_rounds: int, has_peers: bool = False, wheel: Path | None = None
+) -> tuple[Report, bool]:
+    """The report, and whether a lane failed."""
+    measured = Measured(setting)
+    if setting.devices.is_cuda:
+        _measure_limit(measured, num_rounds)
+    is_failed = False
+    for lane in lanes:
         try:
-            return await asyncio.wait_for(loop.run_in_executor(None, pipe.recv), DEADLINE_S)
-        except EOFError:
-            raise RuntimeError(f"the prefill process ended with exit code {child.exitcode}") from None
+            measured.add_played(lane, play(setting, lane, num_rounds=num_rounds, timeout_s=_TIMEOUT_S))
+        except PairFailed as error:
+            measured.missing[lane] = str(error)
+            is_failed |= not error.lacks_library
+    if has_peers:
+        _measure_peers(measured, num_rounds, wheel)
+    if measured.missing:
+        measured.report.facts["not measured"] = dict(measured.missing)
+    return measured.report, is_failed
 
+
+def _measure_limit(measured: Measured, num_rounds: int) -> None:
+    """The copy engine's copy of the same bytes."""
+    steps = _steps(measured.setting, num_rounds)
+    copies = _pair(measured, PEER_MEMCPY, cuda_copy, list(steps.values()))
+    for case in measured.setting.cases:
+        if samples_s := copies.get(steps[case.num_tokens].name):
+            measured.add_limit(case, PEER_MEMCPY, samples_s)
+
+
+def _measure_peers(measured: Measured, num_rounds: int, wheel: Path | None) -> None:
+    """What others do with the same bytes, one request at a time."""
+    setting, steps = measured.setting, _steps(measured.setting, num_rounds)
+    cases = {case.num_tokens: case for case in reversed(setting.cases)}  # the first of each size
+    page_bytes = setting.moved_bytes(setting.prefill_page_size) // (2 * setting.layout.num_layers)
+    pieces = {tokens: step.num_bytes // page_bytes for tokens, step in steps.items() if not tokens % setting.prefill_page_size}
+    wanted = [(count, page_bytes) for count in pieces.values() if count * page_bytes <= _MOST_PIECES_BYTES]
+    found = _pair(measured, NIXL_BULK, nixl, list(steps.values()), wanted)
+    for tokens, case in cases.items():
+        names = {NIXL_BULK: steps[tokens].name}
+        if tokens in pieces:
+            name = nixl.pieces_name(pieces[tokens], page_bytes)
+            names[f"NIXL, {name}"] = name
+        for what, name in names.items():
+            if samples_s := found.get(name):
+                measured.add(case, what, samples_s)
+    if setting.devices.is_cuda:
+        page = max(setting.prefill_page_size, setting.decode_page_size)
+        whole = [case for case in cases.values() if not case.num_tokens % page]
+        taken = _pair(measured, SGLANG, sglang_sequence, setting, whole, max(3, num_rounds), wheel) if whole else {}
+        for case in whole:
+            if samples_s := taken.get(setting.name_of(case)):
+                measured.add(case, SGLANG, samples_s)
+
+
+def _steps(setting: Setting, num_rounds: int) -> dict[int, Step]:
+    """A write of each size there is, by tokens."""
+    sizes = {case.num_tokens: setting.moved_bytes(case.num_tokens) for case in setting.cases}
+    return {tokens: Step(num_bytes=num_bytes, repetitions=max(3, num_rounds)) for tokens, num_bytes in sizes.items()}
+
+
+def _pair(measured: Measured, name: str, module: object, *arguments: object) -> dict[str, Samples]:
+    """What the module's two ends found; nothing, and why, where they failed."""
+    ends: tuple[End, End] = (module.write, module.serve)  # type: ignore[attr-defined]
     try:
-        pipe.send(("attach", end.instance, await end.serve()))
-        rounds = Rounds(link=await answer())
-        copy_once = _memcpy_of(setting.moved_bytes)
-        for number in range(WARMUP_ROUNDS + num_rounds):
-            if number == WARMUP_ROUNDS:
-                rounds = Rounds(link=rounds.link)
-            rounds.memcpy_s += sample(copy_once, repetitions=3)
-            request_ids = [f"round{number}-{i}" for i in range(setting.in_flight)]
-            before, num_acks, cpu_s = stage_times(end.metrics), end.num_acks, time.process_time()
-            end.expect(request_ids)
-            pipe.send(("send", request_ids))
-            complete_s = await end.wait_complete(request_ids, deadline_s=DEADLINE_S)
-            rounds.decode_cpu_s.append(time.process_time() - cpu_s)
-            sent: SentRound = await answer()
-            rounds.prefill_cpu_s.append(sent.cpu_s)
-            rounds.wall_s.append(max(complete_s) - min(sent.started_s))
-            rounds.request_s += [done - begun for done, begun in zip(complete_s, sent.started_s, strict=True)]
-            busy_s = rounds.add_stages(before, stage_times(end.metrics)) + rounds.add_stages(sent.before, sent.after)
-            rounds.overlap.append(busy_s / rounds.wall_s[-1])
-            rounds.writes += sent.writes
-            rounds.resends += sent.resends
-            rounds.acks += end.num_acks - num_acks
-            pipe.send(("digest", request_ids))
-            if (there := [end.digest(request_id) for request_id in request_ids]) != (here := await answer()):
-                raise RuntimeError(f"round {number}: the KV that arrived is not what was sent: digests {here} and {there}")
-        rounds.ring_peak_bytes = end.ring_peak_bytes
-        pipe.send(None)
-        return rounds
-    finally:
-        await end.close()
-        child.join(10)
-        if child.exitcode is None:
-            child.kill()
-            child.join()
-
-
-def _memcpy_of(num_bytes: int) -> Callable[[], None]:
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
-    return lambda: np.copyto(target, source)
-
-
-def add_rows(report: Report, setting: Setting, rounds: Rounds) -> None:
-    """Rows of one setting; the facts that are no times go below the table."""
-    case = f"{readable_bytes(setting.moved_bytes)}, {setting.in_flight} in flight"
-    copy = report.add(case, "memcpy, one thread", rounds.memcpy_s, num_bytes=setting.moved_bytes)
-    per_request_s = [wall_s / setting.in_flight for wall_s in rounds.wall_s]
-    report.add(case, "pool to pool", per_request_s, num_bytes=setting.moved_bytes, against=copy)
-    report.add(case, "a request, start to whole", rounds.request_s)
-    for stage in ("credit_wait", "gather", "write", "scatter", "ack"):
-        report.add(case, f"{stage} of a chunk", rounds.stage_s[stage])
-    num_rounds = len(rounds.wall_s)
-    requests = num_rounds * setting.in_flight
-    for process, cpu_s in (("prefill", rounds.prefill_cpu_s), ("decode", rounds.decode_cpu_s)):
-        report.add(case, f"CPU of {process}, a request", [seconds / setting.in_flight for seconds in cpu_s])
-    report.facts[case] = {
-        "writes_per_chunk_and_route": rounds.writes / (requests * setting.num_chunks),
-        "chunks_per_request": setting.num_chunks,
-        "overlap": statistics.median(rounds.overlap),
-        "acks_per_chunk": rounds.acks / (requests * setting.num_chunks),
-        "resends": rounds.resends,
-        "ring_peak_bytes": rounds.ring_peak_bytes,
-        "lane": rounds.link.lane,
-        "probe_gb_per_s": rounds.link.bandwidth_bytes_per_s / 1e9,
-        "probe_latency_us": rounds.link.latency_s * 1e6,
-    }
-
-
-def measure(setting: Setting, *, in_flight: list[int], num_rounds: int) -> Report:
-    """One block of rows for each number of requests in flight."""
-    cut = (
-        f"TP {setting.prefill_tp} -> {setting.decode_tp}, pages {setting.prefill_page_size} -> {setting.decode_page_size} "
-        f"{setting.decode_order}, chunks of {setting.chunk_tokens} tokens"
-    )
-    report = Report(title=f"Pool to pool over ucx, two processes: {cut} (at least {TARGET_RATIO} of memcpy, 1 write per chunk)")
-    for number in in_flight:
-        one = replace(setting, in_flight=number)
-        add_rows(report, one, asyncio.run(play(one, num_rounds=num_rounds)))
-    report.facts["setting"] = asdict(setting)
-    return report
+        found: dict[str, Samples] = run_pair(*ends, *arguments, devices=measured.setting.devices, timeout_s=_TIMEOUT_S)
+    except PairFailed as error:
+        measured.missing[name] = str(error)
+        return {}
+    return found
 
 
 def setting_of(arguments: Namespace) -> Setting:
-    return Setting(
-        request_bytes=int(arguments.mb * (1 << 20)),
-        prefill_tp=arguments.prefill_tp,
-        decode_tp=arguments.decode_tp,
-        prefill_page_size=arguments.prefill_page_size,
-        decode_page_size=arguments.decode_page_size,
-        decode_order=arguments.decode_order,
-        chunk_tokens=arguments.chunk_tokens,
-        layers_per_group=arguments.layers_per_group,
-        num_slots=arguments.slots,
-        ring_bytes=arguments.ring_mb << 20,
-        lane=arguments.lane,
-    )
+    """Raises ValueError with what is wrong."""
+    is_cuda = arguments.device == "cuda"
+    fields = {
+        "model": arguments.model or ("llama-70b" if is_cuda else "llama-8b"),
+        "devices": Devices.of(arguments.device, is_one_gpu=arguments.one_gpu),
+        "prefill_tp": arguments.prefill_tp or (4 if is_cuda else 1),
+        "decode_tp": arguments.decode_tp or (2 if is_cuda else 1),
+        "prefill_page_size": arguments.prefill_page_size,
+        "decode_page_size": arguments.decode_page_size,
+        "decode_order": arguments.decode_order,
+        "chunk_tokens": arguments.chunk_tokens or (4096 if is_cuda else ChunkConfig().chunk_tokens),
+        "layers_per_group": arguments.layers_per_group,
+        "piece_bytes": None if arguments.piece_mb is None else int(arguments.piece_mb * (1 << 20)),
+        "num_slots": arguments.slots,
+        "ring_bytes": (arguments.ring_mb or (1024 if is_cuda else RingConfig().capacity_bytes >> 20)) << 20,
+        "asks_ahead": not arguments.asks_late,
+    }
+    bare = Setting(**fields)
+    cases = []
+    for size in arguments.mb or ([320.0] if is_cuda else [64.0]):
+        for in_flight in arguments.in_flight:
+            tokens = bare.tokens_of(int(size * (1 << 20)))
+            if in_flight == 1 or in_flight * bare.moved_bytes(tokens) <= _MOST_POOL_BYTES[arguments.device]:
+                cases.append(Case(num_tokens=tokens, in_flight=in_flight))
+    return Setting(**fields, cases=tuple(dict.fromkeys(cases)))
 
 
 def parser() -> ArgumentParser:
-    """What is left out is as the nodes have it by default."""
-    chunk, staging, ring = ChunkConfig(), StagingConfig(), RingConfig()
-    made = argument_parser("paged pool to paged pool between two processes over ucx")
-    made.add_argument("--mb", type=float, default=64.0, help="MiB of KV a request")
+    """What is left out is as the nodes have it by default, but for what a GPU needs."""
+    made = argument_parser("paged pool to paged pool between two processes")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    made.add_argument("--one-gpu", action="store_true", help="both ends on one GPU, also where there are two")
+    made.add_argument("--lanes", nargs="+", choices=LANES, metavar="LANE", help=f"of {', '.join(LANES)}; ucx by default")
+    made.add_argument("--peers", action="store_true", help="also what others do with the same bytes")
+    made.add_argument("--sglang-wheel", type=Path, help="its wheel, or a directory with its files; pip downloads it by default")
+    made.add_argument("--mb", type=float, nargs="+", help="MiB of KV a request; 64, or 320 on GPUs")
     made.add_argument("--in-flight", type=int, nargs="+", default=[1, 4], metavar="N", help="requests at a time")
     made.add_argument("--rounds", type=int, default=25)
-    made.add_argument("--prefill-tp", type=int, default=1, help="rank 0 of it is measured")
-    made.add_argument("--decode-tp", type=int, default=1)
+    made.add_argument("--asks-late", action="store_true", help="grants are asked for when the KV is computed, not before")
+    made.add_argument("--model", choices=tuple(MODELS), help="llama-8b, or llama-70b on GPUs")
+    made.add_argument("--prefill-tp", type=int, help="rank 0 of it is measured; 1, or 4 on GPUs")
+    made.add_argument("--decode-tp", type=int, help="1, or 2 on GPUs")
     made.add_argument("--prefill-page-size", type=int, default=16)
     made.add_argument("--decode-page-size", type=int, default=32)
     made.add_argument("--decode-order", choices=("NHD", "HND"), default="NHD")
-    made.add_argument("--chunk-tokens", type=int, default=chunk.chunk_tokens)
-    made.add_argument("--layers-per-group", type=int, default=chunk.layers_per_group)
-    made.add_argument("--slots", type=int, default=staging.num_slots)
-    made.add_argument("--ring-mb", type=int, default=ring.capacity_bytes >> 20)
-    made.add_argument("--lane", choices=("auto", "shm", "net"), default="auto")
+    made.add_argument("--chunk-tokens", type=int, help="as the nodes have it, or 4,096 on GPUs")
+    made.add_argument("--layers-per-group", type=int, help="layers per chunk, 0 for all; by default the probe decides")
+    made.add_argument("--piece-mb", type=float, help="largest piece in MiB, instead of --layers-per-group")
+    made.add_argument("--slots", type=int, default=StagingConfig().num_slots)
+    made.add_argument("--ring-mb", type=int, help="as the nodes have it, or 1,024 on GPUs")
     return made
 
 
-def main() -> None:
+def main() -> int:
     made = parser()
     arguments = made.parse_args()
     try:
         setting = setting_of(arguments)
-    except ValueError as error:
+        assert setting.config
+    except (ValueError, ConfigError, PairFailed) as error:
         made.error(str(error))
     num_rounds = min(3, arguments.rounds) if arguments.quick else arguments.rounds
-    measure(setting, in_flight=arguments.in_flight, num_rounds=num_rounds).finish(arguments.json)
+    lanes = arguments.lanes or ["ucx"]
+    report, is_failed = measure(setting, lanes, num_rounds=num_rounds, has_peers=arguments.peers, wheel=arguments.sglang_wheel)
+    report.finish(arguments.json)
+    return int(is_failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

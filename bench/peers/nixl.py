@@ -63,11 +63,25 @@ class NixlEnd:
 
     def bulk(self, num_bytes: int) -> Callable[[], None]:
         """A call that writes the first bytes of this end's memory to the first of the other's; returns when NIXL says DONE."""
+        request = self._bulk_request(num_bytes, b"")
+        return lambda: self._move(request)
+
+    def _bulk_request(self, num_bytes: int, note: bytes) -> Any:
         address, device = self._peer_address
         local = self._agent.get_xfer_descs(np.array([[self._memory.data_ptr(), num_bytes, self._device]], np.uint64), self._kind)
         remote = self._agent.get_xfer_descs(np.array([[address, num_bytes, device]], np.uint64), self._kind)
-        request = self._agent.initialize_xfer("WRITE", local, remote, self._peer)
-        return lambda: self._move(request)
+        return self._agent.initialize_xfer("WRITE", local, remote, self._peer, note)
+
+    def write_once(self, num_bytes: int, note: bytes) -> None:
+        """As `bulk`, but with a request made for this write, as engines make it, and a note that comes to the target with it."""
+        request = self._bulk_request(num_bytes, note)
+        self._move(request)
+        self._agent.release_xfer_handle(request)
+
+    def wait_for_note(self) -> None:
+        """Returns when a note has come."""
+        while not self._agent.get_new_notifs():
+            os.sched_yield()
 
     def pieces(self, count: int, num_bytes: int, *, seed: int) -> Callable[[], None]:
         """A call that writes `count` pieces of `num_bytes`, places in random order on both sides: one descriptor each.

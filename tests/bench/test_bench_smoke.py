@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from bench.timing import ROOT
 MACHINE = {"cpu", "num_cores", "gpus", "driver", "nvlink", "kernel"}
 ENVIRONMENT = MACHINE | {"commit", "is_modified", "python", "versions", "date", "command"}
 ROW = {"case", "what", "median_s", "p99_s", "spread", "bytes", "gb_per_s", "ratio", "ratio_to", "samples_s"}
-POOL_TINY = ("--mb", "1", "--in-flight", "2", "--chunk-tokens", "4", "--ring-mb", "4")
+POOL_TINY = ("--mb", "1", "--in-flight", "2", "--chunk-tokens", "4", "--layers-per-group", "0", "--ring-mb", "4")
 
 
 def bench(module: str, file: Path, *arguments: str, expected: int = 0) -> dict[str, Any]:
@@ -38,19 +39,19 @@ def check_rows(record: dict[str, Any]) -> None:
         assert row["samples_s"] and all(math.isfinite(sample) and sample >= 0 for sample in row["samples_s"])
 
 
-def check_pool_to_pool(record: dict[str, Any], *, num_cases: int) -> None:
+def check_pool_to_pool(record: dict[str, Any], *, num_cases: int, lane: str = "ucx") -> None:
     check_rows(record)
     cases = {row["case"] for row in record["rows"]}
     assert len(cases) == num_cases, "a block of rows for each number of requests in flight"
     for case in cases:
-        facts = record["facts"][case]
+        facts = record["facts"][f"{case}, {lane}"]
         assert facts["writes_per_chunk_and_route"] == 1
         assert facts["resends"] == 0
         assert facts["chunks_per_request"] > 1
         assert facts["overlap"] > 0
-    moves = [row for row in record["rows"] if row["what"] == "pool to pool"]
+    moves = [row for row in record["rows"] if row["what"] == f"kvferry {lane}, pool to pool"]
     assert [row["bytes"] for row in moves] == [1 << 20] * num_cases
-    assert all(row["ratio"] > 0 for row in moves)
+    assert all(row["ratio"] > 0 and row["ratio_to"].startswith("memcpy") for row in moves)
 
 
 def test_pool_to_pool_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_pool_to_pool_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
     check_pool_to_pool(record, num_cases=2)
     lines = outcomes_of("pool_to_pool", record)
     assert [line.what.split(",")[0] for line in lines] == ["pool to pool", "writes"] * 2
-    assert [line.limit for line in lines] == [0.2, 1.0] * 2
+    assert [line.limit for line in lines] == [0.35, 1.0] * 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,7 @@ def test_pool_to_pool_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
     [
         ("--prefill-tp", "4", "--decode-tp", "2", "--decode-order", "HND"),
         ("--prefill-page-size", "64", "--decode-page-size", "1", "--layers-per-group", "8"),
+        ("--asks-late",),
     ],
     ids=" ".join,
 )
@@ -78,6 +80,20 @@ def test_pool_to_pool_refuses_a_cut_with_several_targets(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "writes to decode ranks [0, 1]" in done.stderr.splitlines()[-1]
+
+
+def test_pool_to_pool_beside_what_others_do(tmp_path: Path) -> None:
+    cut = ("--mb", "2", "--in-flight", "1", "--chunk-tokens", "4", "--piece-mb", "0.25", "--peers", "--lanes", "nixl")
+    record = bench("bench.pool_to_pool", tmp_path / "record.json", *cut)
+    if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None and find_spec("nixl") is None:
+        assert {"nixl", "NIXL bulk WRITE"} <= record["facts"]["not measured"].keys()
+        return
+    assert "not measured" not in record["facts"]
+    whats = [row["what"] for row in record["rows"]]
+    assert {"NIXL bulk WRITE", "NIXL, 64 descriptors of 32,768 B", "kvferry nixl, pool to pool"} <= set(whats)
+    facts = record["facts"]["2 MiB, 1 in flight, nixl"]
+    assert facts["layers_per_chunk"] == 16, "4 tokens of 16 layers are 256 KiB"
+    assert facts["chunks_per_request"] == 8
 
 
 def test_control_plane_and_what_the_table_reads_of_it(tmp_path: Path) -> None:

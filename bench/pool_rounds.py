@@ -1,0 +1,220 @@
+"""Rounds of requests from pool to pool, played by two processes; what both saw of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from bench.pair import Devices, run_pair
+from bench.pool_ends import DecodeEnd, PrefillEnd
+from bench.pool_setting import Case, Setting
+from bench.timing import sample
+from node_runtime.rank_process import SWITCH_INTERVAL_S
+from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.config import LogConfig
+from transfer.errors import TransportError
+from transfer.instance import Link
+from transfer.logs import configure_logging
+
+DEADLINE_S = 60.0
+WARMUP_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentRound:
+    """What the prefill process says of a round.
+
+    Args:
+        started_s: When the KV of each request was computed, monotonic clock (one for all processes of a host).
+        cpu_s: CPU time of the process, all threads.
+        writes, resends: Of all requests.
+        stages_s: Samples of each stage.
+    """
+
+    started_s: list[float]
+    cpu_s: float
+    writes: int
+    resends: int
+    stages_s: dict[str, list[float]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Rounds:
+    """What was seen of a case: a value per round; of `request_s` one per request, of `stages_s` one per chunk.
+
+    Attributes:
+        memcpy_s: Three per round; none on GPUs.
+    """
+
+    case: Case
+    num_chunks: int
+    wall_s: list[float] = field(default_factory=list)
+    memcpy_s: list[float] = field(default_factory=list)
+    request_s: list[float] = field(default_factory=list)
+    stages_s: dict[str, list[float]] = field(default_factory=dict)
+    overlap: list[float] = field(default_factory=list)  # gather + write + scatter, summed over the chunks, over wall
+    prefill_cpu_s: list[float] = field(default_factory=list)
+    decode_cpu_s: list[float] = field(default_factory=list)
+    writes: int = 0
+    resends: int = 0
+    acks: int = 0
+
+    def add_stages(self, stages_s: Mapping[str, list[float]], *, is_direct: bool) -> None:
+        """Those of one round, of both ends.
+
+        Args:
+            is_direct: Gathers are the writes, and their seconds are told as both.
+        """
+        moving = ("gather", "scatter") if is_direct else ("gather", "write", "scatter")
+        self.overlap.append(sum(sum(stages_s.get(stage, ())) for stage in moving) / self.wall_s[-1])
+        for stage, samples_s in stages_s.items():
+            self.stages_s.setdefault(stage, []).extend(samples_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """All cases over one lane, and what else is worth knowing."""
+
+    link: Link
+    plan: ChunkPlan
+    ring_peak_bytes: int = 0
+    rounds: list[Rounds] = field(default_factory=list)
+
+
+def play(setting: Setting, lane: str, *, num_rounds: int, timeout_s: float) -> Played:
+    """Every case of the setting over one lane, in two new processes.
+
+    Raises:
+        PairFailed: What arrived is not what was sent, a process failed or died, or it took too long.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when a process imports grpc; sessions that end are no news here
+    played: Played = run_pair(
+        _decode_process,
+        _prefill_process,
+        setting,
+        lane,
+        num_rounds,
+        devices=Devices(writer=setting.devices.target, target=setting.devices.writer),
+        timeout_s=timeout_s,
+        roles=("decode process", "prefill process"),
+    )
+    return played
+
+
+def _prefill_process(pipe: Connection, device: str, setting: Setting, lane: str, num_rounds: int) -> None:
+    """Does what it is told, one command at a time."""
+    _set_up_process("prefill")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        end = PrefillEnd(loop, setting, device, lane)
+        while (command := await loop.run_in_executor(None, pipe.recv)) is not None:
+            match command:
+                case ("attach", decode, str() as address):
+                    pipe.send(await end.attach(decode, address))
+                case ("send", list() as request_ids, Case() as case):
+                    cpu_s = time.process_time()
+                    started_s, stats = await end.send(request_ids, case)
+                    answer = SentRound(
+                        started_s=started_s,
+                        cpu_s=time.process_time() - cpu_s,
+                        writes=sum(one.writes for one in stats),
+                        resends=sum(one.resends for one in stats),
+                        stages_s=end.metrics.take(),
+                    )
+                    pipe.send(answer)
+                case ("digest", list() as request_ids, Case() as case):
+                    pipe.send([end.digest(request_id, case) for request_id in request_ids])
+        await end.close()
+
+    asyncio.run(run())
+
+
+def _set_up_process(role: str) -> None:
+    """As a rank process does it, see `node_runtime.rank_process`."""
+    configure_logging(LogConfig(level="warning"), role=role, rank=0)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def _decode_process(pipe: Connection, device: str, setting: Setting, lane: str, num_rounds: int) -> Played:
+    _set_up_process("decode")
+
+    async def run() -> Played:
+        return await _Decode(pipe, device, setting, lane).play(num_rounds)
+
+    return asyncio.run(run())
+
+
+class _Decode:
+    """The process that leads: it tells the prefill process what to do, and sees when the requests are whole."""
+
+    def __init__(self, pipe: Connection, device: str, setting: Setting, lane: str) -> None:
+        self._pipe = pipe
+        self._setting = setting
+        self._lane = lane
+        self._end = DecodeEnd(asyncio.get_running_loop(), setting, device, lane)
+
+    async def play(self, num_rounds: int) -> Played:
+        try:
+            link, plan = await self._ask("attach", self._end.instance, await self._end.serve())
+            self._end.plan = plan
+            played = Played(link=link, plan=plan)
+            for number, case in enumerate(self._setting.cases):
+                played.rounds.append(await self._play_case(number, case, plan, num_rounds))
+            played.ring_peak_bytes = self._end.ring_peak_bytes
+            self._pipe.send(None)
+            return played
+        finally:
+            await self._end.close()
+
+    async def _ask(self, *command: Any) -> Any:
+        self._pipe.send(command)
+        return await self._answer()
+
+    async def _answer(self) -> Any:
+        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, self._pipe.recv), DEADLINE_S)
+
+    async def _play_case(self, number: int, case: Case, plan: ChunkPlan, num_rounds: int) -> Rounds:
+        setting = self._setting
+        chunks = split_into_chunks(plan, num_tokens=case.num_tokens, num_layers=setting.layout.num_layers)
+        copy_once = None if setting.devices.is_cuda else _memcpy_of(setting.moved_bytes(case.num_tokens))
+        rounds = Rounds(case=case, num_chunks=len(chunks))
+        for turn in range(WARMUP_ROUNDS + num_rounds):
+            if turn == WARMUP_ROUNDS:
+                rounds = Rounds(case=case, num_chunks=len(chunks))
+            if copy_once is not None:
+                rounds.memcpy_s += sample(copy_once, repetitions=3)
+            await self._play_round(rounds, [f"case{number}-round{turn}-{i}" for i in range(case.in_flight)])
+        return rounds
+
+    async def _play_round(self, rounds: Rounds, request_ids: list[str]) -> None:
+        end, case = self._end, rounds.case
+        num_acks, cpu_s = end.num_acks, time.process_time()
+        end.expect(request_ids, case)
+        self._pipe.send(("send", request_ids, case))
+        complete_s = await end.wait_complete(request_ids, deadline_s=DEADLINE_S)
+        rounds.decode_cpu_s.append(time.process_time() - cpu_s)
+        sent: SentRound = await self._answer()
+        rounds.prefill_cpu_s.append(sent.cpu_s)
+        rounds.wall_s.append(max(complete_s) - min(sent.started_s))
+        rounds.request_s += [done - begun for done, begun in zip(complete_s, sent.started_s, strict=True)]
+        rounds.add_stages(sent.stages_s | end.metrics.take(), is_direct=self._lane.endswith("/fused"))
+        rounds.writes += sent.writes
+        rounds.resends += sent.resends
+        rounds.acks += end.num_acks - num_acks
+        there = [end.digest(request_id, case) for request_id in request_ids]
+        if there != (here := await self._ask("digest", request_ids, case)):
+            raise TransportError(f"{request_ids[0]}: the KV that arrived is not what was sent: digests {here} and {there}")
+
+
+def _memcpy_of(num_bytes: int) -> Callable[[], None]:
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
+    return lambda: np.copyto(target, source)
