@@ -1,15 +1,25 @@
-"""The compiled kernel on a real GPU, against the reference on the same device."""
+"""The compiled kernels on a real GPU, against the reference on the same device."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.kernels.kernel_cases import Case, assert_agrees, cases
-from transfer.kernels import head_slice_copier
-from transfer.kv_pool import PagedKVPool, as_words
-from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, wire_buffers
+from node_runtime.piece_copier import PieceCopier
+from node_runtime.request_tables import RequestTables
+from tests.kernels.kernel_cases import START, Case, assert_agrees, cases
+from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.errors import LayoutError
+from transfer.kernels import add_digest, head_slice_copier
+from transfer.kernels.digest import DIGEST_WORDS, HostDigest, digest
+from transfer.kernels.reference import ReferenceCopier, reference_words_sum
+from transfer.kv_pool import TORCH_DTYPES, KVPool, PagedKVPool, as_words
+from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, TokenOrder, WireBuffer, routes, wire_buffers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,13 +29,23 @@ pytestmark = [
 FLOATS = [dtype for dtype in DType if dtype is not DType.INT8]
 
 
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """What makes the host wait for the device raises inside."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.timeout(900)
 @settings(max_examples=60)
 @given(case=cases(max_page_size=256, max_pages=12, max_dim=40))
 def test_agrees_with_the_reference(case: Case) -> None:
     from transfer.kernels.head_slice import TritonCopier
 
-    assert_agrees(case, TritonCopier, "cuda")
+    assert_agrees(case, TritonCopier, "cuda", has_kernels=True)
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))
@@ -34,7 +54,7 @@ def test_agrees_with_the_reference(case: Case) -> None:
 def test_shapes_that_engines_use(page_size: int, head_dim: int, order: TokenOrder) -> None:
     from transfer.kernels.head_slice import TritonCopier
 
-    assert_agrees(shape(DType.BFLOAT16, DType.BFLOAT16, page_size, head_dim, order), TritonCopier, "cuda")
+    assert_agrees(shape(DType.BFLOAT16, DType.BFLOAT16, page_size, head_dim, order), TritonCopier, "cuda", has_kernels=True)
 
 
 @pytest.mark.parametrize("source", FLOATS)
@@ -42,7 +62,34 @@ def test_shapes_that_engines_use(page_size: int, head_dim: int, order: TokenOrde
 def test_conversions(source: DType, target: DType) -> None:
     from transfer.kernels.head_slice import TritonCopier
 
-    assert_agrees(shape(source, target, 16, 128, TokenOrder.NHD), TritonCopier, "cuda")
+    assert_agrees(shape(source, target, 16, 128, TokenOrder.NHD), TritonCopier, "cuda", has_kernels=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37, 12.0])
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_conversions_are_exact_for_every_pattern(source: DType, target: DType, scale: float) -> None:
+    """All bit patterns of the 8- and 16-bit types, random ones of float32 and numbers around the narrow types' limits."""
+    bits = torch.randint(-(2**31), 2**31, (32768,), generator=torch.Generator().manual_seed(6)).to(torch.int32)
+    near = torch.randn(32768, generator=torch.Generator().manual_seed(7)) * 2.0 ** torch.arange(-14, 18).repeat(1024)
+    patterns = {
+        1: torch.arange(65536).to(torch.uint8),
+        2: torch.arange(-32768, 32768).to(torch.int16),
+        4: torch.cat([bits, near.view(torch.int32)]),
+    }[source.num_bytes]
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1024, v_head_dim=0, dtype=source)
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=64), num_pages=1, device="cuda")
+    as_words(pool.buffer(0, is_v=False)).view(-1).copy_(patterns)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=64), row_bytes=1024 * target.num_bytes, offset_bytes=0)
+    what = {"heads": Span(begin=0, end=1), "wire_dtype": target, "scales": {(0, False): scale}}
+    wire, expected = (torch.zeros(65536 * target.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    pages = torch.zeros(1, dtype=torch.int64, device="cuda")
+    head_slice_copier(pool, **what).plan([buffer]).gather(pages, wire)
+    ReferenceCopier(pool, **what).plan([buffer]).gather(pages, expected)
+    found, right = wire.view(TORCH_DTYPES[target]), expected.view(TORCH_DTYPES[target])
+    is_nan = right.float().isnan()
+    assert torch.equal(found.float().isnan(), is_nan)
+    assert torch.equal(as_words(found)[~is_nan], as_words(right)[~is_nan])
 
 
 def shape(source: DType, target: DType, page_size: int, head_dim: int, order: TokenOrder) -> Case:
@@ -56,9 +103,22 @@ def shape(source: DType, target: DType, page_size: int, head_dim: int, order: To
         wire_dtype=target,
         pages=tuple(pages),
         tokens=Span(begin=5, end=691),
-        first_token=0,
         num_tokens=691,
     )
+
+
+def plain_plan(pool: PagedKVPool, num_tokens: int, *, heads: int) -> tuple[list[WireBuffer], Span]:
+    layers, element = Span(begin=0, end=pool.layout.num_layers), pool.element
+    route = Route(
+        index=0,
+        prefill_rank=0,
+        decode_rank=0,
+        layers=layers,
+        heads=HeadSlice(source_start=0, target_start=0, count=heads),
+    )
+    tokens = Span(begin=0, end=num_tokens)
+    buffers = wire_buffers(pool.layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=element)
+    return list(buffers), Span(begin=0, end=heads)
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -66,38 +126,164 @@ def test_offsets_beyond_32_bits() -> None:
     layout = KVLayout.uniform(num_layers=1, num_kv_heads=8, head_dim=128, v_head_dim=0, dtype=DType.INT8)
     num_pages = (6 << 30) // (64 * 1024)
     pool = PagedKVPool(layout=layout, shard=Shard(page_size=64), num_pages=num_pages, device="cuda")
-    pages = torch.arange(num_pages - 1, -1, -1)
+    pages = torch.arange(num_pages - 1, -1, -1, device="cuda")
     pool.buffer(0, is_v=False).view(-1, 1024)[:, 0] = torch.arange(num_pages * 64, device="cuda").to(torch.int8)
-    tokens, layers = Span(begin=0, end=num_pages * 64), Span(begin=0, end=1)
-    heads = HeadSlice(source_start=0, target_start=0, count=8)
-    route = Route(index=0, prefill_rank=0, decode_rank=0, layers=layers, heads=heads)
-    buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=tokens.end, dtype=DType.INT8)
+    buffers, heads = plain_plan(pool, num_pages * 64, heads=8)
     out = torch.zeros(6 << 30, dtype=torch.uint8, device="cuda")
-    copier = head_slice_copier(pool, heads=Span(begin=0, end=8), wire_dtype=DType.INT8)
-    copier.gather(pages, buffers, out)
+    sent, arrived = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
+    plan = head_slice_copier(pool, heads=heads, wire_dtype=DType.INT8).plan(buffers)
+    plan.gather(pages, out, digest=sent)
     found, source = out.view(num_pages, 64, 1024), as_words(pool.buffer(0, is_v=False)).view(num_pages, 64, 1024)
     assert torch.equal(found[:, :, 0], source.flip(0)[:, :, 0])
-    copier.scatter(torch.arange(num_pages), buffers, out)
+    plan.scatter(torch.arange(num_pages, device="cuda"), out, digest=arrived)
     assert torch.equal(source, found)
+    add_digest(arrived, out, out.numel())
+    assert int(sent) != 0 and int(arrived) == (2 * int(sent) + 2**63) % 2**64 - 2**63
+    quarter = out.numel() // 8
+    parts = sum(reference_words_sum(out[begin : begin + quarter], begin // 8) for begin in range(0, out.numel(), quarter))
+    assert (int(sent) - parts) % 2**64 == 0
 
 
-def test_runs_behind_the_current_stream() -> None:
-    """No synchronisation inside: a gather queued behind a slow fill of the pool sees what was filled."""
+@dataclass(frozen=True)
+class AddressOnly:
+    """A wire that is known as a peer's ring is: by address, and by the device whose kernels may use it."""
+
+    memory: torch.Tensor
+    device_index: int
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def numel(self) -> int:
+        return self.memory.numel()
+
+
+def test_a_wire_that_is_only_an_address() -> None:
+    case = shape(DType.BFLOAT16, DType.BFLOAT16, 16, 128, TokenOrder.NHD)
+    pool, wire, expected = case.pool("cuda", seed=9), case.wire("cuda"), case.wire("cuda")
+    from transfer.kernels.head_slice import TritonCopier
+
+    plan, table, index = case.plan(TritonCopier, pool), case.table("cuda"), wire.device.index
+    plan.gather(table, expected)
+    total = torch.full((1,), START, dtype=torch.int64, device="cuda")
+    plan.gather(table, AddressOnly(wire, index), digest=total)
+    assert torch.equal(wire, expected)
+    assert (int(total) - START) % 2**64 == reference_words_sum(wire[: plan.num_wire_bytes])
+    with pytest.raises(LayoutError, match="for kernels of device 63"):
+        plan.gather(table, AddressOnly(wire, 63))
+    with pytest.raises(LayoutError, match=r"out is torch.uint8 .* on cpu; must be contiguous uint8"):
+        plan.gather(table, wire.cpu())
+    with pytest.raises(LayoutError, match="digest is a HostDigest"):
+        plan.gather(table, wire, digest=HostDigest(DIGEST_WORDS))
+    with pytest.raises(LayoutError, match=r"pages is torch.int64 .* on cpu"):
+        plan.gather(table.cpu(), wire)
+
+
+def test_pages_outside_the_pool_are_left_out() -> None:
+    """A table on a GPU is not checked: the kernel must not follow it out of the pool."""
+    case = shape(DType.BFLOAT16, DType.BFLOAT16, 16, 128, TokenOrder.NHD)
+    from transfer.kernels.head_slice import TritonCopier
+
+    pool, wire, expected = case.pool("cuda", seed=9), case.wire("cuda"), case.wire("cuda")
+    plan, table = case.plan(TritonCopier, pool), case.table("cuda")
+    table[3], table[7] = case.num_pages, -1
+    plan.gather(table, wire)
+    torch.cuda.synchronize()
+    case.plan(ReferenceCopier, pool).gather(case.table("cuda"), expected)
+    row, begin = 2 * 128 * 2, 5  # bytes of a token, and the first token
+    for buffer in plan.buffers:
+        found, right = (
+            one[buffer.offset_bytes : buffer.offset_bytes + buffer.num_bytes].view(-1, row) for one in (wire, expected)
+        )
+        for page in range(12):
+            tokens = slice(max(0, page * 16 - begin), (page + 1) * 16 - begin)
+            assert bool((found[tokens] == 0xA5).all()) if page in (3, 7) else torch.equal(found[tokens], right[tokens])
+
+
+def test_runs_behind_the_current_stream_and_waits_for_nothing() -> None:
+    """A gather queued behind a slow fill of the pool sees what was filled, and the call is over long before."""
     case = shape(DType.BFLOAT16, DType.BFLOAT16, 16, 128, TokenOrder.NHD)
     pool, out = case.pool("cuda", seed=9), case.wire("cuda")
-    copier = head_slice_copier(pool, heads=case.heads, wire_dtype=case.wire_dtype)
-    table = case.table("cuda")
-    copier.gather(table, case.buffers, out)
+    plan = head_slice_copier(pool, heads=case.heads, wire_dtype=case.wire_dtype).plan(case.buffers)
+    table, total = case.table("cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    plan.gather(table, out, digest=total)  # compiled now
     torch.cuda.synchronize()
+    total.zero_()
     stream, event = torch.cuda.Stream(), torch.cuda.Event()
-    with torch.cuda.stream(stream):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), nothing_waits():
         torch.cuda._sleep(200_000_000)
         for layer in range(3):
             pool.buffer(layer, is_v=False).fill_(3.0)
             pool.buffer(layer, is_v=True).fill_(3.0)
-        copier.gather(table, case.buffers, out)
+        plan.gather(table, out, digest=total)
         event.record()
     assert not event.query()
     event.synchronize()
-    payload = out[: case.buffers[-1].offset_bytes + case.buffers[-1].num_bytes]
-    assert bool((payload.view(torch.bfloat16) == 3.0).all())
+    assert bool((out[: plan.num_wire_bytes].view(torch.bfloat16) == 3.0).all())
+    assert int(total) % 2**64 == reference_words_sum(out[: plan.num_wire_bytes])
+
+
+def test_pieces_of_two_requests_with_tables_that_grow() -> None:
+    """Chunk by chunk, with page tables that get longer, over two streams; nothing waits once a piece's shape is known."""
+    layout = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=64, dtype=DType.BFLOAT16)
+    shard, tokens, page_size = Shard(page_size=4), 3000, 4
+    pool = KVPool(layout=layout, shard=shard, num_pages=2000, device="cuda")
+    for layer in range(4):
+        for is_v in (False, True):
+            pool.buffer(layer, is_v=is_v).normal_()
+    host = KVPool(layout=layout, shard=shard, num_pages=2000)
+    for layer in range(4):
+        for is_v in (False, True):
+            host.buffer(layer, is_v=is_v).copy_(pool.buffer(layer, is_v=is_v))
+    order = torch.randperm(2000, generator=torch.Generator().manual_seed(2)).tolist()
+    tables = {"a": order[:750], "b": order[750:1500]}
+    (route,) = routes(layout, shard, shard)
+    chunks = split_into_chunks(ChunkPlan(chunk_tokens=512), num_tokens=tokens, num_layers=4)
+    copier, on_host = PieceCopier(pool), PieceCopier(host)
+    what = {"heads": Span(begin=0, end=4), "num_tokens": tokens, "dtype": DType.BFLOAT16}
+    streams = {"a": torch.cuda.Stream(), "b": torch.cuda.Stream()}
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    torch.cuda.synchronize()
+    for number, chunk in enumerate(chunks):
+        for request_id, table in tables.items():
+            known = (table[: -(-chunk.tokens.end // page_size)],)
+            piece = copier.prepare(layout, route, chunk, request_id=request_id, tables=known, **what)
+            wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8)
+            on_host.prepare(layout, route, chunk, request_id=request_id, tables=known, **what).gather(wire)
+            out = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8, device="cuda")
+            total = torch.zeros(1, dtype=torch.int64, device="cuda")
+            streams[request_id].wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(streams[request_id]):
+                if 0 < number < len(chunks) - 1:
+                    with nothing_waits():
+                        piece.gather(out, total)
+                else:
+                    piece.gather(out, total)
+            found.append((wire, out, total))
+    torch.cuda.synchronize()
+    for wire, out, total in found:
+        assert torch.equal(out.cpu(), wire)
+        assert int(total) % 2**64 == digest(wire, DIGEST_WORDS)
+    for request_id in (*tables, *tables):
+        copier.forget(request_id)
+
+
+def test_tables_of_requests_are_checked() -> None:
+    tables = RequestTables(torch.device("cuda", torch.cuda.current_device()), 10)
+    kept = tables.cover("a", [-1, 4, 7], 1, 3)
+    assert kept.use()[:3].tolist() == [-1, 4, 7]
+    with pytest.raises(LayoutError, match=r"entry 0 in the page table of request a is no page; \[0, 3\) are needed"):
+        tables.cover("a", [-1, 4, 7], 0, 3)
+    with pytest.raises(LayoutError, match="has 3 entries; the piece takes 4"):
+        tables.cover("a", [-1, 4, 7], 1, 4)
+    with pytest.raises(LayoutError, match="has page 4 twice"):
+        tables.cover("a", [-1, 4, 7, 4], 1, 4)
+    with pytest.raises(LayoutError, match=r"has page 10; the pool's are \[0, 10\)"):
+        tables.cover("a", [-1, 4, 7, 10], 1, 4)
+    assert tables.cover("a", [-1, 4, 7, 9], 1, 4).use()[:4].tolist() == [-1, 4, 7, 9]
+    longer = tables.cover("b", list(range(10)) + [-1] * 990, 0, 10)
+    grown = tables.cover("b", list(range(10)) + [-1] * 2990, 0, 10)
+    assert longer.use()[:10].tolist() == grown.use()[:10].tolist() == list(range(10))
+    tables.forget("a")
+    assert tables.cover("a", [4], 0, 1).use()[:1].tolist() == [4]

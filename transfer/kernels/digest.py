@@ -16,8 +16,8 @@ bits up. Equal words in other places, swapped or moved ones, count differently; 
 that differ by what keys differ by, too. The shifts are by 32 because a GPU has 32-bit registers: such a shift is free, and so is
 the second key, added by the multiplication's own instruction.
 
-Source: but for the keys it is D. Degski's 64-bit hash, which has the structure of MurmurHash3's finaliser; STEP is 2**64 divided by
-the golden ratio, made odd (Knuth, vol. 3, 6.4).
+Source: but for the keys it is D. Degski's 64-bit hash, which has the structure of MurmurHash3's finaliser; STEP is 2**64 divided
+by the golden ratio, made odd (Knuth, vol. 3, 6.4).
 """
 
 from __future__ import annotations
