@@ -95,8 +95,10 @@ def examine() -> Iterator[Finding]:
     yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_rdma=has_rdma)
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # the hard limit, to which each rank raises its own
     yield check_ports()
-    yield check_gpu(bool(list(Path("/dev").glob("nvidia[0-9]*"))), installed_version("torch"))
-    yield check_loopback(measure_loopback)
+    has_gpu = bool(list(Path("/dev").glob("nvidia[0-9]*")))
+    yield check_gpu(has_gpu, installed_version("torch"))
+    for transport in transports_here(installed_version, has_gpu=has_gpu):
+        yield check_transfer(transport, measure_loopback)
 
 
 def installed_version(distribution: str) -> str | None:
@@ -222,16 +224,23 @@ def check_gpu(has_gpu: bool, torch_version: str | None) -> Finding:
     return Finding(name="gpu", state=State.OK, text=f"yes, torch {torch_version or 'MISSING'}")
 
 
-def check_loopback(measure: Callable[[], LoopbackResult]) -> Finding:
+def transports_here(version_of: Callable[[str], str | None], *, has_gpu: bool) -> tuple[str, ...]:
+    """What can be tried: `ucx` always, for it is needed, `nixl` where it is installed, `cuda_ipc` where there is a GPU too."""
+    has_nixl = version_of("nixl-cu13") or version_of("nixl-cu12")
+    has_cuda_ipc = has_gpu and version_of("cuda-bindings")
+    return ("ucx", *(("nixl",) if has_nixl else ()), *(("cuda_ipc",) if has_cuda_ipc else ()))
+
+
+def check_transfer(transport: str, measure: Callable[[str], LoopbackResult]) -> Finding:
     """A transfer between two processes, which is what everything else is for."""
-    name = "transfer between two processes"
+    name = f"transfer over {transport}"
     try:
-        result = measure()
+        result = measure(transport)
     except TransferError as error:
         return Finding(name=name, state=State.FAIL, text=str(error), mend="see the lines above; UCX_LOG_LEVEL=info tells more")
     text = f"{result.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {result.latency_s * 1e6:,.0f} us, lane {result.lane}, bytes equal"
     if result.bandwidth_bytes_per_s < SLOW_BYTES_PER_S:
-        mend = "run it again on an idle machine; if lane is ucx/net, permit cross-memory attach"
+        mend = "run it again on an idle machine; if the lane ends with /net, permit cross-memory attach"
         return Finding(name=name, state=State.WARN, text=text, mend=mend)
     return Finding(name=name, state=State.OK, text=text)
 

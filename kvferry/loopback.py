@@ -1,4 +1,4 @@
-"""A real transfer between two processes of this machine, over the `ucx` transport, measured and its bytes compared.
+"""A real transfer between two processes of this machine, over one transport, measured and its bytes compared.
 
 Run as a program it is the writer, starts the target as another process, and prints one line of JSON: the fields of
 `LoopbackResult`, or ``{"error": ...}``. It is a process of its own because UCX may end the one that it runs in.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.cluster_spec import child_environment
 from transfer.errors import EngineError
 
+if TYPE_CHECKING:
+    from transfer.transport.base import Transport
+
 NUM_BYTES: Final = 64 << 20
 TIMEOUT_S: Final = 30.0
 _SEED: Final = 7
+_WRITTEN: Final = "written\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +36,16 @@ class LoopbackResult:
     bandwidth_bytes_per_s: float
 
 
-def measure_loopback() -> LoopbackResult:
+def measure_loopback(transport: str) -> LoopbackResult:
     """Transfer 64 MiB a few times between two new processes.
+
+    Args:
+        transport: "ucx", "nixl" or "cuda_ipc".
 
     Raises:
         EngineError: It could not be done; one line says why.
     """
-    command = [sys.executable, "-m", "kvferry.loopback", "writer"]
+    command = [sys.executable, "-m", "kvferry.loopback", "writer", transport]
     environment = child_environment() | {"UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -60,22 +68,61 @@ def measure_loopback() -> LoopbackResult:
     return LoopbackResult(**content)
 
 
-async def _write() -> dict[str, Any]:
+def _open(name: str, *, is_target: bool) -> tuple[Transport, Any]:
+    """The transport, and zeroed memory for it: on a GPU where it joins GPUs, two different ones where there are two."""
+    match name:
+        case "ucx":
+            from transfer.transport.ucx import UcxTransport
+
+            return UcxTransport(), _host_memory()
+        case "nixl":
+            from transfer.transport.nixl import NixlTransport
+
+            return NixlTransport(), _host_memory()
+        case _:
+            import torch
+
+            from transfer.transport.cuda_ipc import CudaIpcTransport
+
+            device = 1 if is_target and torch.cuda.device_count() > 1 else 0
+            return CudaIpcTransport(), torch.zeros(NUM_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def _host_memory() -> Any:
+    """Shared, as the rings of host pools are for `nixl`; every page is touched."""
     import numpy as np
+
+    memory = np.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=np.uint8)
+    memory[:] = 0
+    return memory
+
+
+def _hash_of(memory: Any) -> str:
     import xxhash
+
+    return xxhash.xxh3_64_hexdigest((memory.cpu().numpy() if hasattr(memory, "cpu") else memory).data)
+
+
+async def _write(name: str) -> dict[str, Any]:
+    import numpy as np
 
     from transfer.transport.driver import SessionDriver
     from transfer.transport.probe import ProbePlan, probe_link
-    from transfer.transport.ucx import UcxTransport
 
-    data = np.random.default_rng(_SEED).integers(0, 256, NUM_BYTES, dtype=np.uint8)
-    wanted = xxhash.xxh3_64_hexdigest(data.data)
-    transport = UcxTransport()
+    transport, data = _open(name, is_target=False)
+    values = np.random.default_rng(_SEED).integers(0, 256, NUM_BYTES, dtype=np.uint8)
+    if isinstance(data, np.ndarray):
+        data[:] = values
+    else:
+        import torch
+
+        data.copy_(torch.from_numpy(values))
+        torch.cuda.synchronize()
+    wanted = _hash_of(values)
     memory = transport.register(data)
     offer = transport.offer()
-    target = subprocess.Popen(
-        [sys.executable, "-m", "kvferry.loopback", "target"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "kvferry.loopback", "target", name]
+    target = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert target.stdin is not None and target.stdout is not None
     try:
         target.stdin.write(offer.blob.hex() + "\n")
@@ -83,8 +130,12 @@ async def _write() -> dict[str, Any]:
         session = offer.complete(bytes.fromhex(target.stdout.readline()))
         driver = SessionDriver(asyncio.get_running_loop())
         driver.add(session)
-        probe = await probe_link(driver, session, memory, plan=ProbePlan(bulk_bytes=NUM_BYTES), deadline_s=TIMEOUT_S)
-        # The target's answers were parts of what it had received, so both ends now hold the same bytes, or one was damaged.
+        plan = ProbePlan(bulk_bytes=NUM_BYTES)
+        one_sided = transport.is_one_sided
+        probe = await probe_link(driver, session, memory, plan=plan, is_one_sided=one_sided, deadline_s=TIMEOUT_S)
+        target.stdin.write(_WRITTEN)
+        target.stdin.flush()
+        # Two-sided, the target's answers were parts of what it had received: both ends hold the same bytes, or one was damaged.
         found = await asyncio.to_thread(target.stdout.readline)
         driver.remove(session)
         session.close()
@@ -92,46 +143,41 @@ async def _write() -> dict[str, Any]:
         target.stdin.close()
         target.wait()
         transport.close()
-    if found.strip() != wanted or xxhash.xxh3_64_hexdigest(data.data) != wanted:
+    if found.strip() != wanted or _hash_of(data) != wanted:
         return {"error": f"the bytes that arrived are not those that were sent ({probe.lane})"}
     return {"lane": probe.lane, "latency_s": probe.latency_s, "bandwidth_bytes_per_s": probe.bandwidth_bytes_per_s}
 
 
-async def _receive() -> None:
-    import numpy as np
-    import xxhash
-
+async def _receive(name: str) -> None:
     from transfer.transport.driver import SessionDriver
     from transfer.transport.probe import ProbePlan, serve_probe
-    from transfer.transport.ucx import UcxTransport
 
-    data = np.zeros(NUM_BYTES, dtype=np.uint8)
-    transport = UcxTransport()
+    transport, data = _open(name, is_target=True)
     memory = transport.register(data)
     session, answer = transport.accept(bytes.fromhex(sys.stdin.readline()), memory)
     print(answer.hex(), flush=True)
     driver = SessionDriver(asyncio.get_running_loop())
     driver.add(session)
+    plan = ProbePlan(bulk_bytes=NUM_BYTES)
     serving = asyncio.create_task(
-        serve_probe(driver, session, memory, plan=ProbePlan(bulk_bytes=NUM_BYTES), deadline_s=TIMEOUT_S)
+        serve_probe(driver, session, memory, plan=plan, is_one_sided=transport.is_one_sided, deadline_s=TIMEOUT_S)
     )
-    waiting = asyncio.create_task(asyncio.to_thread(sys.stdin.read))  # ends when the writer has what it wants, or has died
-    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        os._exit(1)
+    if await asyncio.to_thread(sys.stdin.readline) != _WRITTEN:
+        os._exit(1)  # the writer has died
     await serving
-    print(xxhash.xxh3_64_hexdigest(data.data), flush=True)
-    await waiting
+    print(_hash_of(data), flush=True)
+    await asyncio.to_thread(sys.stdin.read)  # ends when the writer has closed its session, or has died
     driver.remove(session)
     transport.close()
 
 
 def _main() -> None:
-    if sys.argv[1:] == ["target"]:
-        asyncio.run(_receive())
+    role, name = sys.argv[1:]
+    if role == "target":
+        asyncio.run(_receive(name))
         return
     try:
-        content = asyncio.run(_write())
+        content = asyncio.run(_write(name))
     except Exception as error:  # whatever it is, the doctor shows it as one line
         content = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
     print(json.dumps(content))

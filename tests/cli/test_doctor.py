@@ -31,9 +31,11 @@ def test_this_machine_is_well_and_really_transfers() -> None:
     content = json.loads(run.stdout)
     found = {one["name"]: one for one in content["findings"]}
     assert content["ok"] is True
-    text = found["transfer between two processes"]["text"]
-    match = re.fullmatch(r"(\d+\.\d\d) GB/s, [\d,]+ us, lane ucx/(?:shm|net), bytes equal", text)
-    assert match and float(match[1]) > 0.05
+    assert "transfer over ucx" in found
+    for transport in doctor.transports_here(doctor.installed_version, has_gpu=False):
+        text = found[f"transfer over {transport}"]["text"]
+        match = re.fullmatch(rf"(\d+\.\d\d) GB/s, [\d,]+ us, lane {transport}/(?:shm|net), bytes equal", text)
+        assert match and float(match[1]) > 0.05, text
     assert "tcp/lo" in found["ucx"]["text"]
     assert {"python", "packages", "shared memory", "cross-memory attach", "locked memory", "loopback ports", "gpu"} <= set(found)
 
@@ -42,7 +44,7 @@ def test_without_a_transport_the_doctor_fails_and_says_how_to_mend_it() -> None:
     environment = child_environment() | {"UCX_TLS": "nonsense"}
     run = subprocess.run([sys.executable, "-m", "kvferry", "doctor"], capture_output=True, text=True, timeout=60, env=environment)
     assert run.returncode == 1
-    assert re.search(r"^fail (ucx|transfer between two processes):", run.stdout, re.MULTILINE)
+    assert re.search(r"^fail (ucx|transfer over ucx):", run.stdout, re.MULTILINE)
     assert "mend:" in run.stdout
 
 
@@ -88,12 +90,12 @@ def test_a_slow_transfer_warns_and_a_failed_one_fails() -> None:
     def measured(bytes_per_s: float) -> LoopbackResult:
         return LoopbackResult(lane="ucx/net", latency_s=1e-4, bandwidth_bytes_per_s=bytes_per_s)
 
-    def failing() -> LoopbackResult:
+    def failing(name: str) -> LoopbackResult:
         raise EngineError("no way to the peer")
 
-    assert doctor.check_loopback(lambda: measured(4e9)).state is State.OK
-    assert doctor.check_loopback(lambda: measured(1e8)).state is State.WARN
-    finding = doctor.check_loopback(failing)
+    assert doctor.check_transfer("ucx", lambda name: measured(4e9)).state is State.OK
+    assert doctor.check_transfer("ucx", lambda name: measured(1e8)).state is State.WARN
+    finding = doctor.check_transfer("ucx", failing)
     assert finding.state is State.FAIL and finding.text == "no way to the peer"
 
 
@@ -107,3 +109,17 @@ def test_a_finding_that_is_not_ok_must_say_what_mends_it() -> None:
 def test_ports_can_be_had_here() -> None:
     assert doctor.check_ports().state is State.OK
     assert os.environ.get("UCX_TLS") is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "has_gpu", "transports"),
+    [
+        ((), True, ("ucx",)),
+        (("nixl-cu13",), False, ("ucx", "nixl")),
+        (("nixl-cu12", "cuda-bindings"), True, ("ucx", "nixl", "cuda_ipc")),
+        (("cuda-bindings",), False, ("ucx",)),
+    ],
+)
+def test_what_cannot_be_had_here_is_not_tried(installed: tuple[str, ...], has_gpu: bool, transports: tuple[str, ...]) -> None:
+    found = doctor.transports_here(lambda name: "1" if name in installed else None, has_gpu=has_gpu)
+    assert found == transports
