@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -169,7 +170,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
                 )
             case LinkProbed():
-                log.info("link_probed", **{name: getattr(message.link, name) for name in ("prefill_rank", "decode_rank", "lane")})
+                log.info("link_probed", **asdict(message.link))
             case _:
                 raise LocalProtocolError(f"a decode leader cannot serve {type(message).__name__}")
 

@@ -22,6 +22,7 @@ from transfer.page_allocator import GroupAllocator
 
 PREFILL_LIFE = 11
 PLAN = ChunkPlan(chunk_tokens=4)
+SCALES = {(0, False): 0.5}
 
 
 def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +36,8 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
             rank=number,
             routes=mine,
             lane="inproc",
-            digest="xxh3-64",
-            scales=None,
+            digest="kvferry-words-64",
+            scales=SCALES,
         )
         for number in range(2)
     }
@@ -69,6 +70,7 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
     DecodeWorker._expect(cast(DecodeWorker, rank), message)
     assert said == [RequestExpected(request_id="a")]
     assert expected[0].plan is PLAN
+    assert expected[0].digest == "kvferry-words-64" and expected[0].scales is SCALES
     assert expected[0].routes == tuple(IncomingRoute(route=route, session=50 + route.prefill_rank) for route in mine)
 
 

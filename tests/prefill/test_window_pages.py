@@ -11,6 +11,7 @@ import pytest
 from prefill_node.attach import DecodePeer
 from prefill_node.rank_messages import AbortRequest, PagesReleased, RunStep, StartRequest, StepDone, StepPart
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
+from prefill_node.sender_events import OutgoingRequest
 from prefill_node.worker import PrefillWorker
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
@@ -22,6 +23,10 @@ from transfer.page_allocator import GroupAllocator
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
 NEEDS = page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK_TOKENS)
+
+
+PLAN = ChunkPlan(chunk_tokens=CHUNK_TOKENS, layers_per_group=LAYOUT.num_layers)
+SCALES = {(0, False): 0.5}
 
 
 class Engine:
@@ -69,14 +74,18 @@ class Rank:
         worker._allocator = self.allocator
         worker._requests = {}
         worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
-        worker._sessions = SimpleNamespace(
-            of=lambda _: DecodePeer(join=1, instance=instance(2, layout=LAYOUT), digest="xxh3-64", scales=None, sessions={0: 1})
-        )  # type: ignore[assignment]
+        decode = instance(2, layout=LAYOUT)
+        peer = DecodePeer(join=1, instance=decode, digest="kvferry-words-64", scales=SCALES, sessions={0: 1})
+        worker._sessions = SimpleNamespace(of=lambda _: peer)  # type: ignore[assignment]
         worker._sender = SimpleNamespace(  # type: ignore[assignment]
-            start_request=lambda request: self.computed.setdefault(request.request_id, set()),
+            start_request=self._on_start,
             chunk_computed=lambda request_id, chunk, _: self.computed[request_id].add(chunk),
             abort_request=lambda request_id, _: self.aborted.append(request_id),
         )
+
+    def _on_start(self, request: OutgoingRequest) -> None:
+        assert request.plan == PLAN and request.digest == "kvferry-words-64" and request.scales is SCALES
+        self.computed.setdefault(request.request_id, set())
 
     def submit(self, request_id: str, num_tokens: int = NUM_TOKENS) -> None:
         self.scheduler.submit(request_id, num_tokens, destination=1)
@@ -93,7 +102,7 @@ class Rank:
                     decode_incarnation=1,
                     num_tokens=NUM_TOKENS,
                     start_token=0,
-                    plan=ChunkPlan(chunk_tokens=CHUNK_TOKENS),
+                    plan=PLAN,
                     sampling=SamplingParams(),
                 )
             )
