@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.transport.host_cuda import HostCuda, TwinTransport
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 from transfer.transport.nixl import NixlTransport
@@ -28,6 +29,11 @@ def _inproc(one_sided: bool) -> tuple[Transport, Transport]:
     return InprocTransport(hub, one_sided=one_sided), InprocTransport(hub, one_sided=one_sided)
 
 
+def _twin() -> tuple[Transport, Transport]:
+    cuda = HostCuda()
+    return TwinTransport(cuda), TwinTransport(cuda)
+
+
 KINDS: dict[str, Callable[[], tuple[Transport, Transport]]] = {
     "inproc-one-sided": lambda: _inproc(True),
     "inproc-two-sided": lambda: _inproc(False),
@@ -35,11 +41,12 @@ KINDS: dict[str, Callable[[], tuple[Transport, Transport]]] = {
     "ucx-net": lambda: (UcxTransport(lane="net"), UcxTransport(lane="net")),
     "nixl-shm": lambda: (NixlTransport(lane="shm"), NixlTransport(lane="shm")),
     "nixl-net": lambda: (NixlTransport(lane="net"), NixlTransport(lane="net")),
+    "cuda_ipc-twin": _twin,
 }
 INPROC = [kind for kind in KINDS if kind.startswith("inproc")]
 UCX = [kind for kind in KINDS if kind.startswith("ucx")]
 NIXL = [kind for kind in KINDS if kind.startswith("nixl")]
-ONE_SIDED = ["inproc-one-sided", *NIXL]
+ONE_SIDED = ["inproc-one-sided", *NIXL, "cuda_ipc-twin"]
 TWO_SIDED = [kind for kind in KINDS if kind not in ONE_SIDED]
 
 
@@ -94,6 +101,12 @@ class Pair:
             handles.append(self.target.expect(self.ring_memory, target_range, key))
         handles.append(self.writer.write(self.source_memory, source_range, target_range, key))
         self.drive(*handles)
+
+    def end_writer(self) -> None:
+        """After the target's close: until the session is over, which on some transports takes the writer's close."""
+        if not self.target.is_over:
+            self.writer.close()
+        assert self.target.is_over
 
     def close(self) -> None:
         self.writer_transport.close()

@@ -1,7 +1,7 @@
 """A twin of CUDA in host memory, for machines without a GPU: allocations are files in /dev/shm, and other processes map them.
 
 What it shows is everything around CUDA: who maps, closes and says so, when, and what stays alive. It keeps CUDA's habits on
-purpose: a copy runs only while its stream is looked at or waited for (1 MiB each time), an allocation is larger than what is
+purpose: a copy runs only while its stream is looked at or waited for (256 KiB each time), an allocation is larger than what is
 asked for and begins elsewhere, and a process cannot open its own handle.
 """
 
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from transfer.errors import ConfigError
+from transfer.transport.cuda_ipc import CudaIpcTransport
 from transfer.transport.cuda_ipc_blob import HANDLE_BYTES
 from transfer.transport.cuda_ipc_driver import CudaError, Exported, Mapped
+from transfer.transport.memory import DeviceMemory
 
 PREFIX = "kvferry-twin-"
-_STEP_BYTES = 1 << 20
+_STEP_BYTES = 1 << 18
 _LEAD_BYTES = 3 * 4096  # before what was asked for, in the same allocation
 
 
@@ -188,6 +190,17 @@ class HostCuda:
 
     def _find(self, address: int) -> _Allocation | None:
         return next((one for one in self._allocations if one.address <= address < one.address + one.num_bytes), None)
+
+
+class TwinTransport(CudaIpcTransport):
+    """Takes a test's arrays for memory of a device; both ends in one process."""
+
+    def __init__(self, cuda: HostCuda) -> None:
+        super().__init__(cuda=cuda)
+        self._twin = cuda
+
+    def register(self, buffer: Any) -> DeviceMemory:
+        return super().register(self._twin.adopt(torch.as_tensor(buffer)))
 
 
 def remove_files(pid: int) -> None:

@@ -324,6 +324,7 @@ def test_memory_in_use_cannot_be_deregistered(pair: Pair) -> None:
     pair.drive(write)
     pair.writer_transport.deregister(pair.source_memory)
     pair.target.close()
+    pair.end_writer()
     pair.target_transport.deregister(pair.ring_memory)
 
 
@@ -376,6 +377,7 @@ def test_no_byte_lands_after_close(pair: Pair) -> None:
     handles.append(pair.writer.write(pair.source_memory, rng(0, size), rng(0, size), 1))
     pair.turn(2)
     pair.target.close()
+    pair.end_writer()
     pair.ring[:] = 0x11
     ends_at = time.monotonic() + 0.2
     while time.monotonic() < ends_at:

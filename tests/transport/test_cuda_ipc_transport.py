@@ -27,7 +27,7 @@ from transfer.transport.life_line import LifeLine
 from transfer.transport.peer import pack_blob, unpack_blob
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZE = 3 << 20  # the twin copies 1 MiB at a time
+SIZE = 1 << 20  # the twin copies 256 KiB at a time
 
 
 def rng(begin: int, end: int) -> ByteRange:

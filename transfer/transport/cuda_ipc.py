@@ -157,7 +157,7 @@ class CudaIpcTransport:
         self._check_open()
         own = self.own(memory)
         offered = Offered.from_blob(blob)
-        _drop_those_that_are_over()
+        self._let_go()
         exported = self._cuda.export(own.device_index, own.address)
         device = self._cuda.uuid_of(own.device_index)
         line = LifeLine()
@@ -270,10 +270,12 @@ class CudaIpcTransport:
         self._cuda.enable_access(device, memory.device_index)
         return TargetMemory(address=memory.address, num_bytes=memory.num_bytes, mapped=None, keeps_alive=memory)
 
+    def _let_go(self) -> None:
+        """Of what closed sessions kept, where they are over and nobody asked."""
+        for session in list(self._sessions):
+            _ = session.is_over
+        _left_behind[:] = [session for session in _left_behind if not session.is_over]
+
     def _check_open(self) -> None:
         if self._closed:
             raise TransportClosed("transport cuda_ipc is closed")
-
-
-def _drop_those_that_are_over() -> None:
-    _left_behind[:] = [session for session in _left_behind if not session.is_over]

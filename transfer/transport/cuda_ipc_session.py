@@ -118,6 +118,7 @@ class WriterSession:
         if key in self._pending:
             raise LocalProtocolError(f"key {key} is on its way already; keys are unique in a session")
         handle = CudaIpcHandle(key)
+        self._listen()
         if self._refuses(handle):
             return handle
         source_address = memory.address + source_range.begin
@@ -150,6 +151,7 @@ class WriterSession:
         None in mode "copy", and once the session has failed or was closed.
         """
         check_range(self._memory.num_bytes, target_range, "target range of direct memory")
+        self._listen()
         if not self._owner.is_fused or self._closed or self._failure is not None:
             return None
         self._has_given_direct = True
@@ -175,9 +177,7 @@ class WriterSession:
                 moved = True
         except CudaError as error:
             moved |= self._fail(str(error))
-        if self._failure is None and self._peer.has_left:
-            moved |= self._fail(f"peer process {self._peer.pid} closed the session, or is gone")
-        return moved
+        return self._listen() or moved
 
     def arm(self) -> bool:
         return True
@@ -215,6 +215,12 @@ class WriterSession:
         """Whether a copy out of `memory` is under way."""
         self.progress()
         return any(copy.memory is memory for copy in self._copies)
+
+    def _listen(self) -> bool:
+        """Fail when the target has left; True when a pending handle failed by it."""
+        if self._closed or self._failure is not None or not self._peer.has_left:
+            return False
+        return self._fail(f"peer process {self._peer.pid} closed the session, or is gone")
 
     def _refuses(self, handle: CudaIpcHandle) -> bool:
         if self._closed:
@@ -286,6 +292,7 @@ class TargetSession:
         if not self._closed:
             self._closed = True
             self._line.end()
+            _ = self.is_over  # lets go of everything at once where the writer was first
 
     @property
     def is_over(self) -> bool:
