@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
+_CACHE_BYTES = 256 << 20  # more than the last-level cache of any GPU so far
 
 
 def device_seconds(call: Callable[[], object], *, sleep_cycles: int) -> float:
@@ -22,3 +26,28 @@ def device_seconds(call: Callable[[], object], *, sleep_cycles: int) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end) / 1e3)
+
+
+def host_seconds(call: Callable[[], object]) -> float:
+    """Seconds that a call keeps the host, with an idle device behind it; what it queued is waited for afterwards."""
+    torch.cuda.synchronize()
+    begun_s = time.perf_counter()
+    call()
+    taken_s = time.perf_counter() - begun_s
+    torch.cuda.synchronize()
+    return taken_s
+
+
+def whole_seconds(call: Callable[[], object]) -> float:
+    """Seconds from a call on an idle device until all that it queued is done."""
+    torch.cuda.synchronize()
+    begun_s = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun_s
+
+
+def cache_filler() -> Callable[[], object]:
+    """What drives everything out of the device's caches, so that small copies are not measured inside them."""
+    scratch: Tensor = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    return scratch.zero_

@@ -1,0 +1,284 @@
+"""Gather and scatter against a plain copy of the same bytes in the same run: on a GPU, or in host memory where there is none.
+
+    python -m bench.kernels [--json FILE] [--quick] [--peer sglang [--sglang-wheel FILE]] [--sweep] [--host]
+
+A copy reads and writes every byte once, and so do gather and scatter: the copy is their limit. Where elements are converted, it
+is a copy of as many bytes as are read and written then. Every case's calls alternate with its copies.
+
+On a GPU: rows without a remark are the device's time alone, from caches that have been emptied; "host" is how long a call keeps
+the host, "call" the time until all is done on an idle device, the host's part included. In host memory rows are whole calls, by
+one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu_timing import cache_filler, device_seconds, host_seconds, whole_seconds
+from bench.kernel_setting import ON_GPU, ON_HOST, Geometry, Prepared, Side, prepare
+from bench.peers import sglang
+from bench.timing import Report, argument_parser, sample
+from transfer.kernels import Digest, add_digest, head_slice_copier
+from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest
+from transfer.layout import Span
+
+SLEEP_CYCLES = 1_000_000  # some 0.5 ms, longer than the host needs for any call that is prepared
+SIDES: tuple[Side, ...] = ("gather", "scatter")
+COPY, MEMCPY = "device copy", "memcpy"
+
+Calls = dict[str, Callable[[], object]]
+
+
+def measure_gpu(geometries: Sequence[Geometry], *, repetitions: int, peer: sglang.SglangStaging | None) -> Report:
+    report = Report(title=f"Gather and scatter on {torch.cuda.get_device_name()}, against a device copy")
+    for geometry in geometries:
+        for side in SIDES:
+            _measure_side(report, prepare(geometry, side, "cuda", head_slice_copier), repetitions, peer)
+            torch.cuda.empty_cache()
+    _add_headline(report)
+    return report
+
+
+def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sglang.SglangStaging | None) -> None:
+    total = torch.zeros(1, dtype=torch.int64, device="cuda")
+    digesting = _digesting(prepared, total)
+    _check(prepared, digesting, total)
+    source, other = (torch.zeros(prepared.traffic_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    side, empty = prepared.side, cache_filler()
+    on_device: Calls = {COPY: lambda: other.copy_(source), side: prepared.copy, f"{side} + digest": digesting}
+    on_host: Calls = {f"{side} + digest": digesting}
+    calls: Calls = {f"{side} + digest": digesting}
+    if peer is not None and prepared.geometry.has_peer:
+        kernel, call = _peer_calls(peer, prepared)
+        on_device[f"SGLang {side} kernel"] = kernel
+        calls[f"SGLang {side}"] = call
+    samples_s: dict[str, list[float]] = {}
+    for repetition in range(-3, repetitions):  # the first calls compile, and are not counted
+        found = {}
+        for what, call in on_device.items():
+            empty()
+            found[what] = device_seconds(call, sleep_cycles=SLEEP_CYCLES)
+        for what, call in on_host.items():
+            found[f"{what}, host"] = host_seconds(call)
+        for what, call in calls.items():
+            found[f"{what}, call"] = whole_seconds(call)
+        if repetition >= 0:
+            for what, seconds in found.items():
+                samples_s.setdefault(what, []).append(seconds)
+    case, num_bytes = prepared.geometry.name, prepared.traffic_bytes
+    copy = report.add(f"{case}, {side}", COPY, samples_s.pop(COPY), num_bytes=num_bytes)
+    for what, found_s in samples_s.items():
+        is_host = what.endswith(", host")
+        report.add(f"{case}, {side}", what, found_s, num_bytes=0 if is_host else num_bytes, against=None if is_host else copy)
+
+
+def _digesting(prepared: Prepared, digest: Digest) -> Callable[[], object]:
+    """The copy with its digest: on its way where it can be."""
+    if prepared.plan.can_digest:
+        return lambda: prepared.copy(digest)
+
+    def in_two_passes() -> None:
+        prepared.copy()
+        add_digest(digest, prepared.wire, prepared.plan.num_wire_bytes)
+
+    return in_two_passes
+
+
+def _check(prepared: Prepared, digesting: Callable[[], object], total: torch.Tensor) -> None:
+    """That the digest is of the bytes, by another kernel: a benchmark of a broken copy is worth nothing."""
+    digesting()
+    expected = torch.zeros_like(total)
+    add_digest(expected, prepared.wire, prepared.plan.num_wire_bytes)
+    if int(total) != int(expected):
+        raise RuntimeError(f"{prepared.geometry.name}, {prepared.side}: digest {int(total):#x} of bytes with {int(expected):#x}")
+
+
+def _peer_calls(peer: sglang.SglangStaging, prepared: Prepared) -> tuple[Callable[[], object], Callable[[], object]]:
+    """SGLang's bare kernel with its tables made before, and its whole call."""
+    geometry, pool = prepared.geometry, prepared.pool
+    keys, values = ([pool.buffer(layer, is_v=is_v).flatten(0, 1) for layer in pool.layers] for is_v in (False, True))
+    pages, what = prepared.pages.cpu().numpy().astype(np.int32), {"num_heads": geometry.heads, "page_size": geometry.page_size}
+    addresses = [one.data_ptr() for one in (*keys, *values)]
+    table = torch.tensor(addresses, dtype=torch.uint64, device="cuda").view(torch.int64)
+    elements = geometry.num_tokens * geometry.heads * geometry.head_dim
+    sizes = (geometry.num_tokens, geometry.held[prepared.side == "scatter"] * geometry.head_dim)
+    row, grid = geometry.heads * geometry.head_dim, (2 * geometry.num_layers, -(-elements // 1024))
+    wire = prepared.wire.view(torch.int16)
+    kernels: Any = peer.module
+    if prepared.side == "gather":
+        staging = peer.buffer(prepared.plan.num_wire_bytes, prepared.wire.device)
+        gather = kernels._fused_gather_to_staging_kernel[grid]
+        return (
+            lambda: gather(table, prepared.pages, wire, *sizes, 0, elements, row, geometry.page_size, 1024),
+            lambda: peer.gather(keys, values, pages, staging, **what),
+        )
+    scatter, offsets = kernels._fused_scatter_from_staging_kernel[grid], torch.zeros(1, dtype=torch.int64, device="cuda")
+    return (
+        lambda: scatter(
+            table, prepared.pages, wire, offsets, *sizes, elements, row, geometry.page_size, 2 * geometry.num_layers, 1024
+        ),
+        lambda: peer.scatter(prepared.wire, keys, values, prepared.pages, **what),
+    )
+
+
+def _add_headline(report: Report) -> None:
+    """The worst of what is promised; copies only."""
+
+    def ratios(*names: str) -> list[float]:
+        return [row.ratio for row in report.rows if row.what in names and row.ratio is not None and "wire" not in row.case]
+
+    report.headline["worst_ratio_without_digest"] = min(ratios(*SIDES))
+    report.headline["worst_ratio_with_digest"] = min(ratios(*(f"{side} + digest" for side in SIDES)))
+    report.headline["worst_host_s"] = max(row.median_s for row in report.rows if row.what.endswith(", host"))
+
+
+def sweep(geometries: Sequence[Geometry], *, repetitions: int) -> Report:
+    """Device time of gather and scatter with other sizes than the chosen ones."""
+    from transfer.kernels.head_slice import DEFAULT_TUNING, TritonCopier, Tuning
+
+    report = Report(title=f"Sizes of the kernels on {torch.cuda.get_device_name()}, against a device copy")
+    copies = [replace(DEFAULT_TUNING, copy_words=words, num_warps=warps) for words in (512, 1024, 2048) for warps in (2, 4, 8)]
+    digests = [
+        replace(DEFAULT_TUNING, digest_words=words, digest_tiles=tiles, num_warps=warps)
+        for words, tiles, warps in itertools.product((512, 1024, 2048), (1, 2, 4, 8), (2, 4))
+    ]
+    conversions = [
+        replace(DEFAULT_TUNING, conversion_elements=elements, num_warps=warps)
+        for elements in (1024, 2048, 4096, 8192)
+        for warps in (2, 4, 8)
+    ]
+
+    def add(geometry: Geometry, side: Side, tunings: Sequence[Tuning], *, has_digest: bool) -> None:
+        made: dict[str, Prepared] = {}
+        base = prepare(geometry, side, "cuda", head_slice_copier)
+        for tuning in tunings:
+            copier = TritonCopier(
+                base.pool,
+                heads=Span(begin=0, end=geometry.heads),
+                wire_dtype=geometry.wire_dtype,
+                scales=geometry.scales(),
+                tuning=tuning,
+            )
+            made[_told(tuning, DEFAULT_TUNING)] = replace(base, plan=copier.plan(geometry.buffers()))
+        total = torch.zeros(1, dtype=torch.int64, device="cuda")
+        source, other = (torch.zeros(base.traffic_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        calls: Calls = {COPY: lambda: other.copy_(source)}
+        for name, prepared in made.items():
+            calls[name] = _digesting(prepared, total) if has_digest else prepared.copy
+        samples_s: dict[str, list[float]] = {}
+        for repetition in range(-2, repetitions):
+            for name, call in calls.items():
+                seconds = device_seconds(call, sleep_cycles=SLEEP_CYCLES)
+                if repetition >= 0:
+                    samples_s.setdefault(name, []).append(seconds)
+        case = f"{geometry.name}, {side}{' + digest' if has_digest else ''}"
+        copy = report.add(case, COPY, samples_s.pop(COPY), num_bytes=base.traffic_bytes)
+        for name, found in sorted(samples_s.items(), key=lambda item: sorted(item[1])[len(item[1]) // 2])[:8]:
+            report.add(case, name, found, num_bytes=base.traffic_bytes, against=copy)
+
+    for geometry in geometries:
+        for side in SIDES:
+            if geometry.is_conversion:
+                add(geometry, side, conversions, has_digest=False)
+            else:
+                add(geometry, side, copies, has_digest=False)
+                add(geometry, side, digests, has_digest=True)
+            torch.cuda.empty_cache()
+    return report
+
+
+def _told(tuning: Any, default: Any) -> str:
+    changed = [f"{name} {getattr(tuning, name)}" for name in tuning.__slots__ if getattr(tuning, name) != getattr(default, name)]
+    return ", ".join(changed) or "as chosen"
+
+
+def measure_host(geometries: Sequence[Geometry], *, repetitions: int) -> Report:
+    report = Report(title="Gather and scatter in host memory, against a copy of the same bytes by one thread")
+    for geometry in geometries:
+        for side in SIDES:
+            _measure_host_side(report, prepare(geometry, side, "cpu", head_slice_copier), repetitions)
+    return report
+
+
+def _measure_host_side(report: Report, prepared: Prepared, repetitions: int) -> None:
+    source, other = (np.ones(prepared.traffic_bytes, dtype=np.uint8) for _ in range(2))
+    calls: Calls = {
+        MEMCPY: lambda: np.copyto(other, source),
+        prepared.side: prepared.copy,
+        **{
+            f"{prepared.side} + {algorithm}": partial(_copy_and_digest, prepared, algorithm)
+            for algorithm in (DIGEST_XXH3, DIGEST_WORDS)
+        },
+    }
+    samples_s: dict[str, list[float]] = {what: [] for what in calls}
+    for repetition in range(-1, repetitions):
+        for what, call in calls.items():
+            (seconds,) = sample(call, repetitions=1, warmup=0)
+            if repetition >= 0:
+                samples_s[what].append(seconds)
+    case = f"{prepared.geometry.name}, {prepared.side}"
+    copy = report.add(case, MEMCPY, samples_s.pop(MEMCPY), num_bytes=prepared.traffic_bytes)
+    for what, found in samples_s.items():
+        report.add(case, what, found, num_bytes=prepared.traffic_bytes, against=copy)
+
+
+def _copy_and_digest(prepared: Prepared, algorithm: str) -> None:
+    _digesting(prepared, HostDigest(algorithm))()
+
+
+def measure_interpreted(geometries: Sequence[Geometry]) -> Report:
+    """The kernels under Triton's interpreter: no speed to speak of, but all that a GPU is asked for is called once."""
+    from transfer.kernels.head_slice import TritonCopier
+
+    report = Report(title="Kernels under Triton's interpreter: only to see that they run")
+    for geometry in geometries:
+        for side in SIDES:
+            prepared, total = prepare(geometry, side, "cpu", TritonCopier), torch.zeros(1, dtype=torch.int64)
+            digesting = _digesting(prepared, total)
+            _check(prepared, digesting, total)
+            found = sample(digesting, repetitions=1, warmup=0)
+            report.add(f"{geometry.name}, {side}", f"{side} + digest", found, num_bytes=prepared.traffic_bytes)
+    return report
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argument_parser("gather and scatter against a plain copy")
+    made.add_argument("--peer", choices=["sglang"], help="also SGLang's staging kernels and calls (on a GPU)")
+    made.add_argument("--sglang-wheel", type=Path, help="its wheel, or a directory with its files; pip downloads it by default")
+    made.add_argument("--sweep", action="store_true", help="other tile sizes and warps instead (on a GPU)")
+    made.add_argument("--host", action="store_true", help="host memory, also where there is a GPU")
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    is_quick: bool = arguments.quick
+    if torch.cuda.is_available() and not arguments.host:
+        if arguments.sweep:
+            chosen = [one for one in ON_GPU if one.name in (ON_GPU[0].name, ON_GPU[10].name, ON_GPU[11].name)]
+            report = sweep(chosen, repetitions=3 if is_quick else 9)
+        else:
+            peer = sglang.load(arguments.sglang_wheel) if arguments.peer else None
+            geometries = [one.smaller(8) for one in ON_GPU] if is_quick else ON_GPU
+            report = measure_gpu(geometries, repetitions=3 if is_quick else 20, peer=peer)
+    elif os.environ.get("TRITON_INTERPRET") == "1" and not arguments.host:
+        report = measure_interpreted([one.smaller(256) for one in ON_GPU])
+    else:
+        torch.set_num_threads(1)
+        geometries = [one.smaller(4) for one in ON_HOST] if is_quick else ON_HOST
+        report = measure_host(geometries, repetitions=3 if is_quick else 9)
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
