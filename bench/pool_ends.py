@@ -342,8 +342,8 @@ class DecodeEnd:
         self._servicer.close_session(session, reason)
         self._give_up(f"the session was lost: {reason}")
 
-    def publish(self, watermark: Watermark) -> None:
-        self._servicer.publish(watermark)
+    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
+        self._servicer.publish(watermark, sessions)
 
     def _give_up(self, reason: str) -> None:
         for complete in self._complete.values():

@@ -152,12 +152,18 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """The rows of one benchmark, and what else is worth knowing of them: facts by case, printed below the table."""
+    """The rows of one benchmark, and what else is worth knowing of them.
+
+    Attributes:
+        facts: By case, printed below the table.
+        headline: The few numbers that people ask for first; they stand at the top of the JSON by their names.
+    """
 
     title: str
     environment: Environment = field(default_factory=Environment.here)
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, dict[str, object]] = field(default_factory=dict)
+    headline: dict[str, float] = field(default_factory=dict)
 
     def add(self, case: str, what: str, samples_s: Sequence[float], *, num_bytes: int = 0, against: Row | None = None) -> Row:
         """Add a measurement; `against` is the row of the same report that it is held against."""
@@ -205,8 +211,11 @@ class Report:
             "environment": self.environment.to_json(),
             "rows": [row.to_json() for row in self.rows],
             "facts": self.facts,
+            **self.headline,
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(path)  # whole at any time: a benchmark that is cut off may have written its first rows
 
     def finish(self, json_path: Path | None) -> None:
         """Print, and write the JSON where it was asked for."""

@@ -55,7 +55,7 @@ from transfer.messages import (
     WriterDrained,
     clip_reason,
 )
-from transfer.ring import MAX_ATTEMPTS, Grant, StagingAllocator, grant_key
+from transfer.ring import MAX_ATTEMPTS, MAX_PUBLISHED_RANGES, Grant, StagingAllocator, grant_key
 from transfer.ring_index import WaitingGrants
 
 
@@ -72,11 +72,14 @@ class Receiver:
         self._lost: set[int] = set()  # sessions that were closed, and whose writers may still write
         self._requests: dict[str, Request] = {}
         self._live: dict[int, Piece] = {}  # by grant.begin
-        self._unposted: WaitingGrants[Grant, Piece] = WaitingGrants(ring.blocker_of)  # of those, without a receive
+        self._waiting: WaitingGrants[Grant, Piece] = WaitingGrants(ring.blocker_of)  # of those, not writable yet
         self._actions: list[Action] = []
         self._now_s = 0.0
-        self._may_post = False  # a grant came, or bytes were released
         self._may_publish = False  # bytes were released, padding included
+        self._news_for: set[int] = set()  # sessions that the next watermark concerns
+        self._told: dict[int, int] = {}  # session -> watermark position that its writer has heard of, or higher
+        self._published = ring.position
+        self._is_truncated = False  # the last watermark had no room for every released range
         self.ring_peak_bytes = 0
 
     @property
@@ -107,6 +110,7 @@ class Receiver:
                 if event.session in self._sessions or event.session in self._lost:
                     raise LocalProtocolError(f"session {event.session:#x} opened twice")
                 self._sessions[event.session] = event.incarnation
+                self._told[event.session] = self._published
             case SessionLost():
                 self._on_session_lost(event)
             case SessionOver():
@@ -128,12 +132,10 @@ class Receiver:
                 self._on_tick()
             case _:
                 assert_never(event)
-        if self._may_post:
-            self._may_post = False
-            self._post_writable()
-        if self._may_publish:
-            self._may_publish = False
-            self._actions.append(PublishWatermark())
+        if self._waiting.has_free:
+            self._free_writable()
+        if self._may_publish or self._news_for:
+            self._publish()
         actions, self._actions = self._actions, []
         return actions
 
@@ -213,9 +215,11 @@ class Receiver:
         self._ring.release(piece.grant)
         piece.stage = Stage.RELEASED
         del self._live[piece.grant.begin]
-        self._unposted.discard(piece.grant)
-        self._unposted.wake(piece.grant.begin, piece.grant.end)
-        self._may_post = self._may_publish = True
+        self._waiting.discard(piece.grant)
+        self._waiting.wake(piece.grant.begin, piece.grant.end)
+        self._may_publish = True
+        if piece.route.session in self._sessions:
+            self._news_for.add(piece.route.session)
 
     # Sessions
 
@@ -226,6 +230,7 @@ class Receiver:
             )
         if self._sessions.pop(event.session, None) is None:
             return
+        del self._told[event.session]
         if not event.is_over:
             self._lost.add(event.session)
         for request in list(self._requests.values()):
@@ -328,22 +333,40 @@ class Receiver:
         piece = Piece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
         request.pieces[route.incoming.route.index, chunk.index] = piece
         self._live[piece.grant.begin] = piece
-        self._may_post = True
         # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
         self._may_publish = self._may_publish or grant.begin != head
         self.ring_peak_bytes = max(self.ring_peak_bytes, min(self._ring.live_bytes, self._ring.capacity_bytes))
-        if not self._settings.is_one_sided:
-            self._unposted.wake(head, piece.grant.begin)  # padding is free at once
-            self._unposted.add(piece.grant, piece)
+        self._waiting.wake(head, piece.grant.begin)  # padding is free at once
+        self._waiting.add(piece.grant, piece)
         return piece
 
-    def _post_writable(self) -> None:
-        """Post the receives of all grants whose bytes are free by now; not before, so that nobody can land early (rule 2).
+    def _free_writable(self) -> None:
+        """Of all grants whose bytes are free by now, post the receives, and tell writers who cannot know.
 
-        Grants of a request that was given up are posted too: a write that is under way must be able to settle.
+        Not before, so that nobody can land early (rule 2). Grants of a request that was given up are posted too: a write that is
+        under way must be able to settle.
         """
-        while self._unposted.has_free:
-            self._post(self._unposted.pop())
+        while self._waiting.has_free:
+            piece = self._waiting.pop()
+            if not self._settings.is_one_sided:
+                self._post(piece)
+            told = self._told.get(piece.route.session)
+            if told is not None and piece.grant.end - told > self._ring.capacity_bytes:
+                self._news_for.add(piece.route.session)
+
+    def _publish(self) -> None:
+        """Publish the watermark, to those whom it concerns.
+
+        While it has no room for every released range everybody hears of each: what was left out may be what somebody waits for.
+        """
+        was_truncated, self._is_truncated = self._is_truncated, self._ring.num_ranges > MAX_PUBLISHED_RANGES
+        is_for_all = was_truncated or self._is_truncated
+        self._actions.append(PublishWatermark(sessions=None if is_for_all else frozenset(self._news_for)))
+        self._published = self._ring.position
+        for session in self._sessions if is_for_all else self._news_for:
+            self._told[session] = self._published
+        self._news_for.clear()
+        self._may_publish = False
 
     def _post(self, piece: Piece) -> None:
         self._actions.append(

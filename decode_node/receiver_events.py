@@ -180,7 +180,14 @@ class StartScatter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishWatermark:
-    """The ring's state has changed."""
+    """The ring's state has changed.
+
+    Args:
+        sessions: To whom that is news: a grant of theirs was released, or may be written now. Others can hear of it with their
+            next heartbeat. None: everybody is to hear of it.
+    """
+
+    sessions: frozenset[int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,8 @@ class ReceiverOwner(Protocol):
         """The session's transport is closed, and its writer is not listened to any more."""
         ...
 
-    def publish(self, watermark: Watermark) -> None:
-        """Tell every writer."""
+    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
+        """Tell the writers: those of `sessions` at once, or all where it is None; the others need to hear of it now and then."""
         ...
 
 
@@ -214,7 +214,7 @@ class ReceiverLoop:
             case protocol.StartScatter():
                 self._scatter(action)
             case protocol.PublishWatermark():
-                self._owner.publish(self.ring.watermark())
+                self._owner.publish(self.ring.watermark(), action.sessions)
             case protocol.RequestComplete():
                 del self._requests[action.request_id]
                 self._copier.forget(action.request_id)

@@ -264,8 +264,8 @@ class DecodeWorker:
             if all((other.instance.incarnation, other.rank) != name for other in self._writers.values()):
                 self._link.send(WriterLost(incarnation=name[0], prefill_rank=name[1], reason=clip_reason(reason)))
 
-    def publish(self, watermark: Watermark) -> None:
-        self._servicer.publish(watermark)
+    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
+        self._servicer.publish(watermark, sessions)
 
     # The leader's messages
 

@@ -147,7 +147,8 @@ class ReceivingRank:
         self.writers.pop(session, None)
         self.closed.append(session)
 
-    def publish(self, watermark: Watermark) -> None:
+    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
+        # Writers beyond `sessions` would have to hear of it now and then; that all do at once costs little in one process.
         for session, writer in self.writers.items():
             asyncio.get_running_loop().call_soon(writer.loop.on_watermark, session, watermark)
 

@@ -143,6 +143,11 @@ class StagingAllocator:
     def quarantined_bytes(self) -> int:
         return self._quarantined_bytes
 
+    @property
+    def num_ranges(self) -> int:
+        """Released ranges above the watermark's position; a watermark names the lowest `MAX_PUBLISHED_RANGES` of them."""
+        return len(self._end_of)
+
     def assign(self, num_bytes: int) -> Grant:
         """The next grant, of `num_bytes` rounded up to `ALIGNMENT_BYTES`; it never wraps around the ring's end.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from decode_node import receiver_events as rx
@@ -39,6 +41,46 @@ def test_padding_is_published_for_a_grant_may_wait_for_nothing_else() -> None:
     assert receiver.grants_of(actions) == {1: cells(3, 5)}
     assert of_type(actions, rx.PublishWatermark)
     assert receiver.ring.watermark().released == (cells(2, 3),)
+
+
+def two_writers(*, is_one_sided: bool) -> tuple[ReceiverHand, Callable[..., Grant], Callable[..., list[frozenset[int] | None]]]:
+    """A ring of two pieces and two writers; how a piece is asked for, and how it arrives: whom the watermark then concerns."""
+    receiver = ReceiverHand(prefill_tp=2, ring_cells=2, is_one_sided=is_one_sided)
+    receiver.expect(num_tokens=12)
+    half = WHOLE_CHUNK // 2
+
+    def ask(chunk: int, *, writer: int, news_for: Sequence[frozenset[int]] = ()) -> Grant:
+        actions = receiver.ask(chunk, route=writer - 1, session=writer, num_bytes=half)
+        assert [publish.sessions for publish in of_type(actions, rx.PublishWatermark)] == list(news_for)
+        return receiver.grants_of(actions)[chunk]
+
+    def arrive(chunk: int, grant: Grant, *, writer: int) -> list[frozenset[int] | None]:
+        if not is_one_sided:
+            receiver.settled(grant, half)
+        receiver.ready(chunk, grant, route=writer - 1, session=writer, num_bytes=half)
+        return [publish.sessions for publish in of_type(receiver.scattered(grant), rx.PublishWatermark)]
+
+    return receiver, ask, arrive
+
+
+@pytest.mark.parametrize("is_one_sided", [False, True], ids=["two_sided", "one_sided"])
+def test_a_watermark_goes_to_those_whom_it_concerns(is_one_sided: bool) -> None:
+    _, ask, arrive = two_writers(is_one_sided=is_one_sided)
+    first, second = ask(0, writer=1), ask(0, writer=2)
+    ask(1, writer=2)  # waits for the first one's bytes
+    assert arrive(0, first, writer=1) == [frozenset({1, 2})]  # released, and may be written now
+    assert arrive(0, second, writer=2) == [frozenset({2})]
+    # Nobody has told the first writer yet that its next grant may be written at once.
+    ask(1, writer=1, news_for=[frozenset({1})])
+
+
+def test_a_watermark_without_room_for_every_range_goes_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_node.receiver.MAX_PUBLISHED_RANGES", 0)
+    _, ask, arrive = two_writers(is_one_sided=True)
+    first, second = ask(0, writer=1), ask(0, writer=2)
+    assert arrive(0, second, writer=2) == [None]
+    assert arrive(0, first, writer=1) == [None]  # whole, but the one before was not
+    assert arrive(1, ask(1, writer=1), writer=1) == [frozenset({1})]
 
 
 def test_a_refusal_names_what_is_not_expected() -> None:

@@ -147,6 +147,26 @@ def test_without_faults_every_request_arrives_through_the_smallest_ring(
         assert all(len(receiver.outcome) == 6 for receiver in world.receivers)
 
 
+@pytest.mark.parametrize("is_one_sided", [False, True], ids=["two_sided", "one_sided"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}to{shape[1]}")
+def test_watermarks_that_go_to_those_whom_they_concern_are_enough(
+    shape: tuple[int, int], is_one_sided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody needs the heartbeats that everybody gets, as long as nothing is lost."""
+    monkeypatch.setattr(World, "_heartbeat", lambda self: None)
+    prefill_tp, decode_tp = shape
+    for seed in range(20):
+        config = WorldConfig(
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+            is_one_sided=is_one_sided,
+            spare_cells=seed % 3,
+            num_slots=2,
+            grants_ahead=8,
+        )
+        World(config, seed).run()
+
+
 def test_the_faults_happen_and_some_requests_survive_them() -> None:
     """The histories are worth playing: in a fair number of them requests fail, and in a fair number they complete."""
     faults = Faults(loss=20, duplicate=20, reorder=True, corrupt=5, cancel=20, abort=20, link_deaths=1)

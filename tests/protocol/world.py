@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from decode_node import receiver_events as rx
@@ -250,7 +250,7 @@ class World:
             is_direct=is_direct,
         )
         self.tell_sender(sender, opened)
-        self._publish(receiver, only=link)  # rule 4
+        self._publish(receiver, sessions=[link.number])  # rule 4
 
     def _break(self, link: Link) -> None:
         """Each end notices by itself, in either order; a frozen writer late, which matters where it can still write."""
@@ -451,9 +451,11 @@ class World:
         else:
             self.tell_sender(self.senders[link.prefill_rank], tx.MessageArrived(session=link.number, message=message))
 
-    def _publish(self, receiver: ReceiverRank, *, only: Link | None = None) -> None:
+    def _publish(self, receiver: ReceiverRank, *, sessions: Collection[int] | None = None) -> None:
         watermark = receiver.machine.ring.watermark()
-        for link in [only] if only is not None else list(self.current.values()):
+        for link in list(self.current.values()):
+            if sessions is not None and link.number not in sessions:
+                continue
             if link.is_open_at_receiver and link.receiver_incarnation == receiver.incarnation:
                 for when in link.delivery_times("watermark"):
                     self.at(when, lambda link=link: self._hear(link, watermark))  # type: ignore[misc]
@@ -615,7 +617,7 @@ class World:
                 case rx.StartScatter():
                     self._start_scatter(receiver, action)
                 case rx.PublishWatermark():
-                    self._publish(receiver)
+                    self._publish(receiver, sessions=action.sessions)
                 case rx.RequestComplete():
                     self._free_pages(receiver, action.request_id)
                     self._end_at_receiver(receiver, action.request_id, "complete")

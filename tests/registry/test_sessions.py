@@ -408,6 +408,18 @@ async def test_changes_are_coalesced_and_the_newest_always_arrives(rank: DecodeR
     assert view.watermark == watermark(2001)
 
 
+async def test_a_change_that_concerns_others_comes_with_the_next_heartbeat(rank: DecodeRank, writer: Writer) -> None:
+    answer, _ = await joined(rank, writer)
+    rank.servicer.publish(watermark(2), [answer.session_id + 1])  # also one that is over already is no error
+    rank.servicer.publish(watermark(3), [answer.session_id])
+    await until(lambda: writer.seen[-1].sequence == 3, "what concerns it")
+    heard = len(writer.seen)
+    rank.servicer.publish(watermark(4), ())
+    took_s = await until(lambda: len(writer.seen) > heard, "the heartbeat")
+    assert writer.seen[-1].sequence == 4
+    assert took_s > HEARTBEAT_S / 4
+
+
 async def test_publishing_backwards_is_this_sides_bug(rank: DecodeRank) -> None:
     rank.servicer.publish(watermark(5))
     for wrong in (watermark(5), watermark(4), watermark(6, 5)):

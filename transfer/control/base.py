@@ -149,12 +149,14 @@ class Waker:
         self._take = take
         self._has_pending = has_pending
         self._scheduled: asyncio.Handle | None = None
+        self._is_running = False
         self._stopped = False
-        loop.add_reader(fileno, self._schedule)
+        loop.add_reader(fileno, self._on_readable)
         self._schedule()  # what came before anyone watched made its edge already
 
     def after_send(self) -> None:
-        if self._scheduled is None and not self._stopped and self._has_pending():
+        # While a batch runs there is no need to look: it goes on until nothing is there, or schedules the next one.
+        if self._scheduled is None and not self._is_running and not self._stopped and self._has_pending():
             self._schedule()
 
     def stop(self) -> None:
@@ -170,8 +172,13 @@ class Waker:
         if self._scheduled is None and not self._stopped:
             self._scheduled = self._loop.call_soon(self._run)
 
+    def _on_readable(self) -> None:
+        if self._scheduled is None:
+            self._run()  # in this turn of the loop: another one would cost every message its time
+
     def _run(self) -> None:
         self._scheduled = None
+        self._is_running = True
         is_empty = False
         try:
             for _ in range(WATCH_BATCH):
@@ -181,6 +188,7 @@ class Waker:
                     is_empty = True
                     break
         finally:
+            self._is_running = False
             # Also where the callback raised: the payloads behind the one that did have no edge of their own.
             if not is_empty:
                 self._schedule()

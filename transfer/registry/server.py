@@ -10,7 +10,7 @@ import contextlib
 import errno
 import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,8 +29,11 @@ from transfer.registry.status import end_call, end_with
 from transfer.registry.streams import QuietStreams
 from transfer.ring import Watermark
 
-MIN_ACK_INTERVAL_S: Final = 0.001
-"""Watermarks that change faster than this share an ack."""
+ACK_INTERVAL_S: Final = 0.001
+"""Watermarks that go on changing faster than this share an ack."""
+
+ACK_BURST: Final = 16
+"""Acks of one session that go out at once before they are made to share: whoever sends a chunk now and then waits for none."""
 
 
 class RegistryServer:
@@ -195,14 +198,17 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
         self.num_acks = 0
         self.num_refused_beats = 0
         self._watermark = watermark
-        self._ack = watermark_to_proto(watermark, ring_capacity_bytes=ring_capacity_bytes)
+        self._ack: pb.WatermarkAck | None = None  # of that watermark, once it is needed
 
     @property
     def session_ids(self) -> tuple[int, ...]:
         return tuple(self._sessions)
 
-    def publish(self, watermark: Watermark) -> None:
-        """Send a newer watermark to every session: soon, never blocking; states in between may be skipped.
+    def publish(self, watermark: Watermark, sessions: Collection[int] | None = None) -> None:
+        """Send a newer watermark soon, never blocking; states in between may be skipped.
+
+        Args:
+            sessions: To these; to the others with their next heartbeat. None: to every session.
 
         Raises:
             LocalProtocolError: It is not newer than the last one, or moves back (R2).
@@ -213,9 +219,10 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
                 f"watermark {watermark.sequence} at {watermark.position} published after {last.sequence} at {last.position} (R2)"
             )
         self._watermark = watermark
-        self._ack = watermark_to_proto(watermark, ring_capacity_bytes=self._ring_capacity_bytes)
-        for session in self._sessions.values():
-            session.changed.set()
+        self._ack = None
+        for session_id in self._sessions if sessions is None else sessions:
+            if (session := self._sessions.get(session_id)) is not None:
+                session.changed.set()
 
     def close_session(self, session_id: int, reason: str) -> None:
         """End a session from this side; an unknown one is over already."""
@@ -358,20 +365,28 @@ class TransferControlServicer(pb_grpc.TransferControlServicer):
 
     async def _send_acks(self, session: _Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         loop = asyncio.get_running_loop()
+        paid_until_s = 0.0  # each ack costs an interval, of which `ACK_BURST` can be owed
         try:
             while not session.is_lost:
                 session.changed.clear()
-                await context.write(self._ack)
+                await context.write(self._newest_ack())
                 sent_at_s = loop.time()
                 self.num_acks += 1
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(sent_at_s + self.heartbeat_s):
-                        await session.changed.wait()
-                rest_s = sent_at_s + MIN_ACK_INTERVAL_S - loop.time()
-                if rest_s > 0:
-                    await asyncio.sleep(rest_s)
+                paid_until_s = max(paid_until_s, sent_at_s) + ACK_INTERVAL_S
+                if not session.changed.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(sent_at_s + self.heartbeat_s):
+                            await session.changed.wait()
+                owed_s = paid_until_s - loop.time() - ACK_BURST * ACK_INTERVAL_S
+                if owed_s > 0:
+                    await asyncio.sleep(owed_s)
         except Exception as error:
             self._fail(session, error)
+
+    def _newest_ack(self) -> pb.WatermarkAck:
+        if self._ack is None:
+            self._ack = watermark_to_proto(self._watermark, ring_capacity_bytes=self._ring_capacity_bytes)
+        return self._ack
 
     def _fail(self, session: _Session, error: Exception) -> None:
         """A stream that broke: by the peer or the network as a rule, which gRPC tells in several ways; else by a bug here."""
