@@ -148,6 +148,7 @@ def sweep(geometries: Sequence[Geometry], *, repetitions: int) -> Report:
 
     report = Report(title=f"Sizes of the kernels on {torch.cuda.get_device_name()}, against a device copy")
     copies = [replace(DEFAULT_TUNING, copy_words=words, num_warps=warps) for words in (512, 1024, 2048) for warps in (2, 4, 8)]
+    copies += [replace(DEFAULT_TUNING, max_columns=columns) for columns in (16, 32, 64, 128)]
     digests = [
         replace(DEFAULT_TUNING, digest_words=words, digest_tiles=tiles, num_warps=warps)
         for words, tiles, warps in itertools.product((512, 1024, 2048), (1, 2, 4, 8), (2, 4))

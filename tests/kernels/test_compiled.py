@@ -1,0 +1,101 @@
+"""The kernels compiled for GPUs that are not here: that they compile, and move 16 bytes at a time where they can."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from transfer.kernels.head_slice import columns_for, copy_rows
+from transfer.kernels.words import sum_words
+
+pytestmark = pytest.mark.skipif(
+    bool(triton.knobs.runtime.interpret), reason="TRITON_INTERPRET is set: its functions are not compiled"
+)
+
+COPY: dict[str, Any] = {
+    "ROW": 64,
+    "ROWS_PER_TOKEN": 1,
+    "PAGE_SIZE": 16,
+    "POOL_TYPE": tl.int64,
+    "WIRE_TYPE": tl.int64,
+    "POOL_ALIGN": 2,
+    "WIRE_ALIGN": 2,
+    "WIRE_BYTES": 8,
+    "IS_CONVERSION": False,
+    "IS_SCALED": False,
+    "IS_NATIVE": True,
+    "SOURCE_KIND": "bfloat16",
+    "TARGET_KIND": "bfloat16",
+    "IS_GATHER": True,
+    "HAS_DIGEST": False,
+    "TILE_ROWS": 8,
+    "TILE_COLUMNS": 64,
+    "TILES": 1,
+}
+NARROW = {
+    **COPY,
+    "ROW": 256,
+    "POOL_TYPE": tl.uint16,
+    "WIRE_TYPE": tl.uint8,
+    "POOL_ALIGN": 8,
+    "WIRE_ALIGN": 16,
+    "WIRE_BYTES": 1,
+    "IS_CONVERSION": True,
+    "IS_SCALED": True,
+    "TARGET_KIND": "float8_e4m3fn",
+    "TILE_ROWS": 16,
+    "TILE_COLUMNS": 256,
+}
+WIDEN = {**NARROW, "IS_GATHER": False, "SOURCE_KIND": "float8_e4m3fn", "TARGET_KIND": "bfloat16"}
+
+
+def ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:
+    types = {"num_rows": "i32", "first_slot": "i32"}
+    names: list[str] = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(name),): constants[name] for name in constants})
+    compiled: str = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
+    return compiled
+
+
+def widths(text: str, access: str) -> set[int]:
+    """Bytes of every access to global memory of that kind (``ld`` or ``st``) that moves several words at once."""
+    found = re.findall(rf"{access}\.global\.v(\d)\.b(\d+)", text)
+    return {int(count) * int(bits) // 8 for count, bits in found}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("is_gather", [True, False])
+@pytest.mark.parametrize(("has_digest", "tiles"), [(False, 1), (True, 1), (True, 4)])
+def test_copies_move_16_bytes_at_a_time(has_digest: bool, tiles: int, is_gather: bool, capability: int) -> None:
+    constants = {**COPY, "HAS_DIGEST": has_digest, "TILES": tiles, "IS_GATHER": is_gather}
+    text = ptx(copy_rows, constants, capability)
+    assert widths(text, "ld") == widths(text, "st") == {16}
+    assert text.count("atom.global") == int(has_digest)  # one addition for all tiles of a program
+
+
+@pytest.mark.parametrize("constants", [NARROW, WIDEN], ids=["narrow", "widen"])
+def test_conversions_use_the_devices_own_instructions_where_it_has_them(constants: dict[str, Any]) -> None:
+    native, by_hand = ptx(copy_rows, constants, 90), ptx(copy_rows, {**constants, "IS_NATIVE": False}, 80)
+    assert "e4m3x2" in native and "e4m3" not in by_hand
+    assert 16 in widths(native, "ld") and 16 in widths(native, "st")
+
+
+@pytest.mark.parametrize(("part", "num_bytes"), [(tl.uint64, 8), (tl.uint8, 1)])
+def test_passes_over_a_wire_compile(part: Any, num_bytes: int) -> None:
+    text = ptx(sum_words, {"PART_TYPE": part, "PART_BYTES": num_bytes, "BLOCK": 1024}, 90)
+    assert text.count("atom.global") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "most", "columns"),
+    [(1, 512, 1), (3, 512, 4), (16, 512, 16), (64, 512, 64), (144, 512, 32), (513, 512, 64), (130, 512, 16)],
+)
+def test_columns_waste_little(row: int, most: int, columns: int) -> None:
+    assert columns_for(row, most) == columns
