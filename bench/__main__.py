@@ -31,28 +31,35 @@ _SIGNS = {"at least": ">=", "below": "<", "exactly": "="}
 
 
 def run_one(run: Run, folder: Path, *, is_quick: bool, timeout_s: float) -> tuple[Content | None, str]:
-    """A benchmark's report, or None and why there is none."""
-    file = folder / f"{run.module}.json"
+    """A benchmark's report, and why it failed, or nothing.
+
+    One that fails or is cut off may have written a part of its report before.
+
+    Args:
+        folder: For this run alone. What it prints is in ``log`` there.
+    """
+    folder.mkdir()
+    file, log = folder / "report.json", folder / "log"
     command = [sys.executable, "-m", f"bench.{run.module}", "--json", str(file), *run.arguments]
     if is_quick and "--quick" not in command:
         command.append("--quick")
-    # In a session of its own: what it started ends with it, also when it is cut off.
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return None, f"did not end within {timeout_s:.0f} s"
-        raise
-    if process.returncode or not file.exists():
-        return None, f"ended with {process.returncode}: {' | '.join(output.splitlines()[-_NUM_LINES_TOLD:])}"
-    content: Content = json.loads(file.read_text())
-    return content, ""
+    reason = ""
+    with log.open("w") as output:
+        # In a session of its own: what it started ends with it, also when it is cut off.
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(timeout_s)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            reason = f"did not end within {timeout_s:.0f} s"
+    if not reason and (process.returncode or not file.exists()):
+        reason = f"ended with {process.returncode}: {' | '.join(log.read_text().splitlines()[-_NUM_LINES_TOLD:])}"
+    content: Content | None = json.loads(file.read_text()) if file.exists() else None
+    return content, reason
 
 
 def print_table(outcomes: Sequence[Outcome], environment: Environment, console: Console) -> None:
@@ -85,9 +92,9 @@ def main() -> int:
             if run.module.removeprefix("bench_") in arguments.only:
                 print(f"{run.module} ...", file=sys.stderr, flush=True)
                 timeout_s = max(1.0, min(run.timeout_s, BUDGET_S - (time.monotonic() - started_s)))
-                content, reason = run_one(run, Path(folder), is_quick=arguments.quick, timeout_s=timeout_s)
-                reports[run.module] = content
-                outcomes += outcomes_of(run.module, content, reason)
+                content, reason = run_one(run, Path(folder) / run.module, is_quick=arguments.quick, timeout_s=timeout_s)
+                reports[run.module] = None if reason else content
+                outcomes += outcomes_of(run.module, reports[run.module], reason)
     print_table(outcomes, environment, Console())
     if arguments.json is not None:
         record = {

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from bench.link_ends import LinkSamples
 from bench.link_plan import Samples, Step, steps
 from bench.pair import Devices, PairFailed, run_pair
 from bench.peers import cuda_copy, nccl, nixl, ucx
-from bench.timing import Report, Row, argument_parser, sample
+from bench.timing import Environment, Report, Row, argument_parser, sample
 from transfer.staging import zeroed_bytes
 
 MEMCPY = "memcpy, one thread"
@@ -66,6 +67,7 @@ class Run:
     is_quick: bool
     spin_s: float
     lanes: Sequence[str] = ()
+    environment: Environment = field(default_factory=Environment.here)
 
     @property
     def one_by_one(self) -> list[Step]:
@@ -143,8 +145,12 @@ def _fused(run: Run, into: Measured) -> None:
         into.add(what, samples_s)
 
 
-def measure(run: Run, *, num_passes: int) -> tuple[Report, bool]:
-    """The report, and whether something failed that should have run."""
+def measure(run: Run, *, num_passes: int, json_path: Path | None = None) -> tuple[Report, bool]:
+    """The report, and whether something failed that should have run.
+
+    Args:
+        json_path: Gets what there is of the report after each lane.
+    """
     measured = Measured()
     is_failed = False
     for _ in range(num_passes):
@@ -154,7 +160,13 @@ def measure(run: Run, *, num_passes: int) -> tuple[Report, bool]:
             except PairFailed as error:
                 measured.missing[name] = str(error)
                 is_failed |= not (error.lacks_library or (name == "nccl" and run.devices.are_same))
-    report = Report(title=f"One link, {run.devices}: a write until its source may be reused")
+            if json_path is not None:
+                _report(run, measured).write_json(json_path)
+    return _report(run, measured), is_failed
+
+
+def _report(run: Run, measured: Measured) -> Report:
+    report = Report(title=f"One link, {run.devices}: a write until its source may be reused", environment=run.environment)
     sizes = {step.name: step.num_bytes for step in run.plan}
     sizes |= {nixl.pieces_name(count, size): count * size for count, size in run.pieces}
     sizes |= {case.name: case.num_bytes for case in fused_gather.cases(is_quick=run.is_quick)}
@@ -164,7 +176,7 @@ def measure(run: Run, *, num_passes: int) -> tuple[Report, bool]:
         report.facts["carried by"] = measured.facts
     if measured.missing:
         report.facts["not measured"] = dict(measured.missing)
-    return report, is_failed
+    return report
 
 
 def _add_rows(report: Report, measured: Measured, sizes: dict[str, int]) -> None:
@@ -202,7 +214,7 @@ def main() -> int:
     unknown = set(arguments.lanes) - measures(Run(devices=devices, plan=plan, is_quick=True, spin_s=0.0)).keys()
     if unknown:
         parser.error(f"no lane {', '.join(sorted(unknown))}; there are {', '.join(measures(run) or [])}")
-    report, is_failed = measure(run, num_passes=arguments.passes)
+    report, is_failed = measure(run, num_passes=arguments.passes, json_path=arguments.json)
     report.finish(arguments.json)
     return int(is_failed)
 

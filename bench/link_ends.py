@@ -44,7 +44,7 @@ def open_transport(lane: str, device: str) -> Transport:
             from transfer.transport.ucx import UcxTransport
 
             wanted: Any = choice or "auto"
-            return UcxTransport(lane=wanted, options={"NET_DEVICES": "lo"} if device == "cpu" else None)
+            return UcxTransport(lane=wanted, options={"NET_DEVICES": "lo"})
         case "nixl":
             from transfer.transport.nixl import NixlTransport
 

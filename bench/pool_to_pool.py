@@ -105,9 +105,19 @@ class Measured:
 
 
 def measure(
-    setting: Setting, lanes: Sequence[str], *, num_rounds: int, has_peers: bool = False, wheel: Path | None = None
+    setting: Setting,
+    lanes: Sequence[str],
+    *,
+    num_rounds: int,
+    has_peers: bool = False,
+    wheel: Path | None = None,
+    json_path: Path | None = None,
 ) -> tuple[Report, bool]:
-    """The report, and whether a lane failed."""
+    """The report, and whether a lane failed.
+
+    Args:
+        json_path: Gets what there is of the report after each lane.
+    """
     measured = Measured(setting)
     if setting.devices.is_cuda:
         _measure_limit(measured, num_rounds)
@@ -118,6 +128,8 @@ def measure(
         except PairFailed as error:
             measured.missing[lane] = str(error)
             is_failed |= not error.lacks_library
+        if json_path is not None:
+            measured.report.write_json(json_path)
     if has_peers:
         _measure_peers(measured, num_rounds, wheel)
     if measured.missing:
@@ -240,7 +252,14 @@ def main() -> int:
         made.error(str(error))
     num_rounds = min(3, arguments.rounds) if arguments.quick else arguments.rounds
     lanes = arguments.lanes or ["ucx"]
-    report, is_failed = measure(setting, lanes, num_rounds=num_rounds, has_peers=arguments.peers, wheel=arguments.sglang_wheel)
+    report, is_failed = measure(
+        setting,
+        lanes,
+        num_rounds=num_rounds,
+        has_peers=arguments.peers,
+        wheel=arguments.sglang_wheel,
+        json_path=arguments.json,
+    )
     report.finish(arguments.json)
     return int(is_failed)
 

@@ -1,0 +1,176 @@
+"""Every benchmark that needs GPUs, in one go on one machine, and which of the promises hold there.
+
+    python -m bench.gpu_suite --out FOLDER [--sglang-wheel FILE] [--only PART ...] [--budget-s 470] [--quick] [--rehearse]
+
+Each part runs in processes of its own and is cut off at its time, so that one that fails does not cost the others. FOLDER gets
+two files: `gpu_suite.json` with the report of every part, `gpu_suite.log` with what each printed. With two GPUs a link joins
+them; parts named "one gpu" keep both ends on one. ``--rehearse`` runs them on CPUs with tiny sizes, to see that all of it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.__main__ import print_table, run_one
+from bench.gpu_table import outcomes_of
+from bench.table import Content, Outcome, Run
+from bench.timing import Environment
+
+_LEAST_S = 15.0  # a part with less left is not begun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One run of one benchmark.
+
+    Args:
+        name: Of the part.
+        run: What runs on GPUs; its timeout is the part's.
+        rehearsed: Its arguments on a machine without a GPU.
+    """
+
+    name: str
+    run: Run
+    rehearsed: tuple[str, ...]
+
+
+_CUDA = ("--device", "cuda")
+_TINY_POOL = ("--mb", "1", "--in-flight", "1", "--chunk-tokens", "4", "--ring-mb", "4", "--rounds", "1")
+
+PARTS = (
+    Part(name="kernels", run=Run(module="kernels", timeout_s=110.0), rehearsed=("--quick",)),
+    Part(
+        name="pool to pool",
+        run=Run(
+            module="pool_to_pool",
+            arguments=(
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "cuda_ipc/copy", "nixl", "ucx", "--mb", "320"),
+                *("--in-flight", "1", "4", "--rounds", "15", "--decode-page-size", "16", "--peers"),
+            ),
+            timeout_s=150.0,
+        ),
+        rehearsed=("--lanes", "nixl", "ucx", "--peers", *_TINY_POOL),
+    ),
+    Part(
+        name="link",
+        run=Run(module="link", arguments=_CUDA, timeout_s=120.0),
+        rehearsed=("--quick", "--max-mb", "1", "--lanes", "copy", "ucx plain", "ucx/shm"),
+    ),
+    Part(
+        name="pool to pool, other sizes",
+        run=Run(
+            module="pool_to_pool",
+            arguments=(
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "16", "64", "1024"),
+                *("--in-flight", "1", "16", "64", "--rounds", "6"),
+            ),
+            timeout_s=110.0,
+        ),
+        rehearsed=("--lanes", "ucx", *_TINY_POOL, "--mb", "1", "2"),
+    ),
+    Part(
+        name="link, one gpu",
+        run=Run(module="link", arguments=(*_CUDA, "--one-gpu", "--quick", "--max-mb", "256"), timeout_s=75.0),
+        rehearsed=("--quick", "--max-mb", "1", "--lanes", "copy", "ucx/net"),
+    ),
+    Part(
+        name="pool to pool, one gpu",
+        run=Run(
+            module="pool_to_pool",
+            arguments=(*_CUDA, "--one-gpu", "--lanes", "cuda_ipc/fused", "nixl", "--in-flight", "1", "--rounds", "8"),
+            timeout_s=60.0,
+        ),
+        rehearsed=("--lanes", "ucx", *_TINY_POOL),
+    ),
+)
+
+
+def commands(*, wheel: Path | None, is_rehearsal: bool) -> dict[str, Run]:
+    """What is run for each part, by its name."""
+    found = {}
+    for part in PARTS:
+        arguments = part.rehearsed if is_rehearsal else part.run.arguments
+        if part.name == "kernels" and not is_rehearsal:
+            arguments += ("--peer", "sglang")
+        if wheel is not None and {"--peer", "--peers"} & set(arguments):
+            arguments += ("--sglang-wheel", str(wheel))
+        found[part.name] = replace(part.run, arguments=arguments)
+    return found
+
+
+def run_parts(runs: dict[str, Run], *, budget_s: float, is_quick: bool, log: Path) -> tuple[dict[str, Content], dict[str, str]]:
+    """Reports by part, and why there is none of the others."""
+    reports: dict[str, Content] = {}
+    failures: dict[str, str] = {}
+    ends_s = time.monotonic() + budget_s
+    with tempfile.TemporaryDirectory(prefix="kvferry-gpu-suite-") as folder, log.open("w") as logged:
+        for name, run in runs.items():
+            left_s = ends_s - time.monotonic()
+            if left_s < _LEAST_S:
+                failures[name] = f"not begun: the budget of {budget_s:.0f} s is spent"
+                continue
+            begun_s = time.monotonic()
+            part = Path(folder) / name.replace(", ", "-").replace(" ", "-")
+            content, reason = run_one(run, part, is_quick=is_quick, timeout_s=min(run.timeout_s, left_s))
+            logged.write(f"===== {name}: {' '.join([run.module, *run.arguments])}\n{(part / 'log').read_text()}\n")
+            logged.flush()
+            took = f"{time.monotonic() - begun_s:.0f} s"
+            if content is not None:
+                reports[name] = content
+            if reason:
+                failures[name] = reason
+            print(f"{name}: {took}{', ' + reason if reason else ''}", flush=True)
+            for missing, why in (content or {}).get("facts", {}).get("not measured", {}).items():
+                print(f"  not measured: {missing}: {why}", flush=True)
+    return reports, failures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="every benchmark that needs GPUs, and which of the promises hold")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="gets gpu_suite.json and gpu_suite.log")
+    parser.add_argument("--sglang-wheel", type=Path, metavar="FILE", help="SGLang's wheel, or a directory with its files")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument("--budget-s", type=float, default=470.0, help="for all parts")
+    parser.add_argument("--quick", action="store_true", help="few repetitions: to see that it runs, not to be quoted")
+    parser.add_argument("--rehearse", action="store_true", help="on CPUs with tiny sizes")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    runs = commands(wheel=given.sglang_wheel, is_rehearsal=given.rehearse)
+    reports, failures = run_parts(
+        {name: run for name, run in runs.items() if name in given.only},
+        budget_s=given.budget_s,
+        is_quick=given.quick,
+        log=given.out / "gpu_suite.log",
+    )
+    environment = Environment.here()
+    outcomes: list[Outcome] = []
+    for name in given.only:
+        if name in reports:
+            outcomes += outcomes_of(name, reports[name])
+        else:
+            outcomes.append(Outcome(what=name, measured=None, limit=0.0, unit="", note=failures[name]))
+    print_table(outcomes, environment, Console())
+    record = {
+        "title": "kvferry on GPUs",
+        "environment": environment.to_json(),
+        "is_quick": given.quick,
+        "failures": failures,
+        "rows": [outcome.to_json() for outcome in outcomes],
+        "reports": reports,
+    }
+    (given.out / "gpu_suite.json").write_text(json.dumps(record, indent=1) + "\n")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

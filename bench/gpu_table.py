@@ -1,0 +1,104 @@
+"""What kvferry has to reach on GPUs, read from the reports of the suite's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from bench.link import FUSED, FUSED_WITH_DIGEST, NIXL_BULK
+from bench.pool_to_pool import NIXL_BULK as POOL_NIXL_BULK
+from bench.pool_to_pool import POOL_TO_POOL, SGLANG
+from bench.table import LARGE_BYTES, TARGET_OF_LIBRARY, Content, Outcome
+
+TARGET_FUSED = 0.92  # of the copy engine's copy into the same memory
+TARGET_POOL_TO_POOL = 0.88  # likewise, with digest, gather and scatter
+TARGET_NIXL_POOL_TO_POOL = 0.95  # of one NIXL write of the same bytes
+TARGET_OF_SGLANG = 2.0
+TARGET_OF_DESCRIPTORS = 100.0
+_FUSED_LANE = "cuda_ipc/fused"
+
+
+def outcomes_of(part: str, content: Content) -> list[Outcome]:
+    """Lines of the table; of a part on one GPU, or with other sizes, they are told and not judged."""
+    kind, _, variant = part.partition(", ")
+    found = list(_READERS[kind](content))
+    if not variant:
+        return found
+    return [
+        Outcome(what=f"{one.what} ({variant})", measured=one.measured, limit=None, unit=one.unit, note=one.note) for one in found
+    ]
+
+
+def _kernels(content: Content) -> Iterator[Outcome]:
+    for row in content["rows"]:
+        if row["ratio"] is not None:
+            yield Outcome(what=f"{row['case']}: {row['what']}", measured=row["ratio"], limit=None, unit=f"of {row['ratio_to']}")
+
+
+def _link(content: Content) -> Iterator[Outcome]:
+    for row in content["rows"]:
+        note = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f} GB/s, median {row['median_s'] * 1e6:.0f} us"
+        if row["what"] in (FUSED, FUSED_WITH_DIGEST):
+            is_judged = row["what"] == FUSED and row["bytes"] >= LARGE_BYTES
+            yield Outcome(
+                what=f"{row['what'].removeprefix('kvferry, ')}: {row['case'].partition(' of ')[0]}",
+                measured=row["ratio"],
+                limit=TARGET_FUSED if is_judged else None,
+                unit="of peer memcpy",
+                note=note,
+            )
+        elif row["what"].startswith("kvferry ") and row["bytes"] >= LARGE_BYTES and "answer" not in row["what"]:
+            is_judged = row["ratio_to"].startswith(NIXL_BULK)
+            yield Outcome(
+                what=f"{row['what'].removeprefix('kvferry ')}, one write of {row['case']}",
+                measured=row["ratio"],
+                limit=TARGET_OF_LIBRARY if is_judged else None,
+                unit=f"of {row['ratio_to'].partition(' (')[0]}",
+                note=note,
+            )
+        elif row["bytes"] >= LARGE_BYTES and row["gb_per_s"] is not None:
+            yield Outcome(what=f"{row['what']}: {row['case']}", measured=row["gb_per_s"], limit=None, unit="GB/s")
+
+
+def _pool_to_pool(content: Content) -> Iterator[Outcome]:
+    rows = {(row["case"], row["what"]): row for row in content["rows"]}
+    for (case, what), row in rows.items():
+        if not what.endswith(f", {POOL_TO_POOL}"):
+            if not what.startswith("kvferry ") and row["gb_per_s"] is not None:
+                yield Outcome(what=f"{what}: {case}", measured=row["gb_per_s"], limit=None, unit="GB/s")
+            continue
+        lane = what.removeprefix("kvferry ").removesuffix(f", {POOL_TO_POOL}")
+        is_judged = case.endswith(", 1 in flight") and row["bytes"] >= LARGE_BYTES
+        facts = content["facts"][f"{case}, {lane}"]
+        note = f"{row['gb_per_s']:.1f} GB/s, {row['median_s'] * 1e6:.0f} us, {facts['chunks_per_request']} chunks"
+        name = f"{lane}, {case}"
+        yield Outcome(
+            what=f"pool to pool, {name}",
+            measured=row["ratio"],
+            limit=TARGET_POOL_TO_POOL if is_judged and lane == _FUSED_LANE else None,
+            unit=f"of {row['ratio_to'].partition(' (')[0]}",
+            note=note,
+        )
+        limits = {
+            SGLANG: TARGET_OF_SGLANG if lane == _FUSED_LANE else None,
+            POOL_NIXL_BULK: TARGET_NIXL_POOL_TO_POOL if lane == "nixl" else None,
+            "NIXL descriptors": TARGET_OF_DESCRIPTORS if lane == _FUSED_LANE else None,
+        }
+        for peer, limit in limits.items():
+            theirs = _of_peer(rows, case, peer)
+            if theirs is not None and is_judged and lane in (_FUSED_LANE, "nixl"):
+                times = theirs["median_s"] / row["median_s"]
+                yield Outcome(what=f"  against {peer}", measured=times, limit=limit, unit="x its speed")
+
+
+def _of_peer(rows: dict[tuple[str, str], Content], case: str, peer: str) -> Content | None:
+    """The peer's row of that case; that of its descriptors is named by how many they are."""
+    if peer != "NIXL descriptors":
+        return rows.get((case, peer))
+    return next((row for (of, what), row in rows.items() if of == case and "descriptors of" in what), None)
+
+
+_READERS: dict[str, Callable[[Content], Iterator[Outcome]]] = {
+    "kernels": _kernels,
+    "link": _link,
+    "pool to pool": _pool_to_pool,
+}

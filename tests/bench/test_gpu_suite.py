@@ -1,0 +1,131 @@
+"""The suite for GPUs: its parts run where there is none, one that fails costs itself alone, its table judges what it should."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gpu_suite
+from bench.gpu_table import outcomes_of
+from bench.link import FUSED, FUSED_WITH_DIGEST, PEER_MEMCPY
+from bench.peers import sglang
+from bench.pool_to_pool import NIXL_BULK, SGLANG
+from bench.table import Run
+
+STAGING = "sglang/srt/disaggregation/common/staging_buffer.py"
+POINTERS = "sglang/kernels/ops/memory/ptr_table.py"
+
+
+def test_parts_run_without_a_gpu_and_one_that_fails_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = next(part for part in gpu_suite.PARTS if part.name == "pool to pool, one gpu")
+    bad = gpu_suite.Part(name="link", run=Run(module="link", timeout_s=60), rehearsed=("--device", "cuda"))
+    monkeypatch.setattr(gpu_suite, "PARTS", (bad, good))
+    assert gpu_suite.main(["--out", str(tmp_path), "--rehearse", "--quick", "--only", bad.name, good.name]) == 1
+    record = json.loads((tmp_path / "gpu_suite.json").read_text())
+    assert record["failures"].keys() == {"link"}
+    assert "torch sees no CUDA device" in record["failures"]["link"]
+    assert record["reports"]["pool to pool, one gpu"]["rows"]
+    assert "kvferry ucx, pool to pool" in (tmp_path / "gpu_suite.log").read_text()
+    assert "pool to pool, one gpu: " in capsys.readouterr().out
+
+
+def test_no_part_is_begun_when_the_budget_is_spent(tmp_path: Path) -> None:
+    assert gpu_suite.main(["--out", str(tmp_path), "--rehearse", "--budget-s", "1", "--only", "link"]) == 1
+    record = json.loads((tmp_path / "gpu_suite.json").read_text())
+    assert record["failures"] == {"link": "not begun: the budget of 1 s is spent"}
+    assert [row["ok"] for row in record["rows"]] == [False]
+
+
+def test_every_part_is_a_benchmark_whose_report_is_read() -> None:
+    for part in gpu_suite.PARTS:
+        assert outcomes_of(part.name, {"rows": [], "facts": {}}) == []
+    assert sum(part.run.timeout_s for part in gpu_suite.PARTS) < 700
+    wheel = Path("a.whl")
+    for name, run in gpu_suite.commands(wheel=wheel, is_rehearsal=False).items():
+        assert ("--sglang-wheel" in run.arguments) == (name in ("kernels", "pool to pool"))
+
+
+def row(case: str, what: str, *, seconds: float, num_bytes: int, ratio: float | None = None) -> dict[str, Any]:
+    gb_per_s = num_bytes / seconds / 1e9
+    against = "" if ratio is None else f"{PEER_MEMCPY} ({case})"
+    times = {"median_s": seconds, "gb_per_s": gb_per_s}
+    return {"case": case, "what": what, "bytes": num_bytes, "ratio": ratio, "ratio_to": against, **times}
+
+
+def test_what_the_link_is_judged_by() -> None:
+    large, small = "68 MB of Llama 3 70B, P4 -> D2", "17 MB of Llama 3 70B, P4 -> D2"
+    rows = [
+        row(large, FUSED, seconds=200e-6, num_bytes=68 * 10**6, ratio=0.93),
+        row(large, FUSED_WITH_DIGEST, seconds=210e-6, num_bytes=68 * 10**6, ratio=0.91),
+        row(small, FUSED, seconds=90e-6, num_bytes=17 * 10**6, ratio=0.5),
+    ]
+    lines = outcomes_of("link", {"rows": rows, "facts": {}})
+    assert [(line.measured, line.limit, line.is_reached) for line in lines] == [
+        (0.93, 0.92, True),
+        (0.91, None, True),
+        (0.5, None, True),
+    ]
+    assert all(line.limit is None for line in outcomes_of("link, one gpu", {"rows": rows, "facts": {}}))
+
+
+def test_what_pool_to_pool_is_judged_by() -> None:
+    case, num_bytes = "320 MiB, 1 in flight", 320 << 20
+    lanes = ("cuda_ipc/fused", "nixl")
+    facts = {f"{case}, {lane}": {"chunks_per_request": 5} for lane in lanes}
+    rows = [
+        row(case, PEER_MEMCPY, seconds=860e-6, num_bytes=num_bytes),
+        row(case, SGLANG, seconds=2.3e-3, num_bytes=num_bytes),
+        row(case, NIXL_BULK, seconds=1.57e-3, num_bytes=num_bytes),
+        row(case, "NIXL, 40,960 descriptors of 8,192 B", seconds=0.2, num_bytes=num_bytes),
+        row(case, "kvferry cuda_ipc/fused, pool to pool", seconds=1e-3, num_bytes=num_bytes, ratio=0.86),
+        row(case, "kvferry nixl, pool to pool", seconds=1.6e-3, num_bytes=num_bytes, ratio=0.54),
+    ]
+    judged = {line.what: line for line in outcomes_of("pool to pool", {"rows": rows, "facts": facts}) if line.limit is not None}
+    found = [(what.strip(), round(line.measured or 0, 2), line.limit, line.is_reached) for what, line in judged.items()]
+    assert found == [
+        (f"pool to pool, cuda_ipc/fused, {case}", 0.86, 0.88, False),
+        (f"against {SGLANG}", 2.3, 2.0, True),
+        ("against NIXL descriptors", 200.0, 100.0, True),
+        (f"against {NIXL_BULK}", 0.98, 0.95, True),
+    ]
+
+
+@pytest.mark.parametrize("is_wheel", [True, False])
+def test_sglang_is_loaded_from_what_its_wheel_has(tmp_path: Path, is_wheel: bool) -> None:
+    """Files of its names stand in for its own, which are not ours to carry; they import what its own import."""
+    files = {
+        STAGING: "from sglang.kernels.ops.memory.ptr_table import make_ptr_table\n"
+        "from sglang.srt.environ import envs\n"
+        "from sglang.srt.utils import create_device_stream, device_stream_context\n"
+        "uses_torch = envs.SGLANG_STAGING_USE_TORCH.get()\n"
+        "def scatter_staging_to_kv(*arguments): seen.append(arguments)\n"
+        "seen = []\n",
+        POINTERS: "def make_ptr_table(rows, device): ...\n",
+    }
+    source = tmp_path / ("sglang.whl" if is_wheel else "unpacked")
+    if is_wheel:
+        with zipfile.ZipFile(source, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+    else:
+        for name, text in files.items():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_text(text)
+    before = set(sys.modules)
+    theirs = sglang.load(source)
+    assert theirs.module.uses_torch is False
+    theirs.scatter("wire", ["k"], ["v"], "pages", num_heads=2, page_size=16)  # type: ignore[arg-type]
+    assert theirs.module.seen == [("wire", ["k"], ["v"], "pages", 16, 1, 1, 0, 2)]
+    assert {name for name in set(sys.modules) - before if name.startswith("sglang")} <= {sglang._STAGING, sglang._POINTERS}
+
+
+def test_a_wheel_without_the_files_is_named(tmp_path: Path) -> None:
+    with pytest.raises(sglang.NoSglang, match=r"cannot be had from .*none\.whl"):
+        sglang.load(tmp_path / "none.whl")
