@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from node_runtime.streaming_copies import streaming_copies
+
 
 class RankGroup:
     """One life of a node's ranks.
@@ -103,7 +105,7 @@ class RankGroup:
 
 
 def _start_fork_server() -> None:
-    """Start the process that ranks are forked from, with SIGTERM blocked, there and so in every rank.
+    """Start the process that ranks are forked from: with SIGTERM blocked and with `streaming_copies`, there and so in every rank.
 
     A service manager sends SIGTERM to all processes of the node. What it ends must be the leader's drain: without the fork server
     the leader would take all ranks for dead, for it hears of their ends through it. No-op where it runs already.
@@ -111,7 +113,8 @@ def _start_fork_server() -> None:
     multiprocessing.resource_tracker.ensure_running()  # would take the block away, if it had to be started later
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        multiprocessing.forkserver.ensure_running()
+        with streaming_copies():
+            multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
