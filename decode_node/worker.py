@@ -121,7 +121,9 @@ class DecodeWorker:
         # A one-sided probe writes behind the ring, a two-sided one where it is told to.
         probe_bytes = config.transport.probe_bytes
         tail_bytes = probe_bytes if self._transport.is_one_sided else 0
-        ring_memory = StagingBuffer(num_bytes=config.ring.capacity_bytes + tail_bytes, device=pool.device)
+        ring_memory = StagingBuffer(
+            num_bytes=config.ring.capacity_bytes + tail_bytes, device=pool.device, is_shared=self._transport.is_one_sided
+        )
         if not self._transport.is_one_sided:
             self._scratch = self._transport.register(StagingBuffer(num_bytes=probe_bytes, device=pool.device).tensor)
         memory = rank_memory(engine, {"ring": config.ring.capacity_bytes + probe_bytes})

@@ -12,11 +12,12 @@ from transfer.errors import ConfigError, MemoryPlanError
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
 
-def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu") -> Tensor:
+def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu", *, is_shared: bool = False) -> Tensor:
     """Zeroed uint8 [num_bytes], on a multiple of `REGION_ALIGNMENT_BYTES`.
 
     On CPU every page is touched, so that no first transfer pays for page faults, and huge pages are asked for where the system
-    grants them (fewer TLB misses when pages are copied in no order).
+    grants them (fewer TLB misses when pages are copied in no order; for shared memory Linux has a switch of its own,
+    /sys/kernel/mm/transparent_hugepage/shmem_enabled, that is mostly "never").
 
     Raises:
         MemoryPlanError: The system has not that much address space left (CPU).
@@ -25,9 +26,10 @@ def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu") -> Tensor:
         memory = torch.zeros(num_bytes + REGION_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
         start = -memory.data_ptr() % REGION_ALIGNMENT_BYTES
         return memory[start : start + num_bytes]
-    # Private and anonymous: zero, page-aligned, given back with the last tensor that views it.
+    # Anonymous: zero, page-aligned, given back with the last tensor that views it.
+    flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
     try:
-        region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = mmap.mmap(-1, num_bytes, flags=flags | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryPlanError(f"the system refused {num_bytes} bytes of host memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -42,15 +44,17 @@ class StagingBuffer:
     Args:
         num_bytes: Size.
         device: Where it lies.
+        is_shared: Host memory only: a shared mapping, of which a one-sided transport can offer a second one to each peer and take
+            it away again (`transfer.transport.nixl_revocation`). Asked for only there: it costs huge pages.
 
     Raises:
         ConfigError: `num_bytes` is below 1.
     """
 
-    def __init__(self, num_bytes: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_bytes: int, *, device: torch.device | str = "cpu", is_shared: bool = False) -> None:
         if num_bytes < 1:
             raise ConfigError(f"staging num_bytes is {num_bytes}; it must be at least 1")
-        self.tensor: Tensor = zeroed_bytes(num_bytes, device)
+        self.tensor: Tensor = zeroed_bytes(num_bytes, device, is_shared=is_shared)
         """uint8 [num_bytes]; also what `Transport.register` takes."""
 
     @property

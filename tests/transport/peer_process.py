@@ -1,35 +1,47 @@
-"""The other end of a UCX session in a process of its own, told what to do by lines of JSON on stdin.
+"""The other end of a UCX or NIXL session in a process of its own, told what to do by lines of JSON on stdin.
 
-Run as ``python -m tests.transport.peer_process LANE ROLE NUM_BYTES``; one JSON line answers each command. Between commands it
-makes progress all the time, so that it can be killed or stopped in the middle of a transfer.
+Run as ``python -m tests.transport.peer_process LANE ROLE NUM_BYTES``, LANE being ``shm`` of UCX or ``nixl-shm`` of NIXL; one JSON
+line answers each command, and the next one must wait for it. Between commands it makes progress all the time, so that it can be
+killed or stopped in the middle of a transfer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import select
 import sys
 import time
 from typing import Any
 
-import numpy as np
+import msgpack
 
-from tests.transport.contract import noise, rng
+from tests.transport.contract import noise, ring_of, rng
 from transfer.errors import TransferError
 from transfer.transport.base import Session
 from transfer.transport.ucx import UcxTransport
+
+
+def _transport(lane: str) -> Any:
+    if not lane.startswith("nixl-"):
+        return UcxTransport(lane=lane)  # type: ignore[arg-type]
+    from transfer.transport.nixl import NixlTransport
+
+    return NixlTransport(lane=lane.removeprefix("nixl-"))  # type: ignore[arg-type]
 
 
 class Peer:
     """Carries out commands; its memory is one array."""
 
     def __init__(self, lane: str, role: str, num_bytes: int) -> None:
-        self.transport = UcxTransport(lane=lane)  # type: ignore[arg-type]
-        self.array = np.zeros(num_bytes, dtype=np.uint8)
+        self.transport = _transport(lane)
+        self.array = ring_of(num_bytes)
         self.memory = self.transport.register(self.array)
         self.offer = self.transport.offer() if role == "writer" else None
         self.session: Session | None = None
         self.handles: dict[int, Any] = {}
+        self.answer: dict[str, Any] = {}
 
     def run(self, command: dict[str, Any]) -> Any:
         name, arguments = command.pop("do"), command
@@ -39,8 +51,12 @@ class Peer:
         assert self.offer is not None
         return self.offer.blob.hex()
 
+    def do_new_offer(self) -> None:
+        self.offer = self.transport.offer()
+
     def do_complete(self, answer: str) -> str:
         assert self.offer is not None
+        self.answer = msgpack.unpackb(msgpack.unpackb(bytes.fromhex(answer))[4])
         self.session = self.offer.complete(bytes.fromhex(answer))
         return self.session.lane
 
@@ -60,6 +76,11 @@ class Peer:
         target_range = rng(target_begin, target_begin + end - begin)
         self.handles[key] = self.session.write(self.memory, rng(begin, end), target_range, key)
 
+    def do_write_whole(self, keys: list[int]) -> None:
+        """All of its memory, once for each key."""
+        for key in keys:
+            self.do_write(0, self.array.nbytes, 0, key)
+
     def do_decline(self, key: int) -> None:
         assert self.session is not None
         self.handles[key] = self.session.decline(key)
@@ -67,6 +88,24 @@ class Peer:
     def do_expect(self, begin: int, end: int, key: int) -> None:
         assert self.session is not None
         self.handles[key] = self.session.expect(self.memory, rng(begin, end), key)
+
+    def do_hammer(self, seconds: float) -> str:
+        """Write to the memory that the answer named, past all rules and without looking; how that went in the end."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        local = (ctypes.c_uint64 * 2)(self.array.ctypes.data, self.array.nbytes)
+        remote = (ctypes.c_uint64 * 2)(self.answer["address"], self.array.nbytes)
+        pid = self.answer["identity"][3]
+        ends_at = time.monotonic() + seconds
+        written = 0
+        while time.monotonic() < ends_at:
+            written = libc.process_vm_writev(pid, local, 1, remote, 1, 0)
+        return "written" if written > 0 else os.strerror(ctypes.get_errno())
+
+    def do_cpu_s(self, seconds: float) -> float:
+        """CPU seconds of this process while it sleeps for `seconds`."""
+        before = time.process_time()
+        time.sleep(seconds)
+        return time.process_time() - before
 
     def do_wait(self, keys: list[int], deadline_s: float) -> list[Any]:
         """What becomes of each key: bytes, an error's class name, or "pending"."""

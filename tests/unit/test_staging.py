@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.staging import StagingBuffer, zeroed_bytes
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
+from transfer.transport.memory import HostMemory, memory_of
+from transfer.transport.nixl_revocation import SharedAlias
 
 
 def test_a_buffer_is_aligned_zero_and_really_there() -> None:
@@ -26,3 +29,17 @@ def test_sizes_are_checked() -> None:
         StagingBuffer(0)
     with pytest.raises(MemoryPlanError, match="refused"):
         zeroed_bytes(1 << 60)
+
+
+def test_shared_memory_can_be_mapped_a_second_time_and_private_memory_cannot() -> None:
+    for is_shared in (True, False):
+        memory = memory_of(StagingBuffer(1 << 20, is_shared=is_shared).tensor)
+        assert isinstance(memory, HostMemory) and not memory.view.any()
+        alias = SharedAlias.of(memory)
+        assert (alias is not None) is is_shared
+        if alias is not None:
+            ctypes.memset(alias.address + 7, 5, 1)
+            assert memory.view[7] == 5
+            alias.revoke()
+            alias.release()
+            assert memory.view[7] == 5
