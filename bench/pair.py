@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from node_runtime.streaming_copies import streaming_copies
 from transfer.staging import zeroed_bytes
 
 DeviceType = Literal["cpu", "cuda"]
@@ -110,7 +111,8 @@ def run_pair(
     for end, pipe, device in ((write, writer_pipe, devices.writer), (serve, target_pipe, devices.target)):
         result, far_result = context.Pipe(duplex=False)
         process = context.Process(target=_run_end, args=(end, pipe, far_result, device, arguments), daemon=False)
-        process.start()
+        with streaming_copies():  # as ranks are started
+            process.start()
         for used in (pipe, far_result):
             used.close()  # so that the end of the process is the end of its pipes
         results.append(result)

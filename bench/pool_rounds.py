@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from bench.pair import Devices, run_pair
+from bench.plain_memcpy import REPETITIONS, PlainMemcpy, memcpy_of
 from bench.pool_ends import DecodeEnd, PrefillEnd
 from bench.pool_setting import Case, Setting
 from bench.timing import sample
@@ -51,13 +51,15 @@ class Rounds:
     """What was seen of a case: a value per round; of `request_s` one per request, of `stages_s` one per chunk.
 
     Attributes:
-        memcpy_s: Three per round; none on GPUs.
+        memcpy_s: See `bench.plain_memcpy`, three per round; none on GPUs.
+        rank_memcpy_s: Of the same copy in the decode process.
     """
 
     case: Case
     num_chunks: int
     wall_s: list[float] = field(default_factory=list)
     memcpy_s: list[float] = field(default_factory=list)
+    rank_memcpy_s: list[float] = field(default_factory=list)
     request_s: list[float] = field(default_factory=list)
     stages_s: dict[str, list[float]] = field(default_factory=dict)
     overlap: list[float] = field(default_factory=list)  # gather + write + scatter, summed over the chunks, over wall
@@ -185,14 +187,19 @@ class _Decode:
     async def _play_case(self, number: int, case: Case, plan: ChunkPlan, num_rounds: int) -> Rounds:
         setting = self._setting
         chunks = split_into_chunks(plan, num_tokens=case.num_tokens, num_layers=setting.layout.num_layers)
-        copy_once = None if setting.devices.is_cuda else _memcpy_of(setting.moved_bytes(case.num_tokens))
-        rounds = Rounds(case=case, num_chunks=len(chunks))
-        for turn in range(WARMUP_ROUNDS + num_rounds):
-            if turn == WARMUP_ROUNDS:
-                rounds = Rounds(case=case, num_chunks=len(chunks))
-            if copy_once is not None:
-                rounds.memcpy_s += sample(copy_once, repetitions=3)
-            await self._play_round(rounds, [f"case{number}-round{turn}-{i}" for i in range(case.in_flight)])
+        with contextlib.ExitStack() as stack:
+            copy_once = plain = None
+            if not setting.devices.is_cuda:
+                num_bytes = setting.moved_bytes(case.num_tokens)
+                copy_once, plain = memcpy_of(num_bytes), stack.enter_context(contextlib.closing(PlainMemcpy(num_bytes)))
+            rounds = Rounds(case=case, num_chunks=len(chunks))
+            for turn in range(WARMUP_ROUNDS + num_rounds):
+                if turn == WARMUP_ROUNDS:
+                    rounds = Rounds(case=case, num_chunks=len(chunks))
+                if copy_once is not None and plain is not None:
+                    rounds.memcpy_s += plain.sample()
+                    rounds.rank_memcpy_s += sample(copy_once, repetitions=REPETITIONS)
+                await self._play_round(rounds, [f"case{number}-round{turn}-{i}" for i in range(case.in_flight)])
         return rounds
 
     async def _play_round(self, rounds: Rounds, request_ids: list[str]) -> None:
@@ -213,8 +220,3 @@ class _Decode:
         there = [end.digest(request_id, case) for request_id in request_ids]
         if there != (here := await self._ask("digest", request_ids, case)):
             raise TransportError(f"{request_ids[0]}: the KV that arrived is not what was sent: digests {here} and {there}")
-
-
-def _memcpy_of(num_bytes: int) -> Callable[[], None]:
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
-    return lambda: np.copyto(target, source)

@@ -9,10 +9,11 @@ from the moment at which all its KV lies computed in the prefill pool until the 
 its grants were asked for before that (``--asks-late``: only then). After every round the bytes are compared (see
 `bench.pool_setting`), outside of what is timed.
 
-The yardstick is one copy of the same bytes: on CPUs memcpy on one thread, measured before every round; on GPUs the copy engine's
-into the other process's memory. A transfer over memory of two CPU processes takes at least three copies (gather, write, scatter)
-and two looks at every byte for the digest, on the same cores. ``--peers`` adds what others do with the same bytes: a NIXL write,
-a NIXL descriptor for each page and layer, on GPUs the sequence of SGLang's staging.
+The yardstick is one copy of the same bytes: on CPUs memcpy on one thread, measured before every round in a process as the system
+starts it (`bench.plain_memcpy`); on GPUs the copy engine's into the other process's memory. A transfer over memory of two CPU
+processes takes at least three copies (gather, write, scatter) and two looks at every byte for the digest, on the same cores.
+``--peers`` adds what others do with the same bytes: a NIXL write, a NIXL descriptor for each page and layer, on GPUs the sequence of
+SGLang's staging.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from transfer.errors import ConfigError
 
 TARGET_RATIO = 0.35
 MEMCPY = "memcpy, one thread"
+RANK_MEMCPY = "memcpy in its decode process"
 PEER_MEMCPY = "peer memcpy over CUDA IPC"
 NIXL_BULK = "NIXL bulk WRITE"
 SGLANG = "SGLang's gather, NIXL WRITE, SGLang's scatter"
@@ -78,6 +80,7 @@ class Measured:
         for rounds in played.rounds:
             if rounds.memcpy_s:
                 self.add_limit(rounds.case, MEMCPY, rounds.memcpy_s)
+                self.add(rounds.case, lane_row(lane, RANK_MEMCPY), rounds.rank_memcpy_s)
             self._add_rounds(lane, played, rounds)
 
     def _add_rounds(self, lane: str, played: Played, rounds: Rounds) -> None:
