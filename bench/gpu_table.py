@@ -9,6 +9,9 @@ from bench.pool_to_pool import NIXL_BULK as POOL_NIXL_BULK
 from bench.pool_to_pool import POOL_TO_POOL, SGLANG
 from bench.table import LARGE_BYTES, TARGET_OF_LIBRARY, Content, Outcome
 
+TARGET_KERNEL = 0.97  # of a copy of the same bytes on the device
+TARGET_KERNEL_WITH_DIGEST = 0.94
+TARGET_HOST_S = 25e-6  # of a gather call with everything prepared
 TARGET_FUSED = 0.92  # of the copy engine's copy into the same memory
 TARGET_POOL_TO_POOL = 0.88  # likewise, with digest, gather and scatter
 TARGET_NIXL_POOL_TO_POOL = 0.95  # of one NIXL write of the same bytes
@@ -29,9 +32,29 @@ def outcomes_of(part: str, content: Content) -> list[Outcome]:
 
 
 def _kernels(content: Content) -> Iterator[Outcome]:
+    """The worst case of each kind of row; conversions are told and not judged."""
+    kinds: dict[str, list[Content]] = {}
     for row in content["rows"]:
-        if row["ratio"] is not None:
-            yield Outcome(what=f"{row['case']}: {row['what']}", measured=row["ratio"], limit=None, unit=f"of {row['ratio_to']}")
+        is_conversion = "wire" in row["case"]
+        if row["ratio"] is not None or row["what"].endswith(", host"):
+            kinds.setdefault(row["what"] + (", converted" if is_conversion else ""), []).append(row)
+    limits = {"gather": TARGET_KERNEL, "scatter": TARGET_KERNEL}
+    limits |= {f"{side} + digest": TARGET_KERNEL_WITH_DIGEST for side in ("gather", "scatter")}
+    for what, rows in kinds.items():
+        slowest = max(rows, key=lambda row: row["median_s"] if row["ratio"] is None else 1 / row["ratio"])
+        name = f"{what.removesuffix(', host')}, worst of {len(rows)}"
+        if slowest["ratio"] is None:
+            yield Outcome(
+                what=f"host time of {name}",
+                measured=slowest["median_s"] * 1e6,
+                limit=TARGET_HOST_S * 1e6 if what.startswith("gather") else None,
+                bound="below",
+                unit="us a call",
+                note=slowest["case"],
+            )
+        else:
+            unit = f"of a {slowest['ratio_to'].partition(' (')[0]}"
+            yield Outcome(what=name, measured=slowest["ratio"], limit=limits.get(what), unit=unit, note=slowest["case"])
 
 
 def _link(content: Content) -> Iterator[Outcome]:

@@ -185,7 +185,7 @@ class Report:
         """The table, and under it where it was measured."""
         console = Console() if console is None else console
         if not console.is_terminal:
-            console.width = max(console.width, 140)  # into a file: nothing to fit into
+            console.width = max(console.width, 240)  # into a file: nothing to fit into
         table = Table(title=self.title, title_justify="left")
         for name in ("case", "what"):
             table.add_column(name, no_wrap=True)

@@ -59,6 +59,30 @@ def row(case: str, what: str, *, seconds: float, num_bytes: int, ratio: float | 
     return {"case": case, "what": what, "bytes": num_bytes, "ratio": ratio, "ratio_to": against, **times}
 
 
+def test_what_the_kernels_are_judged_by() -> None:
+    def kernel_row(case: str, what: str, ratio: float | None, median_s: float = 1e-4) -> dict[str, Any]:
+        return {"case": case, "what": what, "ratio": ratio, "ratio_to": f"device copy ({case})", "median_s": median_s}
+
+    rows = [
+        kernel_row("A, gather", "gather", 0.98),
+        kernel_row("B, gather", "gather", 0.96),
+        kernel_row("B, wire float8_e4m3, gather", "gather", 0.6),
+        kernel_row("A, scatter", "scatter + digest", 0.95),
+        kernel_row("A, gather", "gather + digest, host", None, 20e-6),
+        kernel_row("B, gather", "gather + digest, host", None, 30e-6),
+        kernel_row("A, gather", "SGLang gather", 0.5),
+    ]
+    lines = outcomes_of("kernels", {"rows": rows, "facts": {}})
+    assert [(line.what, line.measured, line.limit, line.is_reached) for line in lines] == [
+        ("gather, worst of 2", 0.96, 0.97, False),
+        ("gather, converted, worst of 1", 0.6, None, True),
+        ("scatter + digest, worst of 1", 0.95, 0.94, True),
+        ("host time of gather + digest, worst of 2", pytest.approx(30), pytest.approx(25), False),
+        ("SGLang gather, worst of 1", 0.5, None, True),
+    ]
+    assert lines[0].note == "B, gather"
+
+
 def test_what_the_link_is_judged_by() -> None:
     large, small = "68 MB of Llama 3 70B, P4 -> D2", "17 MB of Llama 3 70B, P4 -> D2"
     rows = [
