@@ -12,8 +12,8 @@ its grants were asked for before that (``--asks-late``: only then). After every 
 The yardstick is one copy of the same bytes: on CPUs memcpy on one thread, measured before every round in a process as the system
 starts it (`bench.plain_memcpy`); on GPUs the copy engine's into the other process's memory. A transfer over memory of two CPU
 processes takes at least three copies (gather, write, scatter) and two looks at every byte for the digest, on the same cores.
-``--peers`` adds what others do with the same bytes: a NIXL write, a NIXL descriptor for each page and layer, on GPUs the sequence of
-SGLang's staging.
+``--peers`` adds what others do with the same bytes: a NIXL write, a NIXL descriptor for each page and layer, on GPUs the sequence
+of SGLang's staging.
 """
 
 from __future__ import annotations
