@@ -25,8 +25,8 @@ EFFICIENCY: Final = 0.9
 MIN_PIECE_BYTES: Final = 1 << 20
 """Smaller pieces only cost: copies and writes have fixed costs of their own that no probe sees."""
 
-MAX_PIECE_BYTES: Final = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""By the device of the pools. Host memory: what the writer has gathered should still be in a cache when it is sent."""
+MAX_PIECE_BYTES: Final = {"cpu": 16 << 20, "cuda": 64 << 20}
+"""By the device of the pools: beyond them a link gains nothing any more."""
 
 PIECES_PER_RING: Final = 4
 """So many pieces fit a ring at least, for one is granted while another is written and a third is scattered."""
