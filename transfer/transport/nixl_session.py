@@ -17,7 +17,8 @@ from transfer.transport.nixl_library import Agent, address_of, device_of, in_wor
 from transfer.transport.nixl_revocation import Ending
 from transfer.transport.peer import ReadableProof
 
-_PIECE_BYTES = 4 * 2**20  # 0.3 ms of copying; smaller ones lose more than 3 % to the calls
+# 1 to 2 ms of copying. The interpreter starts each piece with cold caches (0.1 ms): pieces of 4 MiB took 12 % longer for 64 MiB.
+_PIECE_BYTES = 16 * 2**20
 _INLINE_BYTES = 64 * 2**10  # below this a copy takes less than a turn of the loop
 _CLOSE_WAIT_S = 0.02
 _CLOSE_LOOK_S = 0.0005
