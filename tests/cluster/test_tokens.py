@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cluster_node import ClusterNode
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
@@ -20,6 +21,7 @@ NUM_LAYERS = 8
 NUM_KV_HEADS = 12
 TOKEN_BYTES = NUM_LAYERS * NUM_KV_HEADS * 2 * 32 * 4  # K and V of 32 fp32 elements
 RING_BYTES = 1 << 20
+PIECE_BYTES = 128 * TOKEN_BYTES // 2 * 3 // NUM_LAYERS  # three layers of a chunk of 128 tokens, half of the heads
 
 
 def _spec(model: Path, name: str) -> ClusterSpec:
@@ -33,8 +35,10 @@ def _spec(model: Path, name: str) -> ClusterSpec:
             TierSpec(model=model, tp_size=2, page_size=64, pool_tokens=POOL_TOKENS),
             TierSpec(model=model, tp_size=4, page_size=1, pool_tokens=POOL_TOKENS),
         ),
-        "1 to 2, pools too small for all": (
-            TierSpec(model=model, tp_size=1, page_size=16, order="HND", pool_tokens=704),
+        "1 to 2, pools too small for all, pieces of a size": (
+            TierSpec(
+                model=model, tp_size=1, page_size=16, order="HND", pool_tokens=704, settings={"chunk.piece_bytes": PIECE_BYTES}
+            ),
             TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=640),
         ),
         "3 to 2, a ring of two chunks": (
@@ -61,7 +65,7 @@ def _spec(model: Path, name: str) -> ClusterSpec:
     params=[
         "4 to 2, pages 16 to 32, NHD to HND",
         "2 to 4, pages 64 to 1, two layers at a time",
-        "1 to 2, pools too small for all",
+        "1 to 2, pools too small for all, pieces of a size",
         "3 to 2, a ring of two chunks",
     ],
 )
@@ -74,23 +78,44 @@ async def test_tokens_are_those_of_one_process(cluster: LocalCluster, reference:
     prompts = [prompt(num_tokens, variant) for variant, num_tokens in enumerate(LENGTHS)]
     async with Caller(cluster.decode.address) as caller:
         answers = await asyncio.gather(*(caller.ask(token_ids, 20, timeout_s=120) for token_ids in prompts))
+    plan = await chosen_plan(cluster)
     for token_ids, answer in zip(prompts, answers, strict=True):
         reference.check(token_ids, answer)
-        check_stats(cluster, len(token_ids), answer)
+        check_stats(cluster, plan, len(token_ids), answer)
     await until_idle(cluster.prefill, cluster.decode)
     await check_ring(cluster)
     assert cluster.prefill.exit_code is None and cluster.decode.exit_code is None
 
 
-def check_stats(cluster: LocalCluster, num_tokens: int, answer: Answer) -> None:
+async def chosen_plan(cluster: LocalCluster) -> pb.ChunkPlanInfo:
+    """How requests are cut, as both nodes show it; where nothing is set it depends on how fast this machine is."""
+    plans = []
+    for node in (cluster.prefill, cluster.decode):
+        status = await status_of(node)
+        assert status is not None and len(status.peers) == 1
+        (peer,) = status.peers
+        assert peer.largest_piece_bytes > 0 and f'kvferry_largest_piece_bytes{{role="{status.role}"}}' in await metrics(node)
+        plans.append(peer.chunk_plan)
+    assert plans[0] == plans[1] and plans[0].chunk_tokens == (cluster.spec.chunk_tokens or 128)
+    if cluster.spec.layers_per_group is not None:
+        assert plans[0].layers_per_group == cluster.spec.layers_per_group
+    if "chunk.piece_bytes" in cluster.spec.prefill.all_settings():
+        assert (plans[0].layers_per_group, peer.largest_piece_bytes) == (3, PIECE_BYTES)
+    return plans[0]
+
+
+async def metrics(node: ClusterNode) -> str:
+    return (await node.http("/metrics"))[1]
+
+
+def check_stats(cluster: LocalCluster, plan: pb.ChunkPlanInfo, num_tokens: int, answer: Answer) -> None:
     """Every byte of KV went over exactly once, in one write per chunk and route."""
     assert answer.done is not None
     stats = answer.done.stats
     assert (stats.bytes, stats.resends) == (num_tokens * TOKEN_BYTES, 0)
-    chunk_tokens = cluster.spec.chunk_tokens or 128
-    groups = NUM_LAYERS // (cluster.spec.layers_per_group or NUM_LAYERS)
+    groups = -(-NUM_LAYERS // (plan.layers_per_group or NUM_LAYERS))
     routes = {(4, 2): 4, (2, 4): 4, (1, 2): 2, (3, 2): 4}[cluster.spec.prefill.tp_size, cluster.spec.decode.tp_size]
-    assert stats.writes == -(-num_tokens // chunk_tokens) * groups * routes
+    assert stats.writes == -(-num_tokens // plan.chunk_tokens) * groups * routes
     assert stats.writes_without_staging == num_tokens * NUM_LAYERS * 2 * routes
     assert 0 <= stats.exposed_s <= stats.transfer_s
     assert answer.done.prefill_node == cluster.prefill.address
