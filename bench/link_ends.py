@@ -161,7 +161,7 @@ def write(pipe: Connection, device: str, plan: Sequence[Step], lane: str, spin_s
 def serve(pipe: Connection, device: str, plan: Sequence[Step], lane: str, spin_s: float) -> None:
     """The target's process."""
     transport = open_transport(lane, device)
-    memory = transport.register(bytes_on(device, memory_bytes_of(plan)))
+    memory = transport.register(bytes_on(device, memory_bytes_of(plan), is_shared=transport.is_one_sided))
     synchronize(device)
     session, answer = transport.accept(pipe.recv(), memory)
     pipe.send(answer)

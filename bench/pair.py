@@ -71,9 +71,9 @@ class Devices:
         return "two processes on one GPU" if self.are_same else f"two processes on {self.writer} and {self.target}"
 
 
-def bytes_on(device: str, num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] of ones, aligned and touched."""
-    return zeroed_bytes(num_bytes, device).fill_(1)
+def bytes_on(device: str, num_bytes: int, *, is_shared: bool = False) -> Tensor:
+    """uint8 [num_bytes] of ones, aligned and touched; `is_shared` as in `transfer.staging.StagingBuffer`."""
+    return zeroed_bytes(num_bytes, device, is_shared=is_shared).fill_(1)
 
 
 def synchronize(device: str) -> None:

@@ -231,7 +231,9 @@ class DecodeEnd:
             owner=self,
             pool=self.picker.pool,
             transport=self._transport,
-            ring_memory=StagingBuffer(num_bytes=setting.ring_bytes + probe_bytes, device=device),
+            ring_memory=StagingBuffer(
+                num_bytes=setting.ring_bytes + probe_bytes, device=device, is_shared=self._transport.is_one_sided
+            ),
             control=self._control,
             incarnation=self.instance.incarnation,
             metrics=self.metrics,

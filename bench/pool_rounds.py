@@ -134,7 +134,7 @@ def _prefill_process(pipe: Connection, device: str, setting: Setting, lane: str,
                     )
                     pipe.send(answer)
                 case ("digest", list() as request_ids, Case() as case):
-                    pipe.send([end.digest(request_id, case) for request_id in request_ids])
+                    pipe.send([await asyncio.to_thread(end.digest, request_id, case) for request_id in request_ids])
         await end.close()
 
     asyncio.run(run())
@@ -182,7 +182,7 @@ class _Decode:
         return await self._answer()
 
     async def _answer(self) -> Any:
-        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, self._pipe.recv), DEADLINE_S)
+        return await asyncio.wait_for(asyncio.to_thread(self._pipe.recv), DEADLINE_S)
 
     async def _play_case(self, number: int, case: Case, plan: ChunkPlan, num_rounds: int) -> Rounds:
         setting = self._setting
@@ -191,14 +191,15 @@ class _Decode:
             copy_once = plain = None
             if not setting.devices.is_cuda:
                 num_bytes = setting.moved_bytes(case.num_tokens)
-                copy_once, plain = memcpy_of(num_bytes), stack.enter_context(contextlib.closing(PlainMemcpy(num_bytes)))
+                copy_once = await asyncio.to_thread(memcpy_of, num_bytes)
+                plain = stack.enter_context(contextlib.closing(PlainMemcpy(num_bytes)))
             rounds = Rounds(case=case, num_chunks=len(chunks))
             for turn in range(WARMUP_ROUNDS + num_rounds):
                 if turn == WARMUP_ROUNDS:
                     rounds = Rounds(case=case, num_chunks=len(chunks))
                 if copy_once is not None and plain is not None:
-                    rounds.memcpy_s += plain.sample()
-                    rounds.rank_memcpy_s += sample(copy_once, repetitions=REPETITIONS)
+                    rounds.memcpy_s += await asyncio.to_thread(plain.sample)
+                    rounds.rank_memcpy_s += await asyncio.to_thread(sample, copy_once, repetitions=REPETITIONS)
                 await self._play_round(rounds, [f"case{number}-round{turn}-{i}" for i in range(case.in_flight)])
         return rounds
 
@@ -217,6 +218,7 @@ class _Decode:
         rounds.writes += sent.writes
         rounds.resends += sent.resends
         rounds.acks += end.num_acks - num_acks
-        there = [end.digest(request_id, case) for request_id in request_ids]
+        # Beside the loop, here and there: a process that does not beat for 1.5 s is given up.
+        there = [await asyncio.to_thread(end.digest, request_id, case) for request_id in request_ids]
         if there != (here := await self._ask("digest", request_ids, case)):
             raise TransportError(f"{request_ids[0]}: the KV that arrived is not what was sent: digests {here} and {there}")
