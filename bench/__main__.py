@@ -3,7 +3,7 @@
     python -m bench [--json FILE] [--quick] [--only NAME ...]        (`make bench`)
 
 Each benchmark runs in a process of its own, one after the other, in under four minutes together; its own table can be had with
-``python -m bench.bench_NAME``. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which is for seeing
+``python -m bench.NAME``. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which is for seeing
 that all of it runs, only when one fails.
 """
 
@@ -79,7 +79,7 @@ def print_table(outcomes: Sequence[Outcome], environment: Environment, console: 
 
 
 def main() -> int:
-    names = [run.module.removeprefix("bench_") for run in RUNS]
+    names = [run.module for run in RUNS]
     parser = argument_parser("what kvferry must reach, measured here")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
     arguments = parser.parse_args()
@@ -89,7 +89,7 @@ def main() -> int:
     load_before, started_s = os.getloadavg(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
         for run in RUNS:
-            if run.module.removeprefix("bench_") in arguments.only:
+            if run.module in arguments.only:
                 print(f"{run.module} ...", file=sys.stderr, flush=True)
                 timeout_s = max(1.0, min(run.timeout_s, BUDGET_S - (time.monotonic() - started_s)))
                 content, reason = run_one(run, Path(folder) / run.module, is_quick=arguments.quick, timeout_s=timeout_s)

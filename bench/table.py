@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.bench_control import IN_FLIGHT, TARGET_CHUNKS_PER_S, TARGET_ROUND_TRIP_S
-from bench.bench_ring import LIVE_GRANTS, TARGET_PAIRS_PER_S
+from bench.control import TARGET_CHUNKS_PER_S, TARGET_GROWTH, TARGET_GROWTH_BYTES, TARGET_PAIRS_PER_S, TARGET_ROUND_TRIP_S
 from bench.idle import TARGET_SHARE
 from bench.pages import POOL_PAGES
 from bench.pages import TARGET_PAIRS_PER_S as TARGET_PAGE_PAIRS_PER_S
@@ -20,7 +19,7 @@ Content = dict[str, Any]
 Bound = Literal["at least", "below", "exactly"]
 LARGE_BYTES = 64 * 10**6
 TARGET_OF_LIBRARY = 0.9  # of one bulk write: what driving a library from an asyncio loop may cost
-TARGET_FLATNESS = 0.7  # speed with the most grants or pages over that with the fewest: nothing that grows with them would do
+TARGET_FLATNESS = 0.7  # speed in the largest pool over that in the smallest: nothing that grows with its pages would do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +86,7 @@ BUDGET_S = 235.0
 
 RUNS = (
     Run(module="pool_to_pool", arguments=("--lanes", "ucx", "nixl", "--in-flight", "1", "4"), timeout_s=90.0),
-    Run(module="bench_control", timeout_s=60.0),
-    Run(module="bench_ring", timeout_s=45.0),
+    Run(module="control", timeout_s=120.0),
     Run(module="pages", timeout_s=45.0),
     Run(module="idle", timeout_s=90.0),
     Run(module="link", arguments=("--max-mb", "64", "--passes", "2"), timeout_s=90.0),
@@ -132,34 +130,46 @@ def _pool_to_pool(content: Content) -> list[Outcome]:
 
 
 def _control(content: Content) -> list[Outcome]:
-    (chunk,) = _rows(content, what=f"chunk, {IN_FLIGHT} requests in flight", case="two processes")
-    (trip,) = _rows(content, what="grant, ready, ack of one chunk", case="two processes")
-    return [
-        Outcome(what="control plane, two processes", measured=1 / chunk["median_s"], limit=TARGET_CHUNKS_PER_S, unit="chunks/s"),
+    (trip,) = _rows(content, what="grant, ready, ack", case="two processes, 1 peer")
+    pairs = [row["median_s"] for row in _rows(content, what="ring pair, in order")]
+    found = [
+        Outcome(
+            what="control plane, two processes", measured=content["chunks_per_second"], limit=TARGET_CHUNKS_PER_S, unit="chunks/s"
+        ),
         Outcome(
             what="grant, ready, ack: p50",
-            measured=trip["median_s"] * 1e3,
+            measured=content["round_trip_p50_s"] * 1e3,
             limit=TARGET_ROUND_TRIP_S * 1e3,
             bound="below",
             unit="ms",
+            note=f"p99 {trip['p99_s'] * 1e3:.3g} ms",
         ),
     ]
-
-
-def _ring(content: Content) -> list[Outcome]:
-    what = "pair, released in order"
-    rows = [_rows(content, what=what, case=f"{number:,} live grants")[-1] for number in LIVE_GRANTS]
-    slowest = max(row["median_s"] for row in rows)
-    grants = f"{LIVE_GRANTS[0]:,} to {LIVE_GRANTS[-1]:,} live grants"
+    for what, kind in (
+        ("CPU of a chunk", "held grants"),
+        ("CPU of a chunk", "waiting grants"),
+        ("ring pair, in order", "live grants"),
+    ):
+        rows = _rows(content, what=what, case=kind)
+        found.append(
+            Outcome(
+                what=f"{what}, {rows[0]['case'].split()[-3]} to {rows[-1]['case'].split()[-3]} {kind}",
+                measured=max(row["median_s"] for row in rows) / rows[0]["median_s"],
+                limit=TARGET_GROWTH,
+                bound="below",
+                unit="x, the slowest over the fewest",
+            )
+        )
     return [
+        *found,
+        Outcome(what="ring pair, the slowest", measured=1 / max(pairs), limit=TARGET_PAIRS_PER_S, unit="assign + release/s"),
         Outcome(
-            what=f"ring, {grants}", measured=1 / slowest, limit=TARGET_PAIRS_PER_S, unit="assign + release/s", note="the slowest"
-        ),
-        Outcome(
-            what="ring, flat",
-            measured=rows[0]["median_s"] / slowest,
-            limit=TARGET_FLATNESS,
-            unit="of the speed with fewest grants",
+            what="memory over 100,000 chunks",
+            measured=content["resident_growth_bytes"] / 2**20,
+            limit=TARGET_GROWTH_BYTES / 2**20,
+            bound="below",
+            unit="MiB more of either end",
+            note="in their second half",
         ),
     ]
 
@@ -224,8 +234,7 @@ def _link(content: Content) -> list[Outcome]:
 
 _READERS: dict[str, Callable[[Content], Sequence[Outcome]]] = {
     "pool_to_pool": _pool_to_pool,
-    "bench_control": _control,
-    "bench_ring": _ring,
+    "control": _control,
     "pages": _pages,
     "idle": _idle,
     "link": _link,

@@ -35,14 +35,15 @@ class SortedPositions:
 
     def add(self, position: int) -> None:
         """Add a position that is not there."""
-        if not self._blocks:
-            self._blocks.append([position])
-            self._firsts.append(position)
-            return
-        at = max(bisect_right(self._firsts, position) - 1, 0)
+        at = bisect_right(self._firsts, position) - 1
+        if at < 0:
+            if not self._blocks:
+                self._blocks.append([position])
+                self._firsts.append(position)
+                return
+            at, self._firsts[0] = 0, position
         block = self._blocks[at]
         insort(block, position)
-        self._firsts[at] = block[0]
         if len(block) > _BLOCK:
             self._blocks.insert(at + 1, block[_BLOCK // 2 :])
             self._firsts.insert(at + 1, block[_BLOCK // 2])
@@ -50,7 +51,13 @@ class SortedPositions:
 
     def remove(self, position: int) -> None:
         """Remove a position that is there."""
-        self.take(position, position + 1)
+        at = bisect_right(self._firsts, position) - 1
+        block = self._blocks[at]
+        if len(block) == 1:
+            del self._blocks[at], self._firsts[at]
+            return
+        del block[bisect_left(block, position)]
+        self._firsts[at] = block[0]
 
     def below(self, position: int) -> int | None:
         """The highest one below `position`."""

@@ -97,9 +97,22 @@ def test_pool_to_pool_beside_what_others_do(tmp_path: Path) -> None:
 
 
 def test_control_plane_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
-    record = bench("bench.bench_control", tmp_path / "record.json")
+    record = bench("bench.control", tmp_path / "record.json")
     check_rows(record)
-    assert [(line.limit, line.bound) for line in outcomes_of("bench_control", record)] == [(1500, "at least"), (2.0, "below")]
+    assert 1 / record["chunks_per_second"] == pytest.approx(record["rows"][1]["median_s"])
+    assert 0 < record["round_trip_p50_s"] < 1
+    assert {row["case"] for row in record["rows"] if row["what"] == "grant, ready, ack"} >= {
+        "two processes, 1 peer",
+        "two processes, 4 peers",
+        "two processes, 10 held grants",
+    }
+    lines = outcomes_of("control", record)
+    assert [line.limit for line in lines] == [3000, 1.0, 1.3, 1.3, 1.3, 200_000, 4.0]
+    assert [line.what for line in lines][2:5] == [
+        "CPU of a chunk, 10 to 100 held grants",
+        "CPU of a chunk, 10 to 100 waiting grants",
+        "ring pair, in order, 10 to 10,000 live grants",
+    ]
 
 
 def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None:
@@ -120,15 +133,15 @@ def test_pages_and_what_the_table_reads_of_them(tmp_path: Path) -> None:
 
 
 def test_the_whole_table_has_a_verdict_for_every_promise_that_was_run(tmp_path: Path) -> None:
-    record = bench("bench", tmp_path / "record.json", "--only", "ring")
-    assert [row["what"] for row in record["rows"]] == ["ring, 10 to 10,000 live grants", "ring, flat"]
+    record = bench("bench", tmp_path / "record.json", "--only", "pages")
+    assert [row["what"] for row in record["rows"]] == ["pages, pools of 1,000 to 1,000,000", "pages, flat"]
     assert all(row["limit"] is not None and row["measured"] > 0 and row["ok"] in (True, False) for row in record["rows"])
-    assert record["reports"]["bench_ring"]["rows"]
+    assert record["reports"]["pages"]["rows"]
     assert record["is_quick"] is True
 
 
 def test_a_benchmark_that_fails_is_a_promise_that_is_missed() -> None:
-    (outcome,) = outcomes_of("bench_ring", None, "ended with 1: boom")
+    (outcome,) = outcomes_of("control", None, "ended with 1: boom")
     assert not outcome.is_reached
     assert outcome.to_json()["note"] == "ended with 1: boom"
 
