@@ -201,6 +201,7 @@ class DecodeWorker:
         self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
         probe_bytes = min(request.probe_bytes, self._config.transport.probe_bytes)
         if not self._transport.is_one_sided:
+            probe_bytes = min(probe_bytes, ring.capacity_bytes)  # what a write names as its target must lie in what is offered
             probe = self._loop.create_task(self._serve_probe(number, session, probe_bytes))
             self._probes.add(probe)
             probe.add_done_callback(self._probes.discard)
