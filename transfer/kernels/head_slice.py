@@ -305,8 +305,8 @@ class _Launch:
         row = rows.row_bytes // pool_bytes
         columns = columns_for(row, tuning.max_columns)
         tile = tuning.conversion_elements if is_conversion else tuning.digest_words if has_digest else tuning.copy_words
-        # A tile of more rows than there are would be lanes without work.
-        tile_rows = max(1, min(tile // columns, triton.next_power_of_2(self._num_rows)))
+        # Not fewer for a plan of few rows: each size is a variant to compile, in the middle of serving.
+        tile_rows = max(1, tile // columns)
         tiles = tuning.digest_tiles if has_digest else 1
         kinds = (element.value, wire_element.value) if is_gather else (wire_element.value, element.value)
         constants: dict[str, Any] = {
