@@ -270,6 +270,7 @@ class ReceiverLoop:
             heads=Span(begin=heads.target_start, end=heads.target_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,
+            scales=request.scales,
             tables=self._owner.tables_up_to(action.request_id, action.chunk.tokens.end),
         )
         offset = action.grant.begin % self.ring.capacity_bytes

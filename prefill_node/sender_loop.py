@@ -241,6 +241,7 @@ class SenderLoop:
             heads=Span(begin=heads.source_start, end=heads.source_start + heads.count),
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,
+            scales=request.scales,
             tables=self._owner.tables_of(action.request_id),
         )
         out, is_direct = self._gather_target(action)
