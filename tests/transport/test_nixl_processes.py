@@ -18,7 +18,7 @@ from transfer.transport.base import Session
 from transfer.transport.nixl import NixlTransport
 
 LANES = ["shm", "net"]
-SIZE = 64 << 20
+SIZE = 32 << 20
 SEED = 3
 
 
@@ -97,7 +97,7 @@ def outcome_of(ends: Ends, handle: Any, deadline_s: float = 10.0) -> str:
     return "pending"
 
 
-def test_64_mb_and_nothing_is_printed(target: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+def test_32_mb_and_nothing_is_printed(target: Ends, capfd: pytest.CaptureFixture[str]) -> None:
     assert target.session.lane == f"nixl/{target.transport.wanted_lane}"
     target.receive(0, SIZE, key=1)
     assert (target.array == noise(SIZE, SEED)).all()
