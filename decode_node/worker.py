@@ -184,8 +184,8 @@ class DecodeWorker:
         if most > ring.capacity_bytes:
             raise ChunkTooLarge(
                 f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._spec.rank}; a chunk of "
-                f"{request.chunk_plan.chunk_tokens} tokens has {most} bytes: raise it, or lower "
-                "chunk.chunk_tokens of the prefill node"
+                f"{request.chunk_plan.chunk_tokens} tokens and {request.chunk_plan.layers_per_group or 'all'} layers has {most} "
+                "bytes: raise it, or lower chunk.chunk_tokens or chunk.layers_per_group of the prefill node"
             )
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         number = secrets.randbits(62) + 1

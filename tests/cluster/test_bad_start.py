@@ -56,7 +56,7 @@ REFUSALS = {
     "no room": Refusal(
         role="decode",
         arguments=("--model", "MODEL", "--set", "memory.device_memory=60MiB"),
-        says=("no page of KV fits", "ring 64.0 MiB", "ring.capacity_bytes"),
+        says=("no page of KV fits", "ring 68.0 MiB", "ring.capacity_bytes"),
         exit_code=NO_MEMORY,
     ),
     "no model directory": Refusal(role="decode", arguments=("--model", "/no/such/model"), says=("model is /no/such/model",)),
@@ -161,7 +161,7 @@ async def test_nodes_that_do_not_fit_do_not_join_and_say_why(tmp_path: Path, mod
 
         reason = await reason_for(tight, address, "ring.capacity_bytes")
         assert "ring.capacity_bytes is 65536" in reason
-        assert str(128 * 8 * 12 * 2 * 32 * 4) in reason, reason
+        assert "a chunk of 128 tokens and 1 layers has 393216 bytes" in reason, reason
         await is_up_but_not_ready(tight, reason)
         assert prefill.exit_code is None
 
