@@ -22,8 +22,9 @@ from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
+from transfer.kernels import head_slice_copier
 from transfer.kernels.digest import digests_for
-from transfer.layout import Shard, Span
+from transfer.layout import Shard, Span, wire_buffers
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.messages import PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
@@ -84,6 +85,30 @@ def own_instance(setting: Setting, shard: Shard, transport: Transport) -> Instan
     )
 
 
+def _source_heads(setting: Setting) -> Span:
+    heads = setting.route.heads
+    return Span(begin=heads.source_start, end=heads.source_start + heads.count)
+
+
+def _target_heads(setting: Setting) -> Span:
+    heads = setting.route.heads
+    return Span(begin=heads.target_start, end=heads.target_start + heads.count)
+
+
+def compile_kernels(picker: PagePicker, setting: Setting, heads: Span) -> None:
+    """One gather and one scatter of a piece on a GPU's pool, before anybody counts beats: compiling takes seconds."""
+    pool, layout, num_tokens = picker.pool, setting.layout, setting.cases[0].num_tokens
+    spans = {"tokens": Span(begin=0, end=num_tokens), "layers": Span(begin=0, end=layout.num_layers)}
+    buffers = wire_buffers(layout, setting.route, **spans, num_tokens=num_tokens, dtype=layout.dtype)
+    plan = head_slice_copier(pool.part_of(0), heads=heads, wire_dtype=layout.dtype).plan(buffers)
+    wire = torch.zeros(plan.num_wire_bytes, dtype=torch.uint8, device=pool.device)
+    pages = torch.arange(pool.num_pages[0], device=pool.device)
+    total = torch.zeros(1, dtype=torch.int64, device=pool.device)
+    plan.gather(pages, wire, digest=total)
+    plan.scatter(pages, wire, digest=total)
+    torch.cuda.synchronize(pool.device)
+
+
 class PrefillEnd:
     """Prefill rank 0; a `prefill_node.sender_loop.SenderOwner`.
 
@@ -99,6 +124,7 @@ class PrefillEnd:
         self.picker.fill(SEED)
         self._computed: Any = None
         if setting.devices.is_cuda:
+            compile_kernels(self.picker, setting, _source_heads(setting))
             self._computed = torch.cuda.Event()
             self._computed.record()
         self.metrics = StageRecorder(role="prefill")
@@ -179,9 +205,7 @@ class PrefillEnd:
         )
 
     def digest(self, request_id: str, case: Case) -> str:
-        heads = self._setting.route.heads
-        span = Span(begin=heads.source_start, end=heads.source_start + heads.count)
-        return self.picker.digest(request_id, span, case.num_tokens)
+        return self.picker.digest(request_id, _source_heads(self._setting), case.num_tokens)
 
     async def close(self) -> None:
         await self._sessions.close_all("the benchmark is over")
@@ -219,6 +243,8 @@ class DecodeEnd:
         self._setting = setting
         self._device = device
         self.picker = PagePicker(setting, setting.decode_shard, device, seed=SEED + 1)
+        if setting.devices.is_cuda:
+            compile_kernels(self.picker, setting, _target_heads(setting))
         self.metrics = StageRecorder(role="decode")
         self._complete: dict[str, asyncio.Future[float]] = {}
         self._transport = open_transport(lane, device)
@@ -307,9 +333,7 @@ class DecodeEnd:
         return complete_s
 
     def digest(self, request_id: str, case: Case) -> str:
-        heads = self._setting.route.heads
-        span = Span(begin=heads.target_start, end=heads.target_start + heads.count)
-        return self.picker.digest(request_id, span, case.num_tokens)
+        return self.picker.digest(request_id, _target_heads(self._setting), case.num_tokens)
 
     @property
     def num_acks(self) -> int:

@@ -219,6 +219,7 @@ class _Decode:
         rounds.resends += sent.resends
         rounds.acks += end.num_acks - num_acks
         # Beside the loop, here and there: a process that does not beat for 1.5 s is given up.
+        self._pipe.send(("digest", request_ids, case))
         there = [await asyncio.to_thread(end.digest, request_id, case) for request_id in request_ids]
-        if there != (here := await self._ask("digest", request_ids, case)):
+        if there != (here := await self._answer()):
             raise TransportError(f"{request_ids[0]}: the KV that arrived is not what was sent: digests {here} and {there}")

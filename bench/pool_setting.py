@@ -172,18 +172,23 @@ class PagePicker:
         size = self.pool.page_size
         pages = torch.tensor(self.pages[request_id], device=self.pool.device)
         slots = (pages[:, None] * size + torch.arange(size, device=self.pool.device)).view(-1)[:num_tokens]
+        parts = (
+            as_words(part[:, heads.begin : heads.end].contiguous())
+            for layer in range(self.pool.layout.num_layers)
+            for part in self.pool.read(layer, slots)
+        )
         state = xxhash.xxh3_64()
-        for layer in range(self.pool.layout.num_layers):
-            for part in self.pool.read(layer, slots):
-                state.update(_fingerprint(as_words(part[:, heads.begin : heads.end].contiguous())))
+        if self.pool.device.type == "cpu":
+            for part in parts:
+                state.update(part.numpy().data)
+        else:
+            state.update(torch.stack([_mixed(part) for part in parts]).cpu().numpy().data)
         return state.hexdigest()
 
 
-def _fingerprint(words: Tensor) -> bytes | memoryview:
-    """The bytes themselves; on a GPU 64 bits in which every byte and its place counts, for copying them would take seconds."""
-    if not words.is_cuda:
-        return words.numpy().data
+def _mixed(words: Tensor) -> Tensor:
+    """64 bits, left on the device, in which every byte and its place counts: copying all of it to the host would take seconds."""
     flat = words.reshape(-1).view(torch.int64)
     mixed = (flat + torch.arange(1, len(flat) + 1, device=flat.device)) * -0x61C8864680B583EB
     mixed ^= mixed >> 29
-    return int(((mixed * 0x1B873593) ^ (mixed >> 32)).sum()).to_bytes(8, "little", signed=True)
+    return ((mixed * 0x1B873593) ^ (mixed >> 32)).sum()
