@@ -16,7 +16,9 @@ peer raises as soon as UCX notices. A frozen one leaves its writes pending over 
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -34,8 +36,14 @@ from transfer.transport.ucx_library import allows_shared_memory
 Lane = Literal["auto", "shm", "net"]
 
 _VERSION = 1
+_CLOSE_WAIT_S = 1.0
+_CLOSE_LOOK_S = 0.005
 _SHM, _IPC, _NET = "shm", "ipc", "net"
 _UNREVOCABLE = ("cma", "cuda_ipc")  # of UCX: they write into this process's memory without its help, whatever is registered
+
+
+_log = logging.getLogger(__name__)
+_kept: list[Ending] = []  # of closed transports: what their writers may still try to reach
 
 
 class NixlOffer:
@@ -116,6 +124,9 @@ class NixlTransport:
         own = self.own(memory)
         if any(session.uses(own) for session in self._sessions):
             raise LocalProtocolError(f"memory of {own.num_bytes} bytes is in use by an open session; close the session first")
+        self._sweep()
+        if any(ending.holds(own) for ending in self._endings):
+            raise LocalProtocolError(f"memory of {own.num_bytes} bytes may still be written by a peer; wait for `is_over` first")
         for session in self._sessions:
             session.drop(own)
         del self._memories[id(own)]
@@ -165,6 +176,18 @@ class NixlTransport:
             session.close()
         self._memories.clear()
         self._sweep()
+        ends_at = time.monotonic() + _CLOSE_WAIT_S
+        while any(not ending.is_over for ending in self._endings) and time.monotonic() < ends_at:
+            time.sleep(_CLOSE_LOOK_S)
+        self._sweep()
+        reachable = [ending for ending in self._endings if not ending.is_over]
+        if reachable:
+            _log.warning(
+                "transport nixl is closed while %d peers may still write to its device memory: it is kept, not reused",
+                len(reachable),
+            )
+        _kept.extend(self._endings)
+        self._endings = []
 
     def own(self, memory: LocalMemory) -> Memory:
         """The memory, if this transport registered it and has not deregistered it since.
@@ -262,7 +285,7 @@ class NixlTransport:
         except PeerUnreachable as error:
             return str(error), None
         if not isinstance(memory, HostMemory):
-            return "", DeviceEnding(line)
+            return "", DeviceEnding(line, memory)
         if not allows_shared_memory(self._tls()):
             obstacle = f"UCX_TLS={self._tls()} leaves out cma"
         elif not CopyWatch.is_possible(line.pid):

@@ -20,8 +20,9 @@ import platform
 import threading
 from pathlib import Path
 
+from transfer.transport.base import LocalMemory
 from transfer.transport.life_line import PeerLine
-from transfer.transport.memory import HostMemory
+from transfer.transport.memory import DeviceMemory, HostMemory
 
 _PAGE = mmap.PAGESIZE
 _MREMAP_MAYMOVE = 1
@@ -165,12 +166,20 @@ class HostEnding:
         self._alias.release()
         return True
 
+    def holds(self, memory: LocalMemory) -> bool:
+        """Whether the writer may still reach the memory: not since it was taken away."""
+        return False
+
 
 class DeviceEnding:
-    """Nothing can be taken away: a same-host writer's access to device memory ends when it says so, or with its process."""
+    """Nothing can be taken away: a same-host writer's access to device memory ends when it says so, or with its process.
 
-    def __init__(self, line: PeerLine) -> None:
+    Until then the memory must stay what it is, so this keeps it.
+    """
+
+    def __init__(self, line: PeerLine, memory: DeviceMemory) -> None:
         self._line = line
+        self._memory: DeviceMemory | None = memory
 
     def revoke(self) -> None:
         pass
@@ -180,10 +189,16 @@ class DeviceEnding:
         return self._line.is_over
 
     def release(self) -> bool:
-        """Stop watching if the writer can write no more; True when that is done."""
-        if self._line.is_over:
-            self._line.close()
-        return self._line.is_over
+        """Let go of the memory if the writer can write no more; True when that is done."""
+        if not self._line.is_over:
+            return False
+        self._line.close()
+        self._memory = None
+        return True
+
+    def holds(self, memory: LocalMemory) -> bool:
+        """Whether the writer may still reach `memory`."""
+        return memory is self._memory
 
 
 Ending = HostEnding | DeviceEnding
