@@ -208,7 +208,12 @@ class DriverCuda:
         status, kind = self.driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
         if status != self.driver.CUresult.CUDA_SUCCESS or int(kind) != int(self.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
             return None
-        return int(self.call("cuPointerGetAttribute", attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+        # By ctypes: cuda-bindings 13 answers 0 for memory of another device (seen with two GPUs).
+        ordinal = ctypes.c_int(-1)
+        attribute = int(attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+        status = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(ordinal), attribute, ctypes.c_uint64(address))
+        self.check("cuPointerGetAttribute", self.driver.CUresult(status))
+        return ordinal.value
 
     def uuid_of(self, device: int) -> str:
         # CUDA 12's plain cuDeviceGetUuid names the whole GPU where a MIG slice is used; CUDA 13 has only the right one left.
