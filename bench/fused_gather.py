@@ -16,8 +16,8 @@ from bench.link_ends import open_transport
 from bench.link_plan import Samples
 from bench.llama70b import TOKEN_BYTES, Gather
 from bench.pair import bytes_on, synchronize
+from bench.peers.cuda_copy import queue_copy
 from bench.timing import sample
-from transfer.kernels.copier import WireMemory
 from transfer.transport.base import ByteRange
 
 KEYS = ("copy", "fused", "fused with digest")
@@ -62,7 +62,7 @@ def write(pipe: Connection, device: str, plan: Sequence[Case]) -> dict[str, dict
             raise RuntimeError(f"a session over {session.lane} gives kernels nothing to store into")
         job = Gather.of(case.num_tokens, device)
         calls: dict[str, Callable[[], object]] = {
-            "copy": partial(_copy, local[: case.num_bytes], ring, device),
+            "copy": partial(queue_copy, ring.data_ptr(), local[: case.num_bytes]),
             "fused": partial(job.plan.gather, job.pages, ring),
             "fused with digest": partial(job.plan.gather, job.pages, ring, digest=total),
         }
@@ -104,16 +104,6 @@ def serve(pipe: Connection, device: str, plan: Sequence[Case]) -> None:
 def _until_done(call: Callable[[], object], device: str) -> None:
     call()
     synchronize(device)
-
-
-def _copy(source: torch.Tensor, ring: WireMemory, device: str) -> None:
-    from cuda.bindings import runtime
-
-    kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-    stream = torch.cuda.current_stream(device).cuda_stream
-    (error,) = runtime.cudaMemcpyAsync(ring.data_ptr(), source.data_ptr(), source.numel(), kind, stream)
-    if int(error):
-        raise RuntimeError(f"cudaMemcpyAsync failed: {error}")
 
 
 def _sum_of(memory: torch.Tensor) -> int:

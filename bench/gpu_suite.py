@@ -99,7 +99,7 @@ def commands(*, wheel: Path | None, is_rehearsal: bool) -> dict[str, Run]:
     found = {}
     for part in PARTS:
         arguments = part.rehearsed if is_rehearsal else part.run.arguments
-        if part.name == "kernels" and not is_rehearsal:
+        if part.name == "kernels" and wheel is not None:
             arguments += ("--peer", "sglang")
         if wheel is not None and {"--peer", "--peers"} & set(arguments):
             arguments += ("--sglang-wheel", str(wheel))

@@ -33,17 +33,19 @@ class MappedMemory:
         self.address = int(self._base) + offset
 
     def copy_from(self, source: Tensor) -> None:
-        """Copy all of `source` there, on the current stream; returns when it is done."""
-        stream = torch.cuda.current_stream()
-        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        _checked(
-            self._runtime.cudaMemcpyAsync(self.address, source.data_ptr(), source.numel(), kind, stream.cuda_stream),
-            "cudaMemcpyAsync",
-        )
-        stream.synchronize()
+        """Copy all of `source` there; returns when it is done."""
+        queue_copy(self.address, source)
+        torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         _checked(self._runtime.cudaIpcCloseMemHandle(self._base), "cudaIpcCloseMemHandle")
+
+
+def queue_copy(address: int, source: Tensor) -> None:
+    """Copy all of `source` to an address that this device may write, on the current stream."""
+    runtime: Any = importlib.import_module("cuda.bindings.runtime")
+    kind, stream = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, torch.cuda.current_stream().cuda_stream
+    _checked(runtime.cudaMemcpyAsync(address, source.data_ptr(), source.numel(), kind, stream), "cudaMemcpyAsync")
 
 
 def export(memory: Tensor) -> tuple[bytes, int]:

@@ -107,8 +107,8 @@ def load(wheel: Path | None = None) -> SglangStaging:
 
 
 def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"sglang=={VERSION}", "--dest", str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    options = ["--quiet", "--no-deps", "--retries", "1", "--timeout", "10", "--dest", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, f"sglang=={VERSION}"], check=True, timeout=300)
     return next(folder.glob("sglang-*.whl"))
 
 
