@@ -183,9 +183,14 @@ class SessionWatch:
                 link, self._link = self._link, None
                 beat = pb.WriterBeat(session_id=self._session_id, link=None if link is None else link_to_proto(link))
                 await self._call.write(beat)
+                due_s = self._loop.time() + self._beats.heartbeat_s
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._beats.heartbeat_s):
+                    async with asyncio.timeout_at(due_s):
                         await self._wake.wait()
+                if self._loop.time() > due_s + self._beats.tick_s:
+                    # This process was stopped or busy, and the call may be over. A beat that gRPC cannot send then would stand in
+                    # for the reason of the end ("Internal error from Core"), unless the loop hears of the end first.
+                    await asyncio.sleep(self._beats.tick_s)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the call is over, and the reader hears why
         except Exception as error:
