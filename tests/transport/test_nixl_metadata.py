@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.transport.contract import ring_of
 from transfer.errors import ConfigError
 from transfer.transport.nixl import NixlTransport
-from transfer.transport.nixl_metadata import Region, check_metadata
+from transfer.transport.nixl_metadata import MalformedMetadata, Region, check_memory_key, check_metadata
 from transfer.transport.peer import pack_blob, unpack_blob
 
 SIZE = 1 << 20
@@ -117,3 +117,23 @@ def test_a_writer_refuses_it_before_nixl_sees_it(answered: Answered) -> None:
                 offer.complete(pack_blob("nixl", 1, "answer", answered.fields | {name: min(value, 2**64 - 1)}))
         finally:
             offer.close()
+
+
+# Memory keys as UCX 1.23 packed them on a machine with two H200, but for the 192 bytes of the CUDA domain's own.
+DEVICE_KEY = bytes.fromhex("300000000000000001" + "00" + "c0") + bytes(192)
+ENDS = {
+    "one GPU": "02" + "00000f" + "0125b3" + "ff",
+    "two GPUs": "03" + "0025b3" + "01000f" + "0225b3" + "03000f" + "ff",
+    "unknown": "ff",
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_keys_of_device_memory_pass_and_shorter_ones_do_not(end: str) -> None:
+    key = DEVICE_KEY + bytes.fromhex(end)
+    check_memory_key(key)
+    for length in range(9, len(key)):
+        if length == len(DEVICE_KEY) + 1:
+            continue  # ends behind the device's number, as where no distances are known
+        with pytest.raises(MalformedMetadata):
+            check_memory_key(key[:length])

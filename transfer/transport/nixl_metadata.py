@@ -23,6 +23,7 @@ _END: Final = b"|"
 _CONNECTION: Final = (b"Agent", b"Conns", b"t", b"c", b"", b"nixlSecElms")
 _MEMORY: Final = (b"bknd", b"nixlDList", b"t", b"n", b"")
 _MAX_VALUE_BYTES: Final = 32 * 1024
+_NO_DEVICE: Final = 0xFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Region:
     is_device: bool
 
 
-class _Malformed(Exception):
+class MalformedMetadata(Exception):
     """The walk met something that no metadata has."""
 
 
@@ -45,11 +46,11 @@ def _walk(metadata: bytes, tags: tuple[bytes, ...], begin: int) -> tuple[list[by
     at = begin
     for tag in tags:
         if not metadata.startswith(tag, at):
-            raise _Malformed(f"byte {at} is not field {tag.decode() or 'without a name'}")
+            raise MalformedMetadata(f"byte {at} is not field {tag.decode() or 'without a name'}")
         at += len(tag) + 8
         num_bytes = int.from_bytes(metadata[at - 8 : at], "little")
         if num_bytes > _MAX_VALUE_BYTES or not metadata.startswith(_END, at + num_bytes):
-            raise _Malformed(f"field {tag.decode() or 'without a name'} of {num_bytes} bytes does not end where it should")
+            raise MalformedMetadata(f"field {tag.decode() or 'without a name'} of {num_bytes} bytes does not end where it should")
         values.append(metadata[at : at + num_bytes])
         at += num_bytes + 1
     return values, at
@@ -57,20 +58,22 @@ def _walk(metadata: bytes, tags: tuple[bytes, ...], begin: int) -> tuple[list[by
 
 def _connection(metadata: bytes) -> tuple[list[bytes], int]:
     if not metadata.startswith(_BEGIN):
-        raise _Malformed("it begins otherwise")
+        raise MalformedMetadata("it begins otherwise")
     return _walk(metadata, _CONNECTION, len(_BEGIN))
 
 
-def _check_key(key: bytes) -> None:
-    """Walk a UCX memory key: a map of memory domains, the kind of memory, a key for each domain, distances of devices.
+def check_memory_key(key: bytes) -> None:
+    """Walk a UCX memory key: a map of memory domains, the kind of memory, a key for each domain, the device's number. Where that
+    is known, three bytes for each other device follow (its number, latency, bandwidth), and an end.
 
     Source: what UCX 1.23 packs; see its src/ucp/core/ucp_rkey.c.
     """
     at = 9
     for _ in range(int.from_bytes(key[:8], "little").bit_count()):
         at += 1 + (key[at] if at < len(key) else 0)
-    if at > len(key) or (len(key) - at) % 3 > 1:
-        raise _Malformed(f"its memory key of {len(key)} bytes does not end where it should")
+    left = len(key) - at
+    if left != 1 and (left % 3 != 2 or left < 0 or key[-1] != _NO_DEVICE):
+        raise MalformedMetadata(f"its memory key of {len(key)} bytes does not end where it should")
 
 
 def check_metadata(metadata: bytes, region: Region, *, own: bytes, peer_version: str, own_version: str, is_ucx: bool) -> None:
@@ -88,7 +91,7 @@ def check_metadata(metadata: bytes, region: Region, *, own: bytes, peer_version:
     """
     try:
         (_, conns, backend, address, _, _), _ = _connection(own)
-    except _Malformed:
+    except MalformedMetadata:
         if peer_version != own_version:
             raise ConfigError(
                 f"peer has NIXL {peer_version}, this end NIXL {own_version}, whose metadata has a format that is not known here: "
@@ -98,18 +101,18 @@ def check_metadata(metadata: bytes, region: Region, *, own: bytes, peer_version:
     try:
         found, at = _connection(metadata)
         if (found[1], found[2], found[4]) != (conns, backend, b"MemSection") or found[5] != (1).to_bytes(8, "little"):
-            raise _Malformed("it is not of one connection and one memory")
+            raise MalformedMetadata("it is not of one connection and one memory")
         memory, at = _walk(metadata, _MEMORY, at)
         numbers = (region.address, region.num_bytes, region.device_index)
         described = b"".join(number.to_bytes(8, "little") for number in numbers)
         kind, count = (int.from_bytes(number, "little") for number in memory[2:4])
         if (memory[0], kind, count) != (backend, int(region.is_device), 1) or not memory[4].startswith(described):
-            raise _Malformed(f"its memory is not the {region.num_bytes} bytes that the answer names")
+            raise MalformedMetadata(f"its memory is not the {region.num_bytes} bytes that the answer names")
         if at != len(metadata):
-            raise _Malformed(f"{len(metadata) - at} bytes behind its end")
+            raise MalformedMetadata(f"{len(metadata) - at} bytes behind its end")
         if is_ucx:
-            _check_key(memory[4][len(described) :])
-    except _Malformed as error:
+            check_memory_key(memory[4][len(described) :])
+    except MalformedMetadata as error:
         raise ConfigError(
             f"NIXL metadata of {len(metadata)} bytes of the peer (NIXL {peer_version}; {own_version} here) is malformed: {error}"
         ) from None
