@@ -38,6 +38,7 @@ L0 = (
     "transfer/layer_groups.py",
     "transfer/chunk.py",
     "transfer/ring.py",
+    "transfer/ring_index.py",
     "transfer/page_allocator.py",
     "transfer/instance.py",
     "transfer/engine_types.py",
@@ -65,7 +66,8 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 # Logic has no clock, no chance, no threads, no sockets, no environment: those come to it as arguments and events. (The other
 # files of layer 0 are interfaces; they may name an event loop in a signature.)
 LOGIC = (
-    "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py", "transfer/page_allocator.py",
+    "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py",
+    "transfer/ring_index.py", "transfer/page_allocator.py",
     *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
