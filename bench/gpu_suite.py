@@ -66,6 +66,18 @@ PARTS = (
         rehearsed=("--quick", "--max-mb", "1", "--lanes", "copy", "ucx plain", "ucx/shm"),
     ),
     Part(
+        name="pool to pool, pieces",
+        run=Run(
+            module="pool_to_pool",
+            arguments=(
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "320", "--in-flight", "1"),
+                *("--piece-mb", "8", "16", "32", "64", "128", "320", "--rounds", "10", "--decode-page-size", "16"),
+            ),
+            timeout_s=80.0,
+        ),
+        rehearsed=("--lanes", "ucx", *_TINY_POOL, "--piece-mb", "0.5", "1"),
+    ),
+    Part(
         name="pool to pool, other sizes",
         run=Run(
             module="pool_to_pool",

@@ -156,22 +156,24 @@ class PrefillEnd:
         )
         self._session = 0
         self._digest = ""
-        self._plan: ChunkPlan
+        self._plans: dict[Case, ChunkPlan] = {}
 
-    async def attach(self, decode: Instance, address: str) -> tuple[Link, ChunkPlan]:
-        """Returns the measured link, and how requests are cut for it."""
+    async def attach(self, decode: Instance, address: str) -> tuple[Link, dict[Case, ChunkPlan]]:
+        """Returns the measured link, and how the requests of each case are cut for it."""
         (link,) = await self._sessions.open(decode, (address,), join=1)
         peer = self._sessions.of(decode.incarnation)
         assert peer is not None
         self._session, self._digest = peer.sessions[0], peer.digest
-        self._plan = choose_cut(self._setting.config, self._instance, decode, [link], self._setting.ring_bytes).plan
-        return link, self._plan
+        for case in self._setting.cases:
+            config = self._setting.config_of(case)
+            self._plans[case] = choose_cut(config, self._instance, decode, [link], self._setting.ring_bytes).plan
+        return link, self._plans
 
     async def send(self, request_ids: Sequence[str], case: Case) -> tuple[list[float], list[SentStats]]:
         """Send requests; returns when the KV of each was computed (monotonic clock), and their statistics."""
         self.picker.pick(request_ids, case.num_tokens)
         layout = self._setting.layout
-        chunks = split_into_chunks(self._plan, num_tokens=case.num_tokens, num_layers=layout.num_layers)
+        chunks = split_into_chunks(self._plans[case], num_tokens=case.num_tokens, num_layers=layout.num_layers)
         started_s = []
         for request_id in request_ids:
             self._sent[request_id] = self._loop.create_future()
@@ -195,7 +197,7 @@ class PrefillEnd:
             OutgoingRequest(
                 request_id=request_id,
                 layout=setting.layout,
-                plan=self._plan,
+                plan=self._plans[case],
                 wire_dtype=setting.layout.dtype,
                 num_tokens=case.num_tokens,
                 start_token=0,
@@ -276,8 +278,8 @@ class DecodeEnd:
         self._session = 0
         self._digest = ""
         self._server: RegistryServer | None = None
-        self.plan: ChunkPlan
-        """Of every request; the prefill end says it once it is attached."""
+        self.plans: dict[Case, ChunkPlan] = {}
+        """Of each case's requests; the prefill end says them once it is attached."""
 
     async def serve(self) -> str:
         """Begin to serve attach and watermarks; the address."""
@@ -316,7 +318,7 @@ class DecodeEnd:
                 IncomingRequest(
                     request_id=request_id,
                     layout=setting.layout,
-                    plan=self.plan,
+                    plan=self.plans[case],
                     wire_dtype=setting.layout.dtype,
                     num_tokens=case.num_tokens,
                     start_token=0,

@@ -56,6 +56,7 @@ class Rounds:
     """
 
     case: Case
+    plan: ChunkPlan
     num_chunks: int
     wall_s: list[float] = field(default_factory=list)
     memcpy_s: list[float] = field(default_factory=list)
@@ -86,7 +87,6 @@ class Played:
     """All cases over one lane, and what else is worth knowing."""
 
     link: Link
-    plan: ChunkPlan
     ring_peak_bytes: int = 0
     rounds: list[Rounds] = field(default_factory=list)
 
@@ -166,11 +166,10 @@ class _Decode:
 
     async def play(self, num_rounds: int) -> Played:
         try:
-            link, plan = await self._ask("attach", self._end.instance, await self._end.serve())
-            self._end.plan = plan
-            played = Played(link=link, plan=plan)
+            link, self._end.plans = await self._ask("attach", self._end.instance, await self._end.serve())
+            played = Played(link=link)
             for number, case in enumerate(self._setting.cases):
-                played.rounds.append(await self._play_case(number, case, plan, num_rounds))
+                played.rounds.append(await self._play_case(number, case, self._end.plans[case], num_rounds))
             played.ring_peak_bytes = self._end.ring_peak_bytes
             self._pipe.send(None)
             return played
@@ -193,10 +192,10 @@ class _Decode:
                 num_bytes = setting.moved_bytes(case.num_tokens)
                 copy_once = await asyncio.to_thread(memcpy_of, num_bytes)
                 plain = stack.enter_context(contextlib.closing(PlainMemcpy(num_bytes)))
-            rounds = Rounds(case=case, num_chunks=len(chunks))
+            rounds = Rounds(case=case, plan=plan, num_chunks=len(chunks))
             for turn in range(WARMUP_ROUNDS + num_rounds):
                 if turn == WARMUP_ROUNDS:
-                    rounds = Rounds(case=case, num_chunks=len(chunks))
+                    rounds = Rounds(case=case, plan=plan, num_chunks=len(chunks))
                 if copy_once is not None and plain is not None:
                     rounds.memcpy_s += await asyncio.to_thread(plain.sample)
                     rounds.rank_memcpy_s += await asyncio.to_thread(sample, copy_once, repetitions=REPETITIONS)

@@ -39,10 +39,12 @@ class Case:
     Args:
         num_tokens: Of each.
         in_flight: So many at a time.
+        piece_bytes: Largest piece that they are cut into; None: as the setting has it, or the probe.
     """
 
     num_tokens: int
     in_flight: int
+    piece_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Setting:
         prefill_tp, decode_tp: TP degrees; prefill rank 0 must have a route to decode rank 0 only.
         prefill_page_size, decode_page_size: Tokens per page.
         decode_order: How a page of the decode pool lies in memory; that of the prefill pool is NHD.
-        chunk_tokens, layers_per_group, piece_bytes: As in `transfer.config.ChunkConfig`.
+        chunk_tokens, layers_per_group: As in `transfer.config.ChunkConfig`.
         num_slots: Staging slots.
         ring_bytes: Size of the ring.
         asks_ahead: Grants are asked for before the KV is computed, as a prefill node does it.
@@ -75,7 +77,6 @@ class Setting:
     decode_order: str = "NHD"
     chunk_tokens: int
     layers_per_group: int | None = None
-    piece_bytes: int | None = None
     num_slots: int
     ring_bytes: int
     asks_ahead: bool = True
@@ -108,12 +109,14 @@ class Setting:
     @property
     def config(self) -> PrefillNodeConfig:
         """The settings that a prefill node would have; the model's directory is not looked at."""
+        return self.config_of(None)
+
+    def config_of(self, case: Case | None) -> PrefillNodeConfig:
+        """With the pieces of a case."""
         device: Literal["cuda", "cpu"] = "cuda" if self.devices.is_cuda else "cpu"
-        chunk = {
-            "chunk_tokens": self.chunk_tokens,
-            "layers_per_group": self.layers_per_group,
-            "piece_bytes": self.piece_bytes,
-        }
+        piece_bytes = None if case is None else case.piece_bytes
+        layers = self.layers_per_group if piece_bytes is None else None
+        chunk = {"chunk_tokens": self.chunk_tokens, "layers_per_group": layers, "piece_bytes": piece_bytes}
         staging = {"num_slots": self.num_slots}
         return PrefillNodeConfig.model_validate({"model": Path("none"), "device": device, "chunk": chunk, "staging": staging})
 
@@ -126,7 +129,8 @@ class Setting:
         return max(1, round(num_bytes / self.moved_bytes(1)))
 
     def name_of(self, case: Case) -> str:
-        return f"{readable_bytes(self.moved_bytes(case.num_tokens))}, {case.in_flight} in flight"
+        pieces = "" if case.piece_bytes is None else f", pieces of {readable_bytes(case.piece_bytes)}"
+        return f"{readable_bytes(self.moved_bytes(case.num_tokens))}, {case.in_flight} in flight{pieces}"
 
     def pool_pages(self, shard: Shard) -> int:
         """Room for the largest round, and one request more, so that pages differ from round to round."""

@@ -96,7 +96,7 @@ class Measured:
         self.report.facts[f"{name}, {lane}"] = {
             "writes_per_chunk_and_route": rounds.writes / chunks,
             "chunks_per_request": rounds.num_chunks,
-            "layers_per_chunk": played.plan.layers_per_group or self.setting.layout.num_layers,
+            "layers_per_chunk": rounds.plan.layers_per_group or self.setting.layout.num_layers,
             "overlap": statistics.median(rounds.overlap),
             "acks_per_chunk": rounds.acks / chunks,
             "resends": rounds.resends,
@@ -204,7 +204,6 @@ def setting_of(arguments: Namespace) -> Setting:
         "decode_order": arguments.decode_order,
         "chunk_tokens": arguments.chunk_tokens or (4096 if is_cuda else ChunkConfig().chunk_tokens),
         "layers_per_group": arguments.layers_per_group,
-        "piece_bytes": None if arguments.piece_mb is None else int(arguments.piece_mb * (1 << 20)),
         "num_slots": arguments.slots,
         "ring_bytes": (arguments.ring_mb or (1024 if is_cuda else RingConfig().capacity_bytes >> 20)) << 20,
         "asks_ahead": not arguments.asks_late,
@@ -214,8 +213,11 @@ def setting_of(arguments: Namespace) -> Setting:
     for size in arguments.mb or ([320.0] if is_cuda else [64.0]):
         for in_flight in arguments.in_flight:
             tokens = bare.tokens_of(int(size * (1 << 20)))
-            if in_flight == 1 or in_flight * bare.moved_bytes(tokens) <= _MOST_POOL_BYTES[arguments.device]:
-                cases.append(Case(num_tokens=tokens, in_flight=in_flight))
+            if in_flight > 1 and in_flight * bare.moved_bytes(tokens) > _MOST_POOL_BYTES[arguments.device]:
+                continue
+            for piece_mb in arguments.piece_mb:
+                piece_bytes = int(piece_mb * (1 << 20)) or None
+                cases.append(Case(num_tokens=tokens, in_flight=in_flight, piece_bytes=piece_bytes))
     return Setting(**fields, cases=tuple(dict.fromkeys(cases)))
 
 
@@ -239,7 +241,9 @@ def parser() -> ArgumentParser:
     made.add_argument("--decode-order", choices=("NHD", "HND"), default="NHD")
     made.add_argument("--chunk-tokens", type=int, help="as the nodes have it, or 4,096 on GPUs")
     made.add_argument("--layers-per-group", type=int, help="layers per chunk, 0 for all; by default the probe decides")
-    made.add_argument("--piece-mb", type=float, help="largest piece in MiB, instead of --layers-per-group")
+    made.add_argument(
+        "--piece-mb", type=float, nargs="+", default=[0.0], metavar="N", help="largest piece in MiB; 0: as without this"
+    )
     made.add_argument("--slots", type=int, default=StagingConfig().num_slots)
     made.add_argument("--ring-mb", type=int, help="as the nodes have it, or 1,024 on GPUs")
     return made

@@ -91,7 +91,7 @@ def test_pool_to_pool_beside_what_others_do(tmp_path: Path) -> None:
     assert "not measured" not in record["facts"]
     measured = [row["what"] for row in record["rows"]]
     assert {"NIXL bulk WRITE", "NIXL, 64 descriptors of 32,768 B", "kvferry nixl, pool to pool"} <= set(measured)
-    facts = record["facts"]["2 MiB, 1 in flight, nixl"]
+    facts = record["facts"]["2 MiB, 1 in flight, pieces of 256 KiB, nixl"]
     assert facts["layers_per_chunk"] == 16, "4 tokens of 16 layers are 256 KiB"
     assert facts["chunks_per_request"] == 8
 
