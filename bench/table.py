@@ -13,7 +13,7 @@ from bench.control import TARGET_CHUNKS_PER_S, TARGET_GROWTH, TARGET_GROWTH_BYTE
 from bench.idle import TARGET_SHARE
 from bench.pages import POOL_PAGES
 from bench.pages import TARGET_PAIRS_PER_S as TARGET_PAGE_PAIRS_PER_S
-from bench.pool_to_pool import MEMCPY, POOL_TO_POOL, TARGET_RATIO, lane_row
+from bench.pool_to_pool import POOL_TO_POOL, TARGET_RATIO, lane_row, memcpy_row
 
 Content = dict[str, Any]
 Bound = Literal["at least", "below", "exactly"]
@@ -116,7 +116,7 @@ def _pool_to_pool(content: Content) -> list[Outcome]:
         if row["what"] != lane_row(lane, POOL_TO_POOL):
             continue
         facts = content["facts"][f"{row['case']}, {lane}"]
-        (copy,) = _rows(content, what=MEMCPY, case=row["case"])
+        (copy,) = [one for one in _rows(content, what=memcpy_row(lane)) if one["case"] == row["case"]]
         note = f"{row['gb_per_s']:.2f} of {copy['gb_per_s']:.2f} GB/s, {facts['lane']}, overlap {facts['overlap']:.2f}"
         what = f"{lane}, {row['case']}"
         found.append(
