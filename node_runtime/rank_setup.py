@@ -20,11 +20,11 @@ from transfer.messages import PROTOCOL_VERSIONS
 from transfer.transport.base import Transport
 
 _LIBRARIES: Final = {
-    "ucx": ("ucxx", "'kvferry[ucx-cu13]' (or ucx-cu12)"),
-    "nixl": ("nixl_cu13", "'kvferry[nixl]'"),
-    "cuda_ipc": ("cuda.bindings", "'kvferry[cuda-ipc]'"),
+    "ucx": (("ucxx",), "'kvferry[ucx-cu13]' (or ucx-cu12)"),
+    "nixl": (("nixl_cu13", "nixl_cu12"), "'kvferry[nixl]' (or nixl-cu12)"),
+    "cuda_ipc": (("cuda",), "'kvferry[cuda-ipc]'"),
 }
-"""Transport -> the module that it stands on, and what brings it."""
+"""Transport -> modules of which it needs one, and what brings them."""
 
 
 class Engine(Protocol):
@@ -71,9 +71,9 @@ def _check_transport(config: NodeConfig) -> None:
         )
     if name == "cuda_ipc" and config.device != "cuda":
         raise ConfigError(f"transport.name is cuda_ipc, which joins GPUs, and device is {config.device}: choose ucx or nixl")
-    module, extras = _LIBRARIES[name]
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise ConfigError(f"transport.name is {name}, and {module} is not installed: pip install {extras}")
+    modules, extras = _LIBRARIES[name]
+    if not any(importlib.util.find_spec(module) for module in modules):
+        raise ConfigError(f"transport.name is {name}, and {' or '.join(modules)} is not installed: pip install {extras}")
 
 
 def engine_loader(config: NodeConfig) -> Callable[..., Any]:
@@ -106,16 +106,16 @@ def open_transport(config: TransportConfig, *, host: str, device_index: int | No
     Raises:
         ConfigError: It cannot be had on this machine, or not between processes.
     """
+    options = {"NET_DEVICES": "lo"} if is_loopback(host) and "UCX_NET_DEVICES" not in os.environ else None
     match config.name:
         case "ucx":
             from transfer.transport.ucx import UcxTransport  # loads a foreign library only where it is used
 
-            is_local = is_loopback(host) and "UCX_NET_DEVICES" not in os.environ
-            return UcxTransport(lane=config.ucx.lane, options={"NET_DEVICES": "lo"} if is_local else None)
+            return UcxTransport(lane=config.ucx.lane, options=options)
         case "nixl":
             from transfer.transport.nixl import NixlTransport
 
-            return NixlTransport()
+            return NixlTransport(lane=config.nixl.lane, backend=config.nixl.backend, options=options)
         case "cuda_ipc":
             from transfer.transport.cuda_ipc import CudaIpcTransport
 

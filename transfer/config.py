@@ -262,11 +262,25 @@ class CudaIpcConfig(_Section):
     )
 
 
+class NixlConfig(_Section):
+    """Settings of the ``nixl`` transport."""
+
+    lane: Literal["auto", "shm", "net"] = Field(
+        default="auto",
+        description=(
+            "How two ends of one host are joined. shm: shared memory, or NVLink between GPUs; net: what joins hosts (RDMA, TCP). "
+            "auto: shm where it works, else net."
+        ),
+    )
+    backend: Annotated[str, Field(min_length=1)] = Field(default="UCX", description="NIXL's backend, by its own name.")
+
+
 class TransportConfig(_Section):
     """The data plane; both tiers must name the same one."""
 
     name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(default="ucx", description="What carries the bytes.")
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")
+    nixl: NixlConfig = Field(default_factory=NixlConfig, description="Settings of the nixl transport.")
     cuda_ipc: CudaIpcConfig = Field(default_factory=CudaIpcConfig, description="Settings of the cuda_ipc transport.")
     min_bandwidth_bytes_per_s: Annotated[float, BeforeValidator(parse_size), Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.0, description="A link that measures less at attach is not used, whichever side asks for more; 0 takes any."

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from node_runtime.rank_setup import own_instance
+import pytest
+
+from kvferry.demo_model import make_demo_model
+from node_runtime.rank_setup import check_before_start, open_transport, own_instance
 from tests.runtime.instances import LAYOUT
+from transfer.config import PrefillNodeConfig, TransportConfig
+from transfer.errors import ConfigError
 from transfer.instance import CAPABILITIES, check_compatible
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3
 from transfer.layout import DType, KVLayout, Shard
@@ -45,3 +53,46 @@ def test_a_rank_can_compute_the_digests_of_its_device() -> None:
     host, gpu = (own_instance(NoEngine(), transport, incarnation=1, device_type=kind) for kind in ("cpu", "cuda"))
     assert check_compatible(host, host).digest == DIGEST_XXH3
     assert {check_compatible(*pair).digest for pair in ((gpu, gpu), (gpu, host), (host, gpu))} == {DIGEST_WORDS}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_demo_model(tmp_path / "model", seed=0)
+
+
+def config(model: Path, **transport: object) -> PrefillNodeConfig:
+    return PrefillNodeConfig(model=model, transport=TransportConfig.model_validate(transport))
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
+    with pytest.raises(ConfigError, match="device is cuda, and this machine has no NVIDIA device"):
+        check_before_start(PrefillNodeConfig(model=model, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("inproc", "transport.name is inproc, which joins two ends of one process"),
+        ("cuda_ipc", "transport.name is cuda_ipc, which joins GPUs, and device is cpu: choose ucx or nixl"),
+    ],
+)
+def test_transports_that_cannot_serve_are_refused(model: Path, name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        check_before_start(config(model, name=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("ucx", "ucxx is not installed"), ("nixl", "nixl_cu13 or nixl_cu12 is not installed: pip install")]
+)
+def test_a_library_that_is_missing_is_named(model: Path, name: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=re.escape(missing)):
+        check_before_start(config(model, name=name))
+
+
+@pytest.mark.parametrize("name", ["ucx", "nixl"])
+def test_the_configured_transport_is_opened(model: Path, name: str) -> None:
+    transport = open_transport(config(model, name=name).transport, host="127.0.0.1")
+    assert transport.name == name
+    transport.close()
