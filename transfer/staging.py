@@ -41,6 +41,10 @@ def zeroed_bytes(num_bytes: int, device: torch.device | str = "cpu", *, is_share
 class StagingBuffer:
     """Registered-once device memory.
 
+    On a GPU it is an allocation of its own: a peer that maps it over CUDA IPC maps the whole allocation, and torch would put
+    other tensors into what is left of it. The allocation goes back to the device with the buffer; where a view of the tensor is
+    left, when torch empties its cache after that.
+
     Args:
         num_bytes: Size.
         device: Where it lies.
@@ -54,8 +58,17 @@ class StagingBuffer:
     def __init__(self, num_bytes: int, *, device: torch.device | str = "cpu", is_shared: bool = False) -> None:
         if num_bytes < 1:
             raise ConfigError(f"staging num_bytes is {num_bytes}; it must be at least 1")
-        self.tensor: Tensor = zeroed_bytes(num_bytes, device, is_shared=is_shared)
-        """uint8 [num_bytes]; also what `Transport.register` takes."""
+        with contextlib.ExitStack() as stack:
+            if torch.device(device).type == "cuda":
+                torch.cuda.empty_cache()  # torch does not do so itself for a pool, even where the device's memory is used up
+                stack.enter_context(torch.cuda.device(device))
+                pool = torch.cuda.MemPool()
+                stack.enter_context(torch.cuda.use_mem_pool(pool))
+            else:
+                pool = None
+            self.tensor: Tensor = zeroed_bytes(num_bytes, device, is_shared=is_shared)
+            """uint8 [num_bytes]; also what `Transport.register` takes."""
+        self._pool = pool  # behind the tensor, so that it is given up after it
 
     @property
     def num_bytes(self) -> int:

@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.transport.cuda_ipc_ends import Place, attach, pattern
+from tests.transport.cuda_ipc_ends import Place, Remote, attach, pattern
 from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
 from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
 from transfer.errors import ConfigError
 from transfer.kernels import head_slice_copier
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, HeadSlice, KVLayout, Route, Shard, Span, wire_buffers
+from transfer.staging import StagingBuffer
 from transfer.transport.base import ByteRange
 
 ROOT = Path(__file__).resolve().parents[2]
+CLOCK_HZ = 2_000_000_000  # at most, of an H200's multiprocessors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,35 +64,44 @@ def test_processes_that_see_different_devices(make: Make, writer: Place, target:
     assert other.do("holds", begin=0, end=2 * MiB, seed=9, source_begin=0, around=0)
 
 
-def test_what_a_killed_writer_had_queued_never_lands(places: Places, make: Make) -> None:
-    """A kernel that would store later, behind one that sleeps: without the kill it does land."""
-    clock_hz = 2_000_000_000
-    writer, target = make(places.writer), make(places.target)
+def warm_up(writer: Remote, target: Remote) -> None:
+    """Both ends have compiled and loaded what they run below, and the target holds ones."""
     writer.do("fill", seed=3)
     attach(writer, target)
-    writer.do("store", begin=0, end=8, target_begin=0)  # compiled by now
+    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=1)
+    writer.do("store", begin=0, end=MiB, target_begin=0)
+    assert target.do("holds", begin=0, end=MiB, seed=3, source_begin=0, around=1)
     target.do("stamp", value=1)
-    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=clock_hz // 2)
     assert target.do("is_stamp", value=1)
-    ends_at = time.monotonic() + 10
+
+
+def test_nothing_that_a_killed_writer_had_queued_lands_once_it_is_gone(places: Places, make: Make) -> None:
+    """A kernel that would store later, behind one that sleeps: without the kill it does land."""
+    writer, target = make(places.writer), make(places.target)
+    warm_up(writer, target)
+    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=2 * CLOCK_HZ)
+    assert target.do("is_stamp", value=1)
+    ends_at = time.monotonic() + 20
     while not target.do("holds", begin=0, end=MiB, seed=3, source_begin=0, around=1):
         assert time.monotonic() < ends_at
     target.do("stamp", value=2)
-    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=clock_hz)
+    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=3 * CLOCK_HZ)
     target.do("close")
+    begun = time.monotonic()
     writer.kill()
     assert target.do("is_over_within", seconds=1)
-    time.sleep(1.5)
-    assert target.do("is_stamp", value=2)
+    target.do("stamp", value=4)
+    assert time.monotonic() - begun < 2.5  # the GPU would still sleep
+    time.sleep(3)
+    assert target.do("is_stamp", value=4)
 
 
 def test_closing_waits_for_kernels_that_store(places: Places, make: Make) -> None:
     writer, target = make(places.writer), make(places.target)
-    writer.do("fill", seed=3)
-    attach(writer, target)
-    writer.do("store", begin=0, end=8, target_begin=0)
-    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=500_000_000)
+    warm_up(writer, target)
+    writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=CLOCK_HZ)
     target.do("close")
+    assert target.do("is_stamp", value=1)
     assert not target.do("is_over")
     writer.do("close")
     assert target.do("is_over")
@@ -100,14 +111,15 @@ def test_closing_waits_for_kernels_that_store(places: Places, make: Make) -> Non
 def test_a_writer_whose_device_is_broken_is_over_only_when_it_is_gone(places: Places, make: Make) -> None:
     writer, target = make(places.writer), make(places.target)
     attach(writer, target)
-    writer.do("break_device")
+    assert "device-side assert" in writer.do("break_device")
     writer.do("write", begin=0, end=4096, target_begin=0, key=1)
-    assert writer.do("wait", key=1, seconds=5).startswith("WriteFailed: key 1 on session cuda_ipc/fused: cu")
+    outcome = writer.do("wait", key=1, seconds=5)
+    assert outcome.startswith("WriteFailed: key 1 on session cuda_ipc/fused: cu"), outcome
     writer.do("close")
     target.do("close")
     assert not target.do("is_over_within", seconds=0.2)
     writer.kill()
-    assert target.do("is_over_within", seconds=1)
+    assert target.do("is_over_within", seconds=3)  # the driver has an error to tidy up
     other = make(places.writer)
     attach(other, target)
     assert moves_bytes(other, target, MiB)  # noqa: F405
@@ -174,6 +186,25 @@ def test_both_ends_in_one_process() -> None:
     writer.close()
     assert target.is_over
     target_transport.deregister(ring_memory)
+
+
+def test_a_ring_is_an_allocation_of_its_own() -> None:
+    """What a peer maps is the whole allocation: neither another ring nor a tensor may lie in it."""
+    from transfer.transport.cuda_ipc_driver import driver_cuda
+
+    num_bytes = 64 * 1024  # torch puts many of these into one allocation
+    plain, rings = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0"), []
+    for _ in range(2):
+        rings.append(StagingBuffer(num_bytes, device="cuda:0"))
+        assert not rings[-1].tensor.any()
+    later = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
+    addresses = [memory.data_ptr() for memory in (plain, rings[0].tensor, rings[1].tensor, later)]
+    allocations = [address - driver_cuda().export(0, address).offset for address in addresses]
+    assert len({*allocations[:3]}) == 3 and allocations[3] not in allocations[1:3]
+    freed, view = torch.cuda.memory_reserved(0), rings[1].tensor[8:]
+    rings.clear()
+    assert torch.cuda.memory_reserved(0) < freed  # given back with the buffer; a view that is left keeps its own
+    assert not view.any()
 
 
 def test_host_memory_is_refused() -> None:

@@ -24,7 +24,6 @@ from transfer.errors import TransferError
 from transfer.transport.base import ByteRange, DirectMemory
 from transfer.transport.cuda_ipc import CudaIpcTransport, Mode
 from transfer.transport.cuda_ipc_driver import driver_cuda
-from transfer.transport.memory import DeviceSlice
 
 _ANSWER_S = 60.0  # the first use of a GPU and the compiler take seconds
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
@@ -163,7 +162,8 @@ class End:
     def store(self, begin: int, end: int, target_begin: int, sleep_cycles: int = 0) -> bool:
         """Let a kernel store own bytes straight into the peer's memory; False where the session gives none.
 
-        With `sleep_cycles` the kernel waits on the GPU that long, and this call waits for nothing.
+        With `sleep_cycles` the kernel waits on the GPU that long, and this call waits for nothing; call it without before, so
+        that nothing is compiled and loaded while the GPU sleeps.
         """
         found = self._session.direct(ByteRange(begin=target_begin, end=target_begin + end - begin))
         if found is None:
@@ -182,12 +182,17 @@ class End:
         mapped = driver_cuda()._mapped if self._twin is None else self._twin._mapped
         return {"fds": len(os.listdir("/proc/self/fd")), "mapped": len(mapped)}
 
-    def break_device(self) -> None:
-        """Let a kernel store where nothing is: the process can use its GPU no more."""
-        nowhere = DeviceSlice(owner=None, address=1 << 40, num_bytes=4096, device_index=self._place.device)
-        with contextlib.suppress(RuntimeError):
-            self._store(nowhere, self._tensor[:4096])
+    def break_device(self) -> str:
+        """Let a kernel fail: the process can use its GPU no more. Returns what CUDA says to that.
+
+        By an assertion and not by a store to an address where nothing is: which addresses those are only the driver knows.
+        """
+        torch._assert_async(torch.zeros((), device=self._torch_device))
+        try:
             self._synchronize()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
 
     def _synchronize(self) -> None:
         if self._place.is_gpu:
@@ -260,8 +265,9 @@ class Remote:
     def end(self) -> None:
         assert self.process.pid is not None
         self._pipe.close()
-        if self.process.is_alive():
-            self.signal(signal.SIGCONT)
+        if self.process.is_alive():  # it ends with its pipe, unless it is frozen
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGCONT)
         self.process.join(10)
         if self.process.is_alive():
             self.kill()

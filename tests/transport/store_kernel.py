@@ -9,7 +9,7 @@ from torch import Tensor
 from transfer.transport.base import DirectMemory
 
 
-@triton.jit(do_not_specialize=["target"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["target", "num_bytes"])  # type: ignore[untyped-decorator]
 def _store(target, source, num_bytes, block: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = places < num_bytes

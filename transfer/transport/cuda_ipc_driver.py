@@ -126,8 +126,7 @@ class _DriverStream:
         return event
 
     def is_done(self, copy: Any) -> bool:
-        with self._cuda.on(self._device):
-            (status,) = self._cuda.driver.cuEventQuery(copy)
+        (status,) = self._cuda.driver.cuEventQuery(copy)  # asks for no current context, as few calls do; this one is polled
         if status == self._cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         self._cuda.check("cuEventQuery", status)
@@ -169,6 +168,7 @@ class DriverCuda:
         try:
             self.call("cuInit", 0)
             self._num_devices = int(self.call("cuDeviceGetCount"))
+            self._pointer_attribute = _pointer_attribute()
         except Exception as error:  # of several kinds where there is no libcuda
             raise ConfigError(
                 f"transport cuda_ipc needs an NVIDIA GPU and its driver, and there is none ({_in_a_line(error)}): choose "
@@ -208,10 +208,9 @@ class DriverCuda:
         status, kind = self.driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
         if status != self.driver.CUresult.CUDA_SUCCESS or int(kind) != int(self.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
             return None
-        # By ctypes: cuda-bindings 13 answers 0 for memory of another device (seen with two GPUs).
+        # Past cuda-bindings, which answer 0 for whatever device (13.2 to 13.5 at least: NVIDIA/cuda-python issue 2928).
         ordinal = ctypes.c_int(-1)
-        attribute = int(attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
-        status = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(ordinal), attribute, ctypes.c_uint64(address))
+        status = self._pointer_attribute(ctypes.byref(ordinal), int(attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL), address)
         self.check("cuPointerGetAttribute", self.driver.CUresult(status))
         return ordinal.value
 
@@ -290,6 +289,12 @@ class DriverCuda:
         if context is None:
             context = self._contexts[device] = self.call("cuDevicePrimaryCtxRetain", self._device(device))
         return context
+
+
+def _pointer_attribute() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64), ctypes.c_int
+    return function
 
 
 def _in_a_line(error: Exception) -> str:
