@@ -60,6 +60,7 @@ class StagingBuffer:
             raise ConfigError(f"staging num_bytes is {num_bytes}; it must be at least 1")
         with contextlib.ExitStack() as stack:
             if torch.device(device).type == "cuda":
+                torch.cuda.init()  # a pool does not do so itself
                 torch.cuda.empty_cache()  # torch does not do so itself for a pool, even where the device's memory is used up
                 stack.enter_context(torch.cuda.device(device))
                 pool = torch.cuda.MemPool()

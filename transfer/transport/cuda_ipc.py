@@ -8,8 +8,8 @@ The target cannot take a mapping back. So `close()` of the target is not the end
 has said that its mapping is closed, or when its process is gone (`life_line`). A frozen writer keeps the quarantine up. Until
 then the memory stays registered and alive here.
 
-What a mapping holds is the whole allocation that the ring lies in: CUDA shares nothing smaller. The writer checks every range
-against what was offered; give the ring an allocation of its own if other writers than ours are to be feared.
+What a mapping holds is the whole allocation that the ring lies in: CUDA shares nothing smaller. So a `StagingBuffer` is an
+allocation of its own; and the writer checks every range against what was offered.
 
 Processes may differ in CUDA_VISIBLE_DEVICES: CUDA opens handles of devices that a process does not see (since 10.1; NCCL relies
 on it). Devices are therefore named by their UUIDs.
