@@ -58,15 +58,15 @@ class StagingBuffer:
     def __init__(self, num_bytes: int, *, device: torch.device | str = "cpu", is_shared: bool = False) -> None:
         if num_bytes < 1:
             raise ConfigError(f"staging num_bytes is {num_bytes}; it must be at least 1")
+        pool: torch.cuda.MemPool | None = None
         with contextlib.ExitStack() as stack:
-            if torch.device(device).type == "cuda":
+            # The other backend, cudaMallocAsync, has no pools, and CUDA IPC refuses its memory (`CudaIpcTransport.accept`).
+            if torch.device(device).type == "cuda" and torch.cuda.get_allocator_backend() == "native":
                 torch.cuda.init()  # a pool does not do so itself
                 torch.cuda.empty_cache()  # torch does not do so itself for a pool, even where the device's memory is used up
                 stack.enter_context(torch.cuda.device(device))
                 pool = torch.cuda.MemPool()
                 stack.enter_context(torch.cuda.use_mem_pool(pool))
-            else:
-                pool = None
             self.tensor: Tensor = zeroed_bytes(num_bytes, device, is_shared=is_shared)
             """uint8 [num_bytes]; also what `Transport.register` takes."""
         self._pool = pool  # behind the tensor, so that it is given up after it

@@ -164,7 +164,8 @@ def test_both_ends_in_one_process() -> None:
 
     last = torch.cuda.device_count() - 1
     source, ring = pattern(MiB, 6, "cuda:0"), torch.zeros(MiB, dtype=torch.uint8, device=f"cuda:{last}")
-    torch.cuda.synchronize(0)
+    for device in (0, last):
+        torch.cuda.synchronize(device)
     writer_transport, target_transport = CudaIpcTransport(), CudaIpcTransport()
     source_memory, ring_memory = writer_transport.register(source), target_transport.register(ring)
     assert (source_memory.device_index, ring_memory.device_index) == (0, last)
