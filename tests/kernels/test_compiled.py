@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from transfer.kernels.head_slice import columns_for, copy_rows
+from transfer.kernels.copy_kernel import copy_pieces, piece_words
 from transfer.kernels.words import sum_words
 
 pytestmark = pytest.mark.skipif(
@@ -20,8 +20,13 @@ pytestmark = pytest.mark.skipif(
 
 COPY: dict[str, Any] = {
     "ROW": 64,
-    "ROWS_PER_TOKEN": 1,
+    "HEADS": 1,
+    "PIECE": 64,
     "PAGE_SIZE": 16,
+    "PAGE_STRIDE": 2048,
+    "TOKEN_STRIDE": 128,
+    "HEAD_STRIDE": 0,
+    "OFFSET_TYPE": tl.int32,
     "POOL_TYPE": tl.int64,
     "WIRE_TYPE": tl.int64,
     "POOL_ALIGN": 2,
@@ -34,9 +39,14 @@ COPY: dict[str, Any] = {
     "TARGET_KIND": "bfloat16",
     "IS_GATHER": True,
     "HAS_DIGEST": False,
-    "TILE_ROWS": 8,
-    "TILE_COLUMNS": 64,
-    "TILES": 1,
+    "TILE_PIECES": 16,
+    "IS_ONE_TILE": True,
+    "IS_STRIDED": True,
+    "NUM_STAGES": 1,
+    "LOAD_CACHE": "",
+    "LOAD_EVICTION": "",
+    "STORE_CACHE": "",
+    "STORE_EVICTION": "",
 }
 NARROW = {
     **COPY,
@@ -49,14 +59,15 @@ NARROW = {
     "IS_CONVERSION": True,
     "IS_SCALED": True,
     "TARGET_KIND": "float8_e4m3fn",
-    "TILE_ROWS": 16,
-    "TILE_COLUMNS": 256,
+    "PIECE": 256,
+    "PAGE_STRIDE": 8192,
+    "TOKEN_STRIDE": 512,
 }
 WIDEN = {**NARROW, "IS_GATHER": False, "SOURCE_KIND": "float8_e4m3fn", "TARGET_KIND": "bfloat16"}
 
 
 def ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:
-    types = {"num_rows": "i32", "first_slot": "i32"}
+    types = {"first_piece": "i32", "end_piece": "i32", "num_tiles": "i32"}
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(name),): constants[name] for name in constants})
@@ -70,19 +81,39 @@ def widths(text: str, access: str) -> set[int]:
     return {int(count) * int(bits) // 8 for count, bits in found}
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "a tile in a page": {},
+    "pages in a tile": {"PAGE_SIZE": 1, "PAGE_STRIDE": 128},
+    "heads": {"ROW": 32, "HEADS": 2, "PIECE": 32, "TOKEN_STRIDE": 32, "HEAD_STRIDE": 1024, "TILE_PIECES": 32},
+    "latents": {"ROW": 144, "PIECE": 16, "PAGE_SIZE": 64, "PAGE_STRIDE": 9216, "TOKEN_STRIDE": 144, "TILE_PIECES": 64},
+    "latents in pages of 1": {
+        "ROW": 144,
+        "PIECE": 16,
+        "PAGE_SIZE": 1,
+        "PAGE_STRIDE": 144,
+        "TOKEN_STRIDE": 144,
+        "TILE_PIECES": 64,
+    },
+    "beyond 32 bits": {"OFFSET_TYPE": tl.int64, "PAGE_STRIDE": 2**40, "TOKEN_STRIDE": 2**30},
+}
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("is_gather", [True, False])
-@pytest.mark.parametrize(("has_digest", "tiles"), [(False, 1), (True, 1), (True, 4)])
-def test_copies_move_16_bytes_at_a_time(has_digest: bool, tiles: int, is_gather: bool, capability: int) -> None:
-    constants = {**COPY, "HAS_DIGEST": has_digest, "TILES": tiles, "IS_GATHER": is_gather}
-    text = ptx(copy_rows, constants, capability)
+@pytest.mark.parametrize(("has_digest", "is_one_tile"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_copies_move_16_bytes_at_a_time(
+    shape: str, has_digest: bool, is_one_tile: bool, is_gather: bool, capability: int
+) -> None:
+    constants = {**COPY, **SHAPES[shape], "HAS_DIGEST": has_digest, "IS_ONE_TILE": is_one_tile, "IS_GATHER": is_gather}
+    text = ptx(copy_pieces, constants, capability)
     assert widths(text, "ld") == widths(text, "st") == {16}
     assert text.count("atom.global") == int(has_digest)  # one addition for all tiles of a program
 
 
 @pytest.mark.parametrize("constants", [NARROW, WIDEN], ids=["narrow", "widen"])
 def test_conversions_use_the_devices_own_instructions_where_it_has_them(constants: dict[str, Any]) -> None:
-    native, by_hand = ptx(copy_rows, constants, 90), ptx(copy_rows, {**constants, "IS_NATIVE": False}, 80)
+    native, by_hand = ptx(copy_pieces, constants, 90), ptx(copy_pieces, {**constants, "IS_NATIVE": False}, 80)
     assert "e4m3x2" in native and "e4m3" not in by_hand
     assert 16 in widths(native, "ld") and 16 in widths(native, "st")
 
@@ -95,7 +126,7 @@ def test_passes_over_a_wire_compile(part: Any, num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("row", "most", "columns"),
-    [(1, 512, 1), (3, 512, 4), (16, 512, 16), (64, 512, 64), (144, 512, 32), (513, 512, 64), (130, 512, 16)],
+    [(1, 512, 1), (3, 512, 4), (16, 512, 16), (64, 512, 64), (144, 512, 16), (513, 512, 64), (130, 512, 16), (1024, 512, 512)],
 )
-def test_columns_waste_little(row: int, most: int, columns: int) -> None:
-    assert columns_for(row, most) == columns
+def test_pieces_waste_little(row: int, most: int, columns: int) -> None:
+    assert piece_words(row, most) == columns

@@ -15,7 +15,7 @@ from transfer.errors import LayoutError
 from transfer.kernels import add_digest, copier, head_slice
 from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
 from transfer.kernels.head_slice import TritonCopier
-from transfer.kernels.launch import Launcher
+from transfer.kernels.launch import Launcher, Stream
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
 from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
@@ -106,12 +106,12 @@ def test_equally_shaped_buffers_share_a_launch(monkeypatch: pytest.MonkeyPatch) 
     launched: list[tuple[int, int, int]] = []
 
     class Counted(Launcher):
-        def __call__(self, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
+        def __call__(self, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
             launched.append(grid)
-            super().__call__(grid, arguments)
+            super().__call__(stream, grid, arguments)
 
     monkeypatch.setattr(head_slice, "_launcher", lambda device, num_warps, constants: Counted(
-        head_slice.copy_rows, device, dict(constants), num_warps=num_warps
+        head_slice.copy_pieces, device, dict(constants), num_warps=num_warps
     ))  # fmt: skip
 
     def num_launches(layout: KVLayout, layers: list[int]) -> int:

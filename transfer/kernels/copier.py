@@ -81,6 +81,17 @@ class CopyPlan(ABC):
         self._check(pages, source, "source", first_page, digest)
         self._scatter(pages, source, first_page, digest)
 
+    def is_compiled(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> bool:
+        """Whether a call with such a wire only queues; the first ones of a GPU's pool compile kernels, for seconds.
+
+        Args:
+            wire: Any memory with this alignment.
+        """
+        return True
+
+    def compile(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> None:  # noqa: B027  # nothing to do on a host
+        """Do what is missing for `is_compiled`, without a copy. Any thread may, while others copy; does nothing twice."""
+
     @abstractmethod
     def _gather(self, pages: Tensor, out: WireMemory, first_page: int, digest: Digest | None) -> None: ...
 

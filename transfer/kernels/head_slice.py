@@ -1,150 +1,70 @@
-"""Gather and scatter on a GPU: one Triton kernel for both directions, all token orders, page sizes and dtypes.
+"""Gather and scatter on a GPU: plans of the Triton kernel `transfer.kernels.copy_kernel`.
 
-A *row* is what is contiguous on both sides: all travelling heads of a token where they lie together in the pool (NHD), otherwise
-one head. Wire rows follow each other; a pool row is found by three strides, so NHD, HND and views of an engine's own tensors
-are one case. A program moves tiles of rows x words of one buffer. Words are as wide as every address and stride allows (8 bytes,
-and 16-byte accesses where rows begin on multiples of that); the page number is loaded once per row, and pool and wire offsets are
-64 bits wide. All buffers of a plan with equal tokens and shapes are one launch: a table has their addresses and wire offsets.
+All buffers of a plan with equal tokens and shapes are one launch: a table has their addresses and wire offsets. What changes from
+plan to plan is no constant of the kernel, so that the chunks of all requests share a few compiled variants.
 
-With a digest, the words are mixed while they are in registers, and each program adds to the sum once. That needs whole words on
-both sides and no conversion; other plans say so (`can_digest`), and their wire is digested in a pass of its own.
-
-Source: row tiles after the prototype in design.md section 7; the digest is `transfer.kernels.words`.
+With a digest, the kernel adds up what the words count on their way. That needs whole words on both sides and no conversion; other
+plans say so (`can_digest`), and their wire is digested in a pass of its own.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from transfer.errors import LayoutError
 from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
+from transfer.kernels.copy_kernel import MAX_PIECES, WORD_TYPES, copy_pieces, piece_words
 from transfer.kernels.digest import WORD_BYTES
-from transfer.kernels.elements import ELEMENT_TYPES, narrowed, widened
-from transfer.kernels.launch import IS_INTERPRETED, Launcher, upload
-from transfer.kernels.words import add_to, check_digest, keys_of, mixed, offsets_of
+from transfer.kernels.elements import ELEMENT_TYPES
+from transfer.kernels.launch import IS_INTERPRETED, Launcher, Stream, current_stream, upload
+from transfer.kernels.words import check_digest
 from transfer.kv_pool import PagedKVPool, scale_factor
 from transfer.layout import DType, Span, WireBuffer
-
-WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-_MAX_ROWS = 2**31 - 1  # of a buffer in one launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The sizes that speed depends on; measured on an H200 with ``python -m bench.kernels --sweep``.
+    """What speed depends on, and nothing else; compared on a GPU by ``python -m bench.kernels --sweep``.
 
     Args:
         copy_words: Words of a tile that is only copied.
+        copy_tiles: Tiles of a program that only copies, at most.
         digest_words: Words of a tile that is digested too.
-        digest_tiles: Tiles of a program that digests: its sum is made once.
+        digest_tiles: Tiles of a program that digests, at most: its sum is made once.
         conversion_elements: Elements of a tile that is converted.
-        max_columns: Words of a row that a tile spans at most; wider rows are cut into columns.
+        max_columns: Words of a row that a piece has at most.
         num_warps: Of a program.
+        num_stages: Tiles of a program that are fetched at a time, by way of shared memory; 1 is the registers' way.
+        is_strided: Programs side by side move tiles side by side; otherwise a program's tiles are.
+        load_cache, load_eviction, store_cache, store_eviction: What the kernel says to the caches, in Triton's words.
     """
 
-    copy_words: int = 512
-    digest_words: int = 512
-    digest_tiles: int = 4
+    copy_words: int = 1024
+    copy_tiles: int = 1
+    digest_words: int = 1024
+    digest_tiles: int = 8
     conversion_elements: int = 4096
     max_columns: int = 512
     num_warps: int = 4
+    num_stages: int = 1
+    is_strided: bool = True
+    load_cache: str = ""
+    load_eviction: str = ""
+    store_cache: str = ""
+    store_eviction: str = ""
 
 
 DEFAULT_TUNING = Tuning()
-
-
-# Nothing is specialised for values that change from plan to plan: that would compile variants in mid-service.
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=[
-        "table", "factors", "pages", "wire", "digest", "num_pages", "num_rows", "first_slot", "page_stride", "token_stride",
-        "head_stride",
-    ]
-)  # fmt: skip
-def copy_rows(  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
-    pages: tl.int64,
-    wire: tl.int64,
-    digest: tl.int64,
-    table: tl.int64,
-    factors: tl.int64,
-    num_pages: tl.int64,
-    num_rows: tl.int32,
-    first_slot: tl.int32,
-    page_stride: tl.int64,
-    token_stride: tl.int64,
-    head_stride: tl.int64,
-    ROW: tl.constexpr,
-    ROWS_PER_TOKEN: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    POOL_TYPE: tl.constexpr,
-    WIRE_TYPE: tl.constexpr,
-    POOL_ALIGN: tl.constexpr,
-    WIRE_ALIGN: tl.constexpr,
-    WIRE_BYTES: tl.constexpr,
-    IS_CONVERSION: tl.constexpr,
-    IS_SCALED: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    SOURCE_KIND: tl.constexpr,
-    TARGET_KIND: tl.constexpr,
-    IS_GATHER: tl.constexpr,
-    HAS_DIGEST: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Move TILES tiles of rows of one buffer; grid (groups of tiles, buffers, tiles of columns).
-
-    All pointers are addresses. ``table`` has for each buffer the address of its first pool row and the offset of its wire in
-    bytes. ROW is in elements of POOL_TYPE and WIRE_TYPE, which are as many; an align is what row starts are a multiple of, in
-    such elements: above 1 it means 16 bytes. Strides are in units of POOL_ALIGN elements. Rows whose page is outside the pool are
-    left out.
-    """
-    buffer = tl.program_id(1)
-    entry = table.to(tl.pointer_type(tl.int64)) + 2 * buffer
-    pool_base = tl.multiple_of(tl.load(entry).to(tl.pointer_type(POOL_TYPE)), 16 if POOL_ALIGN > 1 else 1)
-    first_wire = tl.load(entry + 1) // WIRE_BYTES
-    wire_base = tl.multiple_of(wire.to(tl.pointer_type(WIRE_TYPE)), 16 if WIRE_ALIGN > 1 else 1)
-    page_table = pages.to(tl.pointer_type(tl.int64))
-    column = tl.program_id(2) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    if HAS_DIGEST:
-        column_keys = offsets_of(column.to(tl.int64))
-        counts = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.uint64)
-    for tile in tl.static_range(TILES):
-        row = (tl.program_id(0) * TILES + tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        is_row = row < num_rows
-        slot = first_slot + row // ROWS_PER_TOKEN
-        page = tl.load(page_table + slot // PAGE_SIZE, mask=is_row, other=-1)
-        is_row = is_row & (page >= 0) & (page < num_pages)
-        # In units of what rows begin on: the compiler drops what it is told of a sum when it simplifies the sum.
-        pool_row = page * page_stride + (slot % PAGE_SIZE) * token_stride + (row % ROWS_PER_TOKEN) * head_stride
-        pool_row = pool_row * POOL_ALIGN
-        wire_row = first_wire + row.to(tl.int64) * ROW
-        at_pool = pool_base + pool_row[:, None] + column[None, :]
-        at_wire = wire_base + tl.multiple_of(wire_row, WIRE_ALIGN)[:, None] + column[None, :]
-        mask = is_row[:, None] & (column < ROW)[None, :]
-        values = tl.load(at_pool, mask=mask) if IS_GATHER else tl.load(at_wire, mask=mask)
-        if HAS_DIGEST:
-            keys = keys_of(wire_row)[:, None] + column_keys[None, :]
-            counts += tl.where(mask, mixed(values.to(tl.uint64, bitcast=True), keys), 0)
-        if IS_CONVERSION:
-            numbers = widened(values, SOURCE_KIND, IS_NATIVE)
-            if IS_SCALED:
-                numbers = numbers * tl.load(factors.to(tl.pointer_type(tl.float32)) + buffer)
-            values = narrowed(numbers, TARGET_KIND, IS_NATIVE)
-        if IS_GATHER:
-            tl.store(at_wire, values, mask=mask)
-        else:
-            tl.store(at_pool, values, mask=mask)
-    if HAS_DIGEST:
-        add_to(digest, counts)
+_MIN_PROGRAMS = 4096  # of a launch whose programs have several tiles: enough for every multiprocessor to have some, and some more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +83,7 @@ class RowGeometry:
 
 
 class TritonCopier(HeadSliceCopier):
-    """Gather and scatter by `copy_rows`: one launch per token range and shape of buffers.
+    """Gather and scatter by `copy_pieces`: one launch per token range and shape of buffers.
 
     Queued on the current stream of the pool's device. With TRITON_INTERPRET=1 it also works on CPU tensors, for tests.
 
@@ -203,7 +123,6 @@ class _TritonPlan(CopyPlan):
         for buffer in self.buffers:
             groups.setdefault((buffer.tokens, copier.geometries[buffer.layer, buffer.is_v]), []).append(buffer)
         self._launches = [_Launch(copier, found, rows) for (_, rows), found in groups.items()]
-        self._streams: set[int] = set()
 
     def _can_digest(self) -> bool:
         copier: TritonCopier = self._copier
@@ -227,23 +146,31 @@ class _TritonPlan(CopyPlan):
     def _scatter(self, pages: Tensor, source: WireMemory, first_page: int, digest: Digest | None) -> None:
         self._launch_all(pages, source, first_page, digest, is_gather=False)
 
+    def is_compiled(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> bool:
+        return all(launch.is_compiled(wire.data_ptr(), has_digest, is_gather) for launch in self._launches)
+
+    def compile(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> None:
+        for launch in self._launches:
+            launch.compile(wire.data_ptr(), has_digest, is_gather)
+
     def _launch_all(self, pages: Tensor, wire: WireMemory, first_page: int, digest: Digest | None, *, is_gather: bool) -> None:
         wire_address = wire.data_ptr()
         if digest is not None and wire_address % WORD_BYTES:
             raise LayoutError(f"wire begins at {wire_address:#x}; to be digested on the way it must begin on {WORD_BYTES} bytes")
-        if self._pool.device.type == "cuda":
-            self._keep_for(torch.cuda.current_stream(self._pool.device))
         digest_address = digest.data_ptr() if isinstance(digest, Tensor) else 0
         pages_address = pages.data_ptr() + 8 * first_page
+        stream = current_stream(self._pool.device)
         for launch in self._launches:
-            launch(pages_address, wire_address, digest_address, is_gather=is_gather)
+            launch(stream, pages_address, wire_address, digest_address, is_gather)
 
-    def _keep_for(self, stream: torch.cuda.Stream) -> None:
-        """See to it that the tables' memory is not used anew before what this stream has queued with them has run."""
-        if stream.cuda_stream not in self._streams:
-            self._streams.add(stream.cuda_stream)
-            for launch in self._launches:
-                launch.keep_for(stream)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Variant:
+    """What one direction, alignment and choice of digest takes of a launch."""
+
+    launcher: Launcher
+    grid: tuple[int, int, int]
+    arguments: tuple[int, ...]
 
 
 class _Launch:
@@ -253,42 +180,70 @@ class _Launch:
         pool = copier.pool
         self._copier = copier
         self._rows = rows
-        tokens = buffers[0].tokens
-        self._num_rows = len(tokens) * rows.rows_per_token
-        if max(self._num_rows, tokens.end) > _MAX_ROWS:
-            raise LayoutError(f"buffers have {self._num_rows} rows up to token {tokens.end}; one launch takes {_MAX_ROWS}")
-        self._first_slot = tokens.begin
+        self._tokens = buffers[0].tokens
         self._count = len(buffers)
+        most = self._tokens.end * rows.rows_per_token * -(-rows.row_bytes // 16)
+        if most > MAX_PIECES:
+            raise LayoutError(f"buffers have up to {most} pieces up to token {self._tokens.end}; one launch takes {MAX_PIECES}")
         wire_row_bytes = rows.row_bytes // pool.element.num_bytes * copier.wire_dtype.num_bytes
         self._wire_common = math.gcd(16, wire_row_bytes, *(buffer.offset_bytes for buffer in buffers))
-        table = [(copier.view(buffer).data_ptr(), buffer.offset_bytes) for buffer in buffers]
-        self._table = upload(torch.tensor(table, dtype=torch.int64), pool.device)
+        self._places = [(copier.view(buffer).data_ptr(), buffer.offset_bytes) for buffer in buffers]
         scales = [copier.scale(buffer) for buffer in buffers]
         self._is_scaled = pool.element.num_bytes != copier.wire_dtype.num_bytes and scales != [1.0] * len(scales)
-        self._factors: dict[bool, Tensor] = {}
-        if self._is_scaled:
-            for is_gather in (True, False):
-                sizes = (pool.element.num_bytes, copier.wire_dtype.num_bytes)
-                start, end = sizes if is_gather else sizes[::-1]
-                factors = [scale_factor(scale, from_bytes=start, to_bytes=end) for scale in scales]
-                self._factors[is_gather] = upload(torch.tensor(factors, dtype=torch.float32), pool.device)
-        self._variants: dict[tuple[bool, int, bool], tuple[Launcher, tuple[int, int, int], tuple[int, ...]]] = {}
+        self._scales = scales if self._is_scaled else []
+        self._tables: dict[str, Tensor] = {}
+        self._variants: dict[tuple[bool, int, bool], _Variant] = {}
+        self._streams: set[int] = set()
+        self._lock = threading.Lock()
 
-    def __call__(self, pages: int, wire: int, digest: int, *, is_gather: bool) -> None:
-        key = (is_gather, math.gcd(self._wire_common, wire), digest != 0)
-        found = self._variants.get(key)
+    def __call__(self, stream: Stream, pages: int, wire: int, digest: int, is_gather: bool) -> None:
+        found = self._variants.get((is_gather, math.gcd(self._wire_common, wire), digest != 0))
         if found is None:
-            found = self._variants[key] = self._variant(*key)
-        launcher, grid, arguments = found
-        launcher(grid, (pages, wire, digest, *arguments))
+            found = self._prepared(wire, digest != 0, is_gather)
+        if stream.handle not in self._streams:
+            self._keep_for(stream)
+        found.launcher(stream, found.grid, (pages, wire, digest, *found.arguments))
 
-    def keep_for(self, stream: torch.cuda.Stream) -> None:
-        for tensor in (self._table, *self._factors.values()):
-            tensor.record_stream(stream)
+    def is_compiled(self, wire: int, has_digest: bool, is_gather: bool) -> bool:
+        found = self._variants.get((is_gather, math.gcd(self._wire_common, wire), has_digest))
+        return found is not None and found.launcher.is_compiled
 
-    def _variant(
-        self, is_gather: bool, wire_common: int, has_digest: bool
-    ) -> tuple[Launcher, tuple[int, int, int], tuple[int, ...]]:
+    def compile(self, wire: int, has_digest: bool, is_gather: bool) -> None:
+        variant = self._prepared(wire, has_digest, is_gather)
+        variant.launcher.compile((0, wire, 0, *variant.arguments))
+
+    def _prepared(self, wire: int, has_digest: bool, is_gather: bool) -> _Variant:
+        """Tables are uploaded here, once: a plan that is never used needs none."""
+        key = (is_gather, math.gcd(self._wire_common, wire), has_digest)
+        with self._lock:
+            found = self._variants.get(key)
+            if found is None:
+                found = self._variants[key] = self._variant(*key)
+            return found
+
+    def _keep_for(self, stream: Stream) -> None:
+        """See to it that the tables' memory is not used anew before what this stream has queued with them has run."""
+        with self._lock:
+            self._streams.add(stream.handle)
+            for tensor in self._tables.values():
+                stream.keep(tensor)
+
+    def _table(self, name: str, values: Tensor) -> int:
+        """Address on the device; streams have to be told of a new one."""
+        if name not in self._tables:
+            self._tables[name] = upload(values, self._copier.pool.device)
+            self._streams.clear()
+        return self._tables[name].data_ptr()
+
+    def _factors(self, *, is_gather: bool) -> int:
+        if not self._is_scaled:
+            return 0
+        sizes = (self._copier.pool.element.num_bytes, self._copier.wire_dtype.num_bytes)
+        start, end = sizes if is_gather else sizes[::-1]
+        factors = [scale_factor(scale, from_bytes=start, to_bytes=end) for scale in self._scales]
+        return self._table("to wire" if is_gather else "to pool", torch.tensor(factors, dtype=torch.float32))
+
+    def _variant(self, is_gather: bool, wire_common: int, has_digest: bool) -> _Variant:
         copier, rows, tuning = self._copier, self._rows, self._copier.tuning
         pool = copier.pool
         element, wire_element = pool.element, copier.wire_dtype
@@ -303,16 +258,27 @@ class _Launch:
             pool_type = wire_type = WORD_TYPES[pool_bytes]
             is_pool_aligned = is_wire_aligned = common == 16
         row = rows.row_bytes // pool_bytes
-        columns = columns_for(row, tuning.max_columns)
-        tile = tuning.conversion_elements if is_conversion else tuning.digest_words if has_digest else tuning.copy_words
+        piece = piece_words(row, tuning.max_columns)
+        words = tuning.conversion_elements if is_conversion else tuning.digest_words if has_digest else tuning.copy_words
         # Not fewer for a plan of few rows: each size is a variant to compile, in the middle of serving.
-        tile_rows = max(1, tile // columns)
-        tiles = tuning.digest_tiles if has_digest else 1
+        tile_pieces = max(1, words // piece)
+        pieces_per_token = rows.rows_per_token * -(-row // piece)
+        first, end = self._tokens.begin * pieces_per_token, self._tokens.end * pieces_per_token
+        num_tiles = -(-end // tile_pieces) - first // tile_pieces
+        most_tiles = tuning.digest_tiles if has_digest else 1 if is_conversion else tuning.copy_tiles
+        tiles = max(1, min(most_tiles, num_tiles * self._count // _MIN_PROGRAMS))
+        strides = [stride // pool_bytes for stride in rows.strides]
+        reach = (pool.page_size - 1) * strides[1] + (rows.rows_per_token - 1) * strides[2] + row + piece
         kinds = (element.value, wire_element.value) if is_gather else (wire_element.value, element.value)
         constants: dict[str, Any] = {
             "ROW": row,
-            "ROWS_PER_TOKEN": rows.rows_per_token,
+            "HEADS": rows.rows_per_token,
+            "PIECE": piece,
             "PAGE_SIZE": pool.page_size,
+            "PAGE_STRIDE": strides[0],
+            "TOKEN_STRIDE": strides[1],
+            "HEAD_STRIDE": strides[2],
+            "OFFSET_TYPE": tl.int32 if reach < 2**31 else tl.int64,
             "POOL_TYPE": pool_type,
             "WIRE_TYPE": wire_type,
             "POOL_ALIGN": 16 // pool_bytes if is_pool_aligned else 1,
@@ -325,43 +291,38 @@ class _Launch:
             "TARGET_KIND": kinds[1],
             "IS_GATHER": is_gather,
             "HAS_DIGEST": has_digest,
-            "TILE_ROWS": tile_rows,
-            "TILE_COLUMNS": columns,
-            "TILES": tiles,
+            "TILE_PIECES": tile_pieces,
+            "IS_ONE_TILE": most_tiles == 1,
+            "IS_STRIDED": tuning.is_strided,
+            "NUM_STAGES": tuning.num_stages,
+            "LOAD_CACHE": tuning.load_cache,
+            "LOAD_EVICTION": tuning.load_eviction,
+            "STORE_CACHE": tuning.store_cache,
+            "STORE_EVICTION": tuning.store_eviction,
         }
-        launcher = _launcher(pool.device, tuning.num_warps, tuple(constants.items()))
-        grid = (triton.cdiv(self._num_rows, tile_rows * tiles), self._count, triton.cdiv(row, columns))
-        arguments = (
-            self._table.data_ptr(),
-            self._factors[is_gather].data_ptr() if self._is_scaled else 0,
-            pool.num_pages,
-            self._num_rows,
-            self._first_slot,
-            *(stride // (pool_bytes * constants["POOL_ALIGN"]) for stride in rows.strides),
+        return _Variant(
+            _launcher(pool.device, tuning.num_warps, tuple(constants.items())),
+            (-(-num_tiles // tiles), self._count, 1),
+            (
+                self._table("places", torch.tensor(self._places, dtype=torch.int64)),
+                self._factors(is_gather=is_gather),
+                pool.num_pages,
+                first,
+                end,
+                tiles,
+            ),
         )
-        return launcher, grid, arguments
 
 
 @cache
 def _launcher(device: torch.device, num_warps: int, constants: tuple[tuple[str, Any], ...]) -> Launcher:
-    return Launcher(copy_rows, device, dict(constants), num_warps=num_warps)
+    return Launcher(copy_pieces, device, dict(constants), num_warps=num_warps)
 
 
 @cache
 def _converts_natively(device: torch.device) -> bool:
     """Whether the device rounds to bfloat16 and float8 as `convert` does; the interpreter and devices before Ada do not."""
     return device.type == "cuda" and not IS_INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def columns_for(row: int, most: int) -> int:
-    """How many words of a row a tile spans: a power of two, as many as leave at most an eighth of the lanes without work.
-
-    At least 16 words, which are a line of the cache, where the row has them.
-    """
-    columns: int = min(most, triton.next_power_of_2(row))
-    while columns > 16 and triton.cdiv(row, columns) * columns * 8 > row * 9:
-        columns //= 2
-    return columns
 
 
 def _row_geometry(view: Tensor) -> RowGeometry:

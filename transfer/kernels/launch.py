@@ -7,6 +7,7 @@ integers (addresses too) of a fixed type that nothing is specialised for; what t
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any, Final
 
@@ -18,8 +19,34 @@ IS_INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs its kernels on the CPU; fixed when it is imported."""
 
 
+class Stream:
+    """A stream that kernels are queued on, by its handle."""
+
+    __slots__ = ("device", "handle")
+
+    def __init__(self, device: torch.device, handle: int) -> None:
+        self.device = device
+        self.handle = handle
+
+    def keep(self, tensor: Tensor) -> None:
+        """See to it that the tensor's memory is not used anew before what this stream, the current one, has queued has run."""
+        if self.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+
+
+_HOST: Final = Stream(torch.device("cpu"), 0)
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The calling thread's stream on `device`; for the interpreter there is but one."""
+    if device.type == "cpu":
+        return _HOST
+    # As Triton finds it itself: torch.cuda.current_stream makes an object of more than we need.
+    return Stream(device, triton.runtime.driver.active.get_current_stream(device.index))
+
+
 class Launcher:
-    """One variant of a kernel on one device.
+    """One variant of a kernel on one device; threads may share it.
 
     Args:
         kernel: A function of ``triton.jit`` whose parameters that are not constants all have a type and are in
@@ -35,22 +62,43 @@ class Launcher:
         self._constants = constants
         self._values = tuple(constants.values())
         self._num_warps = num_warps
-        self._compiled: Any = None
+        self._lock = threading.Lock()
+        self._run: Any = None
+        self._handles: tuple[Any, ...] = ()
 
-    def __call__(self, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
-        """Queue it on the current stream of its device."""
-        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a call only queues."""
+        return IS_INTERPRETED or self._run is not None
+
+    def compile(self, arguments: tuple[int, ...]) -> None:
+        """Compile the variant and load it onto its device, where that has not been done; launches nothing.
+
+        Args:
+            arguments: Of any call.
+        """
+        with self._lock:
+            if self.is_compiled:
+                return
             with torch.cuda.device(self._device):
-                self._launch(grid, arguments)
-        else:
-            self._launch(grid, arguments)
+                compiled = self._kernel.warmup(*arguments, **self._constants, num_warps=self._num_warps, grid=(1, 1, 1))
+                run = compiled.run  # loads it
+            # No hooks: Triton's profiler would have its own made from Python for each launch.
+            self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
+            self._run = run
 
-    def _launch(self, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
-        if self._compiled is None:
-            # None again under the interpreter, which compiles nothing.
-            self._compiled = self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps)
+    def __call__(self, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
+        """Queue it on a stream of its device."""
+        if IS_INTERPRETED:
+            self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps)
             return
-        self._compiled[grid](*arguments, *self._values)
+        if self._run is None:
+            self.compile(arguments)
+        if torch.cuda.current_device() == self._device.index:
+            self._run(*grid, stream.handle, *self._handles, *arguments, *self._values)
+            return
+        with torch.cuda.device(self._device):
+            self._run(*grid, stream.handle, *self._handles, *arguments, *self._values)
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:

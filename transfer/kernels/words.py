@@ -7,6 +7,7 @@ addition per word, comes from its row and its column.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from transfer.errors import LayoutError
 from transfer.kernels.copier import WireMemory
 from transfer.kernels.digest import FACTOR, STEP, WORD_BYTES
-from transfer.kernels.launch import Launcher
+from transfer.kernels.launch import Launcher, current_stream
 
 _STEP = tl.constexpr(STEP)
 _FACTOR = tl.constexpr(FACTOR)
@@ -89,17 +90,25 @@ def add_words(digest: Tensor, wire: WireMemory, num_bytes: int) -> None:
     if not num_bytes:
         return
     address = wire.data_ptr()
-    part_bytes = math.gcd(WORD_BYTES, address, num_bytes)
     grid = (triton.cdiv(num_bytes, WORD_BYTES * _BLOCK_WORDS), 1, 1)
+    launcher = _launcher(digest.device, math.gcd(WORD_BYTES, address, num_bytes))
+    launcher(current_stream(digest.device), grid, (address, num_bytes, digest.data_ptr()))
+
+
+def is_pass_compiled(device: torch.device, wire: WireMemory, num_bytes: int) -> bool:
+    """Whether `add_words` on that device would only queue."""
+    return _launcher(device, math.gcd(WORD_BYTES, wire.data_ptr(), num_bytes)).is_compiled
+
+
+def compile_pass(device: torch.device, wire: WireMemory, num_bytes: int) -> None:
+    """Compile and load what `add_words` of such a wire launches; launches nothing."""
+    _launcher(device, math.gcd(WORD_BYTES, wire.data_ptr(), num_bytes)).compile((wire.data_ptr(), num_bytes, 0))
+
+
+@cache
+def _launcher(device: torch.device, part_bytes: int) -> Launcher:
     constants = {"PART_TYPE": _PART_TYPES[part_bytes], "PART_BYTES": part_bytes, "BLOCK": _BLOCK_WORDS}
-    key = (digest.device, part_bytes)
-    launcher = _LAUNCHERS.get(key)
-    if launcher is None:
-        launcher = _LAUNCHERS[key] = Launcher(sum_words, digest.device, constants, num_warps=_NUM_WARPS)
-    launcher(grid, (address, num_bytes, digest.data_ptr()))
-
-
-_LAUNCHERS: dict[tuple[torch.device, int], Launcher] = {}
+    return Launcher(sum_words, device, constants, num_warps=_NUM_WARPS)
 
 
 def check_digest(digest: Any, device: torch.device) -> None:
