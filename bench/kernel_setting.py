@@ -28,6 +28,8 @@ from transfer.staging import StagingBuffer
 
 Side = Literal["gather", "scatter"]
 SEED = 1
+SLEEP_CYCLES = 1_000_000
+"""Of a device before a call is timed: some 0.5 ms, longer than the host needs for any call that is prepared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

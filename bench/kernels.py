@@ -1,22 +1,20 @@
 """Gather and scatter against a plain copy of the same bytes in the same run: on a GPU, or in host memory where there is none.
 
-    python -m bench.kernels [--json FILE] [--quick] [--peer sglang [--sglang-wheel FILE]] [--sweep] [--host]
+    python -m bench.kernels [--json FILE] [--quick] [--peer sglang [--sglang-wheel FILE]] [--sweep [SECONDS]] [--host]
 
 A copy reads and writes every byte once, and so do gather and scatter: the copy is their limit. Where elements are converted, it
 is a copy of as many bytes as are read and written then. Every case's calls alternate with its copies.
 
 On a GPU: rows without a remark are the device's time alone, from caches that have been emptied; "host" is how long a call keeps
-the host, "call" the time until all is done on an idle device, the host's part included. In host memory rows are whole calls, by
-one thread.
+the host (by itself, or as one of several in a row), "call" the time until all is done on an idle device, the host's part
+included. In host memory rows are whole calls, by one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +23,23 @@ import numpy as np
 import torch
 
 from bench.gpu_timing import cache_filler, device_seconds, host_seconds, whole_seconds
-from bench.kernel_setting import ON_GPU, ON_HOST, Geometry, Prepared, Side, prepare
+from bench.kernel_setting import ON_GPU, ON_HOST, SLEEP_CYCLES, Geometry, Prepared, Side, prepare
 from bench.peers import sglang
 from bench.timing import Report, argument_parser, sample
 from transfer.kernels import Digest, add_digest, head_slice_copier
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest
-from transfer.layout import Span
 
-SLEEP_CYCLES = 1_000_000  # some 0.5 ms, longer than the host needs for any call that is prepared
 SIDES: tuple[Side, ...] = ("gather", "scatter")
 COPY, MEMCPY = "device copy", "memcpy"
+IN_A_ROW = 16  # calls; their host time is of one, with the host's caches warm
+
+HARDEST: tuple[tuple[str, Side], ...] = (
+    ("Llama-3-70B HND P4->D2", "scatter"),
+    ("DeepSeek-V3", "scatter"),
+    ("Llama-3-70B P2->D4, 4096 tokens, pages of 16", "gather"),
+    ("Qwen3-8B P4->D1, 8192", "scatter"),
+)
+"""What the kernels' sizes are chosen for: how the names of the geometries begin."""
 
 Calls = dict[str, Callable[[], object]]
 
@@ -57,6 +62,7 @@ def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sg
     side, empty = prepared.side, cache_filler()
     on_device: Calls = {COPY: lambda: other.copy_(source), side: prepared.copy, f"{side} + digest": digesting}
     on_host: Calls = {f"{side} + digest": digesting}
+    in_a_row = _parts(prepared, total, digesting)
     calls: Calls = {f"{side} + digest": digesting}
     if peer is not None and prepared.geometry.has_peer:
         kernel, call = _peer_calls(peer, prepared)
@@ -70,6 +76,8 @@ def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sg
             found[what] = device_seconds(call, sleep_cycles=SLEEP_CYCLES)
         for what, call in on_host.items():
             found[f"{what}, host"] = host_seconds(call)
+        for what, call in in_a_row.items():
+            found[f"{what}, host"] = host_seconds(partial(_repeat, call)) / IN_A_ROW
         for what, call in calls.items():
             found[f"{what}, call"] = whole_seconds(call)
         if repetition >= 0:
@@ -80,6 +88,21 @@ def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sg
     for what, found_s in samples_s.items():
         is_host = what.endswith(", host")
         report.add(f"{case}, {side}", what, found_s, num_bytes=0 if is_host else num_bytes, against=None if is_host else copy)
+
+
+def _parts(prepared: Prepared, total: torch.Tensor, digesting: Callable[[], object]) -> Calls:
+    """What a call that has been prepared is made of, for the host: what it checks, and the rest, which queues the kernel."""
+    plan, wire, pages = prepared.plan, prepared.wire, prepared.pages
+    inside = total if plan.can_digest else None
+    return {
+        "all, in a row": digesting,
+        "checks, in a row": lambda: plan._check(pages, wire, "wire", 0, inside),
+    }
+
+
+def _repeat(call: Callable[[], object]) -> None:
+    for _ in range(IN_A_ROW):
+        call()
 
 
 def _digesting(prepared: Prepared, digest: Digest) -> Callable[[], object]:
@@ -139,68 +162,11 @@ def _add_headline(report: Report) -> None:
 
     report.headline["worst_ratio_without_digest"] = min(ratios(*SIDES))
     report.headline["worst_ratio_with_digest"] = min(ratios(*(f"{side} + digest" for side in SIDES)))
-    report.headline["worst_host_s"] = max(row.median_s for row in report.rows if row.what.endswith(", host"))
+    report.headline["worst_host_s"] = max(row.median_s for row in report.rows if row.what.endswith("digest, host"))
 
 
-def sweep(geometries: Sequence[Geometry], *, repetitions: int) -> Report:
-    """Device time of gather and scatter with other sizes than the chosen ones."""
-    from transfer.kernels.head_slice import DEFAULT_TUNING, TritonCopier, Tuning
-
-    report = Report(title=f"Sizes of the kernels on {torch.cuda.get_device_name()}, against a device copy")
-    copies = [replace(DEFAULT_TUNING, copy_words=words, num_warps=warps) for words in (512, 1024, 2048) for warps in (2, 4, 8)]
-    copies += [replace(DEFAULT_TUNING, max_columns=columns) for columns in (16, 32, 64, 128)]
-    digests = [
-        replace(DEFAULT_TUNING, digest_words=words, digest_tiles=tiles, num_warps=warps)
-        for words, tiles, warps in itertools.product((512, 1024, 2048), (1, 2, 4, 8), (2, 4))
-    ]
-    conversions = [
-        replace(DEFAULT_TUNING, conversion_elements=elements, num_warps=warps)
-        for elements in (1024, 2048, 4096, 8192)
-        for warps in (2, 4, 8)
-    ]
-
-    def add(geometry: Geometry, side: Side, tunings: Sequence[Tuning], *, has_digest: bool) -> None:
-        made: dict[str, Prepared] = {}
-        base = prepare(geometry, side, "cuda", head_slice_copier)
-        for tuning in tunings:
-            copier = TritonCopier(
-                base.pool,
-                heads=Span(begin=0, end=geometry.heads),
-                wire_dtype=geometry.wire_dtype,
-                scales=geometry.scales(),
-                tuning=tuning,
-            )
-            made[_told(tuning, DEFAULT_TUNING)] = replace(base, plan=copier.plan(geometry.buffers()))
-        total = torch.zeros(1, dtype=torch.int64, device="cuda")
-        source, other = (torch.zeros(base.traffic_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-        calls: Calls = {COPY: lambda: other.copy_(source)}
-        for name, prepared in made.items():
-            calls[name] = _digesting(prepared, total) if has_digest else prepared.copy
-        samples_s: dict[str, list[float]] = {}
-        for repetition in range(-2, repetitions):
-            for name, call in calls.items():
-                seconds = device_seconds(call, sleep_cycles=SLEEP_CYCLES)
-                if repetition >= 0:
-                    samples_s.setdefault(name, []).append(seconds)
-        case = f"{geometry.name}, {side}{' + digest' if has_digest else ''}"
-        copy = report.add(case, COPY, samples_s.pop(COPY), num_bytes=base.traffic_bytes)
-        for name, found in sorted(samples_s.items(), key=lambda item: sorted(item[1])[len(item[1]) // 2])[:8]:
-            report.add(case, name, found, num_bytes=base.traffic_bytes, against=copy)
-
-    for geometry in geometries:
-        for side in SIDES:
-            if geometry.is_conversion:
-                add(geometry, side, conversions, has_digest=False)
-            else:
-                add(geometry, side, copies, has_digest=False)
-                add(geometry, side, digests, has_digest=True)
-            torch.cuda.empty_cache()
-    return report
-
-
-def _told(tuning: Any, default: Any) -> str:
-    changed = [f"{name} {getattr(tuning, name)}" for name in tuning.__slots__ if getattr(tuning, name) != getattr(default, name)]
-    return ", ".join(changed) or "as chosen"
+def by_name(begin: str) -> Geometry:
+    return next(one for one in ON_GPU if one.name.startswith(begin))
 
 
 def measure_host(geometries: Sequence[Geometry], *, repetitions: int) -> Report:
@@ -256,7 +222,9 @@ def parser() -> argparse.ArgumentParser:
     made = argument_parser("gather and scatter against a plain copy")
     made.add_argument("--peer", choices=["sglang"], help="also SGLang's staging kernels and calls (on a GPU)")
     made.add_argument("--sglang-wheel", type=Path, help="its wheel, or a directory with its files; pip downloads it by default")
-    made.add_argument("--sweep", action="store_true", help="other tile sizes and warps instead (on a GPU)")
+    made.add_argument(
+        "--sweep", type=float, nargs="?", const=50.0, metavar="SECONDS", help="other sizes of the kernels instead (on a GPU)"
+    )
     made.add_argument("--host", action="store_true", help="host memory, also where there is a GPU")
     return made
 
@@ -266,8 +234,9 @@ def main() -> None:
     is_quick: bool = arguments.quick
     if torch.cuda.is_available() and not arguments.host:
         if arguments.sweep:
-            chosen = [one for one in ON_GPU if one.name in (ON_GPU[0].name, ON_GPU[10].name, ON_GPU[11].name)]
-            report = sweep(chosen, repetitions=3 if is_quick else 9)
+            from bench.kernel_sweep import sweep  # Triton is only where there is a GPU
+
+            report = sweep([(by_name(name), side) for name, side in HARDEST], repetitions=5, seconds=arguments.sweep)
         else:
             peer = sglang.load(arguments.sglang_wheel) if arguments.peer else None
             geometries = [one.smaller(8) for one in ON_GPU] if is_quick else ON_GPU

@@ -42,6 +42,7 @@ class Tuning:
         digest_tiles: Tiles of a program that digests, at most: its sum is made once.
         conversion_elements: Elements of a tile that is converted.
         max_columns: Words of a row that a piece has at most.
+        min_programs: Of a launch whose programs have several tiles: enough for every multiprocessor to have some, and some more.
         num_warps: Of a program.
         num_stages: Tiles of a program that are fetched at a time, by way of shared memory; 1 is the registers' way.
         is_strided: Programs side by side move tiles side by side; otherwise a program's tiles are.
@@ -54,6 +55,7 @@ class Tuning:
     digest_tiles: int = 8
     conversion_elements: int = 4096
     max_columns: int = 512
+    min_programs: int = 4096
     num_warps: int = 4
     num_stages: int = 1
     is_strided: bool = True
@@ -64,7 +66,6 @@ class Tuning:
 
 
 DEFAULT_TUNING = Tuning()
-_MIN_PROGRAMS = 4096  # of a launch whose programs have several tiles: enough for every multiprocessor to have some, and some more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +267,7 @@ class _Launch:
         first, end = self._tokens.begin * pieces_per_token, self._tokens.end * pieces_per_token
         num_tiles = -(-end // tile_pieces) - first // tile_pieces
         most_tiles = tuning.digest_tiles if has_digest else 1 if is_conversion else tuning.copy_tiles
-        tiles = max(1, min(most_tiles, num_tiles * self._count // _MIN_PROGRAMS))
+        tiles = max(1, min(most_tiles, num_tiles * self._count // tuning.min_programs))
         strides = [stride // pool_bytes for stride in rows.strides]
         reach = (pool.page_size - 1) * strides[1] + (rows.rows_per_token - 1) * strides[2] + row + piece
         kinds = (element.value, wire_element.value) if is_gather else (wire_element.value, element.value)
