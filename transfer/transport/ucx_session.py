@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from transfer.transport.ucx_library import Ucx, in_words, transport_error
 
 _KIND_SHIFT = 62
 _PROGRESS_STEPS = 64  # of one `progress()`: bounds the time for which one busy session holds its owner
+_PROGRESS_S = 0.0005  # the same: a step may copy a whole payload, and what came by then waits to be scattered
 _CLOSE_STEPS = 10_000  # of `close()`: UCX settles what it cancelled within a few
 _MAX_UNEXPECTED = 4096  # messages nobody expects; a right writer sends what was granted, so this is a broken or hostile one
 
@@ -170,9 +172,11 @@ class UcxSession:
     def progress(self) -> bool:
         if self._worker is None:
             return False
-        steps = 0
+        steps, ends_at = 0, time.perf_counter() + _PROGRESS_S
         while steps < _PROGRESS_STEPS and self._worker.progress_once():
             steps += 1
+            if time.perf_counter() >= ends_at:
+                break
         matched = self._match()
         self._sweep()
         if self._failure is None and not self._endpoint.alive:
