@@ -5,23 +5,17 @@ A new transport is one entry in `KINDS`.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from tests.transport.host_cuda import HostCuda, TwinTransport
+from tests.transport.payload import Bytes, noise, ring_of
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 from transfer.transport.nixl import NixlTransport
 from transfer.transport.ucx import UcxTransport
-
-Bytes = npt.NDArray[np.uint8]
-PATTERN = 0xA5
 
 
 def _inproc(one_sided: bool) -> tuple[Transport, Transport]:
@@ -48,21 +42,6 @@ UCX = [kind for kind in KINDS if kind.startswith("ucx")]
 NIXL = [kind for kind in KINDS if kind.startswith("nixl")]
 ONE_SIDED = ["inproc-one-sided", *NIXL, "cuda_ipc-twin"]
 TWO_SIDED = [kind for kind in KINDS if kind not in ONE_SIDED]
-
-
-def rng(begin: int, end: int) -> ByteRange:
-    return ByteRange(begin=begin, end=end)
-
-
-def ring_of(num_bytes: int) -> Bytes:
-    """One shared mapping, as a rank's ring is where its transport asks for that, filled with `PATTERN`."""
-    ring = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
-    ring[:] = PATTERN
-    return ring
-
-
-def noise(num_bytes: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from tests.transport.contract import noise, ring_of, rng
+from tests.transport.payload import noise, ring_of, rng
 from transfer.errors import TransferError
 from transfer.transport.base import Session
 from transfer.transport.ucx import UcxTransport

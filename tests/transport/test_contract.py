@@ -16,15 +16,13 @@ from tests.transport.contract import (
     INPROC,
     KINDS,
     ONE_SIDED,
-    PATTERN,
     TWO_SIDED,
     UCX,
     Pair,
-    noise,
     open_pair,
     open_sessions,
-    rng,
 )
+from tests.transport.payload import PATTERN, noise, rng
 from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.inproc import InprocHub, InprocTransport
 from transfer.transport.ucx import UcxTransport

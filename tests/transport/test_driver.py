@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.transport.contract import NIXL, TWO_SIDED, Pair, open_pair, open_sessions, rng
+from tests.transport.contract import NIXL, TWO_SIDED, Pair, open_pair, open_sessions
+from tests.transport.payload import rng
 from transfer.errors import LocalProtocolError, TransferError, TransportClosed, TransportTimeout, WriteFailed
 from transfer.transport.driver import SessionDriver
 from transfer.transport.fine_timer import FineTimer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.transport.contract import ring_of
+from tests.transport.payload import ring_of
 from transfer.errors import ConfigError
 from transfer.transport.nixl import NixlTransport
 from transfer.transport.nixl_metadata import MalformedMetadata, Region, check_memory_key, check_metadata

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transport.contract import PATTERN, noise, ring_of, rng
+from tests.transport.payload import PATTERN, noise, ring_of, rng
 from tests.transport.remote_peer import RemotePeer
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import Session

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.transport.contract import KINDS, TWO_SIDED, Pair, open_pair, rng
+from tests.transport.contract import KINDS, TWO_SIDED, Pair, open_pair
+from tests.transport.payload import rng
 from transfer.errors import ConfigError, TransportError, TransportTimeout
 from transfer.transport.base import FIRST_PROBE_KEY
 from transfer.transport.driver import SessionDriver

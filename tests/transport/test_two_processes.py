@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transport.contract import PATTERN, noise, rng
+from tests.transport.payload import PATTERN, noise, rng
 from tests.transport.remote_peer import ROOT, RemotePeer
 from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, WriteFailed
 from transfer.transport.base import Session

@@ -24,6 +24,11 @@ _PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
 # The progress thread sleeps on UCX's descriptor and looks once in this time on top, should an event have been missed. It serves
 # what needs the target's help (TCP, connecting) while the owner's loop is idle: 10 wake-ups a second of a few microseconds.
 _PROGRESS_DELAY_US = 100_000
+# NIXL brings a UCX of its own beside that of the ucx transport. Each UCX hooks mmap, munmap and the like to learn of memory that
+# goes away, and the second one to do so unhooks the first, unnoticed: the first one's registration cache goes stale, its next
+# context gets none, and without one UCX 1.21 dies when a peer leaves (see `ucx`). NIXL's memory is registered by hand and needs
+# no cache, so its UCX is told to hook nothing; it reads that once, when the plugin is loaded.
+_NO_HOOKS = {"UCX_MEM_EVENTS": "n", "UCX_RCACHE_ENABLE": "n"}
 
 
 def load_nixl() -> ModuleType:
@@ -112,12 +117,14 @@ class Agent:
         config.useListenThread = False
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = lib.NIXL_THREAD_SYNC_NONE  # one owner thread; NIXL locks against its own progress thread
-        self._agent = lib.nixlAgent(f"kvferry-{secrets.token_hex(8)}", config)
         self._peer: Any = None
-        plugins = self._agent.getAvailPlugins()
-        if backend not in plugins:
-            raise ConfigError(f"backend {backend} of transport nixl is not installed; this NIXL has {', '.join(sorted(plugins))}")
-        with _environment({f"UCX_{name}": value for name, value in options.items()}):
+        with _environment({f"UCX_{name}": value for name, value in options.items()} | _NO_HOOKS):
+            self._agent = lib.nixlAgent(f"kvferry-{secrets.token_hex(8)}", config)
+            plugins = self._agent.getAvailPlugins()
+            if backend not in plugins:
+                raise ConfigError(
+                    f"backend {backend} of transport nixl is not installed; this NIXL has {', '.join(sorted(plugins))}"
+                )
             try:
                 self._backend = self._agent.createBackend(backend, {})
             except Exception as error:

@@ -49,6 +49,14 @@ _OPTIONS = {"TCP_TX_SEG_SIZE": "64K", "TCP_RX_SEG_SIZE": "256K"}
 # offering worker is made before the lane is known and keeps UCX's own choice, which is get too; all that it ever receives are the
 # probe's answers in the probe's scratch memory.
 _SHM_OPTIONS = {"RNDV_SCHEME": "get_zcopy"}
+# Without its registration cache UCX before 1.22.0 ends the process when a peer leaves in the middle of a write (a null pointer in
+# ucp_request_memh_invalidate; openucx/ucx pull request 11485). "try", the default, goes on without one: UCX_MEM_EVENTS=n, or a
+# second UCX in the process that took the memory hooks over. This refuses to begin.
+_CACHE = {"RCACHE_ENABLE": "y"}
+_NO_CACHE_HINT = (
+    "; its registration cache needs its memory hooks: take UCX_MEM_EVENTS and UCX_MEM_MMAP_HOOK_MODE out of the environment, and "
+    "let no other UCX hook in this process"
+)
 
 
 class UcxOffer:
@@ -233,7 +241,7 @@ class UcxTransport:
             options = {name: value for name, value in _OPTIONS.items() if f"UCX_{name}" not in os.environ}
             if purpose == _SHM:
                 options |= _SHM_OPTIONS
-            options |= self._options
+            options |= self._options | _CACHE
             if self.wanted_lane == _NET or purpose == _NET:
                 options["TLS"] = without_shared_memory(options.get("TLS") or os.environ.get("UCX_TLS") or "all")
             else:
@@ -244,7 +252,8 @@ class UcxTransport:
             try:
                 self._contexts[purpose] = self.ucx.Context(options, features)
             except Exception as error:
-                raise ConfigError(f"UCX refused the options {options}: {in_words(error)}") from error
+                hint = _NO_CACHE_HINT if "Unsupported" in type(error).__name__ else ""
+                raise ConfigError(f"UCX refused the options {options}: {in_words(error)}{hint}") from error
         return self._contexts[purpose]
 
     def _check_open(self) -> None:
