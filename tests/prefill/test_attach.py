@@ -212,6 +212,7 @@ class Sender:
         self.driver = SessionDriver(asyncio.get_running_loop())
         self.opened: dict[int, Session] = {}
         self.closed: dict[int, str] = {}
+        self.copier = None  # nothing is warmed up for pools in host memory
 
     def open_session(self, number: int, session: Session, control: Any, **values: Any) -> None:
         self.opened[number] = session
