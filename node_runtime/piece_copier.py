@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from node_runtime.request_tables import DeviceTable, RequestTables
-from transfer.chunk import Chunk
-from transfer.kernels import CopyPlan, Digest, HeadSliceCopier, WireMemory, add_digest, head_slice_copier
+from transfer.chunk import Chunk, ChunkPlan, pieces_of, split_into_chunks
+from transfer.kernels import (
+    CopyPlan,
+    Digest,
+    HeadSliceCopier,
+    WireMemory,
+    add_digest,
+    compile_add_digest,
+    head_slice_copier,
+    is_add_digest_compiled,
+)
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind
 from transfer.layout import DType, KVLayout, LayerKind, Route, Span, WireBuffer, wire_buffers
@@ -19,6 +28,13 @@ from transfer.layout import DType, KVLayout, LayerKind, Route, Span, WireBuffer,
 Scales = frozenset[tuple[tuple[int, bool], float]]
 
 _CACHED_PIECES = 1024  # a few per route, head slice and layer group; each some 20 KB
+_TAILS = (
+    0,
+    1,
+    2,
+    4,
+    8,
+)  # tokens of a last chunk: kernels differ by the powers of two, to 16 bytes, that wire offsets are multiples of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,37 +58,6 @@ class GroupCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCopy:
-    """One piece, ready to be copied on any thread; to be kept until the copy has run.
-
-    Args:
-        parts: One for each group that the piece has layers of.
-        num_wire_bytes: Bytes of the piece.
-        can_digest: Whether the parts together digest it; otherwise that is one more pass over the wire.
-    """
-
-    parts: Sequence[GroupCopy]
-    num_wire_bytes: int
-    can_digest: bool
-
-    def gather(self, out: WireMemory, digest: Digest | None = None) -> None:
-        """From the pages into the first bytes of `out`, see `CopyPlan.gather`; the digest is of all bytes of the piece."""
-        inside = digest if self.can_digest else None
-        for part in self.parts:
-            part.plan.gather(part.pages, out, first_page=part.first_page, digest=inside)
-        if digest is not None and inside is None:
-            add_digest(digest, out, self.num_wire_bytes)
-
-    def scatter(self, source: WireMemory, digest: Digest | None = None) -> None:
-        """From the first bytes of `source` into the pages, see `CopyPlan.scatter`; the digest is of all bytes of the piece."""
-        inside = digest if self.can_digest else None
-        if digest is not None and inside is None:
-            add_digest(digest, source, self.num_wire_bytes)
-        for part in self.parts:
-            part.plan.scatter(part.pages, source, first_page=part.first_page, digest=inside)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupPiece:
     """What a piece has in one group, for any request: tokens counted from `first_page`'s start, pages relative to the chunk's."""
 
@@ -82,12 +67,92 @@ class _GroupPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A piece for any request; see `PieceCopy`."""
+class PiecePlan:
+    """A piece for any request.
+
+    Args:
+        groups: One for each group that the piece has layers of.
+        num_wire_bytes: Bytes of the piece.
+        can_digest: Whether the groups' plans together digest it; otherwise that is one more pass over the wire.
+        device: Of the pool.
+    """
 
     groups: Sequence[_GroupPiece]
     num_wire_bytes: int
     can_digest: bool
+    device: torch.device
+
+    def is_ready(self, wire: WireMemory, *, is_gather: bool, has_digest: bool) -> bool:
+        inside = has_digest and self.can_digest
+        if has_digest and not inside and not is_add_digest_compiled(self.device, wire, self.num_wire_bytes):
+            return False
+        return all(part.plan.is_compiled(wire, has_digest=inside, is_gather=is_gather) for part in self.groups)
+
+    def make_ready(self, wire: WireMemory, *, is_gather: bool, has_digest: bool) -> None:
+        inside = has_digest and self.can_digest
+        if has_digest and not inside:
+            compile_add_digest(self.device, wire, self.num_wire_bytes)
+        for part in self.groups:
+            part.plan.compile(wire, has_digest=inside, is_gather=is_gather)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceCopy:
+    """One piece, to be copied on any thread; to be kept until the copy has run.
+
+    Args:
+        parts: One for each group that the piece has layers of.
+        plan: The piece for any request.
+    """
+
+    parts: Sequence[GroupCopy]
+    plan: PiecePlan
+
+    @property
+    def num_wire_bytes(self) -> int:
+        return self.plan.num_wire_bytes
+
+    def is_ready(self, wire: WireMemory, *, is_gather: bool, has_digest: bool = True) -> bool:
+        """Whether a copy from or to this wire would only be queued. On a GPU the first of its kind compiles kernels, for seconds.
+
+        Args:
+            is_gather: Whether the wire would be what `gather` fills, or what `scatter` reads.
+        """
+        return self.plan.is_ready(wire, is_gather=is_gather, has_digest=has_digest)
+
+    def make_ready(self, wire: WireMemory, *, is_gather: bool, has_digest: bool = True) -> None:
+        """Do what is missing for `is_ready`, without a copy: on any thread, while other pieces are copied; nothing twice."""
+        self.plan.make_ready(wire, is_gather=is_gather, has_digest=has_digest)
+
+    def gather(self, out: WireMemory, digest: Digest | None = None) -> None:
+        """From the pages into the first bytes of `out`, see `CopyPlan.gather`; the digest is of all bytes of the piece."""
+        inside = digest if self.plan.can_digest else None
+        for part in self.parts:
+            part.plan.gather(part.pages, out, first_page=part.first_page, digest=inside)
+        if digest is not None and inside is None:
+            add_digest(digest, out, self.plan.num_wire_bytes)
+
+    def scatter(self, source: WireMemory, digest: Digest | None = None) -> None:
+        """From the first bytes of `source` into the pages, see `CopyPlan.scatter`; the digest is of all bytes of the piece."""
+        inside = digest if self.plan.can_digest else None
+        if digest is not None and inside is None:
+            add_digest(digest, source, self.plan.num_wire_bytes)
+        for part in self.parts:
+            part.plan.scatter(part.pages, source, first_page=part.first_page, digest=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class _AnyWire:
+    """Stands for the wires with an alignment, in bytes."""
+
+    alignment: int
+    num_bytes: int
+
+    def data_ptr(self) -> int:
+        return self.alignment
+
+    def numel(self) -> int:
+        return self.num_bytes
 
 
 class PieceCopier:
@@ -136,14 +201,8 @@ class PieceCopier:
         """
         if layout is not self._layout:
             self._adopt(layout)
-        page_size = self._pool.page_size
-        chunk_page = chunk.tokens.begin // page_size
-        first_token = chunk_page * page_size
-        tokens = Span(begin=chunk.tokens.begin - first_token, end=chunk.tokens.end - first_token)
-        # The prompt's end decides what a window leaves out and when a state travels; farther away it would only keep equal chunks
-        # apart.
-        end_token = min(num_tokens - first_token, tokens.end + self._reach_tokens)
-        piece = self._planned(route, tokens, chunk.layers, end_token, dtype, heads, frozenset((scales or {}).items()))
+        chunk_page = chunk.tokens.begin // self._pool.page_size
+        piece = self._piece(route, chunk, heads=heads, num_tokens=num_tokens, dtype=dtype, scales=scales)
         parts: list[GroupCopy] = []
         for part in piece.groups:
             first = 0 if self._pool.groups[part.group].kind is GroupKind.STATE else chunk_page + part.first_page
@@ -153,12 +212,62 @@ class PieceCopier:
                 parts.append(GroupCopy(plan=part.plan, table=kept, first_page=first))
             else:
                 parts.append(GroupCopy(plan=part.plan, table=torch.tensor(table[first:end], dtype=torch.int64), first_page=0))
-        return PieceCopy(parts=parts, num_wire_bytes=piece.num_wire_bytes, can_digest=piece.can_digest)
+        return PieceCopy(parts=parts, plan=piece)
+
+    def warm(
+        self,
+        layout: KVLayout,
+        route: Route,
+        plan: ChunkPlan,
+        *,
+        heads: Span,
+        dtype: DType,
+        is_gather: bool,
+        scales: Mapping[tuple[int, bool], float] | None = None,
+        wire_alignment: int = 16,
+    ) -> None:
+        """Compile and load the kernels of every piece that the route can have, so that no first request waits for them.
+
+        On any thread: it shares nothing with `prepare` but the kernels, and launches nothing. Does little where
+        the kernels are known, or the pool is in host memory.
+
+        Args:
+            plan: How requests are cut.
+            is_gather: Whether this end gathers.
+            wire_alignment: What the wires' addresses are multiples of, in bytes; those on less may still have to be compiled.
+
+        See `prepare` for the others.
+        """
+        copier = PieceCopier(self._pool)
+        copier._adopt(layout)
+        for tail in _TAILS:
+            num_tokens = plan.chunk_tokens + tail
+            chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers)
+            for chunk, _ in pieces_of(chunks, layout, route, num_tokens=num_tokens, dtype=dtype):
+                piece = copier._piece(route, chunk, heads=heads, num_tokens=num_tokens, dtype=dtype, scales=scales)
+                piece.make_ready(_AnyWire(wire_alignment, piece.num_wire_bytes), is_gather=is_gather, has_digest=True)
 
     def forget(self, request_id: str) -> None:
         """The request's pages are given back, or it is over: drop what is kept of its tables. Does nothing twice."""
         for kept in self._device_tables:
             kept.forget(request_id)
+
+    def _piece(
+        self,
+        route: Route,
+        chunk: Chunk,
+        *,
+        heads: Span,
+        num_tokens: int,
+        dtype: DType,
+        scales: Mapping[tuple[int, bool], float] | None,
+    ) -> PiecePlan:
+        first_token = chunk.tokens.begin // self._pool.page_size * self._pool.page_size
+        tokens = Span(begin=chunk.tokens.begin - first_token, end=chunk.tokens.end - first_token)
+        # The prompt's end decides what a window leaves out and when a state travels; farther away it would only keep equal chunks
+        # apart.
+        end_token = min(num_tokens - first_token, tokens.end + self._reach_tokens)
+        return self._planned(route, tokens, chunk.layers, end_token, dtype, heads, frozenset((scales or {}).items()))
 
     def _copier(self, layer: int, heads: Span, dtype: DType, scales: Scales) -> HeadSliceCopier:
         key = (self._pool.group_of(layer), heads, dtype, scales)
@@ -175,7 +284,7 @@ class PieceCopier:
 
     def _plan(
         self, route: Route, tokens: Span, layers: Span, num_tokens: int, dtype: DType, heads: Span, scales: Scales
-    ) -> _Piece:
+    ) -> PiecePlan:
         by_group: dict[int, list[WireBuffer]] = {}
         for buffer in wire_buffers(self._layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype):
             by_group.setdefault(self._pool.group_of(buffer.layer), []).append(buffer)
@@ -186,7 +295,7 @@ class PieceCopier:
         num_wire_bytes = max((part.plan.num_wire_bytes for part in groups), default=0)
         is_gapless = sum(part.plan.num_moved_bytes for part in groups) == num_wire_bytes
         can_digest = is_gapless and all(part.plan.can_digest for part in groups)
-        return _Piece(groups=groups, num_wire_bytes=num_wire_bytes, can_digest=can_digest)
+        return PiecePlan(groups=groups, num_wire_bytes=num_wire_bytes, can_digest=can_digest, device=self._pool.device)
 
     def _group_piece(self, group: int, buffers: Sequence[WireBuffer], copier_of: Callable[[int], HeadSliceCopier]) -> _GroupPiece:
         """A window may begin pages behind the chunk's first one, whose entries are no pages; all its layers begin alike."""

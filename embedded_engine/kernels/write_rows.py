@@ -16,7 +16,7 @@ from transfer.errors import LayoutError
 from transfer.kernels.elements import narrowed, widened
 from transfer.layout import TokenOrder
 
-# As integers, because they are converted by hand: see transfer.kernels.head_slice.
+# As integers, because they are converted by hand: see transfer.kernels.elements.
 _ELEMENTS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 

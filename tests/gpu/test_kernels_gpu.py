@@ -287,3 +287,32 @@ def test_tables_of_requests_are_checked() -> None:
     assert longer.use()[:10].tolist() == grown.use()[:10].tolist() == list(range(10))
     tables.forget("a")
     assert tables.cover("a", [4], 0, 1).use()[:1].tolist() == [4]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_gather", [True, False])
+def test_pieces_of_a_route_that_was_warmed_compile_nothing(is_gather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transfer.kernels import copy_kernel
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    layout = KVLayout.uniform(num_layers=3, num_kv_heads=3, head_dim=96, dtype=DType.BFLOAT16)
+    shard, plan = Shard(page_size=16), ChunkPlan(chunk_tokens=64)
+    copier = PieceCopier(KVPool(layout=layout, shard=shard, num_pages=32, device="cuda"))
+    (route,) = routes(layout, shard, shard)
+    what = {"heads": Span(begin=0, end=3), "dtype": DType.BFLOAT16}
+    copier.warm(layout, route, plan, is_gather=is_gather, **what)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a kernel is compiled")
+
+    monkeypatch.setattr(copy_kernel.copy_pieces, "warmup", refuse)
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for num_tokens in (1, 63, 64, 65, 200):
+        for chunk in split_into_chunks(plan, num_tokens=num_tokens, num_layers=3):
+            tables = [range(32)]
+            piece = copier.prepare(layout, route, chunk, request_id="a", num_tokens=num_tokens, tables=tables, **what)
+            wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8, device=device)
+            piece.make_ready(wire, is_gather=is_gather)
+            with nothing_waits():
+                (piece.gather if is_gather else piece.scatter)(wire, total)
+    torch.cuda.synchronize()

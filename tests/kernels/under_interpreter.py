@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node_runtime import piece_copier
+from node_runtime.piece_copier import PieceCopier
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
-from tests.runtime.test_piece_copier import carry_over
-from transfer.chunk import ChunkPlan
+from tests.runtime.scattered_tiers import HYBRID
+from tests.runtime.test_piece_copier import carry_over, pages_of
+from transfer.chunk import ChunkPlan, pieces_of, split_into_chunks
 from transfer.errors import LayoutError
 from transfer.kernels import add_digest, copier, head_slice
 from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
@@ -18,7 +20,7 @@ from transfer.kernels.head_slice import TritonCopier
 from transfer.kernels.launch import Launcher, Stream
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
 from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
-from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer
+from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer, routes, wire_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -192,3 +194,49 @@ def test_a_prompt_of_all_kinds_of_layers_is_carried_over(dtype: DType | None, mo
     decode = Shard(tp_size=2, page_size=4, order=TokenOrder.HND, dtype=dtype)
     plan = ChunkPlan(chunk_tokens=8, layers_per_group=3)
     carry_over(Shard(tp_size=4, page_size=3), decode, plan, 25, algorithm=DIGEST_WORDS, has_kernels=True)
+
+
+@pytest.mark.parametrize("dtype", [None, DType.FLOAT8_E4M3])
+@pytest.mark.parametrize("is_gather", [True, False])
+def test_what_has_been_warmed_is_all_that_prompts_take(
+    is_gather: bool, dtype: DType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piece_copier, "head_slice_copier", TritonCopier)
+    shard, peer, plan = Shard(page_size=4), Shard(page_size=4, dtype=dtype), ChunkPlan(chunk_tokens=24, layers_per_group=3)
+    on_wire = wire_dtype(HYBRID, shard, peer)
+    pages = pages_of(shard, 90, seed=1, in_flight=90)
+    pages.cover("a", 90)
+    copier = PieceCopier(pages.pool)
+    for route in routes(HYBRID, shard, peer):
+        what = {"heads": Span(begin=0, end=route.heads.count), "dtype": on_wire}
+        head_slice._launcher.cache_clear()
+        copier.warm(HYBRID, route, plan, is_gather=is_gather, **what)
+        known = head_slice._launcher.cache_info().misses
+        assert known
+        for num_tokens in range(1, 90, 4):
+            chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=num_tokens // 3)
+            for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=on_wire):
+                tables = pages.allocator.tables("a")
+                piece = copier.prepare(HYBRID, route, chunk, request_id="a", num_tokens=num_tokens, tables=tables, **what)
+                wire = torch.zeros(num_bytes, dtype=torch.uint8)
+                piece.make_ready(wire, is_gather=is_gather)
+                assert piece.is_ready(wire, is_gather=is_gather)
+        assert head_slice._launcher.cache_info().misses == known
+
+
+def test_a_piece_is_ready_for_the_wires_that_it_was_made_ready_for() -> None:
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=16, v_head_dim=0, dtype=DType.INT8)
+    pool = PagedKVPool(layout=layout, shard=Shard(page_size=2), num_pages=2)
+    buffer = WireBuffer(layer=0, is_v=False, tokens=Span(begin=0, end=4), row_bytes=16, offset_bytes=0)
+    plan = TritonCopier(pool, heads=Span(begin=0, end=1), wire_dtype=DType.INT8).plan([buffer])
+    memory = torch.zeros(128, dtype=torch.uint8)
+    aligned = memory[-memory.data_ptr() % 16 :]
+    gather = {"has_digest": True, "is_gather": True}
+    assert not plan.is_compiled(aligned, **gather)
+    for _ in range(2):
+        plan.compile(aligned, **gather)
+        assert plan.is_compiled(aligned, **gather) and plan.is_compiled(aligned[16:], **gather)
+    assert not plan.is_compiled(aligned[8:], **gather)
+    assert not plan.is_compiled(aligned, has_digest=True, is_gather=False)
+    assert not plan.is_compiled(aligned, has_digest=False, is_gather=True)
+    assert memory.eq(0).all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from transfer.errors import LayoutError
@@ -17,7 +18,16 @@ from transfer.kernels.host_copy import HostCopier
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, Span
 
-__all__ = ["CopyPlan", "Digest", "HeadSliceCopier", "WireMemory", "add_digest", "head_slice_copier"]
+__all__ = [
+    "CopyPlan",
+    "Digest",
+    "HeadSliceCopier",
+    "WireMemory",
+    "add_digest",
+    "compile_add_digest",
+    "head_slice_copier",
+    "is_add_digest_compiled",
+]
 
 
 def head_slice_copier(
@@ -63,3 +73,20 @@ def add_digest(digest: Digest, wire: WireMemory, num_bytes: int) -> None:
     from transfer.kernels.words import add_words
 
     add_words(digest, wire, num_bytes)
+
+
+def is_add_digest_compiled(device: torch.device, wire: WireMemory, num_bytes: int) -> bool:
+    """Whether `add_digest` of such a wire to a sum on `device` only queues, see `CopyPlan.is_compiled`."""
+    if device.type == "cpu":
+        return True
+    from transfer.kernels.words import is_pass_compiled
+
+    return is_pass_compiled(device, wire, num_bytes)
+
+
+def compile_add_digest(device: torch.device, wire: WireMemory, num_bytes: int) -> None:
+    """Do what is missing for `is_add_digest_compiled`, see `CopyPlan.compile`."""
+    if device.type != "cpu":
+        from transfer.kernels.words import compile_pass
+
+        compile_pass(device, wire, num_bytes)
