@@ -102,7 +102,8 @@ class ReceiverLoop:
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None
-        self._copier = PieceCopier(pool)
+        self.copier = PieceCopier(pool)
+        """Prepares the pieces; to be warmed up when a session is attached, see `node_runtime.warm_up`."""
         self._requests: dict[str, protocol.IncomingRequest] = {}
         self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
             loop,
@@ -217,13 +218,13 @@ class ReceiverLoop:
                 self._owner.publish(self.ring.watermark(), action.sessions)
             case protocol.RequestComplete():
                 del self._requests[action.request_id]
-                self._copier.forget(action.request_id)
+                self.copier.forget(action.request_id)
                 self._owner.on_complete(action.request_id)
             case protocol.RequestFailed():
                 self._owner.on_failed(action.request_id, action.reason, is_data_loss=action.is_data_loss)
             case protocol.RequestDrained():
                 del self._requests[action.request_id]
-                self._copier.forget(action.request_id)
+                self.copier.forget(action.request_id)
                 self._owner.on_drained(action.request_id)
             case protocol.CloseSession():
                 self.close_session(action.session, action.reason)
@@ -262,7 +263,7 @@ class ReceiverLoop:
     def _scatter(self, action: protocol.StartScatter) -> None:
         request = self._requests[action.request_id]
         heads = action.route.heads
-        piece = self._copier.prepare(
+        piece = self.copier.prepare(
             request.layout,
             action.route,
             action.chunk,

@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
+from node_runtime.warm_up import warm_up
 from transfer.chunk import largest_wire_bytes
 from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
@@ -96,7 +97,7 @@ class DecodeWorker:
         self._engine_lane = Lane("engine", loop, self._crash)
         self._requests: dict[str, _Request] = {}
         self._writers: dict[int, _Writer] = {}  # by session
-        self._probes: set[asyncio.Task[None]] = set()
+        self._attaching: set[asyncio.Task[None]] = set()  # probes, and kernels being compiled
         self._engine: DecodeEngine
         self._instance: Instance
         self._allocator: GroupAllocator
@@ -202,9 +203,8 @@ class DecodeWorker:
         probe_bytes = min(request.probe_bytes, self._config.transport.probe_bytes)
         if not self._transport.is_one_sided:
             probe_bytes = min(probe_bytes, ring.capacity_bytes)  # what a write names as its target must lie in what is offered
-            probe = self._loop.create_task(self._serve_probe(number, session, probe_bytes))
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
+            self._keep(self._serve_probe(number, session, probe_bytes))
+        self._keep(self._warm_up(number, request))
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
         return AttachResponse(
             session_id=number,
@@ -225,6 +225,27 @@ class DecodeWorker:
 
     def _wire(self, prefill: Instance) -> DType:
         return wire_dtype(self._instance.layout, prefill.shard, self._instance.shard)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._attaching.add(task)
+        task.add_done_callback(self._attaching.discard)
+
+    async def _warm_up(self, number: int, request: AttachRequest) -> None:
+        writer = self._writers[number]
+        try:
+            await warm_up(
+                self._receiver.copier,
+                [route for route in writer.routes if route.prefill_rank == writer.rank],
+                request.chunk_plan,
+                device=self._engine.pool.device,
+                layout=self._instance.layout,
+                dtype=self._wire(request.prefill),
+                scales=writer.scales,
+                is_gather=False,
+            )
+        except Exception as error:  # whatever a compiler says; what needs the kernels would meet it again
+            self._crash(error)
 
     async def _serve_probe(self, number: int, session: Session, probe_bytes: int) -> None:
         try:
@@ -439,8 +460,8 @@ class DecodeWorker:
     async def close(self) -> None:
         self._servicer.close("the decode node shuts down")
         await self._server.close()
-        for probe in list(self._probes):
-            probe.cancel()
+        for task in list(self._attaching):
+            task.cancel()
         self._receiver.close()
         await self._engine_lane.call(self._engine.close)
         self._engine_lane.close(timeout_s=5.0)

@@ -5,6 +5,8 @@ asynchronous copy, and the waiting thread sleeps in the driver without the inter
 whose device takes bytes slowly (a direct session's gather stores over the link) must not hold the others up.
 
 The digest of a copy is what its kernels add to the stream's one sum: read before and after, so that nothing has to be cleared.
+
+Kernels that were not compiled when the session was attached are compiled on a thread of their own: it can take seconds.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class DeviceCopyLane:
         self._device = device
         self._loop = loop
         self._on_crash = on_crash
+        self._compiler = Lane(f"{name}-compiler", loop, on_crash)
         self._peers: dict[int, _PeerStream] = {}
         self._closing: list[Lane] = []
 
@@ -69,13 +72,19 @@ class DeviceCopyLane:
         after: DeviceEvent | None,
         on_done: OnGathered,
     ) -> None:
-        self._queue(peer, algorithm, after, lambda total: piece.gather(out, digest=total), on_done)
+        def launch(lane: _PeerStream) -> None:
+            self._queue(lane, after, lambda total: piece.gather(out, digest=total), on_done)
+
+        self._when_ready(piece, out, algorithm, peer, launch, lambda: on_done(0, 0.0), is_gather=True)
 
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
         def compare(found: int, seconds: float) -> None:
             on_done(found == digest, seconds)
 
-        self._queue(peer, algorithm, None, lambda total: piece.scatter(source, digest=total), compare)
+        def launch(lane: _PeerStream) -> None:
+            self._queue(lane, None, lambda total: piece.scatter(source, digest=total), compare)
+
+        self._when_ready(piece, source, algorithm, peer, launch, lambda: on_done(False, 0.0), is_gather=False)
 
     def forget(self, peer: int) -> None:
         ended = self._peers.pop(peer, None)
@@ -88,14 +97,36 @@ class DeviceCopyLane:
         for peer in list(self._peers):
             self.forget(peer)
         ends_at = time.monotonic() + timeout_s
-        return all([lane.close(max(0.0, ends_at - time.monotonic())) for lane in self._closing])
+        return all([lane.close(max(0.0, ends_at - time.monotonic())) for lane in (*self._closing, self._compiler)])
 
-    def _queue(
-        self, peer: int, algorithm: str, after: DeviceEvent | None, copy: Callable[[Tensor], None], on_done: OnGathered
+    def _when_ready(
+        self,
+        piece: PieceCopy,
+        wire: Tensor | DirectMemory,
+        algorithm: str,
+        peer: int,
+        launch: Callable[[_PeerStream], None],
+        give_up: Callable[[], None],
+        *,
+        is_gather: bool,
     ) -> None:
+        """Launch now, or once the piece's kernels are compiled; never after the session was closed, whose memory may be gone."""
         if algorithm != DIGEST_WORDS:
             raise LocalProtocolError(f"digest algorithm is {algorithm}; copies on {self._device} make {DIGEST_WORDS}")
         lane = self._peers.get(peer) or self._open(peer)
+        if piece.is_ready(wire, is_gather=is_gather):
+            launch(lane)
+            return
+
+        def compiled(_: None) -> None:
+            if self._peers.get(peer) is lane:
+                launch(lane)
+            else:
+                give_up()
+
+        self._compiler.submit(lambda: piece.make_ready(wire, is_gather=is_gather), compiled)
+
+    def _queue(self, lane: _PeerStream, after: DeviceEvent | None, copy: Callable[[Tensor], None], on_done: OnGathered) -> None:
         cell = lane.cells.popleft() if lane.cells else torch.empty(1, dtype=torch.int64, pin_memory=True)
         begin, end = lane.events.popleft() if lane.events else _event_pair()
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):

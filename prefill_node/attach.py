@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 
+from node_runtime.warm_up import warm_up
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan
 from transfer.config import NodeConfig
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.errors import PeerUnreachable, StagingError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
-from transfer.layout import routes
+from transfer.layout import routes, wire_dtype
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
 from transfer.ring import Watermark
@@ -100,6 +101,7 @@ class DecodeSessions:
         self._open: dict[int, _Open] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past_acks = 0
+        self._device = torch.device(device)
         scratch = StagingBuffer(num_bytes=config.transport.probe_bytes, device=device)
         self._scratch = transport.register(scratch.tensor)
         self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
@@ -127,7 +129,8 @@ class DecodeSessions:
         """
         agreement = check_compatible(self._own, instance)
         most = most_sessions(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        mine = {r.decode_rank for r in routes(self._own.layout, self._own.shard, instance.shard) if r.prefill_rank == self._rank}
+        every = routes(self._own.layout, self._own.shard, instance.shard)
+        mine = {route.decode_rank for route in every if route.prefill_rank == self._rank}
         self.close(instance.incarnation, "attached again")
         if len(self._open) + len(mine) > most:
             raise StagingError(f"prefill rank {self._rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}")
@@ -136,6 +139,16 @@ class DecodeSessions:
         )
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
+            await warm_up(
+                self._sender.copier,
+                [route for route in every if route.prefill_rank == self._rank],
+                self._plan,
+                device=self._device,
+                layout=self._own.layout,
+                dtype=wire_dtype(self._own.layout, self._own.shard, instance.shard),
+                scales=peer.scales,
+                is_gather=True,
+            )
         except BaseException as error:
             self._close(peer, f"attach failed: {error}")
             raise

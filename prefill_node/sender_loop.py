@@ -100,7 +100,8 @@ class SenderLoop:
         self._driver = SessionDriver(loop)
         self._lane = open_copy_lane("gather", pool.device, loop, on_crash)
         self._peers: dict[int, _Peer] = {}
-        self._copier = PieceCopier(pool)
+        self.copier = PieceCopier(pool)
+        """Prepares the pieces; to be warmed up when a session is attached, see `node_runtime.warm_up`."""
         self._layouts: dict[str, protocol.OutgoingRequest] = {}
         self._pump: EventPump[protocol.Event, protocol.Action] = EventPump(
             loop,
@@ -196,7 +197,7 @@ class SenderLoop:
             case protocol.Decline():
                 self._decline(action)
             case protocol.SourceReleased():
-                self._copier.forget(action.request_id)
+                self.copier.forget(action.request_id)
                 self._owner.on_source_released(action.request_id)
             case protocol.PieceReleased():
                 self._metrics.ack_seconds(action.ack_s)
@@ -233,7 +234,7 @@ class SenderLoop:
     def _gather(self, action: protocol.StartGather) -> None:
         request = self._layouts[action.request_id]
         heads = action.route.heads
-        piece = self._copier.prepare(
+        piece = self.copier.prepare(
             request.layout,
             action.route,
             action.chunk,
