@@ -1,26 +1,99 @@
-"""What page tables are checked for before a GPU has them; the tables themselves are tested in tests/gpu."""
+"""What is known of page tables that a GPU has; how they get there is tested in tests/gpu."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from node_runtime.request_tables import KnownPages
+from node_runtime.request_tables import TableEntries
+from prefill_node.scheduler import page_needs
 from transfer.errors import LayoutError
+from transfer.layer_groups import NO_PAGE, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
+from transfer.page_allocator import GroupAllocator
+
+PAGE_SIZE = 4
 
 
-def test_pages_come_once_each() -> None:
-    known = KnownPages(8, "a")
-    known.add(np.array([-1, -1, 7, 0]))
-    known.add(np.array([], dtype=np.int64))
-    known.add(np.array([-1]))
-    known.add(np.array([5, 2]))
-    for again, page in (([1, 7], 7), ([3, 4, 3], 3), ([2], 2)):
-        with pytest.raises(LayoutError, match=f"table of request a has page {page} twice"):
-            known.add(np.array(again))
-    known.add(np.array([1, 3, 4]))  # nothing of what was refused was taken in
+def entries_of(num_pages: int, *, room: int = 32) -> tuple[TableEntries, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    array = np.full(room, -7, dtype=np.int64)
+    return TableEntries(array, num_pages=num_pages, request_id="a"), array
 
 
-def test_pages_are_of_the_pool() -> None:
-    with pytest.raises(LayoutError, match=r"table of request b has page 8; the pool's are \[0, 8\)"):
-        KnownPages(8, "b").add(np.array([0, 8]))
+def test_each_entry_is_taken_in_once() -> None:
+    entries, array = entries_of(8)
+    entries.update([NO_PAGE, 7, 0])
+    entries.update([NO_PAGE, 5, 0, 2])  # only what is new is read
+    entries.update([NO_PAGE, 7, 0, 2])
+    assert (entries.num_known, array[:5].tolist()) == (4, [NO_PAGE, 7, 0, 2, -7])
+    entries.check(1, 4)
+    with pytest.raises(LayoutError, match=r"entry 0 in the page table of request a is no page; \[0, 4\) are needed"):
+        entries.check(0, 4)
+    with pytest.raises(LayoutError, match="the page table of request a has 4 entries; the piece takes 5"):
+        entries.check(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("added", "problem"),
+    [
+        ([1, 7], "has page 7 twice"),
+        ([3, 4, 3], "has page 3 twice"),
+        ([1, 8], r"has page 8; the pool's are \[0, 8\)"),
+        ([-2, 1], r"has page -2; the pool's are \[0, 8\)"),
+    ],
+)
+def test_pages_are_of_the_pool_and_come_once_each(added: Sequence[int], problem: str) -> None:
+    entries, _ = entries_of(8)
+    known = [NO_PAGE, 7, 0]
+    entries.update(known)
+    with pytest.raises(LayoutError, match=f"the page table of request a {problem}"):
+        entries.update([*known, *added])
+    entries.update([*known, 1, 3, 4])  # nothing of what was refused was taken in
+    assert entries.num_known == 6
+
+
+def test_pages_that_a_window_has_passed_may_come_again() -> None:
+    entries, array = entries_of(8)
+    entries.update([3, 4, 5])
+    entries.update([NO_PAGE, NO_PAGE, 5, 3])
+    assert array[:4].tolist() == [NO_PAGE, NO_PAGE, 5, 3]
+    with pytest.raises(LayoutError, match="entry 1 in the page table of request a is no page"):
+        entries.check(1, 4)
+    with pytest.raises(LayoutError, match="has page 5 twice"):
+        entries.update([NO_PAGE, NO_PAGE, 5, 3, 4, 5])
+    entries.update([NO_PAGE, NO_PAGE, NO_PAGE, NO_PAGE, 5, 3])
+    assert array[:6].tolist() == [NO_PAGE] * 4 + [5, 3]
+
+
+def test_entries_move_to_a_larger_array() -> None:
+    entries, _ = entries_of(8, room=2)
+    entries.update([6, 2])
+    larger = np.zeros(4, dtype=np.int64)
+    entries.move_to(larger)
+    assert entries.room == 4
+    entries.update([NO_PAGE, 2, 6])
+    assert larger.tolist() == [NO_PAGE, 2, 6, 0]
+
+
+@pytest.mark.parametrize("num_tokens", range(121, 201, 9))
+@pytest.mark.parametrize("chunk_tokens", [4, 6, 8, 16])
+def test_a_prompt_is_gathered_from_a_pool_that_has_only_its_own_pages(chunk_tokens: int, num_tokens: int) -> None:
+    """As a prefill rank goes on: the next step's pages are bound, a chunk is gathered, its step is over."""
+    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=8, v_head_dim=8, window_tokens=40)
+    (group,) = groups = layer_groups(KVLayout(layers=(window,), dtype=DType.FLOAT16))
+    needs = page_needs(groups, PAGE_SIZE, chunk_tokens=chunk_tokens)
+    (count,) = counts = needs.peak(num_tokens).by_group
+    allocator = GroupAllocator(needs, counts)
+    assert allocator.reserve("a", num_tokens)
+    entries, array = entries_of(count, room=num_tokens)
+    first_token = group.first_travelling_token(num_tokens)
+    ends = [*range(chunk_tokens, num_tokens, chunk_tokens), num_tokens]
+    for end, next_end in zip(ends, [*ends[1:], num_tokens], strict=True):
+        (table,) = allocator.cover("a", next_end)
+        if end > first_token:
+            entries.update(table)
+            entries.check(max(end - chunk_tokens, first_token) // PAGE_SIZE, -(-end // PAGE_SIZE))
+            assert array[: len(table)].tolist() == list(table)
+        allocator.advance("a", end, kept_from=num_tokens)
