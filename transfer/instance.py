@@ -80,8 +80,8 @@ class Instance:
         if len(self.kv_scales) != self.layout.num_layers:
             raise LayoutError(f"kv_scales has {len(self.kv_scales)} entries; the model has {self.layout.num_layers} layers")
         for layer, (k, v) in enumerate(self.kv_scales):
-            if not (0 < k < float("inf") and 0 < v < float("inf")):
-                raise LayoutError(f"kv_scales[{layer}] is ({k}, {v}); both must be finite and above 0")
+            if not (1e-30 <= k <= 1e30 and 1e-30 <= v <= 1e30):  # as copies take them: their reciprocals are float32 too
+                raise LayoutError(f"kv_scales[{layer}] is ({k}, {v}); both must be between 1e-30 and 1e30")
 
     def scales_of(self, layer: int) -> tuple[float, float]:
         """Of K and of V."""

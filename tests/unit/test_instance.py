@@ -147,6 +147,8 @@ def test_one_difference_is_enough_to_refuse(changes: dict[str, Any], named: str)
         ({"shard": FP8, "kv_scales": ((1.0, 1.0),) * 7}, "kv_scales has 7 entries; the model has 8 layers"),
         ({"shard": FP8, "kv_scales": ((1.0, 1.0),) * 7 + ((1.0, 0.0),)}, r"kv_scales\[7\] is \(1.0, 0.0\)"),
         ({"shard": FP8, "kv_scales": ((float("inf"), 1.0),) * 8}, r"kv_scales\[0\] is \(inf, 1.0\)"),
+        ({"shard": FP8, "kv_scales": ((1.0, 1e-40),) * 8}, r"kv_scales\[0\] is \(1.0, 1e-40\); both must be between"),
+        ({"shard": FP8, "kv_scales": ((1e31, 1.0),) * 8}, r"kv_scales\[0\] is \(1e\+31, 1.0\)"),
         ({"protocol_versions": ()}, "protocol_versions"),
         ({"protocol_versions": (2, 1)}, "ascending"),
         ({"protocol_versions": (1, 1)}, "ascending"),
