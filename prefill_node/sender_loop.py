@@ -232,6 +232,11 @@ class SenderLoop:
         self._pump.feed(protocol.MessageArrived(session=number, message=message))
 
     def _gather(self, action: protocol.StartGather) -> None:
+        out = self._gather_target(action)
+        if out is None:
+            # Its loss is on its way to the protocol, which waits for the end of what it has started.
+            self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=0))
+            return
         request = self._layouts[action.request_id]
         heads = action.route.heads
         piece = self.copier.prepare(
@@ -245,8 +250,8 @@ class SenderLoop:
             scales=request.scales,
             tables=self._owner.tables_of(action.request_id),
         )
-        out, is_direct = self._gather_target(action)
         self._metrics.credit_wait_seconds(action.credit_wait_s)
+        is_direct = self._peers[action.session].is_direct
 
         def done(digest: int, seconds: float) -> None:
             self._metrics.gather_seconds(seconds)
@@ -256,23 +261,22 @@ class SenderLoop:
 
         self._lane.gather(piece, out, algorithm=request.digest, peer=action.session, after=action.event, on_done=done)
 
-    def _gather_target(self, action: protocol.StartGather) -> tuple[Tensor | DirectMemory, bool]:
-        """Where the piece goes: the granted bytes of a direct session's ring, else its slot; and whether it is the first.
-
-        Into the slot, too, where a direct session has ended meanwhile: the protocol waits for the end of what it has started.
-        """
+    def _gather_target(self, action: protocol.StartGather) -> Tensor | DirectMemory | None:
+        """Where the piece goes: its slot, or the granted bytes of a direct session's ring. None: the session is closed."""
         peer = self._peers.get(action.session)
-        if peer is not None and peer.is_direct:
-            offset = action.grant.begin % peer.ring_capacity_bytes
-            try:
-                ring, reason = peer.session.direct(ByteRange(begin=offset, end=offset + action.num_bytes)), "the link failed"
-            except LocalProtocolError as error:
-                ring, reason = None, str(error)
-            if ring is not None:
-                return ring, True
+        if peer is None:
+            return None
+        if not peer.is_direct:
+            begin = action.slot * self._slot_bytes
+            return self._staging.tensor[begin : begin + action.num_bytes]
+        offset = action.grant.begin % peer.ring_capacity_bytes
+        try:
+            ring, reason = peer.session.direct(ByteRange(begin=offset, end=offset + action.num_bytes)), "the link failed"
+        except LocalProtocolError as error:
+            ring, reason = None, str(error)
+        if ring is None:
             self.close_session(action.session, f"the gather cannot be made: {reason}")
-        begin = action.slot * self._slot_bytes
-        return self._staging.tensor[begin : begin + action.num_bytes], False
+        return ring
 
     def _decline(self, action: protocol.Decline) -> None:
         peer = self._peers.get(action.session)
