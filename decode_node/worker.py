@@ -190,7 +190,7 @@ class DecodeWorker:
             )
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         number = secrets.randbits(62) + 1
-        self._writers[number] = _Writer(
+        writer = self._writers[number] = _Writer(
             instance=request.prefill,
             rank=request.prefill_rank,
             routes=mine,
@@ -204,7 +204,7 @@ class DecodeWorker:
         if not self._transport.is_one_sided:
             probe_bytes = min(probe_bytes, ring.capacity_bytes)  # what a write names as its target must lie in what is offered
             self._keep(self._serve_probe(number, session, probe_bytes))
-        self._keep(self._warm_up(number, request))
+        self._keep(self._warm_up(writer, request))
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
         return AttachResponse(
             session_id=number,
@@ -231,8 +231,7 @@ class DecodeWorker:
         self._attaching.add(task)
         task.add_done_callback(self._attaching.discard)
 
-    async def _warm_up(self, number: int, request: AttachRequest) -> None:
-        writer = self._writers[number]
+    async def _warm_up(self, writer: _Writer, request: AttachRequest) -> None:
         try:
             await warm_up(
                 self._receiver.copier,

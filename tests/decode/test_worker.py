@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from decode_node import worker as worker_module
 from decode_node.admission import page_needs
@@ -14,11 +17,15 @@ from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.worker import DecodeWorker, _Writer
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
+from transfer.config import DecodeNodeConfig
 from transfer.engine_types import SamplingParams
 from transfer.errors import LayoutError
+from transfer.instance import AttachRequest
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, routes
 from transfer.page_allocator import GroupAllocator
+from transfer.staging import StagingBuffer
+from transfer.transport.inproc import InprocHub, InprocTransport
 
 PREFILL_LIFE = 11
 PLAN = ChunkPlan(chunk_tokens=4)
@@ -79,3 +86,42 @@ async def test_an_attach_that_does_not_fit_names_the_sides_as_the_prefill_node_d
     request = SimpleNamespace(prefill=instance(PREFILL_LIFE, weights="prefill's"))
     with pytest.raises(LayoutError, match="prefill != decode: model weights: prefill's != decode's"):
         await DecodeWorker._on_attach(cast(DecodeWorker, rank), cast(Any, request))
+
+
+async def test_a_session_that_is_closed_as_soon_as_it_is_attached_harms_nobody() -> None:
+    own, prefill = instance(22), instance(PREFILL_LIFE)
+    hub = InprocHub()
+    transport = InprocTransport(hub, one_sided=True)
+    memory = transport.register(StagingBuffer(num_bytes=1 << 16).tensor)
+    kept: list[Coroutine[Any, Any, None]] = []
+    rank = SimpleNamespace(
+        _instance=own,
+        _spec=SimpleNamespace(rank=0),
+        _config=DecodeNodeConfig(model=Path("unused")),
+        _engine=SimpleNamespace(pool=SimpleNamespace(device=torch.device("cpu"))),
+        _transport=transport,
+        _writers={},
+        _receiver=SimpleNamespace(
+            ring=SimpleNamespace(capacity_bytes=1 << 16),
+            memory=memory,
+            copier=None,
+            driver=SimpleNamespace(add=lambda session: None),
+            open_session=lambda number, session, incarnation: None,
+        ),
+        _control=SimpleNamespace(address="inproc"),
+        _keep=kept.append,
+        _crash=pytest.fail,
+    )
+    for name in ("_routes_from", "_wire", "_warm_up"):
+        setattr(rank, name, getattr(DecodeWorker, name).__get__(rank))
+    request = AttachRequest(
+        prefill=prefill,
+        prefill_rank=0,
+        offer=InprocTransport(hub, one_sided=True).offer().blob,
+        chunk_plan=PLAN,
+        probe_bytes=1 << 12,
+    )
+    answer = await DecodeWorker._on_attach(cast(DecodeWorker, rank), request)
+    del rank._writers[answer.session_id]
+    (warm_up,) = kept
+    await warm_up  # an error that nobody awaits would end the rank
