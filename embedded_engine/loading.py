@@ -11,6 +11,7 @@ from embedded_engine.memory import MemoryPlanner
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.errors import ConfigError
 from transfer.layout import DType, Shard
 from transfer.memory.node_plan import finest_chunk_plan, graph_batch_sizes
 
@@ -26,10 +27,11 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         rendezvous: Fresh file at which the ranks meet.
 
     Raises:
-        ConfigError: The model directory or a parallel size is wrong.
+        ConfigError: The model directory or a parallel size is wrong, or there are too few GPUs.
         EngineError: The weights cannot be loaded, or the ranks did not meet.
         MemoryPlanError: The model does not fit the device, or the ranks' devices differ by too much.
     """
+    _check_device(config)
     files = read_model_files(config.model, dummy_seed=DUMMY_SEED if config.dummy_weights else None)
     tp_size = config.parallel.tp_size
     shard = Shard(
@@ -55,3 +57,13 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
     )
     engine.memory_plan, engine.memory_warnings = planner.plan, tuple(planner.warnings)
     return engine
+
+
+def _check_device(config: NodeConfig) -> None:
+    """Of all ranks: they would wait for one that has no GPU."""
+    needed = config.first_device + config.parallel.tp_size
+    if config.device == "cuda" and torch.cuda.device_count() < needed:
+        raise ConfigError(
+            f"first_device is {config.first_device} and parallel.tp_size is {config.parallel.tp_size}, which takes {needed} "
+            f"GPUs; torch sees {torch.cuda.device_count()}: lower one of them, see CUDA_VISIBLE_DEVICES, or set device to cpu"
+        )

@@ -22,7 +22,7 @@ from transfer.transport.base import Transport
 _LIBRARIES: Final = {
     "ucx": (("ucxx",), "'kvferry[ucx-cu13]' (or ucx-cu12)"),
     "nixl": (("nixl_cu13", "nixl_cu12"), "'kvferry[nixl]' (or nixl-cu12)"),
-    "cuda_ipc": (("cuda",), "'kvferry[cuda-ipc]'"),
+    "cuda_ipc": (("cuda.bindings",), "'kvferry[cuda-ipc]'"),
 }
 """Transport -> modules of which it needs one, and what brings them."""
 
@@ -72,8 +72,16 @@ def _check_transport(config: NodeConfig) -> None:
     if name == "cuda_ipc" and config.device != "cuda":
         raise ConfigError(f"transport.name is cuda_ipc, which joins GPUs, and device is {config.device}: choose ucx or nixl")
     modules, extras = _LIBRARIES[name]
-    if not any(importlib.util.find_spec(module) for module in modules):
+    if not any(map(_is_installed, modules)):
         raise ConfigError(f"transport.name is {name}, and {' or '.join(modules)} is not installed: pip install {extras}")
+
+
+def _is_installed(module: str) -> bool:
+    """Whether it can be imported; also of one in a package that several distributions share, as `cuda` is."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of what it is in
+        return False
 
 
 def engine_loader(config: NodeConfig) -> Callable[..., Any]:

@@ -203,6 +203,7 @@ def test_a_decode_rank_on_a_gpu_gets_page_tables_and_graphs(
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(loading, "EmbeddedEngine", lambda files, **settings: made.append(settings) or SimplePlan())
     monkeypatch.setattr(loading, "MemoryPlanner", lambda *_: SimplePlan())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     limits = {"max_running_requests": 12}
     for config in (
         decode_config(demo_dir, limits=limits, device="cuda"),

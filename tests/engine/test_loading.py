@@ -30,6 +30,15 @@ def test_only_a_prefill_node_cuts_its_layers_into_groups(demo_dir: Path, tmp_pat
         decode.close()
 
 
+def test_gpus_that_are_not_there_are_refused_by_every_rank(demo_dir: Path, tmp_path: Path) -> None:
+    count = torch.cuda.device_count()
+    config = prefill_config(demo_dir, device="cuda", first_device=count, parallel={"tp_size": 2})
+    found = f"first_device is {count} and parallel.tp_size is 2, which takes {count + 2} GPUs; torch sees {count}: lower"
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match=found):
+            load_engine(config, rank=rank, rendezvous=tmp_path / "unused")
+
+
 def test_pages_are_planned_with_the_weights_in_place(demo_dir: Path) -> None:
     asked: list[LoadedWeights] = []
 
