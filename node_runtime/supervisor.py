@@ -219,7 +219,7 @@ class RankSupervisor:
 
 
 def check_alike(hellos: tuple[RankHello, ...]) -> None:
-    """Ranks of one group must see one model and have pools of one size.
+    """Ranks of one group must see one model, have pools of one size, and write and check KV alike.
 
     Raises:
         EngineError: They do not; the ranks and values are named.
@@ -228,6 +228,9 @@ def check_alike(hellos: tuple[RankHello, ...]) -> None:
     for hello in hellos[1:]:
         if hello.instance.layout != first.instance.layout or hello.instance.model_fields != first.instance.model_fields:
             raise EngineError(f"ranks {first.rank} and {hello.rank} have loaded different models")
+        for name in ("kv_scales", "digests"):  # peers take those of one rank for all
+            if getattr(hello.instance, name) != getattr(first.instance, name):
+                raise EngineError(f"ranks {first.rank} and {hello.rank} have different {name}")
         if hello.pool_pages != first.pool_pages:
             counts = (", ".join(map(str, one.pool_pages)) for one in (first, hello))
             raise EngineError(f"ranks {first.rank} and {hello.rank} have {' and '.join(counts)} pages")

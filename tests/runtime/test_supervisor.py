@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.runtime.instances import hello, prefill_config, until
 from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.errors import EngineError, LocalProtocolError
+from transfer.layout import DType, Shard
 
 PRELOAD = ["tests.runtime.preloaded"]
 SLOW_PRELOAD = ["tests.runtime.slow_preload"]
@@ -269,3 +271,8 @@ def test_ranks_of_one_group_must_be_alike() -> None:
         check_alike((hello(0), hello(1, weights="other")))
     with pytest.raises(EngineError, match="ranks 0 and 1 have 8 and 9 pages"):
         check_alike((hello(0), hello(1, pool_pages=9)))
+    fp8 = replace(hello(0).instance, shard=Shard(dtype=DType.FLOAT8_E4M3))
+    for changes, name in (({"kv_scales": ((0.5, 0.5),) * fp8.layout.num_layers}, "kv_scales"), ({"digests": ("b",)}, "digests")):
+        other = replace(hello(1), instance=replace(fp8, **changes))
+        with pytest.raises(EngineError, match=f"ranks 0 and 1 have different {name}"):
+            check_alike((replace(hello(0), instance=fp8), other))
