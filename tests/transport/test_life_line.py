@@ -38,6 +38,12 @@ for command in sys.stdin:
             time.sleep(60)
             os._exit(0)
         print(child, flush=True)
+    elif command.strip() == "end in a child":
+        child = os.fork()
+        if child == 0:
+            line.end()
+            os._exit(0)
+        print(os.waitpid(child, 0)[1], flush=True)
     else:
         break
 """
@@ -124,6 +130,25 @@ def test_a_forked_child_holds_the_end_up(peer: Peer) -> None:
         os.kill(child, signal.SIGKILL)
     assert is_over_within(line, 5)
     line.close()
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(peer: Peer) -> None:
+    """It may end what it inherited, at exit for one; its parent still writes."""
+    line = PeerLine(peer.address)
+    assert peer.tell("end in a child") == 0
+    assert not line.has_left and not line.is_over
+    peer.tell("end")
+    assert line.is_over
+    line.close()
+
+
+def test_all_that_look_see_the_end(peer: Peer) -> None:
+    """An offer may be accepted twice, when its answer was lost on the way."""
+    lines = [PeerLine(peer.address) for _ in range(3)]
+    peer.tell("end")
+    assert all(line.is_over for line in lines)
+    for line in lines:
+        line.close()
 
 
 def test_both_ends_in_one_process() -> None:

@@ -1,7 +1,7 @@
 """How two processes of one host tell each other that one has let go of the other's memory, or that it is gone.
 
 Each end makes a pipe and keeps both of its ends; the other end opens the pipe for reading through ``/proc/PID/fd``. To let go
-is to write one byte. When every write end is closed (the process ended, and every child that it forked without exec), the
+is to write into it. When every write end is closed (the process ended, and every child that it forked without exec), the
 reader sees the end of the pipe. No socket, file or port is needed, so it works between containers of one host that share a pid
 namespace, and it asks for what CUDA IPC wants anyway: the same user, or the right to trace.
 
@@ -13,6 +13,7 @@ gone, and with them work that the parent had queued on a device. Either alone wo
 from __future__ import annotations
 
 import os
+import select
 import stat
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.peer import ProcessIdentity
 from transfer.transport.peer_watch import PeerWatch, start_time_of
 
-_OVER = b"\0"
+# One byte for each that looks, and each takes one: there may be several (an offer that was accepted twice, a forked child).
+_OVER = bytes(select.PIPE_BUF)
 _MAX_PID = 2**22  # PID_MAX_LIMIT of Linux
 
 
@@ -75,9 +77,13 @@ class LifeLine:
         return self._address
 
     def end(self) -> None:
-        """Say that this end has let go: nothing that it began can touch the peer's memory any more. May be called twice."""
+        """Say that this end has let go: nothing that it began can touch the peer's memory any more. May be called twice.
+
+        In a forked child nothing is said: it knows nothing of what its parent is at.
+        """
         if self._fds:
-            os.write(self._fds[1], _OVER)
+            if os.getpid() == self._address.identity.pid:
+                os.write(self._fds[1], _OVER)
             for fd in self._fds:
                 os.close(fd)
             self._fds = ()

@@ -8,7 +8,7 @@ few pages: `CopyWatch` says when it cannot any more. The address range stays res
 Device memory: a mapping in another process cannot be revoked. Only the writer's life line says when it can write no more.
 
 Sources: mremap(2) on a length of 0; process_vm_writev(2); mm/process_vm_access.c of Linux (a copy pins at most two pages full of
-page pointers at a time, 4 MiB, copies, and looks the addresses up again).
+page pointers at a time, copies, and looks the addresses up again: 4 MiB, and 1 GiB where pages have 64 KiB).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ctypes
 import mmap
 import platform
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from transfer.transport.base import LocalMemory
@@ -25,12 +26,14 @@ from transfer.transport.life_line import PeerLine
 from transfer.transport.memory import DeviceMemory, HostMemory
 
 _PAGE = mmap.PAGESIZE
+_PROC = Path("/proc")
 _MREMAP_MAYMOVE = 1
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _FAILED = ctypes.c_void_p(-1).value
 _WRITE_CALLS = {"x86_64": 310, "aarch64": 271}  # process_vm_writev
-# Kernel time for 4 MiB at 0.4 GB/s: a thread that has run for longer since its addresses were taken away has looked them up anew.
-_COPY_NS = 10_000_000
+_BATCH_BYTES = 2 * _PAGE // ctypes.sizeof(ctypes.c_void_p) * _PAGE
+# Kernel time for a batch at 0.4 GB/s: a thread that ran for longer since its addresses were taken away has looked them up anew.
+_COPY_NS = int(_BATCH_BYTES / 0.4)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = _libc.mmap.restype = ctypes.c_void_p
@@ -98,37 +101,51 @@ def _is_one_shared_mapping(begin: int, end: int) -> bool:
     return False
 
 
+@dataclass(slots=True)
+class _Runtime:
+    """Of one thread, in ns of its own. The kernel brings the count of a running thread up to date with its tick only, so the
+    first count is of some time before the revocation, and only one that differs from it is of a time behind it.
+    """
+
+    seen: int
+    since: int | None = None
+
+
 class CopyWatch:
     """After a revocation: whether a copy into the old pages, begun before it, may still run in a thread of process `pid`."""
 
-    def __init__(self, pid: int) -> None:
-        self._tasks = Path(f"/proc/{pid}/task")
+    def __init__(self, pid: int, *, proc: Path = _PROC) -> None:
+        self._tasks = proc / f"{pid}/task"
         self._own = threading.get_native_id()  # both ends in one process
-        self._suspects: dict[int, int] = {}
+        self._suspects: dict[int, _Runtime] = {}
         with contextlib.suppress(FileNotFoundError):
             for tid in {int(task.name) for task in self._tasks.iterdir()} - {self._own}:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended copies nothing
-                    self._suspects[tid] = self._cpu_ns(tid)
+                    self._suspects[tid] = _Runtime(self._cpu_ns(tid))
 
     @staticmethod
-    def is_possible(pid: int) -> bool:
+    def is_possible(pid: int, *, proc: Path = _PROC) -> bool:
         """Whether the threads of process `pid` may be looked at."""
         try:
-            Path(f"/proc/{pid}/task/{pid}/syscall").read_text()
+            for name in ("syscall", "schedstat"):
+                (proc / f"{pid}/task/{pid}/{name}").read_text()
         except OSError:
             return False
         return platform.machine() in _WRITE_CALLS
 
     @property
     def is_over(self) -> bool:
-        self._suspects = {tid: before for tid, before in self._suspects.items() if self._may_copy(tid, before)}
+        self._suspects = {tid: runtime for tid, runtime in self._suspects.items() if self._may_copy(tid, runtime)}
         return not self._suspects
 
-    def _may_copy(self, tid: int, before_ns: int) -> bool:
+    def _may_copy(self, tid: int, runtime: _Runtime) -> bool:
         try:
             call = (self._tasks / str(tid) / "syscall").read_text().split(maxsplit=1)[0]
             if call == "running":
-                return self._cpu_ns(tid) - before_ns < _COPY_NS
+                now = self._cpu_ns(tid)
+                if runtime.since is None and now != runtime.seen:
+                    runtime.since = now
+                return runtime.since is None or now - runtime.since < _COPY_NS
         except OSError:
             return (self._tasks / str(tid)).exists()
         return call == str(_WRITE_CALLS[platform.machine()])  # asleep in the call: it waits for a page of its source

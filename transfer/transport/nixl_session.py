@@ -6,6 +6,7 @@ write goes in pieces there, one for each `progress()`; on every other lane it is
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ _PIECE_BYTES = 16 * 2**20
 _INLINE_BYTES = 64 * 2**10  # below this a copy takes less than a turn of the loop
 _CLOSE_WAIT_S = 0.02
 _CLOSE_LOOK_S = 0.0005
+
+_log = logging.getLogger(__name__)
 
 
 class NixlHandle:
@@ -132,6 +135,7 @@ class NixlSession:
         self._in_pieces = lane == "shm"
         self._pending: dict[int, NixlHandle] = {}
         self._registered: dict[int, Memory] = {}
+        self._abandoned: list[Memory] = []  # sources of failed writes that NIXL may still be at
         self._failure: str | None = None
 
     @property
@@ -201,30 +205,33 @@ class NixlSession:
             if handle.request is not None:
                 agent.release(handle.request)
         agent.close()
-        if has_device:
-            wait_for_devices()
+        is_quiet = not has_device or self._devices_are_quiet()
         for handle in self._pending.values():
             handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
         self._pending.clear()
         self._registered.clear()
+        self._abandoned.clear()
         if self._ending is not None:
             self._ending.revoke()
             ends_at = time.monotonic() + _CLOSE_WAIT_S
             while isinstance(self._offered, HostMemory) and not self._ending.is_over and time.monotonic() < ends_at:
                 time.sleep(_CLOSE_LOOK_S)
             self._owner.keep(self._ending)
-        if self._line is not None:
-            self._line.end()
-        self._offered = None
-        self._owner.forget(self)
+        if self._line is not None and is_quiet:
+            self._line.end()  # otherwise the target waits for the end of this process
+        if is_quiet:
+            self._offered = None
+            self._owner.forget(self)
 
     @property
     def is_over(self) -> bool:
-        return self._agent is None and (self._ending is None or self._ending.is_over)
+        is_closed = self._agent is None and self._offered is None
+        return is_closed and (self._ending is None or self._ending.is_over)
 
     def uses(self, memory: LocalMemory) -> bool:
         """Whether an unfinished write, or the offer of this session, needs `memory`."""
-        return memory is self._offered or any(handle.memory is memory for handle in self._pending.values())
+        pending = (handle.memory for handle in self._pending.values())
+        return any(used is memory for used in (self._offered, *pending, *self._abandoned))
 
     def drop(self, memory: Memory) -> None:
         """`memory` is no longer registered with the transport; nothing of this session uses it."""
@@ -279,10 +286,20 @@ class NixlSession:
         """The session cannot go on; what NIXL still holds of it dies with the agent in `close()`."""
         self._failure = reason
         for handle in self._pending.values():
-            if handle.request is not None and self._agent is not None:
+            if handle.request is not None and handle.memory is not None and self._agent is not None:
                 self._agent.release(handle.request)
+                self._abandoned.append(handle.memory)
             handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {reason}"))
         self._pending.clear()
+
+    def _devices_are_quiet(self) -> bool:
+        """Wait for copies that NIXL left on a device of this process; False: they cannot be ruled out, ever."""
+        try:
+            wait_for_devices()
+        except Exception as error:  # torch's and ours: an error of a device stays
+            _log.warning("%s: copies on a device of this process cannot be shown to have ended: %s", self.lane, in_words(error))
+            return False
+        return True
 
     def _touches_device(self) -> bool:
         memories = [self._offered, *self._registered.values()]
