@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -276,6 +277,24 @@ async def test_one_sided_writes_settle_in_turns_with_the_loop(kind: str) -> None
         taken_s.append(time.perf_counter() - begun)
     assert min(taken_s) < 500e-6  # seen: 15 us shared memory, 40 us TCP
     remove_all(driver, pair)
+    pair.close()
+
+
+async def test_out_of_descriptors_who_waits_is_still_served() -> None:
+    pair = open_pair("nixl-net", source_bytes=16 << 20, ring_bytes=16 << 20)
+    pair.move(rng(0, 4096), rng(0, 4096), 1)  # connects
+    driver = SessionDriver(asyncio.get_running_loop())
+    driver.add(pair.writer)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="timerfd_create failed"):
+            FineTimer(asyncio.get_running_loop(), lambda: None)
+        write = pair.writer.write(pair.source_memory, rng(0, 16 << 20), rng(0, 16 << 20), 2)
+        await driver.wait(pair.writer, write, deadline_s=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    driver.remove(pair.writer)
     pair.close()
 
 

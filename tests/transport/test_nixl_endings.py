@@ -10,6 +10,8 @@ from tests.transport.contract import Pair, open_pair
 from tests.transport.payload import rng
 from transfer.errors import LocalProtocolError, TransportClosed
 from transfer.transport import nixl_session
+from transfer.transport.nixl import _UNREVOCABLE
+from transfer.transport.nixl_library import transports_without
 from transfer.transport.nixl_revocation import _COPY_NS, _WRITE_CALLS, CopyWatch
 
 PID = 4242
@@ -86,3 +88,16 @@ def test_a_failed_device_ends_no_quarantine(
     with pytest.raises(LocalProtocolError, match="in use"):
         pair.target_transport.deregister(pair.ring_memory)
     pair.close()
+
+
+@pytest.mark.parametrize(
+    ("tls", "left"),
+    [
+        ("all", "^cma,cuda_ipc,knem,xpmem"),
+        ("^ib", "^ib,cma,cuda_ipc,knem,xpmem"),
+        ("tcp,sm,cuda,self", "tcp,self"),
+        ("rc,tcp,cuda_copy,cma,xpmem,knem", "rc,tcp,cuda_copy"),
+    ],
+)
+def test_the_network_lane_leaves_out_what_writes_without_the_target(tls: str, left: str) -> None:
+    assert transports_without(tls, _UNREVOCABLE) == left

@@ -212,9 +212,14 @@ class SessionDriver:
         if waited_s < _EAGER_S:
             self._schedule(driven)
             return
+        pause_s = min(max(waited_s * _LOOK_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S)
         if driven.timer is None:
-            driven.timer = FineTimer(self._loop, lambda: self._run_scheduled(driven))
-        driven.timer.start(min(max(waited_s * _LOOK_SHARE, _MIN_PAUSE_S), _MAX_PAUSE_S))
+            try:
+                driven.timer = FineTimer(self._loop, lambda: self._run_scheduled(driven))
+            except OSError:  # out of descriptors: slower, and who waits is still served
+                self._loop.call_later(pause_s, self._run_scheduled, driven)
+                return
+        driven.timer.start(pause_s)
 
     def _settle(self, driven: _Driven) -> bool:
         """Call back everyone whose handle is done; True when there was one."""

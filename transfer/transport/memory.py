@@ -129,7 +129,8 @@ def wait_for_devices() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(device)
+            if torch._C._cuda_hasPrimaryContext(device):  # otherwise nothing is queued there, and asking would make a context
+                torch.cuda.synchronize(device)
         return
     runtime = importlib.import_module("cuda.bindings.runtime")  # ucxx brings it; it has no type stubs
     (status,) = runtime.cudaDeviceSynchronize()

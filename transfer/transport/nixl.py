@@ -39,7 +39,8 @@ _VERSION = 1
 _CLOSE_WAIT_S = 1.0
 _CLOSE_LOOK_S = 0.005
 _SHM, _IPC, _NET = "shm", "ipc", "net"
-_UNREVOCABLE = ("cma", "cuda_ipc")  # of UCX: they write into this process's memory without its help, whatever is registered
+# Of UCX: they write into this process's memory without its help, whatever is registered. NIXL's wheel has the first two only.
+_UNREVOCABLE = ("cma", "cuda_ipc", "knem", "xpmem")
 
 
 _log = logging.getLogger(__name__)

@@ -80,7 +80,7 @@ def transports_without(tls: str, left_out: tuple[str, ...]) -> str:
     return ",".join(left)
 
 
-_ALIASES = {"sm": {"cma"}, "shm": {"cma"}, "cuda": {"cuda_ipc"}}
+_ALIASES = {"sm": {"cma", "knem", "xpmem"}, "shm": {"cma", "knem", "xpmem"}, "cuda": {"cuda_ipc"}}
 
 
 @contextlib.contextmanager
