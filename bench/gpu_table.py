@@ -90,7 +90,7 @@ def _pool_to_pool(content: Content) -> Iterator[Outcome]:
                 yield Outcome(what=f"{what}: {case}", measured=row["gb_per_s"], limit=None, unit="GB/s")
             continue
         lane = what.removeprefix("kvferry ").removesuffix(f", {POOL_TO_POOL}")
-        is_judged = case.endswith(", 1 in flight") and row["bytes"] >= LARGE_BYTES
+        is_judged = case.endswith(", 4 in flight") and row["bytes"] >= LARGE_BYTES  # goodput; the time of one is told
         facts = content["facts"][f"{case}, {lane}"]
         note = f"{row['gb_per_s']:.1f} GB/s, {row['median_s'] * 1e6:.0f} us, {facts['chunks_per_request']} chunks"
         name = f"{lane}, {case}"
@@ -114,7 +114,8 @@ def _pool_to_pool(content: Content) -> Iterator[Outcome]:
 
 
 def _of_peer(rows: dict[tuple[str, str], Content], case: str, peer: str) -> Content | None:
-    """The peer's row of that case; that of its descriptors is named by how many they are."""
+    """The peer's row of those bytes: it sends one request after the other. That of its descriptors is named by how many they are."""
+    case = f"{case.partition(',')[0]}, 1 in flight"
     if peer != "NIXL descriptors":
         return rows.get((case, peer))
     return next((row for (of, what), row in rows.items() if of == case and "descriptors of" in what), None)

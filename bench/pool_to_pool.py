@@ -32,7 +32,7 @@ from bench.peers import cuda_copy, nixl, sglang_sequence
 from bench.pool_rounds import Played, Rounds, play
 from bench.pool_setting import MODELS, Case, Setting
 from bench.timing import Report, Row, argument_parser
-from transfer.config import ChunkConfig, RingConfig, StagingConfig
+from transfer.config import StagingConfig
 from transfer.errors import ConfigError
 
 TARGET_RATIO = 0.35
@@ -208,10 +208,10 @@ def setting_of(arguments: Namespace) -> Setting:
         "prefill_page_size": arguments.prefill_page_size,
         "decode_page_size": arguments.decode_page_size,
         "decode_order": arguments.decode_order,
-        "chunk_tokens": arguments.chunk_tokens or (4096 if is_cuda else ChunkConfig().chunk_tokens),
+        "chunk_tokens": arguments.chunk_tokens or (4096 if is_cuda else 512),
         "layers_per_group": arguments.layers_per_group,
         "num_slots": arguments.slots,
-        "ring_bytes": (arguments.ring_mb or (1024 if is_cuda else RingConfig().capacity_bytes >> 20)) << 20,
+        "ring_bytes": (arguments.ring_mb or (1024 if is_cuda else 256)) << 20,
         "asks_ahead": not arguments.asks_late,
     }
     bare = Setting(**fields)
@@ -245,13 +245,13 @@ def parser() -> ArgumentParser:
     made.add_argument("--prefill-page-size", type=int, default=16)
     made.add_argument("--decode-page-size", type=int, default=32)
     made.add_argument("--decode-order", choices=("NHD", "HND"), default="NHD")
-    made.add_argument("--chunk-tokens", type=int, help="as the nodes have it, or 4,096 on GPUs")
+    made.add_argument("--chunk-tokens", type=int, help="512, or 4,096 on GPUs")
     made.add_argument("--layers-per-group", type=int, help="layers per chunk, 0 for all; by default the probe decides")
     made.add_argument(
         "--piece-mb", type=float, nargs="+", default=[0.0], metavar="N", help="largest piece in MiB; 0: as without this"
     )
     made.add_argument("--slots", type=int, default=StagingConfig().num_slots)
-    made.add_argument("--ring-mb", type=int, help="as the nodes have it, or 1,024 on GPUs")
+    made.add_argument("--ring-mb", type=int, help="256, or 1,024 on GPUs")
     return made
 
 

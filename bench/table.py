@@ -121,7 +121,11 @@ def _pool_to_pool(content: Content) -> list[Outcome]:
         what = f"{lane}, {row['case']}"
         found.append(
             Outcome(
-                what=f"pool to pool, {what}", measured=row["ratio"], limit=TARGET_RATIO, unit="of one-thread memcpy", note=note
+                what=f"pool to pool, {what}",
+                measured=row["ratio"],
+                limit=None if row["case"].endswith(", 1 in flight") else TARGET_RATIO,  # of one, no stage overlaps another's
+                unit="of one-thread memcpy",
+                note=note,
             )
         )
         writes = facts["writes_per_chunk_and_route"]

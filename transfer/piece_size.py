@@ -17,16 +17,17 @@ from transfer.chunk import ChunkPlan, largest_wire_bytes
 from transfer.instance import Instance, Link
 from transfer.layout import DType, Route, routes, wire_dtype
 
-CONTROL_COST_S: Final = 200e-6
-"""What the ends do for one piece: 5,140 pieces a second between two processes (benchmark `control`, two cores)."""
+CONTROL_COST_S: Final = {"cpu": 800e-6, "cuda": 400e-6}
+"""What the busier end does for one piece beside its bytes, by the device of the pools: CPU time of its process less that of the
+copies (benchmark `pool_to_pool`, on two cores and on two H200). The protocol alone takes 200 us (benchmark `control`)."""
 
 EFFICIENCY: Final = 0.9
 
 MIN_PIECE_BYTES: Final = 1 << 20
 """Smaller pieces only cost: copies and writes have fixed costs of their own that no probe sees."""
 
-MAX_PIECE_BYTES: Final = {"cpu": 16 << 20, "cuda": 64 << 20}
-"""By the device of the pools: beyond them a link gains nothing any more."""
+MAX_PIECE_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""By the device of the pools: beyond them a link gains nothing any more, and a lone request waits for its own copies."""
 
 PIECES_PER_RING: Final = 4
 """So many pieces fit a ring at least, for one is granted while another is written and a third is scattered."""
@@ -45,7 +46,8 @@ def piece_bytes_for(links: Iterable[Link], *, device_type: str, ring_bytes: int)
     """
     per_second = EFFICIENCY / (1 - EFFICIENCY)
     wanted = max(
-        (per_second * (link.latency_s + CONTROL_COST_S) * link.bandwidth_bytes_per_s for link in links), default=MIN_PIECE_BYTES
+        (per_second * (link.latency_s + CONTROL_COST_S[device_type]) * link.bandwidth_bytes_per_s for link in links),
+        default=MIN_PIECE_BYTES,
     )
     bounded = min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES[device_type])
     return max(1, min(int(bounded), ring_bytes // PIECES_PER_RING))

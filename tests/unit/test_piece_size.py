@@ -38,7 +38,7 @@ def test_a_piece_within_the_bounds_moves_payload_for_the_wanted_part_of_the_time
     size = piece_bytes_for([link(latency_s, bandwidth)], device_type=device_type, ring_bytes=LARGE_RING)
     assert MIN_PIECE_BYTES <= size <= MAX_PIECE_BYTES[device_type]
     busy_s = size / bandwidth
-    share = busy_s / (busy_s + latency_s + CONTROL_COST_S)
+    share = busy_s / (busy_s + latency_s + CONTROL_COST_S[device_type])
     if size < MAX_PIECE_BYTES[device_type]:
         assert share > EFFICIENCY - 1e-3
     if size > MIN_PIECE_BYTES:
@@ -49,13 +49,13 @@ def test_a_piece_within_the_bounds_moves_payload_for_the_wanted_part_of_the_time
     ("links", "device_type", "ring_bytes", "wanted"),
     [
         ((), "cpu", LARGE_RING, MIN_PIECE_BYTES),
-        ([link(50e-6, 1e9)], "cpu", LARGE_RING, 2_250_000),  # 9 x 250 us x 1 GB/s
+        ([link(50e-6, 1e9)], "cpu", LARGE_RING, 7_650_000),  # 9 x 850 us x 1 GB/s
         ([link(50e-6, 1e9)], "cpu", 4_000_000, 1_000_000),
         ([link(50e-6, 1e9)], "cpu", 3, 1),
-        ([link(50e-6, 1e9), link(50e-6, 1.5e9)], "cpu", LARGE_RING, 3_375_000),  # every link is used well
+        ([link(50e-6, 1e9), link(50e-6, 1.5e9)], "cpu", LARGE_RING, 11_475_000),  # every link is used well
         ([link(0.0, 0.0)], "cpu", LARGE_RING, MIN_PIECE_BYTES),
         ([link(20e-6, 300e9)], "cuda", LARGE_RING, MAX_PIECE_BYTES["cuda"]),
-        ([link(20e-6, 25e9)], "cuda", LARGE_RING, 49_500_000),
+        ([link(20e-6, 25e9)], "cuda", LARGE_RING, 94_500_000),
     ],
 )
 def test_sizes(links: list[Link], device_type: str, ring_bytes: int, wanted: int) -> None:
