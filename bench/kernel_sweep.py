@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,49 +22,31 @@ from transfer.layout import Span
 
 COPY = "device copy"
 _THREADS = 8  # that compile
-_ROUND = 4  # tunings that are compiled together, for all shapes
-
-_EVICT = {"load_eviction": "evict_first", "store_eviction": "evict_first"}
-_HINTS: tuple[dict[str, Any], ...] = (
-    _EVICT,
-    {"store_cache": ".cs"},
-    {"load_cache": ".cg"},
-    {"load_eviction": "evict_first", "store_cache": ".cs"},
-    {"is_strided": False},
-)
+_ROUND = 24  # variants that are compiled together
 
 # The most promising first: the time may be over before the last.
 DIGESTING: tuple[dict[str, Any], ...] = (
     {},
-    {"digest_tiles": 1, "digest_words": 2048},
-    {"num_stages": 3},
-    {"is_strided": False},
-    {"digest_words": 2048},
-    {"digest_words": 512, "digest_tiles": 16},
-    _EVICT,
+    {"digest_words": 512},
+    {"num_warps": 8},
+    {"max_registers": 40},
+    {"digest_words": 512, "num_warps": 2},
+    {"is_by_buffer": True},
+    {"digest_words": 512, "table_eviction": "evict_last"},
+    {"max_registers": 32},
+    {"digest_words": 512, "load_cache": ".cg"},
+    {"store_cache": ".wt"},
     {"digest_words": 2048, "num_warps": 8},
-    {"num_stages": 2},
-    {"digest_tiles": 16, "min_programs": 2048},
-    {"digest_words": 512, "num_stages": 4},
-    {"digest_tiles": 1},
-    {"digest_tiles": 4},
-    {"store_cache": ".cs"},
-    {"digest_words": 512, "num_warps": 2, "digest_tiles": 16},
-    {"digest_tiles": 64, "min_programs": 1056},
-    {"digest_tiles": 2},
-    {"digest_words": 4096, "num_warps": 8, "digest_tiles": 2},
-    {"digest_words": 512, "num_warps": 2, "num_stages": 4},
-    {"digest_words": 2048, "num_stages": 3},
 )
 COPYING: tuple[dict[str, Any], ...] = (
     {},
-    {"copy_words": 2048},
-    {"copy_tiles": 4},
-    {"copy_words": 512},
-    _EVICT,
-    {"copy_tiles": 8, "num_stages": 3},
-    {"copy_words": 2048, "num_warps": 8},
-    {"store_cache": ".cs"},
+    {"num_warps": 2},
+    {"copy_words": 256, "num_warps": 2},
+    {"is_by_buffer": True},
+    {"table_eviction": "evict_last"},
+    {"load_cache": ".cg"},
+    {"num_warps": 8, "copy_words": 1024},
+    {"store_cache": ".wt"},
 )
 
 
@@ -99,34 +82,24 @@ class _Shape:
 def sweep(cases: Sequence[tuple[Geometry, Side]], *, repetitions: int, seconds: float) -> Report:
     """As many tunings as there is time for, each printed when it has been measured; the report has the best three of each shape.
 
-    With a digest first; then what the best of all was with other hints; then copies alone.
+    Some with a digest and some without, in turn.
     """
     ends_at = time.monotonic() + seconds
     empty = cache_filler()
-    shapes = [_shape(geometry, side, repetitions, empty) for geometry, side in cases]
+    digesting = [_shape(geometry, side, repetitions, empty) for geometry, side in cases]
+    bare = [replace(shape, has_digest=False, found={}) for shape in digesting]
+    waiting = [(shape, replace(DEFAULT_TUNING, **change)) for shape, change in _in_turn(digesting, bare)]
     with ThreadPoolExecutor(_THREADS) as compilers:
-
-        def measure(shapes: Sequence[_Shape], changes: Iterable[dict[str, Any]], base: Tuning) -> None:
-            tunings = dict.fromkeys(replace(base, **change) for change in changes)
-            new = [one for one in tunings if one not in shapes[0].found]
-            for some in (new[begin : begin + _ROUND] for begin in range(0, len(new), _ROUND)):
-                if time.monotonic() > ends_at:
-                    return
-                # Compiled before anything is timed: who compiles holds the interpreter's lock, and delays what is being timed.
-                ready = {key: compilers.submit(key[0].compiled, key[1]) for key in _pairs(shapes, some)}
-                prepared = {key: future.result() for key, future in ready.items()}
-                for (shape, tuning), one in prepared.items():
-                    shape.found[tuning] = _timed(_call(shape, one), repetitions, empty)
-                    print(f"{shape.ratio(tuning):.3f}  {shape.name}: {told(tuning)}", flush=True)
-
-        measure(shapes, DIGESTING, DEFAULT_TUNING)
-        best = max(shapes[0].found, key=lambda tuning: min(shape.ratio(tuning) for shape in shapes))
-        print(f"best of all shapes: {told(best)}", flush=True)
-        measure(shapes, _HINTS, best)
-        bare = [replace(shape, has_digest=False, found={}) for shape in shapes]
-        measure(bare, COPYING, DEFAULT_TUNING)
+        for some in (waiting[begin : begin + _ROUND] for begin in range(0, len(waiting), _ROUND)):
+            if time.monotonic() > ends_at:
+                break
+            # Compiled before anything is timed: who compiles holds the interpreter's lock, and delays what is being timed.
+            ready = list(compilers.map(lambda pair: pair[0].compiled(pair[1]), some))
+            for (shape, tuning), prepared in zip(some, ready, strict=True):
+                shape.found[tuning] = _timed(_call(shape, prepared), repetitions, empty)
+                print(f"{shape.ratio(tuning):.3f}  {shape.name}: {told(tuning)}", flush=True)
     report = Report(title=f"Best sizes of the kernels on {torch.cuda.get_device_name()}, against a device copy")
-    for shape in (*shapes, *bare):
+    for shape in (*digesting, *bare):
         copy = report.add(shape.name, COPY, shape.copy_s, num_bytes=shape.base.traffic_bytes)
         for tuning in sorted(shape.found, key=shape.ratio, reverse=True)[:3]:
             report.add(shape.name, told(tuning), shape.found[tuning], num_bytes=shape.base.traffic_bytes, against=copy)
@@ -141,8 +114,11 @@ def told(tuning: Tuning) -> str:
     return ", ".join(changed) or "as chosen"
 
 
-def _pairs(shapes: Sequence[_Shape], tunings: Sequence[Tuning]) -> Iterator[tuple[_Shape, Tuning]]:
-    return ((shape, tuning) for tuning in tunings for shape in shapes)
+def _in_turn(digesting: Sequence[_Shape], bare: Sequence[_Shape]) -> Iterator[tuple[_Shape, dict[str, Any]]]:
+    for with_digest, without in zip_longest(DIGESTING, COPYING):
+        for shapes, change in ((digesting, with_digest), (bare, without)):
+            if change is not None:
+                yield from ((shape, change) for shape in shapes)
 
 
 def _shape(geometry: Geometry, side: Side, repetitions: int, empty: Callable[[], object]) -> _Shape:

@@ -40,13 +40,10 @@ COPY: dict[str, Any] = {
     "IS_GATHER": True,
     "HAS_DIGEST": False,
     "TILE_PIECES": 16,
-    "IS_ONE_TILE": True,
-    "IS_STRIDED": True,
-    "NUM_STAGES": 1,
+    "IS_BY_BUFFER": False,
+    "TABLE_EVICTION": "",
     "LOAD_CACHE": "",
-    "LOAD_EVICTION": "",
     "STORE_CACHE": "",
-    "STORE_EVICTION": "",
 }
 NARROW = {
     **COPY,
@@ -67,7 +64,7 @@ WIDEN = {**NARROW, "IS_GATHER": False, "SOURCE_KIND": "float8_e4m3fn", "TARGET_K
 
 
 def ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:
-    types = {"first_piece": "i32", "end_piece": "i32", "num_tiles": "i32"}
+    types = {"first_piece": "i32", "end_piece": "i32"}
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(name),): constants[name] for name in constants})
@@ -100,15 +97,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("is_gather", [True, False])
-@pytest.mark.parametrize(("has_digest", "is_one_tile"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("has_digest", [False, True])
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_copies_move_16_bytes_at_a_time(
-    shape: str, has_digest: bool, is_one_tile: bool, is_gather: bool, capability: int
-) -> None:
-    constants = {**COPY, **SHAPES[shape], "HAS_DIGEST": has_digest, "IS_ONE_TILE": is_one_tile, "IS_GATHER": is_gather}
+def test_copies_move_16_bytes_at_a_time(shape: str, has_digest: bool, is_gather: bool, capability: int) -> None:
+    constants = {**COPY, **SHAPES[shape], "HAS_DIGEST": has_digest, "IS_GATHER": is_gather}
     text = ptx(copy_pieces, constants, capability)
     assert widths(text, "ld") == widths(text, "st") == {16}
-    assert text.count("atom.global") == int(has_digest)  # one addition for all tiles of a program
+    assert text.count("atom.global") == int(has_digest)  # one addition for all words of a program
 
 
 @pytest.mark.parametrize("constants", [NARROW, WIDEN], ids=["narrow", "widen"])

@@ -112,8 +112,8 @@ def test_equally_shaped_buffers_share_a_launch(monkeypatch: pytest.MonkeyPatch) 
             launched.append(grid)
             super().__call__(stream, grid, arguments)
 
-    monkeypatch.setattr(head_slice, "_launcher", lambda device, num_warps, constants: Counted(
-        head_slice.copy_pieces, device, dict(constants), num_warps=num_warps
+    monkeypatch.setattr(head_slice, "_launcher", lambda device, num_warps, max_registers, constants: Counted(
+        head_slice.copy_pieces, device, dict(constants), num_warps=num_warps, max_registers=max_registers
     ))  # fmt: skip
 
     def num_launches(layout: KVLayout, layers: list[int]) -> int:

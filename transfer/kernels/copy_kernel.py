@@ -8,8 +8,8 @@ as wide as every address and stride allows: 8 bytes, and 16-byte accesses where 
 Pieces are numbered from the first slot of the first page on, so that a tile is part of one page wherever pages are multiples of
 tiles: its page is then looked up once, and the places of its words are the same numbers for every tile.
 
-With a digest, the words are mixed while they are in registers; a program keeps what its tiles count there, and adds it to the sum
-once.
+A program moves one tile: programs with several were slower on an H200, with and without digest. With a digest, the words are
+mixed while they are in registers, and a program adds what they count to the sum once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,9 @@ WORD_TYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 MAX_PIECES = 2**31 - 2**20  # of a buffer in one launch: with the last tile they are still numbered by 32 bits
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def page_of(page_table, tile, end_piece, TILE_PIECES: tl.constexpr, PIECES_PER_PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The page of a tile or, where it is in several, of each of its pieces; -1 behind the last piece."""
-    if PIECES_PER_PAGE % TILE_PIECES == 0:
-        return tl.load(page_table + tile // (PIECES_PER_PAGE // TILE_PIECES), mask=tile * TILE_PIECES < end_piece, other=-1)
-    else:
-        piece = tile * TILE_PIECES + tl.arange(0, TILE_PIECES)
-        return tl.load(page_table + piece // PIECES_PER_PAGE, mask=piece < end_piece, other=-1)
-
-
 # Nothing is specialised for values that change from plan to plan: that would compile variants in mid-service.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["pages", "wire", "digest", "table", "factors", "num_pages", "first_piece", "end_piece", "num_tiles"]
+    do_not_specialize=["pages", "wire", "digest", "table", "factors", "num_pages", "first_piece", "end_piece"]
 )
 def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
     pages: tl.int64,
@@ -47,7 +37,6 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     num_pages: tl.int64,
     first_piece: tl.int32,
     end_piece: tl.int32,
-    num_tiles: tl.int32,
     ROW: tl.constexpr,
     HEADS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -69,15 +58,12 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     IS_GATHER: tl.constexpr,
     HAS_DIGEST: tl.constexpr,
     TILE_PIECES: tl.constexpr,
-    IS_ONE_TILE: tl.constexpr,
-    IS_STRIDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    IS_BY_BUFFER: tl.constexpr,
+    TABLE_EVICTION: tl.constexpr,
     LOAD_CACHE: tl.constexpr,
-    LOAD_EVICTION: tl.constexpr,
     STORE_CACHE: tl.constexpr,
-    STORE_EVICTION: tl.constexpr,
 ):
-    """Move the pieces [first_piece, end_piece) of every buffer, num_tiles tiles a program; grid (programs, buffers).
+    """Move the pieces [first_piece, end_piece) of every buffer, a tile a program; grid (tiles, buffers).
 
     All pointers are addresses. ``table`` has for each buffer the address of its first pool row and the offset of its wire in
     bytes. Lengths and strides are in elements of POOL_TYPE and WIRE_TYPE, which are as many; an align is what pieces begin on
@@ -89,67 +75,65 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     IS_IN_ONE_PAGE: tl.constexpr = PIECES_PER_PAGE % TILE_PIECES == 0
     TILES_PER_PAGE: tl.constexpr = PIECES_PER_PAGE // TILE_PIECES
     IS_EXACT: tl.constexpr = ROW % PIECE == 0
-    buffer = tl.program_id(1)
-    entry = table.to(tl.pointer_type(tl.int64)) + 2 * buffer
-    pool_base = tl.multiple_of(tl.load(entry).to(tl.pointer_type(POOL_TYPE)), 16 if POOL_ALIGN > 1 else 1)
-    # In units of what pieces begin on: the compiler drops what it is told of a sum when it simplifies the sum.
-    first_wire = (tl.load(entry + 1) // (WIRE_BYTES * WIRE_ALIGN)) * WIRE_ALIGN
-    wire_base = tl.multiple_of(wire.to(tl.pointer_type(WIRE_TYPE)), 16 if WIRE_ALIGN > 1 else 1)
-    page_table = pages.to(tl.pointer_type(tl.int64))
-    column = tl.arange(0, PIECE)
-    in_tile = tl.arange(0, TILE_PIECES)
-    if IS_SCALED:
-        factor = tl.load(factors.to(tl.pointer_type(tl.float32)) + buffer)
-    if HAS_DIGEST:
-        column_keys = offsets_of(column.to(tl.int64))
-        counts = tl.zeros([TILE_PIECES, PIECE], tl.uint64)
-    if IS_STRIDED:
-        tile, tile_step = tl.program_id(0), tl.num_programs(0)
-    else:
-        tile, tile_step = tl.program_id(0) * num_tiles, 1
+    tile, buffer = tl.program_id(0), tl.program_id(1)
+    if IS_BY_BUFFER:
+        number = tile + buffer * tl.num_programs(0)
+        tile, buffer = number // tl.num_programs(1), number % tl.num_programs(1)
     tile += first_piece // TILE_PIECES
-    page = page_of(page_table, tile, end_piece, TILE_PIECES, PIECES_PER_PAGE)
-    for _ in tl.range(0, 1 if IS_ONE_TILE else num_tiles, num_stages=NUM_STAGES):
-        piece = tile * TILE_PIECES + in_tile
-        in_page = (tile % TILES_PER_PAGE) * TILE_PIECES + in_tile if IS_IN_ONE_PAGE else piece % PIECES_PER_PAGE
-        tile += tile_step
-        # Asked for before this tile's words, so that the two do not wait for each other.
-        next_page = page if IS_ONE_TILE else page_of(page_table, tile, end_piece, TILE_PIECES, PIECES_PER_PAGE)
-        is_moved = (piece >= first_piece) & (piece < end_piece)
-        is_moved = is_moved & (page >= 0) & (page < num_pages)
-        token = (in_page // PIECES_PER_TOKEN).to(OFFSET_TYPE)
-        head = ((in_page // PIECES_PER_ROW) % HEADS).to(OFFSET_TYPE)
-        of_row = in_page % PIECES_PER_ROW
-        offset = token * TOKEN_STRIDE + head * HEAD_STRIDE + of_row * PIECE
-        moved = piece - first_piece
-        if IS_EXACT:
-            wire_piece = first_wire + moved.to(tl.int64) * PIECE
-        else:
-            wire_piece = first_wire + (moved // PIECES_PER_ROW).to(tl.int64) * ROW + of_row * PIECE
-        if IS_IN_ONE_PAGE:
-            at_pool = (pool_base + page * PAGE_STRIDE) + (offset[:, None] + column[None, :])
-        else:
-            at_pool = pool_base + (page * PAGE_STRIDE + offset)[:, None] + column[None, :]
-        at_wire = wire_base + wire_piece[:, None] + column[None, :]
-        mask = is_moved[:, None]
-        if not IS_EXACT:
-            mask = mask & ((of_row * PIECE)[:, None] + column[None, :] < ROW)
-        at_source = at_pool if IS_GATHER else at_wire
-        values = tl.load(at_source, mask=mask, cache_modifier=LOAD_CACHE, eviction_policy=LOAD_EVICTION)
-        stored = values
-        if IS_CONVERSION:
-            numbers = widened(values, SOURCE_KIND, IS_NATIVE)
-            if IS_SCALED:
-                numbers = numbers * factor
-            stored = narrowed(numbers, TARGET_KIND, IS_NATIVE)
-        at_target = at_wire if IS_GATHER else at_pool
-        tl.store(at_target, stored, mask=mask, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICTION)
-        if HAS_DIGEST:
-            keys = keys_of(wire_piece)[:, None] + column_keys[None, :]
-            counts += tl.where(mask, mixed(values.to(tl.uint64, bitcast=True), keys), 0)
-        page = next_page
+    in_tile = tl.arange(0, TILE_PIECES)
+    column = tl.arange(0, PIECE)
+    piece = tile * TILE_PIECES + in_tile
+    is_moved = (piece >= first_piece) & (piece < end_piece)
+
+    page_table = pages.to(tl.pointer_type(tl.int64))
+    if IS_IN_ONE_PAGE:
+        is_used = tile * TILE_PIECES < end_piece
+        page = tl.load(page_table + tile // TILES_PER_PAGE, mask=is_used, other=-1, eviction_policy=TABLE_EVICTION)
+        in_page = (tile % TILES_PER_PAGE) * TILE_PIECES + in_tile
+    else:
+        page = tl.load(page_table + piece // PIECES_PER_PAGE, mask=is_moved, other=-1, eviction_policy=TABLE_EVICTION)
+        in_page = piece % PIECES_PER_PAGE
+    entry = table.to(tl.pointer_type(tl.int64)) + 2 * buffer
+    pool_address = tl.load(entry, eviction_policy=TABLE_EVICTION)
+    pool_base = tl.multiple_of(pool_address.to(tl.pointer_type(POOL_TYPE)), 16 if POOL_ALIGN > 1 else 1)
+    # In units of what pieces begin on: the compiler drops what it is told of a sum when it simplifies the sum.
+    first_wire = (tl.load(entry + 1, eviction_policy=TABLE_EVICTION) // (WIRE_BYTES * WIRE_ALIGN)) * WIRE_ALIGN
+    wire_base = tl.multiple_of(wire.to(tl.pointer_type(WIRE_TYPE)), 16 if WIRE_ALIGN > 1 else 1)
+
+    is_moved = is_moved & (page >= 0) & (page < num_pages)
+    token = (in_page // PIECES_PER_TOKEN).to(OFFSET_TYPE)
+    head = ((in_page // PIECES_PER_ROW) % HEADS).to(OFFSET_TYPE)
+    of_row = in_page % PIECES_PER_ROW
+    offset = token * TOKEN_STRIDE + head * HEAD_STRIDE + of_row * PIECE
+    if IS_IN_ONE_PAGE:
+        at_pool = (pool_base + page * PAGE_STRIDE) + (offset[:, None] + column[None, :])
+    else:
+        at_pool = pool_base + (page * PAGE_STRIDE + offset)[:, None] + column[None, :]
+    # A number per program and a small one per word: what each thread has to keep is less.
+    if IS_EXACT:
+        tile_wire = first_wire + (tile * TILE_PIECES - first_piece).to(tl.int64) * PIECE
+        in_wire = (in_tile * PIECE)[:, None] + column[None, :]
+    else:
+        tile_wire = first_wire
+        in_wire = (((piece - first_piece) // PIECES_PER_ROW).to(tl.int64) * ROW + of_row * PIECE)[:, None] + column[None, :]
+    at_wire = (wire_base + tile_wire) + in_wire
+    mask = is_moved[:, None]
+    if not IS_EXACT:
+        mask = mask & ((of_row * PIECE)[:, None] + column[None, :] < ROW)
+
+    at_source = at_pool if IS_GATHER else at_wire
+    values = tl.load(at_source, mask=mask, cache_modifier=LOAD_CACHE)
+    stored = values
+    if IS_CONVERSION:
+        numbers = widened(values, SOURCE_KIND, IS_NATIVE)
+        if IS_SCALED:
+            numbers = numbers * tl.load(factors.to(tl.pointer_type(tl.float32)) + buffer)
+        stored = narrowed(numbers, TARGET_KIND, IS_NATIVE)
+    at_target = at_wire if IS_GATHER else at_pool
+    tl.store(at_target, stored, mask=mask, cache_modifier=STORE_CACHE)
     if HAS_DIGEST:
-        add_to(digest, counts)
+        keys = keys_of(tile_wire) + offsets_of(in_wire)
+        add_to(digest, tl.where(mask, mixed(values.to(tl.uint64, bitcast=True), keys), 0))
 
 
 def piece_words(row: int, most: int) -> int:

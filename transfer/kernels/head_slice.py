@@ -37,32 +37,26 @@ class Tuning:
 
     Args:
         copy_words: Words of a tile that is only copied.
-        copy_tiles: Tiles of a program that only copies, at most.
         digest_words: Words of a tile that is digested too.
-        digest_tiles: Tiles of a program that digests, at most: its sum is made once.
         conversion_elements: Elements of a tile that is converted.
         max_columns: Words of a row that a piece has at most.
-        min_programs: Of a launch whose programs have several tiles: enough for every multiprocessor to have some, and some more.
         num_warps: Of a program.
-        num_stages: Tiles of a program that are fetched at a time, by way of shared memory; 1 is the registers' way.
-        is_strided: Programs side by side move tiles side by side; otherwise a program's tiles are.
-        load_cache, load_eviction, store_cache, store_eviction: What the kernel says to the caches, in Triton's words.
+        max_registers: Of a thread of a program that digests; 0 is as many as the compiler takes.
+        is_by_buffer: Programs side by side move the same tokens of several buffers; otherwise tokens side by side of one buffer.
+        table_eviction, load_cache, store_cache: What the kernel says to the caches of its page table and addresses, of what it
+            reads and of what it writes, in Triton's words.
     """
 
-    copy_words: int = 1024
-    copy_tiles: int = 1
+    copy_words: int = 512
     digest_words: int = 1024
-    digest_tiles: int = 8
     conversion_elements: int = 4096
     max_columns: int = 512
-    min_programs: int = 4096
     num_warps: int = 4
-    num_stages: int = 1
-    is_strided: bool = True
+    max_registers: int = 0
+    is_by_buffer: bool = False
+    table_eviction: str = ""
     load_cache: str = ""
-    load_eviction: str = ""
     store_cache: str = ""
-    store_eviction: str = ""
 
 
 DEFAULT_TUNING = Tuning()
@@ -266,8 +260,6 @@ class _Launch:
         pieces_per_token = rows.rows_per_token * -(-row // piece)
         first, end = self._tokens.begin * pieces_per_token, self._tokens.end * pieces_per_token
         num_tiles = -(-end // tile_pieces) - first // tile_pieces
-        most_tiles = tuning.digest_tiles if has_digest else 1 if is_conversion else tuning.copy_tiles
-        tiles = max(1, min(most_tiles, num_tiles * self._count // tuning.min_programs))
         strides = [stride // pool_bytes for stride in rows.strides]
         reach = (pool.page_size - 1) * strides[1] + (rows.rows_per_token - 1) * strides[2] + row + piece
         kinds = (element.value, wire_element.value) if is_gather else (wire_element.value, element.value)
@@ -293,31 +285,27 @@ class _Launch:
             "IS_GATHER": is_gather,
             "HAS_DIGEST": has_digest,
             "TILE_PIECES": tile_pieces,
-            "IS_ONE_TILE": most_tiles == 1,
-            "IS_STRIDED": tuning.is_strided,
-            "NUM_STAGES": tuning.num_stages,
+            "IS_BY_BUFFER": tuning.is_by_buffer and num_tiles * self._count < 2**31,  # they are numbered together
+            "TABLE_EVICTION": tuning.table_eviction,
             "LOAD_CACHE": tuning.load_cache,
-            "LOAD_EVICTION": tuning.load_eviction,
             "STORE_CACHE": tuning.store_cache,
-            "STORE_EVICTION": tuning.store_eviction,
         }
         return _Variant(
-            _launcher(pool.device, tuning.num_warps, tuple(constants.items())),
-            (-(-num_tiles // tiles), self._count, 1),
+            _launcher(pool.device, tuning.num_warps, tuning.max_registers if has_digest else 0, tuple(constants.items())),
+            (num_tiles, self._count, 1),
             (
                 self._table("places", torch.tensor(self._places, dtype=torch.int64)),
                 self._factors(is_gather=is_gather),
                 pool.num_pages,
                 first,
                 end,
-                tiles,
             ),
         )
 
 
 @cache
-def _launcher(device: torch.device, num_warps: int, constants: tuple[tuple[str, Any], ...]) -> Launcher:
-    return Launcher(copy_pieces, device, dict(constants), num_warps=num_warps)
+def _launcher(device: torch.device, num_warps: int, max_registers: int, constants: tuple[tuple[str, Any], ...]) -> Launcher:
+    return Launcher(copy_pieces, device, dict(constants), num_warps=num_warps, max_registers=max_registers)
 
 
 @cache
