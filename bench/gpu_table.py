@@ -114,7 +114,7 @@ def _pool_to_pool(content: Content) -> Iterator[Outcome]:
 
 
 def _of_peer(rows: dict[tuple[str, str], Content], case: str, peer: str) -> Content | None:
-    """The peer's row of those bytes: it sends one request after the other. That of its descriptors is named by how many they are."""
+    """The peer's row of those bytes; it sends one request after the other. That of its descriptors is named by their number."""
     case = f"{case.partition(',')[0]}, 1 in flight"
     if peer != "NIXL descriptors":
         return rows.get((case, peer))

@@ -33,15 +33,29 @@ _MASK = 2**64 - 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class _Outcome:
+    """Where a copy under way will leave its mark; used again for later ones.
+
+    Args:
+        cell: int64 [1], pinned: the stream's sum behind the copy.
+        end: Fires when that is there. Who waits for it sleeps: a spinning thread would take a core from the engine.
+    """
+
+    cell: Tensor
+    end: torch.cuda.Event
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class _PeerStream:
     """One peer's copies: they run, and end, in the order in which they were queued."""
 
     stream: torch.cuda.Stream
     waiter: Lane
     sum: Tensor  # int64 [1] on the device
-    last_sum: int = 0  # touched by the waiter alone
-    cells: deque[Tensor] = field(default_factory=deque)  # free pinned int64 [1], each for one copy under way
-    events: deque[tuple[Any, Any]] = field(default_factory=deque)  # free pairs: begin and end of a copy
+    free: deque[_Outcome] = field(default_factory=deque)
+    # Of the copy before; touched by the waiter alone.
+    last_sum: int = 0
+    last_end_s: float = 0.0
 
 
 class DeviceCopyLane:
@@ -127,25 +141,25 @@ class DeviceCopyLane:
         self._compiler.submit(lambda: piece.make_ready(wire, is_gather=is_gather), compiled)
 
     def _queue(self, lane: _PeerStream, after: DeviceEvent | None, copy: Callable[[Tensor], None], on_done: OnGathered) -> None:
-        cell = lane.cells.popleft() if lane.cells else torch.empty(1, dtype=torch.int64, pin_memory=True)
-        begin, end = lane.events.popleft() if lane.events else _event_pair()
+        outcome = lane.free.popleft() if lane.free else _new_outcome()
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             if after is not None:
                 _wait_for(after, lane.stream)
-            begin.record()
             copy(lane.sum)
-            cell.copy_(lane.sum, non_blocking=True)
-            end.record()
+            outcome.cell.copy_(lane.sum, non_blocking=True)
+            outcome.end.record(lane.stream)
+        queued_s = time.monotonic()
 
         def work() -> tuple[int, float]:
-            end.synchronize()
-            total = int(cell) & _MASK
-            digest, lane.last_sum = (total - lane.last_sum) & _MASK, total
-            return digest, begin.elapsed_time(end) / 1e3
+            outcome.end.synchronize()
+            end_s, total = time.monotonic(), int(outcome.cell) & _MASK
+            # From when the stream was free for it. (With events that take the time, each copy costs two more calls.)
+            seconds = end_s - max(queued_s, lane.last_end_s)
+            digest, lane.last_sum, lane.last_end_s = (total - lane.last_sum) & _MASK, total, end_s
+            return digest, seconds
 
         def done(result: tuple[int, float]) -> None:
-            lane.cells.append(cell)
-            lane.events.append((begin, end))
+            lane.free.append(outcome)
             on_done(*result)
 
         lane.waiter.submit(work, done)
@@ -162,10 +176,9 @@ class DeviceCopyLane:
         return found
 
 
-def _event_pair() -> tuple[Any, Any]:
-    """Of events that sleep while they are waited for: a spinning thread would take a core from the engine."""
-    events: Any = torch.cuda.Event
-    return events(enable_timing=True), events(enable_timing=True, blocking=True)
+def _new_outcome() -> _Outcome:
+    make_event: Any = torch.cuda.Event
+    return _Outcome(cell=torch.empty(1, dtype=torch.int64, pin_memory=True), end=make_event(blocking=True))
 
 
 def _wait_for(event: DeviceEvent, stream: torch.cuda.Stream) -> None:
