@@ -54,7 +54,7 @@ PARTS = (
             module="pool_to_pool",
             arguments=(
                 *(*_CUDA, "--lanes", "cuda_ipc/fused", "cuda_ipc/copy", "nixl", "ucx", "--mb", "320"),
-                *("--in-flight", "1", "4", "--rounds", "15", "--decode-page-size", "16", "--peers"),
+                *("--in-flight", "1", "4", "8", "--rounds", "15", "--decode-page-size", "16", "--peers"),
             ),
             timeout_s=150.0,
         ),
@@ -70,8 +70,8 @@ PARTS = (
         run=Run(
             module="pool_to_pool",
             arguments=(
-                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "320", "--in-flight", "1"),
-                *("--piece-mb", "8", "16", "32", "64", "128", "320", "--rounds", "10", "--decode-page-size", "16"),
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "320", "--in-flight", "1", "4"),
+                *("--piece-mb", "32", "64", "160", "320", "--rounds", "10", "--decode-page-size", "16"),
             ),
             timeout_s=80.0,
         ),
