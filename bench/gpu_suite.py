@@ -82,12 +82,21 @@ PARTS = (
         run=Run(
             module="pool_to_pool",
             arguments=(
-                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "16", "64", "1024"),
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "16", "64"),
                 *("--in-flight", "1", "16", "64", "--rounds", "6"),
             ),
-            timeout_s=110.0,
+            timeout_s=80.0,
         ),
         rehearsed=("--lanes", "ucx", *_TINY_POOL, "--mb", "1", "2"),
+    ),
+    Part(
+        name="pool to pool, 1 GiB",
+        run=Run(
+            module="pool_to_pool",
+            arguments=(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "1024", "--in-flight", "1", "4", "--rounds", "6"),
+            timeout_s=60.0,
+        ),
+        rehearsed=("--lanes", "ucx", *_TINY_POOL, "--mb", "3"),
     ),
     Part(
         name="link, one gpu",
