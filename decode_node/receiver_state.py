@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
-from transfer.chunk import Chunk, pieces_of, split_into_chunks
+from transfer.chunk import Chunk, pieces_of_request, split_into_chunks
 from transfer.messages import ChunkReady
 from transfer.ring import Grant
 
@@ -64,14 +64,14 @@ class Request:
     @classmethod
     def of(cls, incoming: IncomingRequest) -> Request:
         """The request before anything of it was granted; pieces of no bytes are left out."""
-        layout, num_tokens = incoming.layout, incoming.num_tokens
-        chunks = split_into_chunks(
-            incoming.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=incoming.start_token
-        )
+        plan, layout, num_tokens, start_token = incoming.plan, incoming.layout, incoming.num_tokens, incoming.start_token
+        chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token)
         sizes = {
             (route.route.index, chunk.index): size
             for route in incoming.routes
-            for chunk, size in pieces_of(chunks, layout, route.route, num_tokens=num_tokens, dtype=incoming.wire_dtype)
+            for chunk, size in pieces_of_request(
+                plan, layout, route.route, num_tokens=num_tokens, start_token=start_token, dtype=incoming.wire_dtype
+            )
         }
         routes = {route.route.index: RouteState(incoming=route) for route in incoming.routes}
         return cls(incoming=incoming, chunks=chunks, routes=routes, sizes=sizes, missing=set(sizes))

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
-from transfer.chunk import Chunk, pieces_of, split_into_chunks
+from transfer.chunk import Chunk, pieces_of_request, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
-from transfer.layout import LayerKind, wire_buffers
+from transfer.layout import wire_slices
 from transfer.ring import Grant, RingView, Watermark, grant_key
 from transfer.ring_index import PositionIndex, WaitingGrants
 
@@ -63,10 +63,7 @@ class Piece:
     def num_slices(self) -> int:
         """Writes that the piece would have taken as token x layer x K/V slices; what a window leaves out is none."""
         outgoing = self.request.outgoing
-        if self.request.sends_every_token:  # cheaper, and asked after every write
-            layers = self.route.route.layers_in(outgoing.layout, self.chunk.layers)
-            return len(self.chunk.tokens) * sum(outgoing.layout.layers[layer].num_buffers for layer in layers)
-        buffers = wire_buffers(
+        return wire_slices(
             outgoing.layout,
             self.route.route,
             tokens=self.chunk.tokens,
@@ -74,7 +71,6 @@ class Piece:
             num_tokens=outgoing.num_tokens,
             dtype=outgoing.wire_dtype,
         )
-        return sum(len(buffer.tokens) for buffer in buffers)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -101,7 +97,6 @@ class Request:
     routes: dict[int, RouteState] = field(default_factory=dict)  # by route index
     computed: dict[int, DeviceEvent | None] = field(default_factory=dict)  # by chunk index
     num_chunks: int
-    sends_every_token: bool  # no layer leaves out tokens: neither windows nor recurrent states
     is_source_kept: bool = False  # until all is released: what was gathered into a ring has no other copy to be sent again
     to_gather: int = 0
     to_release: int = 0
@@ -117,15 +112,14 @@ class Request:
     @classmethod
     def of(cls, outgoing: OutgoingRequest) -> Request:
         """Every piece of it, not asked for yet; pieces of no bytes are left out."""
-        layout, num_tokens = outgoing.layout, outgoing.num_tokens
-        chunks = split_into_chunks(
-            outgoing.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=outgoing.start_token
-        )
-        sends_every_token = all(spec.kind in (LayerKind.ATTENTION, LayerKind.MLA) for spec in layout.layers)
-        request = cls(outgoing=outgoing, num_chunks=len(chunks), sends_every_token=sends_every_token)
+        plan, layout, num_tokens, start_token = outgoing.plan, outgoing.layout, outgoing.num_tokens, outgoing.start_token
+        chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token)
+        request = cls(outgoing=outgoing, num_chunks=len(chunks))
         for route in outgoing.routes:
             state = request.routes[route.route.index] = RouteState(outgoing=route)
-            for chunk, size in pieces_of(chunks, layout, route.route, num_tokens=num_tokens, dtype=outgoing.wire_dtype):
+            for chunk, size in pieces_of_request(
+                plan, layout, route.route, num_tokens=num_tokens, start_token=start_token, dtype=outgoing.wire_dtype
+            ):
                 state.pieces[chunk.index] = Piece(request=request, route=route, chunk=chunk, num_bytes=size)
             state.unasked.extend(state.pieces.values())
         request.to_gather = request.to_release = sum(len(state.pieces) for state in request.routes.values())

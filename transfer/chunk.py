@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from transfer.errors import LayoutError
 from transfer.layout import DType, KVLayout, Route, Span, wire_bytes
@@ -45,6 +46,11 @@ def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, star
     Raises:
         LayoutError: The token range is empty or negative, or there are no layers.
     """
+    return _split(plan, num_tokens, num_layers, start_token)
+
+
+@lru_cache(maxsize=32)  # of one request every part of a rank asks, and many requests are equally long
+def _split(plan: ChunkPlan, num_tokens: int, num_layers: int, start_token: int) -> tuple[Chunk, ...]:
     if not 0 <= start_token < num_tokens:
         raise LayoutError(f"start_token is {start_token}, num_tokens is {num_tokens}; need 0 <= start_token < num_tokens")
     if num_layers < 1:
@@ -74,6 +80,21 @@ def pieces_of(
         size = wire_bytes(layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=dtype)
         if size:
             yield chunk, size
+
+
+def pieces_of_request(
+    plan: ChunkPlan, layout: KVLayout, route: Route, *, num_tokens: int, start_token: int, dtype: DType
+) -> tuple[tuple[Chunk, int], ...]:
+    """`pieces_of` the chunks of tokens [start_token, num_tokens)."""
+    return _pieces(plan, layout, route, num_tokens, start_token, dtype)
+
+
+@lru_cache(maxsize=64)
+def _pieces(
+    plan: ChunkPlan, layout: KVLayout, route: Route, num_tokens: int, start_token: int, dtype: DType
+) -> tuple[tuple[Chunk, int], ...]:
+    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token)
+    return tuple(pieces_of(chunks, layout, route, num_tokens=num_tokens, dtype=dtype))
 
 
 def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route], dtype: DType) -> int:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
@@ -139,6 +140,11 @@ class KVLayout:
         if len(self.layers) > MAX_LAYERS:
             raise LayoutError(f"layers has {len(self.layers)} entries; a model has at most {MAX_LAYERS}")
         object.__setattr__(self, "dtype", DType(self.dtype))
+
+    def __hash__(self) -> int:
+        # Sizes are remembered by layout, and asked for with every request: going through 80 layers would take longer than
+        # computing most of them anew. Layouts that differ only in between are told apart by comparing.
+        return hash((len(self.layers), self.layers[0], self.layers[-1], self.dtype))
 
     @classmethod
     def uniform(
@@ -465,7 +471,10 @@ def wire_buffers(
 
 def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
     """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
-    # Added up without the buffers, for both machines ask this for every chunk.
+    # Without the buffers, for both machines ask this for every chunk.
+    each = _each_token(layout, route, layers, dtype)
+    if each is not None:
+        return len(tokens) * each.num_bytes
     size = 0
     for layer in route.layers_in(layout, layers):
         spec = layout.layers[layer]
@@ -474,6 +483,33 @@ def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, nu
             element = (spec.dtype or dtype).num_bytes
             size = -(-size // element) * element + num_elements * route.heads.count * element
     return size
+
+
+def wire_slices(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
+    """Writes that this part of a chunk would take as token x layer x K/V slices; what a window leaves out is none."""
+    each = _each_token(layout, route, layers, dtype)
+    if each is not None:
+        return len(tokens) * each.num_buffers
+    buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype)
+    return sum(len(buffer.tokens) for buffer in buffers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EachToken:
+    """What every token of a chunk adds to it on one route."""
+
+    num_bytes: int
+    num_buffers: int
+
+
+@lru_cache(maxsize=1024)
+def _each_token(layout: KVLayout, route: Route, layers: Span, dtype: DType) -> _EachToken | None:
+    """None where tokens are unlike: a window leaves some out, or a recurrent state has none."""
+    specs = [layout.layers[layer] for layer in route.layers_in(layout, layers)]
+    if any(spec.kind in (LayerKind.SLIDING_WINDOW, LayerKind.RECURRENT_STATE) for spec in specs):
+        return None
+    num_elements = sum(spec.k_head_dim + spec.v_head_dim for spec in specs) * route.heads.count
+    return _EachToken(num_bytes=num_elements * dtype.num_bytes, num_buffers=sum(spec.num_buffers for spec in specs))
 
 
 def _travelling_tokens(spec: LayerSpec, tokens: Span, num_tokens: int) -> Span:

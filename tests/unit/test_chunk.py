@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, split_into_chunks
+from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, pieces_of, pieces_of_request, split_into_chunks
 from transfer.errors import LayoutError
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, routes, wire_bytes
 
@@ -116,7 +116,12 @@ def test_no_piece_of_any_request_is_larger_than_the_largest(
         ]
 
     num_tokens = data.draw(st.integers(1, 60))
-    assert max(pieces(num_tokens, data.draw(st.integers(0, num_tokens - 1)))) <= largest
+    start = data.draw(st.integers(0, num_tokens - 1))
+    assert max(pieces(num_tokens, start)) <= largest
+    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start)
+    for route in found:
+        remembered = pieces_of_request(plan, LAYOUT, route, num_tokens=num_tokens, start_token=start, dtype=dtype)
+        assert list(remembered) == list(pieces_of(chunks, LAYOUT, route, num_tokens=num_tokens, dtype=dtype))
     assert max(pieces(chunk_tokens, 0)) == largest
 
 

@@ -26,6 +26,7 @@ from transfer.layout import (
     wire_buffers,
     wire_bytes,
     wire_dtype,
+    wire_slices,
 )
 
 MHA = LayerSpec(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
@@ -220,6 +221,7 @@ def test_wire_buffers_are_contiguous_and_exact(data: st.DataObject, layout: KVLa
             assert buffer.row_bytes == route.heads.count * (spec.v_head_dim if buffer.is_v else spec.k_head_dim) * element
             position = buffer.offset_bytes + buffer.num_bytes
         assert position == wire_bytes(layout, route, **arguments)
+        assert sum(len(buffer.tokens) for buffer in buffers) == wire_slices(layout, route, **arguments)
         places = [(buffer.layer, buffer.is_v) for buffer in buffers]
         assert places == sorted(set(places))
 
@@ -241,6 +243,18 @@ def test_a_layer_with_a_dtype_of_its_own_begins_on_its_elements() -> None:
         assert [buffer.offset_bytes for buffer in buffers] == offsets
         assert [buffer.row_bytes for buffer in buffers if buffer.layer in (1, 4)] == [20, 20], "float32, whatever the wire is"
         assert wire_bytes(layout, route, **arguments) == end
+
+
+def test_sizes_of_layouts_that_differ_only_within_are_told_apart() -> None:
+    """Sizes are remembered by layout, whose hash looks only at its ends."""
+    wide = replace(MHA, k_head_dim=2 * MHA.k_head_dim)
+    layouts_ = [KVLayout(layers=(MHA, spec, MHA), dtype=DType.BFLOAT16) for spec in (MHA, wide, replace(MHA))]
+    assert len({hash(layout) for layout in layouts_}) == 1
+    whole = Span(begin=0, end=3)
+    arguments = {"tokens": Span(begin=0, end=8), "layers": whole, "num_tokens": 8, "dtype": DType.BFLOAT16}
+    plain, other, again = [wire_bytes(layout, replace(ROUTE, layers=whole), **arguments) for layout in layouts_]
+    assert other - plain == 8 * ROUTE.heads.count * MHA.k_head_dim * 2
+    assert again == plain
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 4), (4, 2), (3, 2), (2, 3), (1, 16), (16, 1)])

@@ -187,6 +187,8 @@ def test_a_link_is_shown_for_as_long_as_a_session_has_it() -> None:
     assert latencies(rank) == {("0", "ucx/net"): 1.0}
     rank.link_closed(1)
     assert b"kvferry_link" not in page_of(rank)
+    rank.link_measured(4, Link(prefill_rank=0, decode_rank=0, lane="ucx/net", latency_s=4, bandwidth_bytes_per_s=1e9))
+    assert latencies(rank) == {("0", "ucx/net"): 4.0}, "a series that is shown again is a new one"
 
 
 def test_labels_are_bounded_whatever_a_peer_sends() -> None:
