@@ -96,15 +96,17 @@ def test_nothing_that_a_killed_writer_had_queued_lands_once_it_is_gone(places: P
     assert target.do("is_stamp", value=4)
 
 
-def test_closing_waits_for_kernels_that_store(places: Places, make: Make) -> None:
+def test_closing_waits_for_no_kernel_and_its_target_for_those_that_store(places: Places, make: Make) -> None:
     writer, target = make(places.writer), make(places.target)
     warm_up(writer, target)
     writer.do("store", begin=0, end=MiB, target_begin=0, sleep_cycles=CLOCK_HZ)
     target.do("close")
     assert target.do("is_stamp", value=1)
-    assert not target.do("is_over")
+    begun = time.monotonic()
     writer.do("close")
-    assert target.do("is_over")
+    assert time.monotonic() - begun < 0.2  # the GPU sleeps for half a second or more
+    assert not target.do("is_over")
+    assert target.do("is_over_within", seconds=10)
     assert target.do("holds", begin=0, end=MiB, seed=3, source_begin=0, around=0)
 
 
@@ -184,7 +186,7 @@ def test_both_ends_in_one_process() -> None:
     torch.cuda.synchronize(0)
     assert torch.equal(ring.cpu(), source.cpu())
     target.close()
-    writer.close()
+    writer_transport.close()
     assert target.is_over
     target_transport.deregister(ring_memory)
 

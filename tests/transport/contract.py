@@ -85,7 +85,13 @@ class Pair:
         """After the target's close: until the session is over, which on some transports takes the writer's close."""
         if not self.target.is_over:
             self.writer.close()
+        ends_at = time.monotonic() + 5  # the writer says so when its device is through
+        while not (self.target.is_over and self._writer_has_ended()) and time.monotonic() < ends_at:
+            time.sleep(0.001)
         assert self.target.is_over
+
+    def _writer_has_ended(self) -> bool:
+        return not self.writer.is_over or bool(getattr(self.writer, "has_ended", True))
 
     def close(self) -> None:
         self.writer_transport.close()

@@ -106,6 +106,12 @@ class End:
             time.sleep(0.001)
         return bool(self._session.is_over)
 
+    def has_ended_within(self, seconds: float) -> bool:
+        ends_at = time.monotonic() + seconds
+        while not self._session.has_ended and time.monotonic() < ends_at:
+            time.sleep(0.001)
+        return bool(self._session.has_ended)
+
     def deregister(self) -> None:
         self._transport.deregister(self._memory)
 

@@ -94,6 +94,7 @@ def test_target_killed_while_it_is_written_into(places: Places, make: Make) -> N
     assert writer.do("wait", key=2**50, seconds=2).startswith("WriteFailed: key")
     assert writer.do("store", begin=0, end=4096, target_begin=0) is False
     writer.do("close")
+    assert writer.do("has_ended_within", seconds=20)  # behind the copies that the device is at
     assert writer.do("count")["mapped"] == 0
     other = make(places.target, num_bytes=places.long_bytes)
     attach(writer, other)
@@ -171,7 +172,7 @@ def test_many_attaches_leak_nothing(places: Places, make: Make) -> None:
         writer.do("store", begin=0, end=4096, target_begin=0)
         writer.do("close")
         target.do("close")
-        assert target.do("is_over")
+        assert target.do("is_over_within", seconds=5)
 
     cycle()
     before = writer.do("count"), target.do("count")
@@ -192,6 +193,7 @@ def test_two_sessions_of_one_pair_share_a_mapping(places: Places, make: Make) ->
     assert writer.do("count")["mapped"] == 1
     assert moves_bytes(writer, target, MiB)
     writer.do("close")
+    assert writer.do("has_ended_within", seconds=5)
     assert writer.do("count")["mapped"] == 1
     target.do("close")
     assert target.do("is_over_within", seconds=1)

@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import secrets
+import threading
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -106,6 +107,9 @@ class HostCuda:
     def __init__(self, *, visible: tuple[int, ...] = (0, 1), apart: Collection[frozenset[int]] = ()) -> None:
         self.broken: str | None = None  # the error of every call from now on, as after an illegal address
         self.unshareable = False  # as with expandable segments
+        self.idle = threading.Event()  # cleared: a kernel runs, and the device is waited for until it is set again
+        self.idle.set()
+        self._lock = threading.Lock()
         self._visible = visible
         self._apart = apart
         self._allocations: list[_Allocation] = []
@@ -162,6 +166,10 @@ class HostCuda:
 
     def open(self, device: int, handle: bytes) -> Mapped:
         self.check("cuIpcOpenMemHandle")
+        with self._lock:
+            return self._open(device, handle)
+
+    def _open(self, device: int, handle: bytes) -> Mapped:
         if (device, handle) not in self._mapped:
             name = handle.rstrip(b"\0").decode()
             if name.startswith(self._stem) or not Path(f"/dev/shm/{name}").is_file() or not name.startswith(PREFIX):
@@ -176,16 +184,18 @@ class HostCuda:
     def close(self, mapped: Mapped) -> None:
         self.check("cuIpcCloseMemHandle")
         key = (mapped.device, mapped.handle)
-        self._times[key] -= 1
-        if self._times[key] == 0:
-            _, memory = self._mapped.pop(key)
-            memory.close()
+        with self._lock:
+            self._times[key] -= 1
+            if self._times[key] == 0:
+                _, memory = self._mapped.pop(key)
+                memory.close()
 
     def open_stream(self, device: int) -> TwinStream:
         self.check("cuStreamCreate")
         return TwinStream(self)
 
     def synchronize(self, device: int) -> None:
+        self.idle.wait()
         self.check("cuCtxSynchronize")
 
     def _find(self, address: int) -> _Allocation | None:

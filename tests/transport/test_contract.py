@@ -438,6 +438,7 @@ def test_a_new_session_after_a_torn_one(pair: Pair) -> None:
     pair.turn(1)
     pair.writer.close()
     pair.target.close()
+    pair.end_writer()
     pair.ring[:] = PATTERN
     pair.writer, pair.target = open_sessions(pair.writer_transport, pair.target_transport, pair.ring_memory)
     pair.move(rng(0, 2000), rng(50, 2050), key=1)
@@ -471,6 +472,7 @@ def test_open_and_close_leak_no_descriptors(kind: str) -> None:
         pair.turn(1)
         pair.writer.close()
         pair.target.close()
+        pair.end_writer()
 
     pair.writer.close()
     pair.target.close()
@@ -553,8 +555,9 @@ def test_random_blobs_never_do_more_than_raise_config_error(blob: bytes) -> None
 
 
 def test_an_offer_that_is_closed_leaves_nothing(pair: Pair) -> None:
-    pair.writer.close()  # a connection may still be made in the background
     pair.target.close()
+    pair.end_writer()  # a connection may still be made in the background
+    pair.writer.close()
     pair.writer_transport.offer().close()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):

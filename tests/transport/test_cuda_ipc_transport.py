@@ -6,6 +6,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transport.cuda_ipc_ends import Place, Refused, Remote, attach, remotes
-from tests.transport.host_cuda import HostCuda, TwinBuffer, remove_files
+from tests.transport.host_cuda import HostCuda, TwinBuffer, TwinStream, remove_files
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, WriteFailed
 from transfer.transport.base import ByteRange
 from transfer.transport.cuda_ipc import CudaIpcTransport
@@ -74,6 +76,14 @@ def drive(session: Any, handle: Any) -> None:
     raise AssertionError("still pending")
 
 
+def ends_within(session: Any, seconds: float = 5.0) -> bool:
+    """A closed session waits for its device on a thread, and a target for its writer."""
+    ends_at = time.monotonic() + seconds
+    while not session.has_ended and time.monotonic() < ends_at:
+        time.sleep(0.001)
+    return bool(session.has_ended)
+
+
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -93,7 +103,7 @@ def test_one_process_needs_no_mapping(pair: Pair) -> None:
     target.close()
     assert not target.is_over
     writer.close()
-    assert target.is_over and writer.is_over
+    assert writer.is_over and ends_within(writer) and target.is_over
     assert num_descriptors() == before
 
 
@@ -172,6 +182,7 @@ def test_a_device_that_breaks(pair: Pair, caplog: pytest.LogCaptureFixture) -> N
     assert writer.direct(rng(0, 1)) is None
     with caplog.at_level(logging.WARNING):
         writer.close()
+        assert ends_within(writer)
     assert "cannot be shown to have ended: cuStreamSynchronize failed" in caplog.text
     target.close()
     assert not target.is_over
@@ -184,6 +195,72 @@ def test_a_device_that_breaks_under_a_copy(pair: Pair) -> None:
     assert writer.progress() is True
     with pytest.raises(WriteFailed, match="cuEventQuery failed with CUDA_ERROR_ECC_UNCORRECTABLE"):
         handle.poll()
+
+
+# Closing beside the owner's loop
+
+
+def test_closing_waits_for_no_kernel_and_the_target_for_all_of_them(pair: Pair) -> None:
+    """The device never gets through what it was given: the owner goes on, with other sessions too, and no thread is added."""
+    before = threading.active_count()
+    pairs = [pair.attach() for _ in range(4)]
+    for writer, _ in pairs:
+        assert writer.direct(rng(0, 8)) is not None
+    pair.cuda.idle.clear()
+    begun = time.monotonic()
+    for writer, target in pairs:
+        writer.close()
+        target.close()
+    assert time.monotonic() - begun < 0.5
+    other, other_target = pair.attach()
+    drive(other, other.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1))
+    assert torch.equal(pair.ring.tensor, pair.source.tensor)
+    time.sleep(0.05)
+    assert all(writer.is_over and not writer.has_ended and not target.is_over for writer, target in pairs)
+    assert threading.active_count() == before + 1
+    with pytest.raises(LocalProtocolError, match="may still reach it"):
+        pair.target_transport.deregister(pair.ring_memory)
+    pair.cuda.idle.set()
+    assert all(ends_within(target) for _, target in pairs)
+    other.close()
+    other_target.close()
+    assert ends_within(other_target)
+    pair.target_transport.deregister(pair.ring_memory)
+    pair.writer_transport.deregister(pair.source_memory)
+
+
+def test_a_source_stays_in_use_until_the_copy_out_of_it_has_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_wait, wait = threading.Event(), TwinStream.synchronize
+    monkeypatch.setattr(TwinStream, "synchronize", lambda stream: (may_wait.wait(), wait(stream))[1])
+    writer, target = pair.attach()
+    handle = writer.write(pair.source_memory, rng(0, SIZE), rng(0, SIZE), 1)
+    writer.close()
+    target.close()
+    with pytest.raises(TransportClosed, match="was closed while key 1 was pending"):
+        handle.poll()
+    with pytest.raises(LocalProtocolError, match="a copy may still reach it"):
+        pair.writer_transport.deregister(pair.source_memory)
+    assert not target.is_over
+    may_wait.set()
+    assert ends_within(target) and ends_within(writer)
+    assert torch.equal(pair.ring.tensor, pair.source.tensor)
+    pair.writer_transport.deregister(pair.source_memory)
+
+
+def test_a_transport_closes_in_bounded_time_around_a_kernel_that_does_not_end(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, target = pair.attach()
+    assert writer.direct(rng(0, 8)) is not None
+    pair.cuda.idle.clear()
+    begun = time.monotonic()
+    pair.writer_transport.close()
+    assert 0.9 < time.monotonic() - begun < 3
+    assert f"kernels into memory of process {os.getpid()} have not ended" in caplog.text
+    target.close()
+    assert not target.is_over
+    pair.cuda.idle.set()
+    assert ends_within(target)
 
 
 # What is refused
@@ -322,6 +399,7 @@ def test_a_handle_that_cannot_be_mapped(pair: Pair, target: Remote) -> None:
     session = offer.complete(good.to_blob())
     assert pair.cuda.num_mapped == 1
     session.close()
+    assert ends_within(session)
     assert pair.cuda.num_mapped == 0
     assert num_descriptors() == before
 

@@ -31,10 +31,11 @@ from transfer.transport.cuda_ipc_driver import Cuda, CudaError, driver_cuda
 from transfer.transport.cuda_ipc_session import TargetMemory, TargetSession, WriterSession
 from transfer.transport.life_line import LifeLine, PeerLine
 from transfer.transport.memory import DeviceMemory, memory_of
+from transfer.transport.waiting_thread import WaitingThread
 
 Mode = Literal["fused", "copy"]
 
-_CLOSE_WAIT_S = 1.0  # of a transport, for writers to let go; theirs takes milliseconds
+_CLOSE_WAIT_S = 1.0  # of a transport, for writers to let go, its own and its peers'; it takes milliseconds
 _CLOSE_STEP_S = 0.001
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class CudaIpcTransport:
         self._device = device_index
         self._memories: dict[int, DeviceMemory] = {}
         self._sessions: set[WriterSession | TargetSession] = set()
+        self._waits = WaitingThread(f"{NAME}-closing")
         self._closed = False
 
     @property
@@ -113,6 +115,11 @@ class CudaIpcTransport:
     @property
     def is_fused(self) -> bool:
         return self._mode == "fused"
+
+    @property
+    def waits(self) -> WaitingThread:
+        """Where sessions wait for the device when they are closed."""
+        return self._waits
 
     def register(self, buffer: Any) -> DeviceMemory:
         """As `Transport.register`, for memory of the transport's device.
@@ -180,15 +187,23 @@ class CudaIpcTransport:
         return session, answered.to_blob()
 
     def close(self) -> None:
-        """Close every session. Waits up to a second for writers to let go; memory that they hold on to stays alive."""
+        """Close every session. Waits up to a second for writers, its own and its peers', to let go; what they hold is kept."""
         self._closed = True
         for session in list(self._sessions):
             session.close()
         ends_at = time.monotonic() + _CLOSE_WAIT_S
-        while not all([session.is_over for session in list(self._sessions)]) and time.monotonic() < ends_at:
+        while not all([session.has_ended for session in list(self._sessions)]) and time.monotonic() < ends_at:
             time.sleep(_CLOSE_STEP_S)
         for session in list(self._sessions):
-            if isinstance(session, TargetSession):
+            if isinstance(session, WriterSession):
+                if not session.has_ended:  # its thread keeps what it needs
+                    log.warning(
+                        "%s: copies or kernels into memory of process %d have not ended; its mapping stays open until they have, "
+                        "or this process has ended",
+                        self.lane,
+                        session.target_pid,
+                    )
+            else:
                 log.warning(
                     "%s: writer process %d has not closed its mapping; %d bytes stay allocated until it has, or has ended",
                     self.lane,
@@ -207,6 +222,7 @@ class CudaIpcTransport:
             ConfigError: The answer does not fit the memory that it names.
         """
         self._check_open()
+        self._let_go()
         if self._device is None:
             raise ConfigError(
                 "transport cuda_ipc does not know its device: register memory before attaching, or give it a device_index"
@@ -235,7 +251,7 @@ class CudaIpcTransport:
             raise LocalProtocolError(f"memory of {memory.num_bytes} bytes is not registered with this cuda_ipc transport")
         return found
 
-    def forget(self, session: WriterSession | TargetSession) -> None:
+    def forget(self, session: TargetSession) -> None:
         self._sessions.discard(session)
 
     def _target_memory(self, answered: Answered, device: int) -> TargetMemory:
@@ -272,8 +288,7 @@ class CudaIpcTransport:
 
     def _let_go(self) -> None:
         """Of what closed sessions kept, where they are over and nobody asked."""
-        for session in list(self._sessions):
-            _ = session.is_over
+        self._sessions = {session for session in list(self._sessions) if not session.has_ended}
         _left_behind[:] = [session for session in _left_behind if not session.is_over]
 
     def _check_open(self) -> None:

@@ -64,7 +64,10 @@ class CopyStream(Protocol):
 
 
 class Cuda(Protocol):
-    """The part of CUDA that is used. Devices are numbered as this process sees them. Everything may raise `CudaError`."""
+    """The part of CUDA that is used, by any thread. Devices are numbered as this process sees them.
+
+    Everything may raise `CudaError`.
+    """
 
     def device_of(self, address: int) -> int | None:
         """The device on which an address lies; None: it is no device memory."""
@@ -260,8 +263,10 @@ class DriverCuda:
             if times > 1:
                 self._mapped[mapped.device, mapped.handle] = (mapped, times - 1)
                 return
-            with self.on(mapped.device):
-                self.call("cuIpcCloseMemHandle", mapped.address)
+        # Without the lock: it may wait for the device, and others attach meanwhile. CUDA counts too, so an `open` of the same
+        # handle that comes in between gets a mapping that this does not take away.
+        with self.on(mapped.device):
+            self.call("cuIpcCloseMemHandle", mapped.address)
 
     def open_stream(self, device: int) -> CopyStream:
         return _DriverStream(self, device)

@@ -12,6 +12,7 @@ from transfer.transport.base import ByteRange, LocalMemory, check_key
 from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Mapped
 from transfer.transport.life_line import LifeLine, PeerLine
 from transfer.transport.memory import DeviceMemory, DeviceSlice, check_range
+from transfer.transport.waiting_thread import WaitingThread
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,12 @@ class SessionOwner(Protocol):
     @property
     def is_fused(self) -> bool: ...
 
+    @property
+    def waits(self) -> WaitingThread: ...
+
     def own(self, memory: LocalMemory) -> DeviceMemory: ...
 
-    def forget(self, session: WriterSession | TargetSession) -> None: ...
+    def forget(self, session: TargetSession) -> None: ...
 
 
 class CudaIpcHandle:
@@ -84,7 +88,8 @@ class TargetMemory:
 class WriterSession:
     """The writer's end: copies on a stream of its own, and kernels of the owner's, into the target's memory.
 
-    `close()` waits for both, closes the mapping, and says so to the target.
+    `close()` returns at once. Behind it, on the transport's waiting thread: both end, the mapping is closed, and the target is
+    told (`has_ended`).
     """
 
     def __init__(self, owner: SessionOwner, device: int, memory: TargetMemory, line: LifeLine, peer: PeerLine) -> None:
@@ -99,10 +104,15 @@ class WriterSession:
         self._has_given_direct = False
         self._failure: str | None = None
         self._closed = False
+        self._has_ended = False
 
     @property
     def lane(self) -> str:
         return self._owner.lane
+
+    @property
+    def target_pid(self) -> int:
+        return self._peer.pid
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> CudaIpcHandle:
         """As `Session.write`; the source's bytes must be there already, for the copy waits for no other stream."""
@@ -186,6 +196,29 @@ class WriterSession:
         if self._closed:
             return
         self._closed = True
+        for handle in self._pending.values():
+            handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
+        self._pending.clear()
+        self._peer.close()
+        self._owner.waits.submit(self._let_go)  # stream, copies and life line are that thread's from here on
+
+    @property
+    def is_over(self) -> bool:
+        """A writer offers no memory: nothing can land here."""
+        return self._closed
+
+    @property
+    def has_ended(self) -> bool:
+        """Behind `close()`: whether nothing that the session began is waited for any more."""
+        return self._has_ended
+
+    def uses(self, memory: LocalMemory) -> bool:
+        """Whether a copy out of `memory` is under way."""
+        self.progress()
+        return any(copy.memory is memory for copy in self._copies)
+
+    def _let_go(self) -> None:
+        """On the waiting thread, behind everything that was queued before `close()`, by kernels on the owner's streams too."""
         cuda = self._owner.cuda
         try:
             self._stream.synchronize()
@@ -199,22 +232,8 @@ class WriterSession:
             log.warning("%s: access to the peer's memory cannot be shown to have ended: %s", self.lane, error)
         else:
             self._line.end()
-        for handle in self._pending.values():
-            handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
-        self._pending.clear()
-        self._copies.clear()
-        self._peer.close()
-        self._owner.forget(self)
-
-    @property
-    def is_over(self) -> bool:
-        """A writer offers no memory: nothing can land here."""
-        return self._closed
-
-    def uses(self, memory: LocalMemory) -> bool:
-        """Whether a copy out of `memory` is under way."""
-        self.progress()
-        return any(copy.memory is memory for copy in self._copies)
+        self._copies = deque()  # a new one: the owner may be looking at the old one
+        self._has_ended = True
 
     def _listen(self) -> bool:
         """Fail when the target has left; True when a pending handle failed by it."""
@@ -303,6 +322,10 @@ class TargetSession:
             self._peer.close()
             self._owner.forget(self)
         return self._memory is None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_over
 
     def uses(self, memory: LocalMemory) -> bool:
         """Whether the writer may still reach `memory` through this session."""
