@@ -28,9 +28,15 @@ def device_seconds(call: Callable[[], object], *, sleep_cycles: int) -> float:
     return float(begin.elapsed_time(end) / 1e3)
 
 
-def host_seconds(call: Callable[[], object]) -> float:
-    """Seconds that a call keeps the host, with an idle device behind it; what it queued is waited for afterwards."""
+def host_seconds(call: Callable[[], object], *, sleep_cycles: int = 0) -> float:
+    """Seconds that a call keeps the host; what it queued is waited for afterwards.
+
+    Args:
+        sleep_cycles: How long the device sleeps meanwhile: the call finds it at work; with 0 idle.
+    """
     torch.cuda.synchronize()
+    if sleep_cycles:
+        torch.cuda._sleep(sleep_cycles)
     begun_s = time.perf_counter()
     call()
     taken_s = time.perf_counter() - begun_s

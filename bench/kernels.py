@@ -5,9 +5,11 @@
 A copy reads and writes every byte once, and so do gather and scatter: the copy is their limit. Where elements are converted, it
 is a copy of as many bytes as are read and written then. Every case's calls alternate with its copies.
 
-On a GPU: rows without a remark are the device's time alone, from caches that have been emptied; "host" is how long a call keeps
-the host (by itself, or as one of several in a row), "call" the time until all is done on an idle device, the host's part
-included. In host memory rows are whole calls, by one thread.
+On a GPU: rows without a remark are the device's time alone, from caches that have been emptied. "strided copy" is what memory
+gives where only part of each of the pool's rows travels. "host" is how long a call keeps the host in steady state, as in service:
+one of several in a row while the device is at work; "checks, host" is the part of it before anything is queued. "first, host" is
+one call on an idle device after the host's caches have been used for something else. "call" is the time until all is done on an
+idle device, the host's part included. In host memory rows are whole calls, by one thread.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ import torch
 from bench.gpu_timing import cache_filler, device_seconds, host_seconds, whole_seconds
 from bench.kernel_setting import ON_GPU, ON_HOST, SLEEP_CYCLES, Geometry, Prepared, Side, prepare
 from bench.peers import sglang
+from bench.strided_copy import strided_copies
 from bench.timing import Report, argument_parser, sample
 from transfer.kernels import Digest, add_digest, head_slice_copier
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest
 
 SIDES: tuple[Side, ...] = ("gather", "scatter")
 COPY, MEMCPY = "device copy", "memcpy"
-IN_A_ROW = 16  # calls; their host time is of one, with the host's caches warm
+IN_A_ROW = 16  # calls; the host time of one is told
 
 HARDEST: tuple[tuple[str, Side], ...] = (
     ("Llama-3-70B P2->D4, 4096 tokens, pages of 16", "gather"),
@@ -60,8 +63,8 @@ def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sg
     source, other = (torch.zeros(prepared.traffic_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     side, empty = prepared.side, cache_filler()
     on_device: Calls = {COPY: lambda: other.copy_(source), side: prepared.copy, f"{side} + digest": digesting}
-    on_host: Calls = {f"{side} + digest": digesting}
-    in_a_row = _parts(prepared, total, digesting)
+    on_device |= strided_copies(prepared.geometry, side, prepared.wire)
+    in_a_row: Calls = {f"{side} + digest": digesting, "checks": _checks(prepared, total)}
     calls: Calls = {f"{side} + digest": digesting}
     if peer is not None and prepared.geometry.has_peer:
         kernel, call = _peer_calls(peer, prepared)
@@ -73,10 +76,9 @@ def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sg
         for what, call in on_device.items():
             empty()
             found[what] = device_seconds(call, sleep_cycles=SLEEP_CYCLES)
-        for what, call in on_host.items():
-            found[f"{what}, host"] = host_seconds(call)
+        found[f"{side} + digest, first, host"] = host_seconds(digesting)
         for what, call in in_a_row.items():
-            found[f"{what}, host"] = host_seconds(partial(_repeat, call)) / IN_A_ROW
+            found[f"{what}, host"] = host_seconds(partial(_repeat, call), sleep_cycles=SLEEP_CYCLES) / IN_A_ROW
         for what, call in calls.items():
             found[f"{what}, call"] = whole_seconds(call)
         if repetition >= 0:
@@ -89,14 +91,10 @@ def _measure_side(report: Report, prepared: Prepared, repetitions: int, peer: sg
         report.add(f"{case}, {side}", what, found_s, num_bytes=0 if is_host else num_bytes, against=None if is_host else copy)
 
 
-def _parts(prepared: Prepared, total: torch.Tensor, digesting: Callable[[], object]) -> Calls:
-    """What a call that has been prepared is made of, for the host: what it checks, and the rest, which queues the kernel."""
-    plan, wire, pages = prepared.plan, prepared.wire, prepared.pages
-    inside = total if plan.can_digest else None
-    return {
-        "all, in a row": digesting,
-        "checks, in a row": lambda: plan._check(pages, wire, "wire", 0, inside),
-    }
+def _checks(prepared: Prepared, total: torch.Tensor) -> Callable[[], object]:
+    """What a call does before it queues its kernel."""
+    plan, inside = prepared.plan, total if prepared.plan.can_digest else None
+    return lambda: plan._check(prepared.pages, prepared.wire, "wire", 0, inside)
 
 
 def _repeat(call: Callable[[], object]) -> None:

@@ -70,6 +70,7 @@ def test_what_the_kernels_are_judged_by() -> None:
         kernel_row("A, scatter", "scatter + digest", 0.95),
         kernel_row("A, gather", "gather + digest, host", None, 20e-6),
         kernel_row("B, gather", "gather + digest, host", None, 30e-6),
+        kernel_row("B, gather", "gather + digest, first, host", None, 50e-6),
         kernel_row("A, gather", "SGLang gather", 0.5),
     ]
     lines = outcomes_of("kernels", {"rows": rows, "facts": {}})
@@ -78,6 +79,7 @@ def test_what_the_kernels_are_judged_by() -> None:
         ("gather, converted, worst of 1", 0.6, None, True),
         ("scatter + digest, worst of 1", 0.95, 0.94, True),
         ("host time of gather + digest, worst of 2", pytest.approx(30), pytest.approx(25), False),
+        ("host time of gather + digest, first, worst of 1", pytest.approx(50), None, True),
         ("SGLang gather, worst of 1", 0.5, None, True),
     ]
     assert lines[0].note == "B, gather"
