@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,13 +65,17 @@ NARROW = {
 WIDEN = {**NARROW, "IS_GATHER": False, "SOURCE_KIND": "float8_e4m3fn", "TARGET_KIND": "bfloat16"}
 
 
-def ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:
+def compiled(kernel: Any, constants: dict[str, Any], capability: int) -> Any:
     types = {"first_piece": "i32", "end_piece": "i32"}
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(name),): constants[name] for name in constants})
-    compiled: str = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
-    return compiled
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+
+
+def ptx(kernel: Any, constants: dict[str, Any], capability: int) -> str:
+    text: str = compiled(kernel, constants, capability).asm["ptx"]
+    return text
 
 
 def widths(text: str, access: str) -> set[int]:
@@ -104,6 +110,24 @@ def test_copies_move_16_bytes_at_a_time(shape: str, has_digest: bool, is_gather:
     text = ptx(copy_pieces, constants, capability)
     assert widths(text, "ld") == widths(text, "st") == {16}
     assert text.count("atom.global") == int(has_digest)  # one addition for all words of a program
+
+
+# A multiprocessor has 65,536 registers, and place for 2048 threads with 32 of them each.
+@pytest.mark.parametrize("is_gather", [True, False])
+@pytest.mark.parametrize(("words", "has_digest", "most"), [(512, False, 32), (512, True, 32), (1024, True, 48)])
+@pytest.mark.parametrize("shape", ["a tile in a page", "pages in a tile", "heads", "latents"])
+def test_programs_take_few_registers(
+    shape: str, words: int, has_digest: bool, most: int, is_gather: bool, tmp_path: Path
+) -> None:
+    constants = {**COPY, **SHAPES[shape], "HAS_DIGEST": has_digest, "IS_GATHER": is_gather}
+    constants["TILE_PIECES"] = words // constants["PIECE"]
+    binary = tmp_path / "copy.cubin"
+    binary.write_bytes(compiled(copy_pieces, constants, 90).asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    (registers,) = re.findall(r"REG:(\d+)", told)
+    assert int(registers) <= most
+    assert "STACK:0 " in told  # nothing is spilled
 
 
 @pytest.mark.parametrize("constants", [NARROW, WIDEN], ids=["narrow", "widen"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from transfer.chunk import ChunkPlan, pieces_of, split_into_chunks
 from transfer.errors import LayoutError
 from transfer.kernels import add_digest, copier, head_slice
 from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
-from transfer.kernels.head_slice import TritonCopier
+from transfer.kernels.head_slice import TritonCopier, Tuning
 from transfer.kernels.launch import Launcher, Stream
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
 from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
@@ -35,6 +37,30 @@ def test_agrees_with_the_reference(case: Case) -> None:
 @given(case=cases(max_page_size=256, max_pages=2, max_dim=3))
 def test_agrees_on_large_pages(case: Case) -> None:
     assert_agrees(case, TritonCopier, has_kernels=True)
+
+
+class OtherwiseTuned(TritonCopier):
+    """With small tiles, in another order, and what is said to the compiler and the caches."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        tuning = Tuning(
+            copy_words=32,
+            digest_words=16,
+            conversion_elements=64,
+            num_warps=2,
+            max_registers=40,
+            is_by_buffer=True,
+            table_eviction="evict_last",
+            load_cache=".cg",
+            store_cache=".wt",
+        )
+        super().__init__(*arguments, **more, tuning=tuning)
+
+
+@settings(max_examples=30)
+@given(case=cases(max_page_size=20, max_pages=5, max_dim=12))
+def test_tuning_changes_no_byte(case: Case) -> None:
+    assert_agrees(case, OtherwiseTuned, has_kernels=True)
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))
