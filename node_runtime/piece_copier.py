@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from transfer.layout import DType, KVLayout, LayerKind, Route, Span, WireBuffer,
 Scales = frozenset[tuple[tuple[int, bool], float]]
 
 _CACHED_PIECES = 1024  # a few per route, head slice and layer group; each some 20 KB
+_CACHED_ENDS = 1024  # of routes, one or two for each session
 _TAILS = (
     0,
     1,
@@ -62,8 +64,19 @@ class _GroupPiece:
     """What a piece has in one group, for any request: tokens counted from `first_page`'s start, pages relative to the chunk's."""
 
     group: int
+    is_state: bool
     first_page: int
     plan: CopyPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _RouteEnd:
+    """This rank's end of a route: what its pieces have in common. There is one of each, so that it is found by identity."""
+
+    route: Route
+    heads: Span
+    dtype: DType
+    scales: Scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +173,7 @@ class PieceCopier:
 
     Keeps a copier for each group, head slice and wire dtype it has met, and the plans of pieces it has met: with tokens counted
     from the piece's first page, the chunks of all requests look alike, and laying out 32 layers took 0.6 ms of the owner's loop.
+    What was met before is found without a look into scales or layers.
 
     Args:
         pool: Where the pages are.
@@ -172,6 +186,9 @@ class PieceCopier:
         if pool.device.type == "cuda":
             self._device_tables = [RequestTables(pool.device, num_pages) for num_pages in pool.num_pages]
         self._planned = lru_cache(maxsize=_CACHED_PIECES)(self._plan)
+        self._ends: dict[tuple[Route, Span, DType, Scales], _RouteEnd] = {}
+        # By identity of route and scales, which are kept with what was found, so that no other object gets theirs.
+        self._known_ends: dict[tuple[int, ...], tuple[_RouteEnd, Route, Mapping[tuple[int, bool], float] | None]] = {}
         self._adopt(pool.layout)
 
     def prepare(
@@ -192,12 +209,13 @@ class PieceCopier:
         With a pool on a GPU the request's page tables are kept there, and what is new in them is queued, not waited for.
 
         Args:
+            route: As all pieces of a session have it: the same object is found sooner than an equal one.
             request_id: The request; the entries that its tables have had stay what they are, until `forget`.
             heads: The route's heads as this rank counts them.
             num_tokens: Tokens of the whole prompt.
             dtype: Element type on the wire.
             tables: The request's page table of each group, from token 0 on, up to the chunk's end at least.
-            scales: By (layer, is_v), see `HeadSliceCopier`.
+            scales: By (layer, is_v), see `HeadSliceCopier`; never changed, and the same object for all pieces of a session.
         """
         if layout is not self._layout:
             self._adopt(layout)
@@ -205,13 +223,14 @@ class PieceCopier:
         piece = self._piece(route, chunk, heads=heads, num_tokens=num_tokens, dtype=dtype, scales=scales)
         parts: list[GroupCopy] = []
         for part in piece.groups:
-            first = 0 if self._pool.groups[part.group].kind is GroupKind.STATE else chunk_page + part.first_page
+            first = 0 if part.is_state else chunk_page + part.first_page
             end, table = first + part.plan.num_pages, tables[part.group]
             if self._device_tables:
                 kept = self._device_tables[part.group].cover(request_id, table, first, end)
                 parts.append(GroupCopy(plan=part.plan, table=kept, first_page=first))
             else:
-                parts.append(GroupCopy(plan=part.plan, table=torch.tensor(table[first:end], dtype=torch.int64), first_page=0))
+                pages = torch.from_numpy(np.array(table[first:end], dtype=np.int64))  # a third of what torch.tensor takes
+                parts.append(GroupCopy(plan=part.plan, table=pages, first_page=0))
         return PieceCopy(parts=parts, plan=piece)
 
     def warm(
@@ -248,7 +267,11 @@ class PieceCopier:
                 piece.make_ready(_AnyWire(wire_alignment, piece.num_wire_bytes), is_gather=is_gather, has_digest=True)
 
     def forget(self, request_id: str) -> None:
-        """The request's pages are given back, or it is over: drop what is kept of its tables. Does nothing twice."""
+        """The request's pages are given back, or it is over: use what is kept of its tables for others. Does nothing twice.
+
+        To be called when no copy that was prepared for it is queued, or will be (`SourceReleased`, `RequestComplete` and
+        `RequestDrained` say so): its tables are overwritten by the next request's.
+        """
         for kept in self._device_tables:
             kept.forget(request_id)
 
@@ -262,49 +285,71 @@ class PieceCopier:
         dtype: DType,
         scales: Mapping[tuple[int, bool], float] | None,
     ) -> PiecePlan:
-        first_token = chunk.tokens.begin // self._pool.page_size * self._pool.page_size
-        tokens = Span(begin=chunk.tokens.begin - first_token, end=chunk.tokens.end - first_token)
-        # The prompt's end decides what a window leaves out and when a state travels; farther away it would only keep equal chunks
-        # apart.
-        end_token = min(num_tokens - first_token, tokens.end + self._reach_tokens)
-        return self._planned(route, tokens, chunk.layers, end_token, dtype, heads, frozenset((scales or {}).items()))
+        tokens, layers = chunk.tokens, chunk.layers
+        first_token = tokens.begin - tokens.begin % self._pool.page_size
+        begin, end = tokens.begin - first_token, tokens.end - first_token
+        end_token = self._end_that_matters(begin, end, num_tokens - first_token)
+        return self._planned(self._end_of(route, heads, dtype, scales), begin, end, layers.begin, layers.end, end_token)
 
-    def _copier(self, layer: int, heads: Span, dtype: DType, scales: Scales) -> HeadSliceCopier:
-        key = (self._pool.group_of(layer), heads, dtype, scales)
+    def _end_of(self, route: Route, heads: Span, dtype: DType, scales: Mapping[tuple[int, bool], float] | None) -> _RouteEnd:
+        key = (id(route), id(scales), heads.begin, heads.end, id(dtype))
+        known = self._known_ends.get(key)
+        if known is not None:
+            return known[0]
+        frozen = frozenset((scales or {}).items())
+        found = self._ends.get((route, heads, dtype, frozen))
+        if found is None:
+            found = _RouteEnd(route=route, heads=heads, dtype=dtype, scales=frozen)
+            self._ends[route, heads, dtype, frozen] = found
+        if len(self._known_ends) >= _CACHED_ENDS:
+            self._known_ends.clear()
+        self._known_ends[key] = (found, route, scales)
+        return found
+
+    def _end_that_matters(self, begin: int, end: int, num_tokens: int) -> int:
+        """The shortest prompt in which tokens [begin, end) move as in one of `num_tokens`: what keeps equal chunks together.
+
+        A prompt's end decides what its windows leave out of a chunk: all of it, nothing, or up to a token inside. And whether
+        states travel with it.
+        """
+        found = end + 1 if self._has_states and end < num_tokens else end
+        for window in self._windows:
+            if begin + window < num_tokens:
+                found = max(found, min(num_tokens, end + window))
+        return found
+
+    def _copier(self, layer: int, of: _RouteEnd) -> HeadSliceCopier:
+        key = (self._pool.group_of(layer), of.heads, of.dtype, of.scales)
         if key not in self._copiers:
-            wire = self._layout.layers[layer].dtype or dtype
+            wire = self._layout.layers[layer].dtype or of.dtype
             pool = self._pool.part_of(layer)
-            self._copiers[key] = head_slice_copier(pool, heads=heads, wire_dtype=wire, scales=dict(scales))
+            self._copiers[key] = head_slice_copier(pool, heads=of.heads, wire_dtype=wire, scales=dict(of.scales))
         return self._copiers[key]
 
     def _adopt(self, layout: KVLayout) -> None:
         self._layout = layout
-        self._reach_tokens = max(1 if spec.kind is LayerKind.RECURRENT_STATE else spec.window_tokens for spec in layout.layers)
+        self._has_states = any(spec.kind is LayerKind.RECURRENT_STATE for spec in layout.layers)
+        self._windows = {spec.window_tokens for spec in layout.layers if spec.kind is LayerKind.SLIDING_WINDOW}
         self._planned.cache_clear()
 
-    def _plan(
-        self, route: Route, tokens: Span, layers: Span, num_tokens: int, dtype: DType, heads: Span, scales: Scales
-    ) -> PiecePlan:
+    def _plan(self, of: _RouteEnd, begin: int, end: int, first_layer: int, end_layer: int, num_tokens: int) -> PiecePlan:
+        tokens, layers = Span(begin=begin, end=end), Span(begin=first_layer, end=end_layer)
         by_group: dict[int, list[WireBuffer]] = {}
-        for buffer in wire_buffers(self._layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype):
+        for buffer in wire_buffers(self._layout, of.route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=of.dtype):
             by_group.setdefault(self._pool.group_of(buffer.layer), []).append(buffer)
-        groups = tuple(
-            self._group_piece(group, buffers, lambda layer: self._copier(layer, heads, dtype, scales))
-            for group, buffers in by_group.items()
-        )
+        groups = tuple(self._group_piece(group, buffers, of) for group, buffers in by_group.items())
         num_wire_bytes = max((part.plan.num_wire_bytes for part in groups), default=0)
         is_gapless = sum(part.plan.num_moved_bytes for part in groups) == num_wire_bytes
         can_digest = is_gapless and all(part.plan.can_digest for part in groups)
         return PiecePlan(groups=groups, num_wire_bytes=num_wire_bytes, can_digest=can_digest, device=self._pool.device)
 
-    def _group_piece(self, group: int, buffers: Sequence[WireBuffer], copier_of: Callable[[int], HeadSliceCopier]) -> _GroupPiece:
+    def _group_piece(self, group: int, buffers: Sequence[WireBuffer], of: _RouteEnd) -> _GroupPiece:
         """A window may begin pages behind the chunk's first one, whose entries are no pages; all its layers begin alike."""
-        page_size = self._pool.groups[group].page_size(self._pool.page_size)
+        kind, page_size = self._pool.groups[group].kind, self._pool.groups[group].page_size(self._pool.page_size)
         tokens = buffers[0].tokens
         first = tokens.begin // page_size
-        moved = [
-            replace(buffer, tokens=Span(begin=tokens.begin - first * page_size, end=tokens.end - first * page_size))
-            for buffer in buffers
-        ]
-        plan = copier_of(moved[0].layer).plan(moved)
-        return _GroupPiece(group=group, first_page=first, plan=plan)
+        if first:
+            counted = Span(begin=tokens.begin - first * page_size, end=tokens.end - first * page_size)
+            buffers = [replace(buffer, tokens=counted) for buffer in buffers]
+        plan = self._copier(buffers[0].layer, of).plan(buffers)
+        return _GroupPiece(group=group, is_state=kind is GroupKind.STATE, first_page=first, plan=plan)

@@ -1,12 +1,16 @@
 """The page tables of requests on a GPU: each entry goes there once, and nothing waits for it.
 
-`TableEntries` is what is known of a table on the host; `RequestTables` brings it to the device.
+`TableEntries` is what is known of a table on the host; `RequestTables` brings it to the device. All of it belongs to one thread.
+
+Every stream has a copy of its own, filled by the stream itself in front of the first kernel that reads it. So no stream waits for
+another, there are no events, and what a table had can be used again as soon as the request's copies have run: memory is allocated
+only while more tables, or longer ones, are in use at a time than ever before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +26,8 @@ _MIN_ENTRIES = 256
 class TableEntries:
     """What one page table has so far: pages of the pool, none twice at a time, each entry read once.
 
-    A window that moves on leaves `NO_PAGE` in the first entries, and their pages may come again in later ones.
+    A window that moves on leaves `NO_PAGE` in the first entries, and their pages may come again in later ones. In the array they
+    stay: it may be on its way to a device.
 
     Args:
         entries: int64 [room], to be filled.
@@ -33,13 +38,29 @@ class TableEntries:
     def __init__(self, entries: npt.NDArray[np.int64], *, num_pages: int, request_id: str) -> None:
         self.num_known = 0
         self._entries = entries
+        self._request_id = request_id
         self._num_passed = 0
+        self._has_gaps = False  # `NO_PAGE` behind those that were passed
         self._is_held = np.zeros(num_pages, dtype=np.bool_)
-        self._name = f"the page table of request {request_id}"
+        self._last: tuple[int, ...] | None = None
 
     @property
     def room(self) -> int:
         return len(self._entries)
+
+    def clear(self) -> None:
+        """Forget what there is; the array is not touched again."""
+        # `NO_PAGE` names the pool's last page here, which is to be cleared as well.
+        self._is_held[self._entries[: self.num_known]] = False
+        self.num_known = self._num_passed = 0
+        self._entries = self._entries[:0]
+        self._has_gaps = False
+        self._last = None
+
+    def begin(self, entries: npt.NDArray[np.int64], request_id: str) -> None:
+        """After `clear`: another request's table, in another array."""
+        self._entries = entries
+        self._request_id = request_id
 
     def move_to(self, entries: npt.NDArray[np.int64]) -> None:
         """Go on in another array, with what there is so far."""
@@ -55,14 +76,23 @@ class TableEntries:
         Raises:
             LayoutError: A new entry is beyond the pool's pages, or a page comes twice; no new entry is taken in then.
         """
+        if table is self._last:
+            return
         self._let_pass(table)
-        fresh = np.array(table[self.num_known :], dtype=np.int64)
-        pages = np.sort(fresh[fresh != NO_PAGE])
-        self._check_new(pages)
-        self._is_held[pages] = True
-        end = self.num_known + len(fresh)
-        self._entries[self.num_known : end] = fresh
-        self.num_known = end
+        known, end = self.num_known, len(table)
+        if known < end:
+            fresh = np.array(table[known:], dtype=np.int64)
+            pages = np.sort(fresh)
+            if pages[0] < 0:
+                pages = pages[pages != NO_PAGE]
+            if len(pages):
+                self._check_new(pages)
+                self._is_held[pages] = True
+            self._entries[known:end] = fresh
+            self.num_known = end
+            if len(pages) < len(fresh):
+                self._look_for_gaps(known)
+        self._last = table if isinstance(table, tuple) else None  # a list may be another one when it comes again
 
     def check(self, first: int, end: int) -> None:
         """
@@ -71,61 +101,149 @@ class TableEntries:
         """
         if self.num_known < end:
             raise LayoutError(f"{self._name} has {self.num_known} entries; the piece takes {end}")
-        needed = self._entries[first:end]
-        if needed.min(initial=0) < 0:
-            raise LayoutError(f"entry {first + int(np.argmin(needed))} in {self._name} is no page; [{first}, {end}) are needed")
+        if first < min(self._num_passed, end):
+            raise LayoutError(f"entry {first} in {self._name} is no page; [{first}, {end}) are needed")
+        if self._has_gaps:
+            needed = self._entries[first:end]
+            if needed.min(initial=0) < 0:
+                raise LayoutError(
+                    f"entry {first + int(np.argmin(needed))} in {self._name} is no page; [{first}, {end}) are needed"
+                )
+
+    @property
+    def _name(self) -> str:
+        return f"the page table of request {self._request_id}"
 
     def _let_pass(self, table: Sequence[int]) -> None:
         begin = end = self._num_passed
-        while end < self.num_known and table[end] == NO_PAGE:
+        most = min(self.num_known, len(table))
+        while end < most and table[end] == NO_PAGE:
             end += 1
-        passed = self._entries[begin:end]
-        self._is_held[passed[passed != NO_PAGE]] = False
-        passed[:] = NO_PAGE
-        self._num_passed = end
+        if begin < end:
+            passed = self._entries[begin:end]
+            self._is_held[passed[passed != NO_PAGE]] = False
+            self._num_passed = end
+
+    def _look_for_gaps(self, begin: int) -> None:
+        """Among the entries from `begin` on, which are new and not all pages."""
+        is_page = self._entries[begin : self.num_known] != NO_PAGE
+        if self._num_passed == begin:
+            num_leading = int(np.argmax(is_page)) if is_page.any() else len(is_page)
+            self._num_passed += num_leading
+            is_page = is_page[num_leading:]
+        self._has_gaps = self._has_gaps or not is_page.all()
 
     def _check_new(self, pages: npt.NDArray[np.int64]) -> None:
-        """Pages in ascending order."""
-        for page in pages[[0, -1]] if len(pages) else ():
-            if not 0 <= page < len(self._is_held):
-                raise LayoutError(f"{self._name} has page {page}; the pool's are [0, {len(self._is_held)})")
-        repeated = np.concatenate((pages[1:][pages[1:] == pages[:-1]], pages[self._is_held[pages]]))
-        if len(repeated):
-            raise LayoutError(f"{self._name} has page {repeated[0]} twice; the pages of one table are distinct")
+        """Pages in ascending order, at least one."""
+        num_pages = len(self._is_held)
+        lowest, highest = pages[0], pages[-1]
+        if lowest < 0 or highest >= num_pages:
+            raise LayoutError(f"{self._name} has page {lowest if lowest < 0 else highest}; the pool's are [0, {num_pages})")
+        is_repeated = pages[1:] == pages[:-1]
+        is_held = self._is_held[pages]
+        if is_repeated.any() or is_held.any():
+            page = np.concatenate((pages[1:][is_repeated], pages[is_held]))[0]
+            raise LayoutError(f"{self._name} has page {page} twice; the pages of one table are distinct")
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
+class _HostArray:
+    """int64 [room] in host memory, pinned for a GPU."""
+
+    tensor: Tensor
+    entries: npt.NDArray[np.int64]  # the same memory
+
+
+class _Arrays:
+    """Arrays that tables fill, by size; those that are free are used again.
+
+    Args:
+        device: Where the tables go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_host: dict[int, list[_HostArray]] = {}
+        self._on_device: dict[tuple[int, int], list[Tensor]] = {}
+
+    def take_host(self, num_entries: int) -> _HostArray:
+        """Of a power of two of entries, at least `num_entries`."""
+        size = max(_MIN_ENTRIES, 1 << (num_entries - 1).bit_length())
+        if free := self._on_host.get(size):
+            return free.pop()
+        tensor = torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return _HostArray(tensor, tensor.numpy())
+
+    def give_host(self, array: _HostArray) -> None:
+        self._on_host.setdefault(len(array.entries), []).append(array)
+
+    def take_device(self, stream: int, size: int) -> Tensor:
+        """For the current stream, whose handle is `stream`, alone: it is allocated in its order, and freed in it."""
+        if free := self._on_device.get((stream, size)):
+            return free.pop()
+        return torch.empty(size, dtype=torch.int64, device=self.device)
+
+    def give_device(self, stream: int, array: Tensor) -> None:
+        self._on_device.setdefault((stream, len(array)), []).append(array)
+
+
+@dataclass(slots=True, eq=False)
+class _StreamCopy:
+    """What one stream has of a table."""
+
+    memory: Tensor
+    num_uploaded: int = 0
+
+
 class DeviceTable:
     """A request's page table in one group.
 
     Args:
+        arrays: Where its memory comes from.
+        host: What `entries` fills.
         entries: What it has.
-        host: int64 [room], pinned: what `entries` fills.
-        device: int64 [room] on the device: each entry as it was when it came.
-        streams: Handles of those that wait for the last upload already.
     """
 
-    entries: TableEntries
-    host: Tensor
-    device: Tensor
-    uploaded: torch.cuda.Event
-    streams: set[int] = field(default_factory=set)
+    __slots__ = ("_arrays", "_copies", "_host", "_outgrown", "entries")
+
+    def __init__(self, arrays: _Arrays, host: _HostArray, entries: TableEntries) -> None:
+        self.entries = entries
+        self._arrays = arrays
+        self._host = host
+        self._copies: dict[int, _StreamCopy] = {}
+        self._outgrown: list[tuple[_HostArray, dict[int, _StreamCopy]]] = []
 
     def use(self) -> Tensor:
-        """The table, for kernels that are queued on the current stream from now on."""
-        stream = torch.cuda.current_stream(self.device.device)
-        if stream.cuda_stream not in self.streams:
-            self.streams.add(stream.cuda_stream)
-            stream.wait_event(self.uploaded)
-            # Its memory is not used anew before what this stream has queued has run, whenever the table is dropped.
-            self.device.record_stream(stream)
-        return self.device
+        """The table, for kernels that are queued on the current stream from now on: int64 [room] on the device.
+
+        What is new in it is queued there in front of them.
+        """
+        stream = _current_stream(self._arrays.device)
+        copy = self._copies.get(stream)
+        if copy is None:
+            copy = self._copies[stream] = _StreamCopy(self._arrays.take_device(stream, self.entries.room))
+        begin, end = copy.num_uploaded, self.entries.num_known
+        if begin < end:
+            copy.memory[begin:end].copy_(self._host.tensor[begin:end], non_blocking=True)
+            copy.num_uploaded = end
+        return copy.memory
+
+    def grow(self, num_entries: int) -> None:
+        """Go on in larger arrays; those it had may be in use until it is given back."""
+        self._outgrown.append((self._host, self._copies))
+        self._host, self._copies = self._arrays.take_host(num_entries), {}
+        self.entries.move_to(self._host.entries)
+
+    def give_back(self) -> None:
+        """Its arrays are free, and it is not to be used again."""
+        for host, copies in (*self._outgrown, (self._host, self._copies)):
+            self._arrays.give_host(host)
+            for stream, copy in copies.items():
+                self._arrays.give_device(stream, copy.memory)
 
 
 class RequestTables:
     """Page tables of one group on one device, by request.
-
-    Uploads go over a stream of their own, from pinned memory: a gather waits for its table, and a table for nothing.
 
     Args:
         device: Of the pool.
@@ -133,13 +251,13 @@ class RequestTables:
     """
 
     def __init__(self, device: torch.device, num_pages: int) -> None:
-        self._device = device
         self._num_pages = num_pages
-        self._stream = torch.cuda.Stream(device)
+        self._arrays = _Arrays(device)
         self._tables: dict[str, DeviceTable] = {}
+        self._free_entries: list[TableEntries] = []
 
     def cover(self, request_id: str, table: Sequence[int], first: int, end: int) -> DeviceTable:
-        """The request's table with at least its entries up to `end`; what is new in it is checked, and queued.
+        """The request's table with at least its entries up to `end`; what is new in it is checked, to go to the device when used.
 
         Args:
             table: From token 0 on; of entries that were given before only those that a window has passed have changed.
@@ -150,43 +268,35 @@ class RequestTables:
         """
         found = self._tables.get(request_id)
         if found is None:
-            found = self._tables[request_id] = self._empty(len(table), request_id)
+            found = self._tables[request_id] = self._empty(request_id, len(table))
         elif found.entries.room < len(table):
-            found = self._tables[request_id] = self._grown(found, len(table))
-        known = found.entries.num_known
+            found.grow(len(table))
         found.entries.update(table)
-        if known < found.entries.num_known:
-            self._upload(found, known)
         found.entries.check(first, end)
         return found
 
     def forget(self, request_id: str) -> None:
-        self._tables.pop(request_id, None)
+        """Use what the request's table had for others. Every copy that was prepared with it must have run, or never will: the
+        host has seen its end. Does nothing twice."""
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            table.entries.clear()
+            self._free_entries.append(table.entries)
+            table.give_back()
 
-    def _empty(self, num_entries: int, request_id: str) -> DeviceTable:
-        host, device = self._memory(num_entries)
-        entries = TableEntries(host.numpy(), num_pages=self._num_pages, request_id=request_id)
-        return DeviceTable(entries=entries, host=host, device=device, uploaded=torch.cuda.Event())
+    def _empty(self, request_id: str, num_entries: int) -> DeviceTable:
+        host = self._arrays.take_host(num_entries)
+        if self._free_entries:
+            entries = self._free_entries.pop()
+            entries.begin(host.entries, request_id)
+        else:
+            entries = TableEntries(host.entries, num_pages=self._num_pages, request_id=request_id)
+        return DeviceTable(self._arrays, host, entries)
 
-    def _grown(self, old: DeviceTable, num_entries: int) -> DeviceTable:
-        """A table with what the old one has, which copies that were prepared before go on using."""
-        host, device = self._memory(num_entries)
-        old.entries.move_to(host.numpy())
-        grown = DeviceTable(entries=old.entries, host=host, device=device, uploaded=torch.cuda.Event())
-        self._upload(grown, 0)
-        return grown
 
-    def _memory(self, num_entries: int) -> tuple[Tensor, Tensor]:
-        """Pinned, and on the device: with room for twice as many entries as there are."""
-        size = max(_MIN_ENTRIES, 2 * num_entries)
-        with torch.cuda.stream(self._stream):
-            device = torch.empty(size, dtype=torch.int64, device=self._device)
-        return torch.empty(size, dtype=torch.int64, pin_memory=True), device
-
-    def _upload(self, table: DeviceTable, begin: int) -> None:
-        """Bring the entries from `begin` on to the device."""
-        end = table.entries.num_known
-        with torch.cuda.stream(self._stream):
-            table.device[begin:end].copy_(table.host[begin:end], non_blocking=True)
-            table.uploaded.record(self._stream)
-        table.streams.clear()
+def _current_stream(device: torch.device) -> int:
+    """Handle of the calling thread's stream; in host memory there is but one."""
+    if device.type == "cpu":
+        return 0
+    # As Triton finds it: torch.cuda.current_stream makes an object of more than we need.
+    return torch._C._cuda_getCurrentRawStream(device.index)

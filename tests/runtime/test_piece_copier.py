@@ -21,6 +21,7 @@ from transfer.layout import (
     DType,
     HeadSlice,
     KVLayout,
+    LayerKind,
     LayerSpec,
     Route,
     Shard,
@@ -194,6 +195,44 @@ def test_equal_chunks_are_laid_out_once() -> None:
     assert len(found) == 13 and all(plan is found[0] for plan in found)
     shorter = split_into_chunks(plan, num_tokens=21, num_layers=3)[-1]
     assert plan_of(copier, layout, route, shorter, 21) is not found[0]
+
+
+def test_chunks_that_a_window_leaves_whole_or_out_are_laid_out_once() -> None:
+    """However long the prompt is; only the chunk that a window begins in looks different."""
+    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=20)
+    full = LayerSpec(num_kv_heads=2, k_head_dim=4, v_head_dim=4)
+    layout, shard = KVLayout(layers=(full, window), dtype=DType.FLOAT16), Shard(page_size=4)
+    (route,) = routes(layout, shard, shard)
+    copier = PieceCopier(KVPool(layout=layout, shard=shard, num_pages=(60, 60)))
+    found: dict[int, set[int]] = {}
+    kept: list[object] = []
+    for num_tokens in (80, 82, 84, 86, 104, 160):
+        for chunk in split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=num_tokens, num_layers=2):
+            piece = copier.prepare(
+                layout,
+                route,
+                chunk,
+                request_id="a",
+                heads=Span(begin=0, end=2),
+                num_tokens=num_tokens,
+                dtype=DType.FLOAT16,
+                tables=(range(40), range(40)),
+            )
+            kept.append(piece)
+            if len(chunk.tokens) == 8:
+                found.setdefault(max(0, min(8, num_tokens - 20 - chunk.tokens.begin)), set()).add(id(piece.plan))
+    assert sorted(found) == [0, 2, 4, 6, 8] and all(len(plans) == 1 for plans in found.values())
+
+
+def test_equal_routes_and_scales_share_what_is_laid_out() -> None:
+    """They are decoded anew for each session, and may be made anew for each request."""
+    copier, layout, route = one_group_copier()
+    (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)
+    what = {"heads": Span(begin=0, end=2), "num_tokens": 8, "dtype": DType.FLOAT8_E4M3, "tables": ((3, 1),), "request_id": "a"}
+    first = copier.prepare(layout, route, chunk, scales={(0, False): 2.0}, **what).plan
+    for _ in range(3000):  # more than are known by identity
+        assert copier.prepare(layout, replace(route), chunk, scales={(0, False): 2.0}, **what).plan is first
+    assert copier.prepare(layout, route, chunk, scales={(0, False): 3.0}, **what).plan is not first
 
 
 def test_every_head_slice_has_a_copier_of_its_own() -> None:

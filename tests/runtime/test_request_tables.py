@@ -1,4 +1,4 @@
-"""What is known of page tables that a GPU has; how they get there is tested in tests/gpu."""
+"""What is known of page tables that a device has, and how they get there: here to host memory, in tests/gpu to a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
-from node_runtime.request_tables import TableEntries
+from node_runtime import request_tables
+from node_runtime.request_tables import RequestTables, TableEntries
 from prefill_node.scheduler import page_needs
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE, layer_groups
@@ -58,13 +60,16 @@ def test_pages_that_a_window_has_passed_may_come_again() -> None:
     entries, array = entries_of(8)
     entries.update([3, 4, 5])
     entries.update([NO_PAGE, NO_PAGE, 5, 3])
-    assert array[:4].tolist() == [NO_PAGE, NO_PAGE, 5, 3]
+    assert array[:4].tolist() == [3, 4, 5, 3], "what may be on its way to a device stays"
     with pytest.raises(LayoutError, match="entry 1 in the page table of request a is no page"):
         entries.check(1, 4)
     with pytest.raises(LayoutError, match="has page 5 twice"):
         entries.update([NO_PAGE, NO_PAGE, 5, 3, 4, 5])
     entries.update([NO_PAGE, NO_PAGE, NO_PAGE, NO_PAGE, 5, 3])
-    assert array[:6].tolist() == [NO_PAGE] * 4 + [5, 3]
+    assert array[:6].tolist() == [3, 4, 5, 3, 5, 3]
+    entries.check(4, 6)
+    with pytest.raises(LayoutError, match="entry 3 in the page table of request a is no page"):
+        entries.check(3, 6)
 
 
 def test_entries_move_to_a_larger_array() -> None:
@@ -74,7 +79,109 @@ def test_entries_move_to_a_larger_array() -> None:
     entries.move_to(larger)
     assert entries.room == 4
     entries.update([NO_PAGE, 2, 6])
-    assert larger.tolist() == [NO_PAGE, 2, 6, 0]
+    assert larger.tolist() == [6, 2, 6, 0]
+
+
+def test_the_same_tuple_is_read_once_and_a_list_again() -> None:
+    entries, array = entries_of(8)
+    entries.update(table := (3, 4))
+    array[0] = 5
+    entries.update(table)
+    changing = [3, 4]
+    entries.update(changing)
+    changing.append(6)
+    entries.update(changing)
+    assert (entries.num_known, array[:3].tolist()) == (3, [5, 4, 6])
+
+
+@pytest.mark.parametrize(
+    ("table", "missing", "complete"),
+    [
+        ([NO_PAGE, NO_PAGE, 5, 3], (1, 4), (2, 4)),
+        ([6, NO_PAGE, NO_PAGE, 3], (0, 4), (3, 4)),
+        ([6, 2, NO_PAGE], (1, 3), (0, 2)),
+        ([NO_PAGE, 2, NO_PAGE, 3], (1, 4), (1, 2)),
+        ([NO_PAGE, NO_PAGE], (1, 2), (2, 2)),
+    ],
+)
+def test_entries_without_a_page_anywhere(table: list[int], missing: tuple[int, int], complete: tuple[int, int]) -> None:
+    for known in range(len(table) + 1):
+        entries, array = entries_of(8)
+        entries.update(table[:known])
+        entries.update(table)
+        entries.check(*complete)
+        assert array[: len(table)].tolist() == table
+        with pytest.raises(LayoutError, match="is no page"):
+            entries.check(*missing)
+
+
+def test_nothing_of_a_table_is_left_to_the_next_one() -> None:
+    entries, array = entries_of(8)
+    entries.update([NO_PAGE, 7, 3, NO_PAGE])
+    entries.clear()
+    array.fill(5)  # it is others' from now on
+    entries.begin(np.zeros(4, dtype=np.int64), "b")
+    with pytest.raises(LayoutError, match="the page table of request b has 0 entries; the piece takes 1"):
+        entries.check(0, 1)
+    entries.update([3, 7, 5])
+    entries.check(0, 3)
+    with pytest.raises(LayoutError, match="request b has page 5 twice"):
+        entries.update([3, 7, 5, 5])
+
+
+def tables_on_host() -> RequestTables:
+    return RequestTables(torch.device("cpu"), 3000)
+
+
+def test_memory_is_used_again_when_a_request_is_forgotten() -> None:
+    tables = tables_on_host()
+    used = {}
+    for request_id, first in (("a", 0), ("b", 256), ("c", 512)):
+        used[request_id] = tables.cover(request_id, tuple(range(first, first + 256)), 0, 256).use()
+    places = {memory.data_ptr() for memory in used.values()}
+    assert len(places) == 3
+    for number, request_id in enumerate(used):
+        tables.forget(request_id)
+        tables.forget(request_id)
+        again = tables.cover(f"again {number}", tuple(range(100, 300)), 0, 200).use()
+        assert again.data_ptr() == used[request_id].data_ptr()
+        assert again[:200].tolist() == list(range(100, 300))
+    assert len({memory.data_ptr() for memory in used.values()}) == 3
+
+
+def test_a_table_grows_while_its_pieces_are_under_way() -> None:
+    tables = tables_on_host()
+    pages = torch.randperm(3000, generator=torch.Generator().manual_seed(3)).tolist()
+    before = tables.cover("a", pages[:256], 0, 256).use()
+    grown = tables.cover("a", pages[:257], 256, 257)
+    other = tables.cover("b", pages[:300], 0, 300).use()
+    assert before.tolist() == pages[:256], "copies that are queued read it"
+    assert grown.use()[:257].tolist() == pages[:257] and other[:300].tolist() == pages[:300]
+    assert len({before.data_ptr(), grown.use().data_ptr(), other.data_ptr()}) == 3
+    assert grown is tables.cover("a", pages[:2000], 0, 2000)
+    assert (len(grown.use()), grown.use()[:2000].tolist()) == (2048, pages[:2000])
+    tables.forget("a")
+    found = [tables.cover(f"again {number}", pages[:100], 0, 100).use() for number in range(2)]
+    assert found[0].data_ptr() == before.data_ptr() != found[1].data_ptr()
+
+
+def test_each_stream_has_a_copy_that_it_fills_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In host memory there are no streams; a GPU's own are in tests/gpu."""
+    current = [1]
+    monkeypatch.setattr(request_tables, "_current_stream", lambda device: current[0])
+    tables = tables_on_host()
+    table = tables.cover("a", [4, 7], 0, 2)
+    first = table.use()
+    current[0] = 2
+    tables.cover("a", [4, 7, 9], 0, 3)
+    second = table.use()
+    assert first.data_ptr() != second.data_ptr()
+    assert second[:3].tolist() == [4, 7, 9]
+    current[0] = 1
+    assert table.use() is first and first[:3].tolist() == [4, 7, 9]
+    tables.forget("a")
+    current[0] = 2
+    assert tables.cover("b", [1], 0, 1).use() is second
 
 
 @pytest.mark.parametrize("num_tokens", range(121, 201, 9))
@@ -95,5 +202,6 @@ def test_a_prompt_is_gathered_from_a_pool_that_has_only_its_own_pages(chunk_toke
         if end > first_token:
             entries.update(table)
             entries.check(max(end - chunk_tokens, first_token) // PAGE_SIZE, -(-end // PAGE_SIZE))
-            assert array[: len(table)].tolist() == list(table)
+            passed = list(table).count(NO_PAGE)
+            assert array[passed : len(table)].tolist() == list(table[passed:])
         allocator.advance("a", end, kept_from=num_tokens)
