@@ -23,7 +23,7 @@ def strided_copies(geometry: Geometry, side: Side, wire: Tensor) -> dict[str, Ca
     """Copies like a side's, by what makes them; none where whole rows travel, elements are converted or rows are no 16 bytes.
 
     Args:
-        wire: uint8 [bytes] on the GPU that the rows lie in without gaps. A gather's is written.
+        wire: uint8 [bytes] that the rows lie in without gaps; in host memory torch alone copies. A gather's is written.
     """
     held = geometry.held[side == "scatter"]
     head_bytes = geometry.head_dim * geometry.dtype.num_bytes * (geometry.page_size if geometry.order is TokenOrder.HND else 1)
@@ -37,9 +37,12 @@ def strided_copies(geometry: Geometry, side: Side, wire: Tensor) -> dict[str, Ca
     # The only type of 16 bytes that torch has.
     of_target, of_source = (_rows(one, by)[:, : width // 16] for one, by in ((target, target_pitch), (source, source_pitch)))
     found: dict[str, Callable[[], object]] = {STRIDED_TORCH: lambda: of_target.copy_(of_source)}
+    if not wire.is_cuda:
+        return found
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
+    except ImportError as error:
+        print(f"{STRIDED_CUDA} is left out: {error}", flush=True)
         return found
     to_device, done = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, runtime.cudaError_t.cudaSuccess
     where = target.data_ptr(), target_pitch, source.data_ptr(), source_pitch, width, height, to_device
@@ -49,6 +52,11 @@ def strided_copies(geometry: Geometry, side: Side, wire: Tensor) -> dict[str, Ca
         if status != done:
             raise RuntimeError(f"cudaMemcpy2DAsync of {height} rows of {width} of {pitch} bytes: {status}")
 
+    try:
+        by_cuda()
+    except RuntimeError as error:  # a yardstick that cannot be had costs only its row
+        print(f"{STRIDED_CUDA} is left out: {error}", flush=True)
+        return found
     return found | {STRIDED_CUDA: by_cuda}
 
 
