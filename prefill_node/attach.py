@@ -18,7 +18,7 @@ from transfer.config import NodeConfig
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.errors import PeerUnreachable, StagingError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
-from transfer.layout import routes, wire_dtype
+from transfer.layout import Route, routes, wire_dtype
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
 from transfer.ring import Watermark
@@ -50,6 +50,7 @@ class DecodePeer:
         instance: The instance.
         digest: Digest algorithm of the payloads.
         scales: What values are divided by before they are narrowed for it; see `transfer.instance.conversion_scales`.
+        routes: From this rank to its ranks; the same objects for all requests.
         sessions: Decode rank -> session.
         ring_bytes: Size of the smallest ring among them; 0 without any.
     """
@@ -58,6 +59,7 @@ class DecodePeer:
     instance: Instance
     digest: str
     scales: Mapping[tuple[int, bool], float] | None
+    routes: tuple[Route, ...]
     sessions: dict[int, int] = field(default_factory=dict)
     ring_bytes: int = 0
 
@@ -130,18 +132,23 @@ class DecodeSessions:
         agreement = check_compatible(self._own, instance)
         most = most_sessions(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         every = routes(self._own.layout, self._own.shard, instance.shard)
-        mine = {route.decode_rank for route in every if route.prefill_rank == self._rank}
+        own_routes = tuple(route for route in every if route.prefill_rank == self._rank)
+        mine = {route.decode_rank for route in own_routes}
         self.close(instance.incarnation, "attached again")
         if len(self._open) + len(mine) > most:
             raise StagingError(f"prefill rank {self._rank} has {len(self._open)} sessions; {len(mine)} more are above its {most}")
         peer = self._peers[instance.incarnation] = DecodePeer(
-            join=join, instance=instance, digest=agreement.digest, scales=conversion_scales(self._own, instance)
+            join=join,
+            instance=instance,
+            digest=agreement.digest,
+            scales=conversion_scales(self._own, instance),
+            routes=own_routes,
         )
         try:
             links = [await self._open_session(peer, rank, rank_addresses[rank]) for rank in sorted(mine)]
             await warm_up(
                 self._sender.copier,
-                [route for route in every if route.prefill_rank == self._rank],
+                own_routes,
                 self._plan,
                 device=self._device,
                 layout=self._own.layout,

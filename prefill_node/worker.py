@@ -45,7 +45,7 @@ from transfer.config import PrefillNodeConfig
 from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, TransferError
 from transfer.instance import Instance
-from transfer.layout import routes, wire_dtype
+from transfer.layout import wire_dtype
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
@@ -196,18 +196,13 @@ class PrefillWorker:
             self.on_source_released(message.request_id)
             self._link.send(RequestFailed(request_id=message.request_id, reason="the decode instance is gone"))
             return
-        decode = peer.instance
-        mine = tuple(
-            OutgoingRoute(route=route, session=peer.sessions[route.decode_rank])
-            for route in routes(layout, self._engine.shard, decode.shard)
-            if route.prefill_rank == self._spec.rank
-        )
+        mine = tuple(OutgoingRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes)
         self._sender.start_request(
             OutgoingRequest(
                 request_id=message.request_id,
                 layout=layout,
                 plan=message.plan,
-                wire_dtype=wire_dtype(layout, self._engine.shard, decode.shard),
+                wire_dtype=wire_dtype(layout, self._engine.shard, peer.instance.shard),
                 num_tokens=message.num_tokens,
                 start_token=message.start_token,
                 routes=mine,

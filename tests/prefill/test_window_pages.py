@@ -19,6 +19,7 @@ from transfer.chunk import ChunkPlan
 from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.errors import EngineError
 from transfer.layer_groups import PageCounts
+from transfer.layout import routes
 from transfer.page_allocator import GroupAllocator
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
@@ -75,7 +76,8 @@ class Rank:
         worker._requests = {}
         worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
         decode = instance(2, layout=LAYOUT)
-        peer = DecodePeer(join=1, instance=decode, digest="kvferry-words-64", scales=SCALES, sessions={0: 1})
+        every = routes(LAYOUT, SHARD, decode.shard)
+        peer = DecodePeer(join=1, instance=decode, digest="kvferry-words-64", scales=SCALES, routes=every, sessions={0: 1})
         worker._sessions = SimpleNamespace(of=lambda _: peer)  # type: ignore[assignment]
         worker._sender = SimpleNamespace(  # type: ignore[assignment]
             start_request=self._on_start,
