@@ -44,6 +44,9 @@ class TwinBuffer:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self.tensor.numel(),), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)  # kDLCUDA; the transport asks `HostCuda.device_of`
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Copy:

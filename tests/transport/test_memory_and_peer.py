@@ -61,7 +61,9 @@ def test_bad_buffers(buffer: Any, words: str) -> None:
         memory_of(buffer)
 
 
-class _Device:
+class _Silent:
+    """Says where it lies, and not on which device."""
+
     def __init__(self, **interface: Any) -> None:
         self.__cuda_array_interface__ = {
             "shape": (4, 8),
@@ -72,6 +74,15 @@ class _Device:
         } | interface
 
 
+class _Device(_Silent):
+    def __init__(self, device_id: int = 0, **interface: Any) -> None:
+        super().__init__(**interface)
+        self._device_id = device_id
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, self._device_id)
+
+
 def test_device_buffers_pass_through_by_address() -> None:
     memory = memory_of(_Device())
     assert isinstance(memory, DeviceMemory)
@@ -79,6 +90,14 @@ def test_device_buffers_pass_through_by_address() -> None:
     part = memory.part(ByteRange(begin=10, end=30)).__cuda_array_interface__
     assert (part["data"], part["shape"], part["typestr"]) == ((0x100A, False), (20,), "|u1")
     assert memory_of(_Device(strides=(16, 2))).num_bytes == 64
+
+
+def test_the_device_of_a_buffer_that_is_not_torchs() -> None:
+    memory = memory_of(_Device(device_id=3))
+    assert isinstance(memory, DeviceMemory)
+    assert memory.device_index == 3 and memory.part(ByteRange(begin=0, end=1)).device_index == 3
+    with pytest.raises(ConfigError, match=r"_Silent does not say which device it lies on.* address 0x1000; register an array"):
+        memory_of(_Silent())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy.typing as npt
 
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.transport.base import ByteRange
+
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,7 +104,8 @@ def memory_of(buffer: Any) -> Memory:
             CPU tensor of any dtype, or an object with `__cuda_array_interface__`.
 
     Raises:
-        ConfigError: The buffer is empty, read-only, not contiguous, or of a kind that holds no memory.
+        ConfigError: The buffer is empty, read-only, not contiguous, of a kind that holds no memory, or on a device that nobody
+            knows.
     """
     interface = getattr(buffer, "__cuda_array_interface__", None)
     memory = _host_memory(buffer) if interface is None else _device_memory(buffer, interface)
@@ -151,8 +155,39 @@ def _device_memory(buffer: Any, interface: dict[str, Any]) -> DeviceMemory:
         raise ConfigError(f"device buffer with strides {tuple(strides)} is not contiguous; expected {tuple(expected_strides)}")
     if is_read_only:
         raise ConfigError("device buffer is read-only; register a writable one")
-    index = getattr(getattr(buffer, "device", None), "index", None)  # of a torch tensor; others say nothing of their device
-    return DeviceMemory(owner=buffer, address=int(address), num_bytes=int(num_bytes), device_index=index or 0)
+    if num_bytes == 0:
+        return DeviceMemory(owner=buffer, address=0, num_bytes=0, device_index=0)  # lies nowhere
+    return DeviceMemory(
+        owner=buffer, address=int(address), num_bytes=int(num_bytes), device_index=_device_index(buffer, int(address))
+    )
+
+
+def _device_index(buffer: Any, address: int) -> int:
+    """The device on which `buffer` lies, as this process counts them: the interface itself does not tell."""
+    index = getattr(getattr(buffer, "device", None), "index", None)
+    if isinstance(index, int):  # torch
+        return index
+    if hasattr(buffer, "__dlpack_device__"):  # CuPy, JAX, Numba and others
+        return int(buffer.__dlpack_device__()[1])
+    found = _device_index_by_driver(address)
+    if found is None:
+        raise ConfigError(
+            f"device buffer of type {type(buffer).__name__} does not say which device it lies on, and CUDA's driver does not "
+            f"know its address {address:#x}; register an array with __dlpack_device__ (torch, CuPy)"
+        )
+    return found
+
+
+def _device_index_by_driver(address: int) -> int | None:
+    """None: there is no driver, or it knows no such address."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    ordinal = ctypes.c_int(-1)
+    cuda.cuInit(0)
+    status = cuda.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+    return ordinal.value if status == 0 and ordinal.value >= 0 else None
 
 
 def _host_memory(buffer: Any) -> HostMemory:

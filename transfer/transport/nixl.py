@@ -32,6 +32,7 @@ from transfer.transport.nixl_revocation import CopyWatch, DeviceEnding, Ending, 
 from transfer.transport.nixl_session import NixlSession, PeerMemory
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, field_of, pack_blob, unpack_blob
 from transfer.transport.ucx_library import allows_shared_memory
+from transfer.transport.waiting_thread import WaitingThread
 
 Lane = Literal["auto", "shm", "net"]
 
@@ -105,6 +106,7 @@ class NixlTransport:
         self._memories: dict[int, Memory] = {}
         self._sessions: set[NixlSession] = set()
         self._endings: list[Ending] = []  # of closed sessions whose writers may still try
+        self._waits = WaitingThread("nixl-closing")
         self._closed = False
         self._create_agent(_NET).close()  # finds a missing plugin here, and pays for loading it (0.4 s)
 
@@ -116,6 +118,11 @@ class NixlTransport:
     def is_one_sided(self) -> bool:
         return True
 
+    @property
+    def waits(self) -> WaitingThread:
+        """Where sessions wait for devices when they are closed."""
+        return self._waits
+
     def register(self, buffer: Any) -> Memory:
         memory = memory_of(buffer)
         self._memories[id(memory)] = memory
@@ -123,9 +130,11 @@ class NixlTransport:
 
     def deregister(self, memory: LocalMemory) -> None:
         own = self.own(memory)
-        if any(session.uses(own) for session in self._sessions):
-            raise LocalProtocolError(f"memory of {own.num_bytes} bytes is in use by an open session; close the session first")
         self._sweep()
+        if any(session.uses(own) for session in self._sessions):
+            raise LocalProtocolError(
+                f"memory of {own.num_bytes} bytes is in use by a session; close the session and wait until it is over"
+            )
         if any(ending.holds(own) for ending in self._endings):
             raise LocalProtocolError(f"memory of {own.num_bytes} bytes may still be written by a peer; wait for `is_over` first")
         for session in self._sessions:
@@ -176,8 +185,10 @@ class NixlTransport:
         for session in list(self._sessions):
             session.close()
         self._memories.clear()
-        self._sweep()
         ends_at = time.monotonic() + _CLOSE_WAIT_S
+        if not self._waits.join(_CLOSE_WAIT_S):
+            _log.warning("transport nixl is closed while copies on a device of this process have not ended: their memory is kept")
+        self._sweep()
         while any(not ending.is_over for ending in self._endings) and time.monotonic() < ends_at:
             time.sleep(_CLOSE_LOOK_S)
         self._sweep()
@@ -227,6 +238,7 @@ class NixlTransport:
                 )
             lane = _NET
         metadata, version = field_of(answer, "metadata", bytes), field_of(answer, "nixl", str)[:32]
+        self._sweep()
         agent = self._create_agent(lane)
         try:
             check_metadata(
@@ -252,9 +264,6 @@ class NixlTransport:
         """Keep a revoked mapping's addresses from being used again while its writer may still write there."""
         self._endings.append(ending)
         self._sweep()
-
-    def forget(self, session: NixlSession) -> None:
-        self._sessions.discard(session)
 
     def _choose_lane(self, offer: dict[str, Any], memory: Memory) -> tuple[str, int, Ending | None]:
         """Lane of a session, the address under which `memory` is offered, and how the writer's access ends."""
@@ -308,6 +317,7 @@ class NixlTransport:
         return self._options.get("TLS") or os.environ.get("UCX_TLS") or "all"
 
     def _sweep(self) -> None:
+        self._sessions = {session for session in self._sessions if not session.has_ended}
         self._endings = [ending for ending in self._endings if not ending.release()]
 
     def _check_open(self) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import platform
 import threading
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = _libc.mmap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -68,12 +70,19 @@ class SharedAlias:
         return self._base + self._offset
 
     def revoke(self) -> None:
-        """From now on every access to these addresses fails; they stay reserved until `release()`."""
+        """From now on every access to these addresses fails; they stay reserved until `release()`.
+
+        Raises:
+            OSError: They could not be taken away.
+        """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        if _libc.mmap(self._base, self._num_bytes, _PROT_NONE, flags, -1, 0) == _FAILED:
-            # Out of mappings: leave a hole, which fails accesses as well until something else is mapped there.
-            _libc.munmap(self._base, self._num_bytes)
-            self._base = None
+        if _libc.mmap(self._base, self._num_bytes, _PROT_NONE, flags, -1, 0) != _FAILED:
+            return
+        # Out of memory or mappings. `mprotect` takes neither, and fails accesses as well; it only keeps the ring's pages until
+        # `release()`. No hole: something else could be mapped there, where a late write would land.
+        if _libc.mprotect(self._base, self._num_bytes, _PROT_NONE) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{self._num_bytes} bytes of shared memory cannot be taken away: {os.strerror(number)}")
 
     def release(self) -> None:
         """Let the addresses be used again."""

@@ -10,13 +10,14 @@ import logging
 import time
 from typing import Any, Protocol
 
-from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
+from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory, check_key
 from transfer.transport.life_line import LifeLine
 from transfer.transport.memory import HostMemory, Memory, check_range, wait_for_devices
 from transfer.transport.nixl_library import Agent, address_of, device_of, in_words
 from transfer.transport.nixl_revocation import Ending
 from transfer.transport.peer import ReadableProof
+from transfer.transport.waiting_thread import WaitingThread
 
 # 1 to 2 ms of copying. The interpreter starts each piece with cold caches (0.1 ms): pieces of 4 MiB took 12 % longer for 64 MiB.
 _PIECE_BYTES = 16 * 2**20
@@ -79,11 +80,12 @@ class NixlHandle:
 class SessionOwner(Protocol):
     """What a session asks of its transport."""
 
+    @property
+    def waits(self) -> WaitingThread: ...
+
     def own(self, memory: LocalMemory) -> Memory: ...
 
     def keep(self, ending: Ending) -> None: ...
-
-    def forget(self, session: NixlSession) -> None: ...
 
 
 class PeerMemory:
@@ -137,6 +139,7 @@ class NixlSession:
         self._registered: dict[int, Memory] = {}
         self._abandoned: list[Memory] = []  # sources of failed writes that NIXL may still be at
         self._failure: str | None = None
+        self._has_ended = False
 
     @property
     def lane(self) -> str:
@@ -205,28 +208,31 @@ class NixlSession:
             if handle.request is not None:
                 agent.release(handle.request)
         agent.close()
-        is_quiet = not has_device or self._devices_are_quiet()
         for handle in self._pending.values():
+            if handle.memory is not None and handle.memory.is_device:
+                self._abandoned.append(handle.memory)
             handle.fail(TransportClosed(f"session {self.lane} was closed while key {handle.key} was pending"))
         self._pending.clear()
         self._registered.clear()
-        self._abandoned.clear()
         if self._ending is not None:
             self._ending.revoke()
             ends_at = time.monotonic() + _CLOSE_WAIT_S
             while isinstance(self._offered, HostMemory) and not self._ending.is_over and time.monotonic() < ends_at:
                 time.sleep(_CLOSE_LOOK_S)
             self._owner.keep(self._ending)
-        if self._line is not None and is_quiet:
-            self._line.end()  # otherwise the target waits for the end of this process
-        if is_quiet:
-            self._offered = None
-            self._owner.forget(self)
+        if has_device:
+            self._owner.waits.submit(self._let_go_behind_devices)
+        else:
+            self._let_go()
 
     @property
     def is_over(self) -> bool:
-        is_closed = self._agent is None and self._offered is None
-        return is_closed and (self._ending is None or self._ending.is_over)
+        return self._has_ended and (self._ending is None or self._ending.is_over)
+
+    @property
+    def has_ended(self) -> bool:
+        """Behind `close()`: whether nothing that this end began can run any more."""
+        return self._has_ended
 
     def uses(self, memory: LocalMemory) -> bool:
         """Whether an unfinished write, or the offer of this session, needs `memory`."""
@@ -243,6 +249,13 @@ class NixlSession:
         assert self._agent is not None and handle.memory is not None
         assert handle.source_range is not None and handle.target_range is not None  # it is a write
         try:
+            if handle.request is None:
+                self._register(handle.memory)
+        except ConfigError as error:  # of this end, and of this source: the peer and other writes have no part in it
+            handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {error}"))
+            del self._pending[handle.key]
+            return True
+        try:
             if handle.request is not None:
                 if not self._agent.is_done(handle.request):
                     return False
@@ -258,11 +271,14 @@ class NixlSession:
             del self._pending[handle.key]
         return True
 
-    def _post(self, handle: NixlHandle, memory: Memory, source: ByteRange, target: ByteRange, peer: PeerMemory) -> None:
+    def _register(self, memory: Memory) -> None:
         assert self._agent is not None
         if id(memory) not in self._registered:
             self._agent.register(memory, address_of(memory))
             self._registered[id(memory)] = memory
+
+    def _post(self, handle: NixlHandle, memory: Memory, source: ByteRange, target: ByteRange, peer: PeerMemory) -> None:
+        assert self._agent is not None
         left = source.num_bytes - handle.next_byte
         num_bytes = min(left, _PIECE_BYTES) if self._in_pieces else left
         address = address_of(memory) + source.begin + handle.next_byte
@@ -292,14 +308,21 @@ class NixlSession:
             handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {reason}"))
         self._pending.clear()
 
-    def _devices_are_quiet(self) -> bool:
-        """Wait for copies that NIXL left on a device of this process; False: they cannot be ruled out, ever."""
+    def _let_go_behind_devices(self) -> None:
+        """On the waiting thread: behind copies that NIXL left on a device of this process."""
         try:
             wait_for_devices()
-        except Exception as error:  # torch's and ours: an error of a device stays
+        except Exception as error:  # torch's and ours: an error of a device stays, so the copies cannot be ruled out, ever
             _log.warning("%s: copies on a device of this process cannot be shown to have ended: %s", self.lane, in_words(error))
-            return False
-        return True
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._line is not None:
+            self._line.end()  # without that the target waits for the end of this process
+        self._offered = None
+        self._abandoned = []  # a new one: the owner may be looking at the old one
+        self._has_ended = True
 
     def _touches_device(self) -> bool:
         memories = [self._offered, *self._registered.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from enum import IntEnum
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ _PROGRESS_STEPS = 64  # of one `progress()`: bounds the time for which one busy 
 _PROGRESS_S = 0.0005  # the same: a step may copy a whole payload, and what came by then waits to be scattered
 _CLOSE_STEPS = 10_000  # of `close()`: UCX settles what it cancelled within a few
 _MAX_UNEXPECTED = 4096  # messages nobody expects; a right writer sends what was granted, so this is a broken or hostile one
+
+_log = logging.getLogger(__name__)
 
 
 class _Kind(IntEnum):
@@ -124,6 +127,8 @@ class UcxSession:
         self._sink = np.zeros(1, dtype=np.uint8)
         self._sink_requests: list[Any] = []
         self._failure: str | None = None
+        self._kept: list[Memory] = []  # behind `close()`: what copies on a device that has failed may still touch
+        self._is_over = False
 
     @property
     def lane(self) -> str:
@@ -209,19 +214,29 @@ class UcxSession:
         self._worker = None
         self._fd = None
         if any(memory is not None and memory.is_device for _, memory in kept):
-            wait_for_devices()
+            try:
+                wait_for_devices()
+            except Exception as error:  # torch's and ours: an error of a device stays, so the copies cannot be ruled out, ever
+                _log.warning(
+                    "%s: copies on a device of this process cannot be shown to have ended: %s", self.lane, in_words(error)
+                )
+                self._kept = [memory for _, memory in kept if memory is not None and memory.is_device]
+                return
         self._offered = None
+        self._is_over = True
         self._owner.forget(self)
 
     @property
     def is_over(self) -> bool:
-        return self._worker is None
+        """False behind `close()` only where a device of this process has failed."""
+        return self._is_over
 
     def uses(self, memory: LocalMemory) -> bool:
         """Whether an unfinished operation, or the offer of this session, needs `memory`."""
         self._sweep()
         pending = (*self._sends.values(), *self._expected.values(), *self._receives)
-        return memory is self._offered or any(handle.memory is memory for handle in pending)
+        used = (self._offered, *self._kept, *(handle.memory for handle in pending))
+        return any(one is memory for one in used)
 
     def _send(self, handle: UcxHandle, kind: _Kind, part: Any) -> UcxHandle:
         check_key(handle.key)
