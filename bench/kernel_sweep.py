@@ -27,15 +27,15 @@ _ROUND = 12  # variants that are compiled together
 # The most promising first: the time may be over before the last.
 DIGESTING: tuple[dict[str, Any], ...] = (
     {},
-    {"digest_words": 512},
-    {"num_warps": 8},
+    {"digest_warps": 8},
     {"max_registers": 40},
-    {"digest_words": 512, "num_warps": 2},
+    {"digest_words": 512},
     {"is_by_buffer": True},
-    {"digest_words": 512, "table_eviction": "evict_last"},
-    {"digest_words": 512, "load_cache": ".cg"},
+    {"digest_words": 2048, "digest_warps": 16},
+    {"digest_words": 512, "digest_warps": 2},
+    {"digest_warps": 8, "table_eviction": "evict_last"},
+    {"digest_warps": 8, "load_cache": ".cg"},
     {"store_cache": ".wt"},
-    {"digest_words": 2048, "num_warps": 8},
 )
 COPYING: tuple[dict[str, Any], ...] = (
     {},

@@ -48,6 +48,7 @@ class OtherwiseTuned(TritonCopier):
             digest_words=16,
             conversion_elements=64,
             num_warps=2,
+            digest_warps=8,
             max_registers=40,
             is_by_buffer=True,
             table_eviction="evict_last",

@@ -40,7 +40,7 @@ class Tuning:
         digest_words: Words of a tile that is digested too.
         conversion_elements: Elements of a tile that is converted.
         max_columns: Words of a row that a piece has at most.
-        num_warps: Of a program.
+        num_warps, digest_warps: Of a program, without and with digest.
         max_registers: Of a thread of a program that digests; 0 is as many as the compiler takes.
         is_by_buffer: Programs side by side move the same tokens of several buffers; otherwise tokens side by side of one buffer.
         table_eviction, load_cache, store_cache: What the kernel says to the caches of its page table and addresses, of what it
@@ -52,6 +52,7 @@ class Tuning:
     conversion_elements: int = 4096
     max_columns: int = 512
     num_warps: int = 4
+    digest_warps: int = 4
     max_registers: int = 0
     is_by_buffer: bool = False
     table_eviction: str = ""
@@ -290,8 +291,9 @@ class _Launch:
             "LOAD_CACHE": tuning.load_cache,
             "STORE_CACHE": tuning.store_cache,
         }
+        num_warps, max_registers = (tuning.digest_warps, tuning.max_registers) if has_digest else (tuning.num_warps, 0)
         return _Variant(
-            _launcher(pool.device, tuning.num_warps, tuning.max_registers if has_digest else 0, tuple(constants.items())),
+            _launcher(pool.device, num_warps, max_registers, tuple(constants.items())),
             (num_tiles, self._count, 1),
             (
                 self._table("places", torch.tensor(self._places, dtype=torch.int64)),
