@@ -289,6 +289,45 @@ def test_tables_of_requests_are_checked() -> None:
     assert tables.cover("a", [4], 0, 1).use()[:1].tolist() == [4]
 
 
+def test_a_stream_that_is_slow_with_a_table_holds_no_other_up() -> None:
+    """Each stream fills its own copy; what a forgotten request had is filled anew without the host waiting."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tables, streams = RequestTables(device, 2000), (torch.cuda.Stream(), torch.cuda.Stream())
+    pages = torch.randperm(2000, generator=torch.Generator().manual_seed(5)).tolist()
+    found, places = [], []
+    for number in range(3):
+        table = tables.cover(f"request {number}", pages[number : number + 250], 0, 250)
+        ends = [torch.cuda.Event(), torch.cuda.Event()]
+        for stream, end in zip(streams, ends, strict=True):
+            with torch.cuda.stream(stream):
+                if number:
+                    with nothing_waits():
+                        if stream is streams[0]:
+                            torch.cuda._sleep(200_000_000)
+                        memory = table.use()
+                else:
+                    memory = table.use()
+                found.append(memory.clone())
+                end.record()
+            places.append(memory.data_ptr())
+        ends[1].synchronize()
+        assert not number or not ends[0].query()
+        grown = tables.cover(f"request {number}", pages[number : number + 400], 0, 400)
+        with torch.cuda.stream(streams[1]):
+            found.append(grown.use().clone())
+        torch.cuda.synchronize()
+        assert [
+            entry[: 400 if is_grown else 250].tolist() for entry, is_grown in zip(found, (False, False, True), strict=True)
+        ] == [
+            pages[number : number + 250],
+            pages[number : number + 250],
+            pages[number : number + 400],
+        ]
+        found.clear()
+        tables.forget(f"request {number}")
+    assert len(set(places)) == 2, "the same memory for every request"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_gather", [True, False])
 def test_pieces_of_a_route_that_was_warmed_compile_nothing(is_gather: bool, monkeypatch: pytest.MonkeyPatch) -> None:
