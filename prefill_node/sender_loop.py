@@ -151,13 +151,13 @@ class SenderLoop:
         self._pump.feed(opened)
 
     def close_session(self, number: int, reason: str) -> None:
-        """End a session: its transport first, so that nothing of it is under way when the protocol hears of it."""
+        """End a session: its transport first, so that nothing more of it is begun when the protocol hears of it."""
         peer = self._peers.pop(number, None)
         if peer is None:
             return
         self._driver.remove(peer.session)
         self._lane.forget(number)
-        peer.session.close()  # behind gathers that are under way into the peer's ring
+        peer.session.close()  # tells the peer behind gathers that are under way into its ring; nothing here waits for them
         peer.control.close()
         self._pump.feed(protocol.SessionLost(session=number, reason=reason))
         self._owner.on_session_closed(number, reason)
