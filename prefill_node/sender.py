@@ -432,24 +432,26 @@ class Sender:
                 self._decline_unknown(session, Grant(issued.begin, issued.end), attempt=0)
             self._send_drained(session, message.request_id, message.route)
             return
+        state = self._sessions[session]
         for issued in message.grants:
             piece = self._piece_of(session, message.request_id, message.route, issued.chunk)
+            grant = Grant(issued.begin, issued.end)
             if piece is None:
                 self._actions.append(MessageDropped(session=session, reason="unknown_chunk"))
-            elif not self._sessions[session].view.can_hold(Grant(issued.begin, issued.end), piece.num_bytes):
+            elif not state.view.can_hold(grant, piece.num_bytes):
                 self._actions.append(MessageDropped(session=session, reason="impossible_grant"))
-            elif piece.stage is Stage.ASKED and self._sessions[session].view.is_released(Grant(issued.begin, issued.end)):
+            elif piece.stage is Stage.ASKED and state.view.is_released(grant):
                 self._actions.append(MessageDropped(session=session, reason="released_grant"))
-            elif piece.grant is None and self._sessions[session].is_taken(issued.begin):
+            elif piece.grant is None and state.is_taken(issued.begin):
                 self._actions.append(MessageDropped(session=session, reason="granted_twice"))
             elif piece.stage is Stage.ASKED:
-                piece.grant = Grant(issued.begin, issued.end)
-                self._sessions[session].held.add(issued.begin)
+                piece.grant = grant
+                state.held.add(issued.begin)
                 piece.stage, piece.since_s = Stage.GRANTED, self._now_s
                 if piece.chunk.index in request.computed:
                     self._mark_ready(piece)
             elif piece.stage is Stage.DROPPED and piece.grant is None:
-                piece.grant = Grant(issued.begin, issued.end)
+                piece.grant = grant
                 self._give_up(piece)
 
     def _on_rejected(self, session: int, message: ChunkRejected) -> None:

@@ -22,7 +22,6 @@ Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
@@ -39,6 +38,7 @@ HANDSHAKE_MS: Final = 5000
 
 _ID_PREFIX: Final = b"\x01"
 _ACCEPT_BACKLOG: Final = 1024
+_POLLIN: Final = int(zmq.POLLIN)
 
 
 class _Step(Enum):
@@ -323,6 +323,8 @@ def _receive_part(socket: zmq.Socket[bytes]) -> bytes | None:
 
 
 def _has_pending(socket: zmq.Socket[bytes]) -> bool:
-    with contextlib.suppress(zmq.ZMQError):
-        return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-    return False
+    """Asked after every send. Without the enumeration's operators and a context it takes half as long."""
+    try:
+        return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+    except zmq.ZMQError:
+        return False
