@@ -149,7 +149,7 @@ def test_sglang_is_loaded_from_what_its_wheel_has(tmp_path: Path, is_wheel: bool
     before = set(sys.modules)
     theirs = sglang.load(source)
     assert theirs.module.uses_torch is False
-    theirs.scatter("wire", ["k"], ["v"], "pages", num_heads=2, page_size=16)  # type: ignore[arg-type]
+    theirs.scatter("wire", ["k"], ["v"], "pages", num_heads=2, page_size=16)  # type: ignore[arg-type,list-item]
     assert theirs.module.seen == [("wire", ["k"], ["v"], "pages", 16, 1, 1, 0, 2)]
     assert {name for name in set(sys.modules) - before if name.startswith("sglang")} <= {sglang._STAGING, sglang._POINTERS}
 

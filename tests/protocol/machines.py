@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from decode_node import receiver_events as rx
 from decode_node.receiver import Receiver
@@ -96,7 +96,7 @@ class SenderHand:
         )
         return self.tell(tx.RequestStarted(request=request))
 
-    def compute(self, chunk: int, request_id: str = "r", *, event: object = None) -> list[tx.Action]:
+    def compute(self, chunk: int, request_id: str = "r", *, event: Any = None) -> list[tx.Action]:
         return self.tell(tx.ChunkComputed(request_id=request_id, chunk=chunk, event=event))
 
     def grant(self, grants: dict[int, Grant], request_id: str = "r", *, route: int = 0) -> list[tx.Action]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -77,10 +79,10 @@ def carry_over(
         source, target, heads = sources[route.prefill_rank], targets[route.decode_rank], route.heads
         for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
             wire = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
-            what = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
+            what: dict[str, Any] = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
             sent, found = empty_digest(algorithm, has_kernels), empty_digest(algorithm, has_kernels)
             held = Span(begin=heads.source_start, end=heads.source_start + heads.count)
-            tables = source.allocator.tables("a")
+            tables: Sequence[Sequence[int]] = source.allocator.tables("a")
             copiers[id(source)].prepare(HYBRID, route, chunk, heads=held, tables=tables, **what).gather(wire, sent)
             wanted = Span(begin=heads.target_start, end=heads.target_start + heads.count)
             tables = target.cover("a", chunk.tokens.end)
@@ -118,7 +120,7 @@ def reference_wire(pages: GroupPages, route: Route, chunk: Chunk, num_tokens: in
     """By the definition of a wire, buffer by buffer, in tokens of the request."""
     wire = torch.zeros(num_bytes, dtype=torch.uint8)
     heads = Span(begin=route.heads.source_start, end=route.heads.source_start + route.heads.count)
-    what = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
+    what: dict[str, Any] = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
     for buffer in wire_buffers(HYBRID, route, **what):
         own = HYBRID.layers[buffer.layer].dtype or dtype
         copier = ReferenceCopier(pages.pool.part_of(buffer.layer), heads=heads, wire_dtype=own)
@@ -155,7 +157,7 @@ def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
             for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
                 wire = torch.zeros(num_bytes, dtype=torch.uint8)
                 tables = pages.allocator.tables("a")
-                what = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
+                what: dict[str, Any] = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
                 piece = copier.prepare(HYBRID, route, chunk, heads=heads, tables=tables, **what)
                 piece.gather(wire)
                 assert torch.equal(wire, reference_wire(pages, route, chunk, num_tokens, dtype, num_bytes))
@@ -228,7 +230,13 @@ def test_equal_routes_and_scales_share_what_is_laid_out() -> None:
     """They are decoded anew for each session, and may be made anew for each request."""
     copier, layout, route = one_group_copier()
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)
-    what = {"heads": Span(begin=0, end=2), "num_tokens": 8, "dtype": DType.FLOAT8_E4M3, "tables": ((3, 1),), "request_id": "a"}
+    what: dict[str, Any] = {
+        "heads": Span(begin=0, end=2),
+        "num_tokens": 8,
+        "dtype": DType.FLOAT8_E4M3,
+        "tables": ((3, 1),),
+        "request_id": "a",
+    }
     first = copier.prepare(layout, route, chunk, scales={(0, False): 2.0}, **what).plan
     for _ in range(3000):  # more than are known by identity
         assert copier.prepare(layout, replace(route), chunk, scales={(0, False): 2.0}, **what).plan is first
@@ -241,7 +249,7 @@ def test_every_head_slice_has_a_copier_of_its_own() -> None:
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=8), num_tokens=8, num_layers=3)
     for heads in (Span(begin=0, end=2), Span(begin=1, end=2), Span(begin=0, end=1)):
         of_slice = replace(route, heads=HeadSlice(source_start=heads.begin, target_start=0, count=len(heads)))
-        what = {"num_tokens": 8, "dtype": DType.FLOAT16, "tables": ((3, 1),), "request_id": "a"}
+        what: dict[str, Any] = {"num_tokens": 8, "dtype": DType.FLOAT16, "tables": ((3, 1),), "request_id": "a"}
         (part,) = copier.prepare(layout, of_slice, chunk, heads=heads, **what).parts
         assert {buffer.row_bytes for buffer in part.plan.buffers} == {len(heads) * 4 * 2}
 
@@ -252,7 +260,13 @@ def test_scales_are_of_the_peer() -> None:
     pool = copier._pool
     pool.buffer(0, is_v=False).fill_(3.0)
     (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=4), num_tokens=4, num_layers=3)
-    what = {"num_tokens": 4, "dtype": DType.FLOAT8_E4M3, "tables": ((0,),), "request_id": "a", "heads": Span(begin=0, end=2)}
+    what: dict[str, Any] = {
+        "num_tokens": 4,
+        "dtype": DType.FLOAT8_E4M3,
+        "tables": ((0,),),
+        "request_id": "a",
+        "heads": Span(begin=0, end=2),
+    }
     for scale in (2.0, 4.0, None):
         piece = copier.prepare(layout, route, chunk, scales=None if scale is None else {(0, False): scale}, **what)
         wire = torch.zeros(piece.num_wire_bytes, dtype=torch.uint8)

@@ -24,6 +24,7 @@ from tests.transport.contract import (
 )
 from tests.transport.payload import PATTERN, noise, rng
 from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
+from transfer.transport.base import ReceiveHandle, WriteHandle
 from transfer.transport.inproc import InprocHub, InprocTransport
 from transfer.transport.ucx import UcxTransport
 
@@ -103,7 +104,7 @@ def test_the_target_decides_where_bytes_land(two_sided: Pair) -> None:
 def test_many_in_flight_in_any_order(pair: Pair, size: int) -> None:
     order = np.random.default_rng(7).permutation(50)
     keys = [int(key) for key in order]
-    handles = []
+    handles: list[WriteHandle | ReceiveHandle] = []
     if not pair.is_one_sided:
         handles += [pair.target.expect(pair.ring_memory, rng(key * size, (key + 1) * size), key) for key in range(0, 50, 2)]
     for key in keys:
@@ -133,7 +134,7 @@ def test_random_schedules(kind: str) -> None:
         steps = [("send", i) for i in range(len(ranges))]
         if not pair.is_one_sided:
             steps += [("expect", i) for i in range(len(ranges))]
-        handles = []
+        handles: list[WriteHandle | ReceiveHandle] = []
         first_key = base[0]
         base[0] += len(ranges)
         # Everything is drawn before anything is done: an example that is given up half way would leave handles behind,
@@ -369,7 +370,7 @@ def test_a_closed_session_is_harmless(pair: Pair) -> None:
 def test_no_byte_lands_after_close(pair: Pair) -> None:
     """The proof of death: whatever was under way, the memory is the target's own once close() has returned."""
     size = 1 << 20
-    handles = []
+    handles: list[WriteHandle | ReceiveHandle] = []
     if not pair.is_one_sided:
         handles.append(pair.target.expect(pair.ring_memory, rng(0, size), 1))
     handles.append(pair.writer.write(pair.source_memory, rng(0, size), rng(0, size), 1))

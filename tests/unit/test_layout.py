@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -210,7 +211,7 @@ def test_wire_buffers_are_contiguous_and_exact(data: st.DataObject, layout: KVLa
     layers = Span(begin=first, end=data.draw(st.integers(first, layout.num_layers)))
     dtype = data.draw(st.sampled_from(DType))
     for route in routes(layout, Shard(tp_size=2, pp_size=min(2, layout.num_layers)), Shard(tp_size=3)):
-        arguments = {"tokens": tokens, "layers": layers, "num_tokens": num_tokens, "dtype": dtype}
+        arguments: dict[str, Any] = {"tokens": tokens, "layers": layers, "num_tokens": num_tokens, "dtype": dtype}
         buffers = wire_buffers(layout, route, **arguments)
         position = 0
         for buffer in buffers:
@@ -238,7 +239,7 @@ def test_a_layer_with_a_dtype_of_its_own_begins_on_its_elements() -> None:
         (DType.BFLOAT16, [0, 8, 28, 34, 40], 60),
         (DType.FLOAT32, [0, 12, 32, 44, 56], 76),
     ):
-        arguments = {"tokens": Span(begin=0, end=1), "layers": whole, "num_tokens": 1, "dtype": dtype}
+        arguments: dict[str, Any] = {"tokens": Span(begin=0, end=1), "layers": whole, "num_tokens": 1, "dtype": dtype}
         buffers = wire_buffers(layout, route, **arguments)
         assert [buffer.offset_bytes for buffer in buffers] == offsets
         assert [buffer.row_bytes for buffer in buffers if buffer.layer in (1, 4)] == [20, 20], "float32, whatever the wire is"
@@ -251,7 +252,7 @@ def test_sizes_of_layouts_that_differ_only_within_are_told_apart() -> None:
     layouts_ = [KVLayout(layers=(MHA, spec, MHA), dtype=DType.BFLOAT16) for spec in (MHA, wide, replace(MHA))]
     assert len({hash(layout) for layout in layouts_}) == 1
     whole = Span(begin=0, end=3)
-    arguments = {"tokens": Span(begin=0, end=8), "layers": whole, "num_tokens": 8, "dtype": DType.BFLOAT16}
+    arguments: dict[str, Any] = {"tokens": Span(begin=0, end=8), "layers": whole, "num_tokens": 8, "dtype": DType.BFLOAT16}
     plain, other, again = [wire_bytes(layout, replace(ROUTE, layers=whole), **arguments) for layout in layouts_]
     assert other - plain == 8 * ROUTE.heads.count * MHA.k_head_dim * 2
     assert again == plain
@@ -265,7 +266,12 @@ def test_recurrent_heads_are_cut_as_kv_heads_are(prefill_tp: int, decode_tp: int
     prefill, decode = Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)
     assert_exact_cover(layout, prefill, decode)
     assert_exact_cover(layout, replace(prefill, pp_size=2), replace(decode, pp_size=3))
-    what = {"tokens": Span(begin=90, end=100), "layers": Span(begin=0, end=8), "num_tokens": 100, "dtype": DType.FLOAT8_E4M3}
+    what: dict[str, Any] = {
+        "tokens": Span(begin=90, end=100),
+        "layers": Span(begin=0, end=8),
+        "num_tokens": 100,
+        "dtype": DType.FLOAT8_E4M3,
+    }
     states, latest = 0, 0
     for route in routes(layout, prefill, decode):
         for buffer in wire_buffers(layout, route, **what):
@@ -523,8 +529,9 @@ def test_an_unknown_dtype_is_refused() -> None:
         KVLayout(layers=(MHA,), dtype="float63")  # type: ignore[arg-type]
     assert KVLayout(layers=(MHA,), dtype="float16").dtype is DType.FLOAT16  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="float63"):
-        replace(STATE, dtype="float63")
-    assert replace(STATE, dtype="float32") == STATE32 and isinstance(replace(STATE, dtype="float32").dtype, DType)
+        replace(STATE, dtype="float63")  # type: ignore[arg-type]
+    read = replace(STATE, dtype="float32")  # type: ignore[arg-type]
+    assert read == STATE32 and isinstance(read.dtype, DType)
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size", "num_layers"), [(1024, 1, 4096), (1, 1024, 4096), (32, 32, 32)])

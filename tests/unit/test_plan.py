@@ -42,7 +42,8 @@ def model(name: str) -> ModelShape:
 
 
 def inputs_of(name: str, **flags: Any) -> PlanInputs:
-    return PlanInputs(**({"model": model(name), "role": Role.PREFILL} | flags))
+    settings: dict[str, Any] = {"model": model(name), "role": Role.PREFILL}
+    return PlanInputs(**(settings | flags))
 
 
 def lines_of(plan: MemoryPlan) -> dict[str, int]:
@@ -350,7 +351,7 @@ def test_page_count_policy() -> None:
     ],
 )
 def test_advice_on_what_stays_free(reserve_gib: float, advice: str | None) -> None:
-    flags = {"device_bytes": 80 * GIB, "cuda_graph_batch_sizes": ()}
+    flags: dict[str, Any] = {"device_bytes": 80 * GIB, "cuda_graph_batch_sizes": ()}
     plan = make_plan(inputs_of("qwen3-8b", policy=Policy.PAGE_COUNT, memory_ratio=1 - reserve_gib / 80, **flags))
     assert plan.advice == (() if advice is None else (advice,))
     plan = make_plan(inputs_of("qwen3-8b", static_fraction=1 - reserve_gib / 80, **flags))
@@ -376,7 +377,7 @@ def test_advice_on_what_stays_free_shrinks_with_small_devices() -> None:
 
 
 def test_a_larger_fraction_is_not_advised_where_it_would_give_no_token_more() -> None:
-    flags = {"device_bytes": 80 * GIB, "static_fraction": 0.8, "cuda_graph_batch_sizes": ()}
+    flags: dict[str, Any] = {"device_bytes": 80 * GIB, "static_fraction": 0.8, "cuda_graph_batch_sizes": ()}
     for more, is_said in (({}, True), ({"max_total_tokens": 10_000}, False), ({"max_total_tokens": 10**9}, True)):
         plan = make_plan(inputs_of("qwen3-8b", **flags, **more))
         assert any("raise the fraction" in line for line in plan.advice) == is_said
@@ -385,7 +386,7 @@ def test_a_larger_fraction_is_not_advised_where_it_would_give_no_token_more() ->
 
 
 def test_measured_weights_win_and_stored_ones_are_scaled_to_the_dtype() -> None:
-    flags = {"device_bytes": 80 * GIB, "checkpoint_bytes": 16_381_470_720, "checkpoint_source": "index"}
+    flags: dict[str, Any] = {"device_bytes": 80 * GIB, "checkpoint_bytes": 16_381_470_720, "checkpoint_source": "index"}
     assert make_plan(inputs_of("qwen3-8b", weights_bytes=20 * GIB, **flags)).weights_bytes == 20 * GIB
     assert make_plan(inputs_of("qwen3-8b", dtype=DType.FLOAT32, **flags)).weights_bytes == 2 * 16_381_470_720
     assert (
@@ -532,7 +533,7 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
     crowded = {"device_bytes": 80 * GIB, "free_bytes": 20 * GIB, "ring_bytes": 30 * GIB, "staging_bytes": 31 * GIB}
     with pytest.raises(MemoryPlanError, match="end what else runs on the device; a smaller --staging; a smaller --ring"):
         make_plan(inputs_of("qwen3-8b", **crowded))
-    masks = {"workspaces": sparse_prefill_workspaces(), "max_running_requests": 1, "device_bytes": 40 * GIB}
+    masks: dict[str, Any] = {"workspaces": sparse_prefill_workspaces(), "max_running_requests": 1, "device_bytes": 40 * GIB}
     with pytest.raises(MemoryPlanError, match=r"block_sums 12\.0 GiB.*a smaller --max-seq-len"):
         config = json.loads((CONFIGS / "glm-4-9b-chat-1m.json").read_text(encoding="utf-8")) | {"seq_length": 192 << 20}
         make_plan(PlanInputs(model=read_model_shape(config), role=Role.PREFILL, **masks))
@@ -734,7 +735,7 @@ def test_windows_that_crowd_out_the_tokens_that_are_kept_are_said() -> None:
         (False, {"max_seq_len": 500}),  # 32 times 500 tokens fit
         (True, {"max_seq_len": 5000}),  # one sequence fits, but not 32
     ):
-        flags = {"device_bytes": 80 * GIB, "role": Role.DECODE, "ring_bytes": GIB, **more}
+        flags: dict[str, Any] = {"device_bytes": 80 * GIB, "role": Role.DECODE, "ring_bytes": GIB, **more}
         assert any("windows of" in line for line in make_plan(inputs_of("gemma-3-27b", **flags)).advice) == said
     prefill = make_plan(inputs_of("gemma-3-27b", device_bytes=80 * GIB, tokens_in_flight=384))
     assert any("a smaller --max-running-requests or --chunk-tokens leaves" in line for line in prefill.advice)
