@@ -1,4 +1,4 @@
-"""Device time of gather and scatter with other sizes than the chosen ones: ``python -m bench.kernels --sweep [SECONDS]``."""
+"""Device time of gather and scatter with other tiles and warps than chosen: ``python -m bench.kernels --sweep [SECONDS]``."""
 
 from __future__ import annotations
 
@@ -27,25 +27,21 @@ _ROUND = 12  # variants that are compiled together
 # The most promising first: the time may be over before the last.
 DIGESTING: tuple[dict[str, Any], ...] = (
     {},
-    {"digest_warps": 8},
-    {"max_registers": 40},
-    {"digest_words": 512},
-    {"is_by_buffer": True},
-    {"digest_words": 2048, "digest_warps": 16},
-    {"digest_words": 512, "digest_warps": 2},
-    {"digest_warps": 8, "table_eviction": "evict_last"},
-    {"digest_warps": 8, "load_cache": ".cg"},
-    {"store_cache": ".wt"},
+    {"digest_words": 1024, "digest_warps": 8},
+    {"digest_words": 1024, "digest_warps": 4},
+    {"digest_words": 4096, "digest_warps": 16},
+    {"digest_words": 2048, "digest_warps": 8},
+    {"digest_words": 4096, "digest_warps": 32},
+    {"digest_words": 512, "digest_warps": 4},
 )
 COPYING: tuple[dict[str, Any], ...] = (
     {},
-    {"num_warps": 2},
-    {"copy_words": 256, "num_warps": 2},
-    {"is_by_buffer": True},
-    {"table_eviction": "evict_last"},
-    {"load_cache": ".cg"},
-    {"num_warps": 8, "copy_words": 1024},
-    {"store_cache": ".wt"},
+    {"copy_words": 128, "copy_warps": 1},
+    {"copy_words": 512, "copy_warps": 4},
+    {"copy_words": 256, "copy_warps": 1},
+    {"copy_words": 512, "copy_warps": 2},
+    {"copy_words": 1024, "copy_warps": 8},
+    {"copy_words": 128, "copy_warps": 2},
 )
 
 

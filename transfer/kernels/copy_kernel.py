@@ -58,10 +58,6 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     IS_GATHER: tl.constexpr,
     HAS_DIGEST: tl.constexpr,
     TILE_PIECES: tl.constexpr,
-    IS_BY_BUFFER: tl.constexpr,
-    TABLE_EVICTION: tl.constexpr,
-    LOAD_CACHE: tl.constexpr,
-    STORE_CACHE: tl.constexpr,
 ):
     """Move the pieces [first_piece, end_piece) of every buffer, a tile a program; grid (tiles, buffers).
 
@@ -76,9 +72,6 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     TILES_PER_PAGE: tl.constexpr = PIECES_PER_PAGE // TILE_PIECES
     IS_EXACT: tl.constexpr = ROW % PIECE == 0
     tile, buffer = tl.program_id(0), tl.program_id(1)
-    if IS_BY_BUFFER:
-        number = tile + buffer * tl.num_programs(0)
-        tile, buffer = number // tl.num_programs(1), number % tl.num_programs(1)
     tile += first_piece // TILE_PIECES
     in_tile = tl.arange(0, TILE_PIECES)
     column = tl.arange(0, PIECE)
@@ -88,16 +81,16 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
     page_table = pages.to(tl.pointer_type(tl.int64))
     if IS_IN_ONE_PAGE:
         is_used = tile * TILE_PIECES < end_piece
-        page = tl.load(page_table + tile // TILES_PER_PAGE, mask=is_used, other=-1, eviction_policy=TABLE_EVICTION)
+        page = tl.load(page_table + tile // TILES_PER_PAGE, mask=is_used, other=-1)
         in_page = (tile % TILES_PER_PAGE) * TILE_PIECES + in_tile
     else:
-        page = tl.load(page_table + piece // PIECES_PER_PAGE, mask=is_moved, other=-1, eviction_policy=TABLE_EVICTION)
+        page = tl.load(page_table + piece // PIECES_PER_PAGE, mask=is_moved, other=-1)
         in_page = piece % PIECES_PER_PAGE
     entry = table.to(tl.pointer_type(tl.int64)) + 2 * buffer
-    pool_address = tl.load(entry, eviction_policy=TABLE_EVICTION)
+    pool_address = tl.load(entry)
     pool_base = tl.multiple_of(pool_address.to(tl.pointer_type(POOL_TYPE)), 16 if POOL_ALIGN > 1 else 1)
     # In units of what pieces begin on: the compiler drops what it is told of a sum when it simplifies the sum.
-    first_wire = (tl.load(entry + 1, eviction_policy=TABLE_EVICTION) // (WIRE_BYTES * WIRE_ALIGN)) * WIRE_ALIGN
+    first_wire = (tl.load(entry + 1) // (WIRE_BYTES * WIRE_ALIGN)) * WIRE_ALIGN
     wire_base = tl.multiple_of(wire.to(tl.pointer_type(WIRE_TYPE)), 16 if WIRE_ALIGN > 1 else 1)
 
     is_moved = is_moved & (page >= 0) & (page < num_pages)
@@ -122,7 +115,7 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
         mask = mask & ((of_row * PIECE)[:, None] + column[None, :] < ROW)
 
     at_source = at_pool if IS_GATHER else at_wire
-    values = tl.load(at_source, mask=mask, cache_modifier=LOAD_CACHE)
+    values = tl.load(at_source, mask=mask)
     stored = values
     if IS_CONVERSION:
         numbers = widened(values, SOURCE_KIND, IS_NATIVE)
@@ -130,7 +123,7 @@ def copy_pieces(  # type: ignore[no-untyped-def]  # Triton gives the parameters 
             numbers = numbers * tl.load(factors.to(tl.pointer_type(tl.float32)) + buffer)
         stored = narrowed(numbers, TARGET_KIND, IS_NATIVE)
     at_target = at_wire if IS_GATHER else at_pool
-    tl.store(at_target, stored, mask=mask, cache_modifier=STORE_CACHE)
+    tl.store(at_target, stored, mask=mask)
     if HAS_DIGEST:
         keys = keys_of(tile_wire) + offsets_of(in_wire)
         add_to(digest, tl.where(mask, mixed(values.to(tl.uint64, bitcast=True), keys), 0))

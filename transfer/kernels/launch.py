@@ -54,17 +54,14 @@ class Launcher:
         device: Where it runs.
         constants: Its constants, in their order.
         num_warps: Of a program.
-        max_registers: Of a thread; 0 is as many as the compiler takes.
     """
 
-    def __init__(
-        self, kernel: Any, device: torch.device, constants: dict[str, Any], *, num_warps: int, max_registers: int = 0
-    ) -> None:
+    def __init__(self, kernel: Any, device: torch.device, constants: dict[str, Any], *, num_warps: int) -> None:
         self._kernel = kernel
         self._device = device
         self._constants = constants
         self._values = tuple(constants.values())
-        self._options = {"num_warps": num_warps, **({"maxnreg": max_registers} if max_registers else {})}
+        self._num_warps = num_warps
         self._lock = threading.Lock()
         self._run: Any = None
         self._handles: tuple[Any, ...] = ()
@@ -84,7 +81,7 @@ class Launcher:
             if self.is_compiled:
                 return
             with torch.cuda.device(self._device):
-                compiled = self._kernel.warmup(*arguments, **self._constants, **self._options, grid=(1, 1, 1))
+                compiled = self._kernel.warmup(*arguments, **self._constants, num_warps=self._num_warps, grid=(1, 1, 1))
                 run = compiled.run  # loads it
             # No hooks: Triton's profiler would have its own made from Python for each launch.
             self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -93,7 +90,7 @@ class Launcher:
     def __call__(self, stream: Stream, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
         """Queue it on a stream of its device."""
         if IS_INTERPRETED:
-            self._kernel[grid](*arguments, **self._constants, **self._options)
+            self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps)
             return
         if self._run is None:
             self.compile(arguments)
