@@ -126,7 +126,9 @@ class PieceCopy:
         return self.plan.num_wire_bytes
 
     def is_ready(self, wire: WireMemory, *, is_gather: bool, has_digest: bool = True) -> bool:
-        """Whether a copy from or to this wire would only be queued. On a GPU the first of its kind compiles kernels, for seconds.
+        """Whether a copy from or to this wire would only be queued.
+
+        On a GPU the first of its kind compiles kernels, for seconds; the first of each plan uploads tables, and waits.
 
         Args:
             is_gather: Whether the wire would be what `gather` fills, or what `scatter` reads.

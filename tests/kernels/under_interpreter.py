@@ -19,7 +19,7 @@ from transfer.errors import LayoutError
 from transfer.kernels import add_digest, copier, head_slice
 from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
 from transfer.kernels.head_slice import TritonCopier, Tuning
-from transfer.kernels.launch import Launcher, Stream
+from transfer.kernels.launch import Launcher, Stream, upload
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
 from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 from transfer.layout import DType, KVLayout, Shard, Span, TokenOrder, WireBuffer, routes, wire_dtype
@@ -40,20 +40,17 @@ def test_agrees_on_large_pages(case: Case) -> None:
 
 
 class OtherwiseTuned(TritonCopier):
-    """With small tiles, in another order, and what is said to the compiler and the caches."""
+    """With small tiles and other warps."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         tuning = Tuning(
             copy_words=32,
+            copy_warps=1,
             digest_words=16,
-            conversion_elements=64,
-            num_warps=2,
             digest_warps=8,
-            max_registers=40,
-            is_by_buffer=True,
-            table_eviction="evict_last",
-            load_cache=".cg",
-            store_cache=".wt",
+            conversion_elements=64,
+            conversion_warps=2,
+            max_columns=8,
         )
         super().__init__(*arguments, **more, tuning=tuning)
 
@@ -139,8 +136,8 @@ def test_equally_shaped_buffers_share_a_launch(monkeypatch: pytest.MonkeyPatch) 
             launched.append(grid)
             super().__call__(stream, grid, arguments)
 
-    monkeypatch.setattr(head_slice, "_launcher", lambda device, num_warps, max_registers, constants: Counted(
-        head_slice.copy_pieces, device, dict(constants), num_warps=num_warps, max_registers=max_registers
+    monkeypatch.setattr(head_slice, "_launcher", lambda device, num_warps, constants: Counted(
+        head_slice.copy_pieces, device, dict(constants), num_warps=num_warps
     ))  # fmt: skip
 
     def num_launches(layout: KVLayout, layers: list[int]) -> int:
@@ -249,6 +246,41 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
                 piece.make_ready(wire, is_gather=is_gather)
                 assert piece.is_ready(wire, is_gather=is_gather)
         assert head_slice._launcher.cache_info().misses == known
+
+
+@pytest.mark.parametrize("is_gather", [True, False])
+def test_of_a_new_prompt_length_tables_are_uploaded_by_whoever_makes_it_ready(
+    is_gather: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded: list[int] = []
+
+    def counted(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploaded.append(len(values))
+        return upload(values, device)
+
+    monkeypatch.setattr(head_slice, "upload", counted)
+    monkeypatch.setattr(piece_copier, "head_slice_copier", TritonCopier)
+    shard, plan = Shard(page_size=4), ChunkPlan(chunk_tokens=24, layers_per_group=HYBRID.num_layers)
+    pages = pages_of(shard, 90, seed=1, in_flight=90)
+    pages.cover("a", 90)
+    copier = PieceCopier(pages.pool)
+    route = routes(HYBRID, shard, shard)[0]
+    what = {"heads": Span(begin=0, end=route.heads.count), "dtype": wire_dtype(HYBRID, shard, shard)}
+    copier.warm(HYBRID, route, plan, is_gather=is_gather, **what)
+    for num_tokens in (17, 19):
+        (chunk,) = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers)
+        tables = pages.allocator.tables("a")
+        piece = copier.prepare(HYBRID, route, chunk, request_id="a", num_tokens=num_tokens, tables=tables, **what)
+        wire = torch.zeros(piece.num_wire_bytes + 16, dtype=torch.uint8)
+        wire = wire[-wire.data_ptr() % 16 :]
+        assert not piece.is_ready(wire, is_gather=is_gather)
+        uploaded.clear()
+        piece.make_ready(wire, is_gather=is_gather)
+        assert uploaded and piece.is_ready(wire, is_gather=is_gather)
+        uploaded.clear()
+        total = torch.zeros(1, dtype=torch.int64)
+        (piece.gather if is_gather else piece.scatter)(wire, total)
+        assert not uploaded
 
 
 def test_a_piece_is_ready_for_the_wires_that_it_was_made_ready_for() -> None:

@@ -2,6 +2,10 @@
 
 `head_slice_copier()` picks the implementation for a pool's device; all of them agree bit for bit with
 `transfer.kernels.reference`. Triton is imported only for a pool on a GPU.
+
+On an H200 (torch 2.11, Triton 3.6; `bench.kernels`), without conversion, as shares of a device copy of the same bytes: gather
+0.95 to 0.99, scatter 0.94 to 0.98; with digest 0.93 to 0.97 and 0.92 to 0.95. A strided torch copy of the same rows in order
+reaches 0.95 to 0.99: half-used rows cost the memory itself that much. A call keeps the host for 11 to 18 us.
 """
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ class CopyPlan(ABC):
         self._scatter(pages, source, first_page, digest)
 
     def is_compiled(self, wire: WireMemory, *, has_digest: bool, is_gather: bool) -> bool:
-        """Whether a call with such a wire only queues; the first ones of a GPU's pool compile kernels, for seconds.
+        """Whether a call with such a wire only queues.
+
+        The first calls of a GPU's pool compile kernels, for seconds; the first of each plan there uploads tables, and waits.
 
         Args:
             wire: Any memory with this alignment.
