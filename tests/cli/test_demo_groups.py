@@ -41,7 +41,7 @@ def status(layout: KVLayout, shard: Shard, role: str, pages: Sequence[int]) -> p
         transport="ucx",
         digests=("crc32",),
         protocol_versions=(1,),
-        capabilities=(),
+        capabilities=frozenset(),
         version="0",
     )
     pools = [pb.PoolStatus(group=group.name, pages=count) for group, count in zip(layer_groups(layout), pages, strict=True)]
@@ -112,7 +112,7 @@ def test_a_latent_goes_to_every_decode_rank() -> None:
 def test_a_node_that_does_not_say_what_it_is(left_out: str) -> None:
     layout = layout_of(FULL)
     whole, less = status(layout, PREFILL, "prefill", (5,)), status(layout, DECODE, "decode", (5,))
-    less.ClearField(left_out)  # type: ignore[arg-type]
+    less.ClearField(left_out)
     assert group_reports(whole, less, LENGTHS) == group_reports(less, whole, LENGTHS) == ()
 
 

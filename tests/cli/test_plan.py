@@ -116,8 +116,8 @@ def test_every_flag_reaches_the_plan(models: Path) -> None:
 
 
 def test_workspaces_that_are_not_there_are_said(models: Path) -> None:
-    flags = ("--model", "glm-4-9b-chat-1m", "--device-memory", "24GiB", "--max-running-requests", "1", "--sparse-prefill")
-    flags = (*flags, "--role", "prefill")
+    sizes = ("--device-memory", "24GiB", "--max-running-requests", "1", "--sparse-prefill")
+    flags = ("--model", "glm-4-9b-chat-1m", *sizes, "--role", "prefill")
     lazy = plan(*flags, "--workspace-strategy", "lazy").stdout
     assert "k_expanded  8.0 GiB  allocated on first use" in lazy and "does NOT fit" in lazy
     assert "not allocated at start" not in plan(*flags).stdout

@@ -74,7 +74,7 @@ class Rank:
         worker._requests = {}
         worker._writers = {51: writer}
         worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
-        worker._wire = lambda _: DType.FLOAT32  # type: ignore[method-assign]
+        worker._wire = lambda prefill: DType.FLOAT32  # type: ignore[method-assign]
         worker._receiver = SimpleNamespace(  # type: ignore[assignment]
             is_known=lambda _: False, expect_request=lambda _: None, cancel_request=self._cancel
         )

@@ -64,7 +64,7 @@ class Speaks(Talks):
 
 @pytest.mark.parametrize("kind", [Talks, Speaks])
 async def test_a_caller_that_reads_nothing_and_leaves_is_no_error(kind: type[Talks], caplog: pytest.LogCaptureFixture) -> None:
-    servicer = kind(num_events=100)  # type: ignore[abstract]  # the other calls are answered UNIMPLEMENTED
+    servicer = kind(num_events=100)  # the other calls are answered UNIMPLEMENTED
     server = await serve("127.0.0.1", 0, decode_control=servicer)
     async with grpc.aio.insecure_channel(server.address, options=SMALL_WINDOW) as channel:
         stub: Any = pb_grpc.DecodeControlStub(channel)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from typer import Typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from decode_node.__main__ import app as decode_app
 from node_runtime import command, exit_codes

@@ -91,10 +91,10 @@ async def test_memory_known_only_by_its_address_is_refused() -> None:
     with pytest.raises(LocalProtocolError, match="peer's device memory"):
         lane.gather(
             piece(pool_of(4, is_filled=True), [0, 1, 2, 3, 4, 5]),
-            object(),
+            object(),  # type: ignore[arg-type]
             algorithm=DIGEST_XXH3,
             peer=1,
             after=None,
             on_done=print,
-        )  # type: ignore[arg-type]
+        )
     assert lane.close(timeout_s=5.0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ import torch
 from transfer.errors import ConfigError, LayoutError
 from transfer.kernels import head_slice_copier
 from transfer.kv_pool import BUFFER_ALIGNMENT_BYTES, KVPool, LayerBuffers, PagedKVPool, PoolView, as_words, convert
-from transfer.layer_groups import layer_groups
+from transfer.layer_groups import PageNeeds, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, TokenOrder, WireBuffer
-from transfer.page_allocator import GroupAllocator, PageNeeds
+from transfer.page_allocator import GroupAllocator
 
 LAYOUT = KVLayout(
     layers=(
@@ -22,7 +23,7 @@ LAYOUT = KVLayout(
 )
 
 
-def pool(order: TokenOrder = TokenOrder.NHD, dtype: DType | None = None, **cut: int) -> PagedKVPool:
+def pool(order: TokenOrder = TokenOrder.NHD, dtype: DType | None = None, **cut: Any) -> PagedKVPool:
     return PagedKVPool(
         layout=LAYOUT, shard=Shard(tp_size=2, tp_rank=1, page_size=3, order=order, dtype=dtype, **cut), num_pages=5
     )
@@ -192,7 +193,7 @@ HYBRID = KVLayout(layers=(STATE, *LAYOUT.layers, STATE), dtype=DType.BFLOAT16)  
 PAGES = (5, 3, 2)  # full, window_8, state
 
 
-def hybrid(order: TokenOrder = TokenOrder.NHD, dtype: DType | None = None, **cut: int) -> KVPool:
+def hybrid(order: TokenOrder = TokenOrder.NHD, dtype: DType | None = None, **cut: Any) -> KVPool:
     shard = Shard(tp_size=2, tp_rank=1, page_size=3, order=order, dtype=dtype, **cut)
     return KVPool(layout=HYBRID, shard=shard, num_pages=PAGES)
 

@@ -452,7 +452,7 @@ def _is_read_or_refused(config: Mapping[str, Any]) -> None:
 
 ALL_CONFIGS = {case: _config(case) for case in CASES} | {path.stem: published(path.stem) for path in CONFIGS.glob("*.json")}
 # What is wrong in most fields, and what is right in some.
-SAID = [
+SAID: list[Any] = [
     None, False, True, "", "\ud800", "llama", "gptq", -1, 0, 1, 2, 3, 5, 4096, 65537, 10**9, 1 << 40, 10**20, 10**320, 10**9000,
     4.0, float("nan"), float("inf"), [], ["full_attention"], ALTERNATING, [["full_attention"]] * 4, [10**320], [[[[[]]]]], {},
     {"bits": 4}, {"num_hidden_layers": 10**9}, {"hidden_size": 10**320}, {"quant_method": "awq", "bits": 10**320},
