@@ -82,7 +82,7 @@ def widths(text: str, access: str) -> set[int]:
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "a tile in a page": {},
+    "a tile in a page": {"PAGE_SIZE": 64, "PAGE_STRIDE": 8192},
     "pages in a tile": {"PAGE_SIZE": 1, "PAGE_STRIDE": 128},
     "heads": {"ROW": 32, "HEADS": 2, "PIECE": 32, "TOKEN_STRIDE": 32, "HEAD_STRIDE": 1024, "TILE_PIECES": 32},
     "latents": {"ROW": 144, "PIECE": 16, "PAGE_SIZE": 64, "PAGE_STRIDE": 9216, "TOKEN_STRIDE": 144, "TILE_PIECES": 64},
