@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_a_prompt_arrives_whole_in_a_differently_cut_tier(prefill: Shard, decode
     everything = Span(begin=0, end=MIXED.num_layers)
     for route in routes(MIXED, prefill, decode):
         for span in (Span(begin=start, end=20), Span(begin=20, end=tokens)):
-            what = {"tokens": span, "layers": everything, "num_tokens": tokens, "dtype": dtype}
+            what: dict[str, Any] = {"tokens": span, "layers": everything, "num_tokens": tokens, "dtype": dtype}
             wire = torch.zeros(wire_bytes(MIXED, route, **what), dtype=torch.uint8)
             buffers, count = wire_buffers(MIXED, route, **what), route.heads.count
             (source, pages), (target, target_pages) = sources[route.prefill_rank], targets[route.decode_rank]

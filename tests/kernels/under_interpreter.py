@@ -17,6 +17,7 @@ from tests.runtime.test_piece_copier import carry_over, pages_of
 from transfer.chunk import ChunkPlan, pieces_of, split_into_chunks
 from transfer.errors import LayoutError
 from transfer.kernels import add_digest, copier, head_slice
+from transfer.kernels.copy_kernel import copy_pieces
 from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
 from transfer.kernels.head_slice import TritonCopier, Tuning
 from transfer.kernels.launch import Launcher, Stream, upload
@@ -137,7 +138,7 @@ def test_equally_shaped_buffers_share_a_launch(monkeypatch: pytest.MonkeyPatch) 
             super().__call__(stream, grid, arguments)
 
     monkeypatch.setattr(head_slice, "_launcher", lambda device, num_warps, constants: Counted(
-        head_slice.copy_pieces, device, dict(constants), num_warps=num_warps
+        copy_pieces, device, dict(constants), num_warps=num_warps
     ))  # fmt: skip
 
     def num_launches(layout: KVLayout, layers: list[int]) -> int:
@@ -153,7 +154,7 @@ def test_equally_shaped_buffers_share_a_launch(monkeypatch: pytest.MonkeyPatch) 
         plan.gather(torch.tensor([1, 0]), torch.zeros(plan.num_wire_bytes, dtype=torch.uint8))
         return len(launched)
 
-    shape = {"num_layers": 40, "num_kv_heads": 2, "dtype": DType.FLOAT16}
+    shape: dict[str, Any] = {"num_layers": 40, "num_kv_heads": 2, "dtype": DType.FLOAT16}
     assert num_launches(KVLayout.uniform(head_dim=8, **shape), list(range(40))) == 1
     assert num_launches(KVLayout.uniform(head_dim=8, v_head_dim=4, **shape), list(range(40))) == 2
     assert num_launches(KVLayout.uniform(head_dim=8, **shape), [0, 1, 3, 7, 8, 31]) == 1  # in no even distance
@@ -232,7 +233,7 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
     pages.cover("a", 90)
     copier = PieceCopier(pages.pool)
     for route in routes(HYBRID, shard, peer):
-        what = {"heads": Span(begin=0, end=route.heads.count), "dtype": on_wire}
+        what: dict[str, Any] = {"heads": Span(begin=0, end=route.heads.count), "dtype": on_wire}
         head_slice._launcher.cache_clear()
         copier.warm(HYBRID, route, plan, is_gather=is_gather, **what)
         known = head_slice._launcher.cache_info().misses
@@ -265,7 +266,7 @@ def test_of_a_new_prompt_length_tables_are_uploaded_by_whoever_makes_it_ready(
     pages.cover("a", 90)
     copier = PieceCopier(pages.pool)
     route = routes(HYBRID, shard, shard)[0]
-    what = {"heads": Span(begin=0, end=route.heads.count), "dtype": wire_dtype(HYBRID, shard, shard)}
+    what: dict[str, Any] = {"heads": Span(begin=0, end=route.heads.count), "dtype": wire_dtype(HYBRID, shard, shard)}
     copier.warm(HYBRID, route, plan, is_gather=is_gather, **what)
     for num_tokens in (17, 19):
         (chunk,) = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers)

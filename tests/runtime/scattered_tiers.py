@@ -386,7 +386,8 @@ class HybridTiers(TwoTiers):
                 sender.group_pages.advance(request_id, end, kept_from=num_tokens)
 
     def assert_nothing_is_left(self) -> None:
-        for rank in (*self.senders, *self.receivers):
+        ranks: list[HybridSendingRank | HybridReceivingRank] = [*self.senders, *self.receivers]
+        for rank in ranks:
             rank.loop.check_idle()
             allocator = rank.group_pages.allocator
             allocator.check_invariants()
