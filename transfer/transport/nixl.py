@@ -26,7 +26,16 @@ from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, Tr
 from transfer.transport.base import LocalMemory
 from transfer.transport.life_line import LifeLine, LineAddress, PeerLine
 from transfer.transport.memory import HostMemory, Memory, memory_of
-from transfer.transport.nixl_library import UCX_BACKEND, Agent, address_of, device_of, load_nixl, transports_without, version_of
+from transfer.transport.nixl_library import (
+    UCX_BACKEND,
+    Agent,
+    address_of,
+    device_of,
+    has_only_tcp,
+    load_nixl,
+    transports_without,
+    version_of,
+)
 from transfer.transport.nixl_metadata import Region, check_metadata
 from transfer.transport.nixl_revocation import CopyWatch, DeviceEnding, Ending, HostEnding, SharedAlias
 from transfer.transport.nixl_session import NixlSession, PeerMemory
@@ -256,7 +265,8 @@ class NixlTransport:
         except ConfigError:
             agent.close()
             raise
-        session = NixlSession(self, agent, lane, peer=peer, line=line)
+        is_over_tcp = lane == _NET and has_only_tcp(self._tls())
+        session = NixlSession(self, agent, lane, peer=peer, line=line, is_over_tcp=is_over_tcp)
         self._sessions.add(session)
         return session
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,6 +82,18 @@ def transports_without(tls: str, left_out: tuple[str, ...]) -> str:
 
 
 _ALIASES = {"sm": {"cma", "knem", "xpmem"}, "shm": {"cma", "knem", "xpmem"}, "cuda": {"cuda_ipc"}}
+
+
+def has_only_tcp(tls: str) -> bool:
+    """Whether UCX, with this ``UCX_TLS``, can reach another host over TCP only: no RDMA device here, or none allowed."""
+    if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
+        return True
+    names = tls.split(",")
+    return not tls.startswith("^") and not any(name == "all" or name.startswith(_RDMA_TRANSPORTS) for name in names)
+
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "srd", "gga")
 
 
 @contextlib.contextmanager

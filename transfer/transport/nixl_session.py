@@ -1,7 +1,8 @@
 """One attached peer over NIXL: writes, their handles, and the end of it all.
 
 Between processes of one host NIXL's UCX copies in the calling thread, and returns only when all of a request is done. So a bulk
-write goes in pieces there, one for each `progress()`; on every other lane it is one request from the start.
+write goes in pieces there, one for each `progress()`; on every other lane it is one request from the start. Where UCX has
+only TCP, it gets one write at a time: UCX 1.23 may kill the process when a peer leaves, and does so far more often with several.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class NixlSession:
         ending: The target's end, where closing the agent alone does not end the writer's access.
         proof: The target's end: what the writer reads to see that it may write here directly.
         line: The writer's end: ended when this process cannot write any more.
+        is_over_tcp: Whether NIXL may have no more than one write of this session at once.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class NixlSession:
         ending: Ending | None = None,
         proof: ReadableProof | None = None,
         line: LifeLine | None = None,
+        is_over_tcp: bool = False,
     ) -> None:
         self._owner = owner
         self._agent: Agent | None = agent
@@ -135,6 +138,7 @@ class NixlSession:
         self.proof = proof
         self._line = line
         self._in_pieces = lane == "shm"
+        self._is_over_tcp = is_over_tcp
         self._pending: dict[int, NixlHandle] = {}
         self._registered: dict[int, Memory] = {}
         self._abandoned: list[Memory] = []  # sources of failed writes that NIXL may still be at
@@ -164,7 +168,8 @@ class NixlSession:
             return handle
         is_first = not self._pending
         self._pending[key] = handle
-        if not self._in_pieces or (is_first and source_range.num_bytes <= _INLINE_BYTES):
+        is_bulk = self._in_pieces and source_range.num_bytes > _INLINE_BYTES
+        if not is_bulk and (is_first or not (self._in_pieces or self._is_over_tcp)):
             self._step(handle, self._peer)
         return handle
 
@@ -190,6 +195,10 @@ class NixlSession:
         if self._in_pieces:
             return self._step(next(iter(self._pending.values())), self._peer)
         moved = False
+        if self._is_over_tcp:
+            while self._pending and self._step(next(iter(self._pending.values())), self._peer):
+                moved = True  # and the next one is posted at once
+            return moved
         for handle in list(self._pending.values()):
             moved |= self._step(handle, self._peer)
             if self._failure is not None:
