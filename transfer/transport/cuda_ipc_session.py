@@ -11,7 +11,7 @@ from transfer.errors import LocalProtocolError, TransportClosed, TransportError,
 from transfer.transport.base import ByteRange, LocalMemory, check_key
 from transfer.transport.cuda_ipc_driver import CopyStream, Cuda, CudaError, Mapped
 from transfer.transport.life_line import LifeLine, PeerLine
-from transfer.transport.memory import DeviceMemory, DeviceSlice, check_range
+from transfer.transport.memory import DeviceMemory, DeviceSlice, check_range, check_write
 from transfer.transport.waiting_thread import WaitingThread
 
 log = logging.getLogger(__name__)
@@ -117,13 +117,7 @@ class WriterSession:
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> CudaIpcHandle:
         """As `Session.write`; the source's bytes must be there already, for the copy waits for no other stream."""
         memory = self._owner.own(source)
-        check_key(key)
-        check_range(memory.num_bytes, source_range, f"source range of key {key}")
-        if source_range.num_bytes != target_range.num_bytes:
-            raise LocalProtocolError(
-                f"source range of key {key} has {source_range.num_bytes} bytes, target range {target_range.num_bytes}; "
-                "both must be equally long"
-            )
+        check_write(memory.num_bytes, source_range, target_range, key)
         check_range(self._memory.num_bytes, target_range, f"target range of key {key}")
         if key in self._pending:
             raise LocalProtocolError(f"key {key} is on its way already; keys are unique in a session")

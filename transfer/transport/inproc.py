@@ -20,7 +20,7 @@ from transfer.errors import (
     WriteFailed,
 )
 from transfer.transport.base import ByteRange, LocalMemory, check_key
-from transfer.transport.memory import HostMemory, check_range, memory_of
+from transfer.transport.memory import HostMemory, check_range, check_write, memory_of
 from transfer.transport.peer import ProcessIdentity, field_of, pack_blob, unpack_blob
 
 _VERSION = 1
@@ -116,13 +116,7 @@ class InprocSession:
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> _Handle:
         memory = self._transport.own(source)
-        check_key(key)
-        check_range(memory.num_bytes, source_range, f"source range of key {key}")
-        if source_range.num_bytes != target_range.num_bytes:
-            raise LocalProtocolError(
-                f"source range of key {key} has {source_range.num_bytes} bytes, target range {target_range.num_bytes}; "
-                "both must be equally long"
-            )
+        check_write(memory.num_bytes, source_range, target_range, key)
         if self._peer_num_bytes is not None:
             check_range(self._peer_num_bytes, target_range, f"target range of key {key}")
         elif self._transport.is_one_sided:

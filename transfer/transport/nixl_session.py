@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from transfer.errors import ConfigError, LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import ByteRange, LocalMemory, check_key
 from transfer.transport.life_line import LifeLine
-from transfer.transport.memory import HostMemory, Memory, check_range, wait_for_devices
+from transfer.transport.memory import HostMemory, Memory, check_range, check_write, wait_for_devices
 from transfer.transport.nixl_library import Agent, address_of, device_of, in_words
 from transfer.transport.nixl_revocation import Ending
 from transfer.transport.peer import ReadableProof
@@ -151,13 +151,7 @@ class NixlSession:
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> NixlHandle:
         memory = self._owner.own(source)
-        check_key(key)
-        check_range(memory.num_bytes, source_range, f"source range of key {key}")
-        if source_range.num_bytes != target_range.num_bytes:
-            raise LocalProtocolError(
-                f"source range of key {key} has {source_range.num_bytes} bytes, target range {target_range.num_bytes}; "
-                "both must be equally long"
-            )
+        check_write(memory.num_bytes, source_range, target_range, key)
         if self._peer is None:
             raise LocalProtocolError(f"write of key {key}: the peer offered no memory; only the writer of a session can write")
         check_range(self._peer.num_bytes, target_range, f"target range of key {key}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from transfer.errors import LocalProtocolError, TransportClosed, TransportError, WriteFailed
 from transfer.transport.base import MAX_KEY, ByteRange, LocalMemory, check_key
-from transfer.transport.memory import Memory, check_range, wait_for_devices
+from transfer.transport.memory import Memory, check_range, check_write, wait_for_devices
 from transfer.transport.ucx_library import Ucx, in_words, transport_error
 
 _KIND_SHIFT = 62
@@ -140,12 +140,7 @@ class UcxSession:
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> UcxHandle:
         memory = self._owner.own(source)
-        check_range(memory.num_bytes, source_range, f"source range of key {key}")
-        if source_range.num_bytes != target_range.num_bytes:
-            raise LocalProtocolError(
-                f"source range of key {key} has {source_range.num_bytes} bytes, target range {target_range.num_bytes}; "
-                "both must be equally long"
-            )
+        check_write(memory.num_bytes, source_range, target_range, key)
         if self._peer_num_bytes is not None:
             check_range(self._peer_num_bytes, target_range, f"target range of key {key}")
         return self._send(UcxHandle(key, memory, source_range), _Kind.WRITE, memory.part(source_range))
