@@ -251,6 +251,7 @@ def _request(request_id: str) -> dict[str, Any]:
         "layout": LAYOUT,
         "plan": PLAN,
         "wire_dtype": LAYOUT.dtype,
+        "digest": DIGEST_XXH3,
         "num_tokens": num_tokens,
         "start_token": 0,
     }

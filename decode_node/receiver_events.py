@@ -51,7 +51,7 @@ class IncomingRequest:
     num_tokens: int
     start_token: int
     routes: tuple[IncomingRoute, ...]
-    digest: str = "xxh3-64"
+    digest: str
     scales: Mapping[tuple[int, bool], float] | None = None
 
 

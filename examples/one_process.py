@@ -22,6 +22,7 @@ from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSet
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.inproc import InprocControlClient, InprocControlServer
+from transfer.kernels.digest import DIGEST_XXH3
 from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes, wire_dtype
 from transfer.metrics import RankMetrics
@@ -212,6 +213,7 @@ class TwoTiers:
                 layout=self.layout,
                 plan=self.plan,
                 wire_dtype=dtype,
+                digest=DIGEST_XXH3,
                 num_tokens=num_tokens,
                 start_token=0,
                 routes=tuple(
@@ -228,6 +230,7 @@ class TwoTiers:
                 layout=self.layout,
                 plan=self.plan,
                 wire_dtype=dtype,
+                digest=DIGEST_XXH3,
                 num_tokens=num_tokens,
                 start_token=0,
                 routes=tuple(

@@ -62,7 +62,7 @@ class OutgoingRequest:
     num_tokens: int
     start_token: int
     routes: tuple[OutgoingRoute, ...]
-    digest: str = "xxh3-64"
+    digest: str
     scales: Mapping[tuple[int, bool], float] | None = None
 
 

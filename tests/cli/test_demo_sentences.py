@@ -25,6 +25,7 @@ def test_the_sentence_names_what_is_counted() -> None:
             layout=layout,
             plan=ChunkPlan(chunk_tokens=16),
             wire_dtype=DType.FLOAT32,
+            digest="xxh3-64",
             num_tokens=NUM_TOKENS,
             start_token=0,
             routes=tuple(OutgoingRoute(route=route, session=1) for route in found),

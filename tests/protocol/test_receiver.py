@@ -510,6 +510,7 @@ def test_new_grants_step_around_what_a_lost_writer_may_still_write() -> None:
         layout=LAYOUT,
         plan=PLAN,
         wire_dtype=LAYOUT.dtype,
+        digest="xxh3-64",
         num_tokens=8,
         start_token=0,
         routes=(rx.IncomingRoute(route=receiver.routes[0], session=5),),

@@ -63,6 +63,7 @@ def test_slices_are_counted_where_they_travel(layout: KVLayout, num_slices: int)
         layout=layout,
         plan=PLAN,
         wire_dtype=layout.dtype,
+        digest="xxh3-64",
         num_tokens=13,
         start_token=0,
         routes=tuple(tx.OutgoingRoute(route=route, session=1) for route in routes(layout, Shard(), Shard())),
@@ -532,7 +533,7 @@ def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
     window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=4, k_head_dim=4, v_head_dim=4, window_tokens=4)
     layout = KVLayout(layers=(window,), dtype=DType.FLOAT16)
     (route,) = routes(layout, Shard(), Shard())
-    values: dict[str, Any] = {"request_id": "r", "layout": layout, "plan": PLAN, "wire_dtype": layout.dtype}
+    values: dict[str, Any] = {"request_id": "r", "layout": layout, "plan": PLAN, "wire_dtype": layout.dtype, "digest": "xxh3-64"}
     values |= {"num_tokens": 20, "start_token": 0}
     outgoing = tx.OutgoingRequest(routes=(tx.OutgoingRoute(route=route, session=1),), **values)
     incoming = rx.IncomingRequest(routes=(rx.IncomingRoute(route=route, session=1),), **values)

@@ -338,6 +338,7 @@ class HybridTiers(TwoTiers):
                 layout=HYBRID,
                 plan=self.plan,
                 wire_dtype=self.dtype,
+                digest="xxh3-64",
                 num_tokens=num_tokens,
                 start_token=0,
                 routes=tuple(
@@ -353,6 +354,7 @@ class HybridTiers(TwoTiers):
                 layout=HYBRID,
                 plan=self.plan,
                 wire_dtype=self.dtype,
+                digest="xxh3-64",
                 num_tokens=num_tokens,
                 start_token=0,
                 routes=tuple(
