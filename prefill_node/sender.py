@@ -61,7 +61,8 @@ class Sender:
     """See the module's docstring.
 
     Invariants (`check_invariants`): a slot is free or belongs to exactly one piece that is gathering, writing, or written and
-    not released; a piece holds a slot only after its grant was writable, so the slot's holder can always go on.
+    not released; a piece holds a slot only after its grant was writable, so the slot's holder can always go on. Pieces of direct
+    sessions take no slot of staging memory.
     """
 
     def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
@@ -85,7 +86,7 @@ class Sender:
 
     @property
     def is_idle(self) -> bool:
-        return not self._requests and self.num_slots_used == 0
+        return not self._requests and not self._slots.has_any
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take in one event; returns what has to be done, in order.
@@ -254,24 +255,28 @@ class Sender:
             self._eager[number] = session
 
     def _begin_ready_pieces(self) -> None:
-        """Give free slots to pieces whose grants are writable now, the sessions taking turns.
+        """Begin the pieces whose grants are writable now: at once on direct sessions, else as free slots allow, by turns.
 
         A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older grant
         that is waited for (rule 2, and docs/adr/0010).
         """
-        if not self._eager or not self._slots.num_free:
+        if not self._eager:
             return
         is_last_kept: bool | None = None
         numbers = list(self._eager)
         for step in range(len(numbers)):
             number = numbers[(self._turn + step) % len(numbers)]
-            waiting = self._eager[number].waiting
-            while self._slots.num_free and waiting.has_free:
-                if self._slots.num_free == 1 and self._slots.has_one(number):
-                    is_last_kept = self._is_last_slot_kept() if is_last_kept is None else is_last_kept
-                    if is_last_kept:
+            session = self._eager[number]
+            waiting = session.waiting
+            while waiting.has_free:
+                if not session.is_direct:
+                    if not self._slots.num_free:
                         break
-                self._begin(waiting.pop())
+                    if self._slots.num_free == 1 and self._slots.has_one(number):
+                        is_last_kept = self._is_last_slot_kept() if is_last_kept is None else is_last_kept
+                        if is_last_kept:
+                            break
+                self._begin(waiting.pop(), is_direct=session.is_direct)
             if not waiting.has_free:
                 del self._eager[number]
         self._turn += 1
@@ -281,11 +286,14 @@ class Sender:
 
         A peer that takes nothing over would otherwise hold every slot, and so every other peer's transfers.
         """
-        return any(session.held and not self._slots.has_one(number) for number, session in self._sessions.items())
+        return any(
+            session.held and not session.is_direct and not self._slots.has_one(number)
+            for number, session in self._sessions.items()
+        )
 
-    def _begin(self, piece: Piece) -> None:
-        """Start the piece's gather, with a free slot."""
-        self._slots.take(piece)
+    def _begin(self, piece: Piece, *, is_direct: bool) -> None:
+        """Start the piece's gather, with a free slot unless it needs none."""
+        self._slots.take(piece, is_direct=is_direct)
         if piece.request.first_gather_s is None:
             piece.request.first_gather_s = self._now_s
         ready_s = piece.ready_s if piece.ready_s is not None else self._now_s

@@ -16,7 +16,7 @@ from transfer.ring import Grant, Watermark
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderSettings:
     """Args:
-    num_slots: Staging slots of this rank; each holds one piece.
+    num_slots: Staging slots of this rank; each holds one piece. Pieces of direct sessions need none.
     grants_ahead: Grants per route that may be asked for and not yet released. Bounds how far one request can push others
         back in a ring, and is large enough that no round trip sits between two chunks.
     repeat_after_s: A message without its answer is repeated after this long.
@@ -178,8 +178,8 @@ class Send:
 class StartGather:
     """Gather the piece, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics.
 
-    It goes into the slot; on a direct session straight into the grant, all of it stored there before the answer, and the slot
-    only bounds how much is under way. Where a direct session was closed meanwhile, nothing is gathered, and the answer comes
+    It goes into the slot; on a direct session straight into the grant, all of it stored there before the answer, and `slot` is a
+    number behind the slots that only names it. Where a direct session was closed meanwhile, nothing is gathered, and the answer comes
     all the same.
     """
 

@@ -1,12 +1,13 @@
-"""What a `Sender` remembers: the pieces of its requests, what it knows of each session, and who holds which staging slot.
+"""What a `Sender` remembers: the pieces of its requests, what it knows of each session, and which of the pieces are under way.
 
 Data and the questions that it can answer of itself; every decision is the `Sender`'s.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -214,12 +215,18 @@ class SessionState:
 
 
 class StagingSlots:
-    """Which piece holds which slot of the staging memory."""
+    """Which piece is under way as what: those that are staged hold a slot of the staging memory.
+
+    A piece of a direct session is gathered into the ring itself and needs none. It gets a number of its own, from `num_slots` on
+    and never used again, so that slots bound only what takes staging memory: the ring bounds the rest.
+    """
 
     def __init__(self, num_slots: int) -> None:
-        self._pieces: list[Piece | None] = [None] * num_slots
+        self._num_slots = num_slots
+        self._pieces: dict[int, Piece] = {}
         self._free: deque[int] = deque(range(num_slots))
-        self._num_of: Counter[int] = Counter()  # by session; no session has none
+        self._direct_numbers = itertools.count(num_slots)
+        self._num_of: Counter[int] = Counter()  # staged, by session; no session has none
 
     @property
     def num_free(self) -> int:
@@ -227,43 +234,53 @@ class StagingSlots:
 
     @property
     def num_used(self) -> int:
-        return len(self._pieces) - len(self._free)
+        """Slots of staging memory that are not free."""
+        return self._num_slots - len(self._free)
 
-    def take(self, piece: Piece) -> int:
-        """Give a free slot to the piece."""
-        slot = piece.slot = self._free.popleft()
+    @property
+    def has_any(self) -> bool:
+        """Whether a piece is under way, staged or not."""
+        return bool(self._pieces)
+
+    def take(self, piece: Piece, *, is_direct: bool) -> None:
+        """Give the piece a free slot, or a number."""
+        slot = piece.slot = next(self._direct_numbers) if is_direct else self._free.popleft()
         self._pieces[slot] = piece
-        self._num_of[piece.route.session] += 1
-        return slot
+        if not is_direct:
+            self._num_of[piece.route.session] += 1
 
     def free(self, piece: Piece) -> None:
-        """Take the piece's slot back."""
+        """Take the piece's slot, or number, back."""
         slot, piece.slot = piece.slot, None
         assert slot is not None, "a piece between its gather and its release holds a slot"
-        self._pieces[slot] = None
+        del self._pieces[slot]
+        if slot >= self._num_slots:
+            return
         self._free.append(slot)
         self._num_of[piece.route.session] -= 1
         if not self._num_of[piece.route.session]:
             del self._num_of[piece.route.session]
 
     def has_one(self, session: int) -> bool:
-        """Whether a piece of the session holds a slot."""
+        """Whether a piece of the session holds a slot of staging memory."""
         return session in self._num_of
 
     def piece_in(self, slot: int, stage: Stage) -> Piece | None:
         """The piece in the slot, if it is at that stage; None when its write ended with its session."""
-        piece = self._pieces[slot]
+        piece = self._pieces.get(slot)
         return piece if piece is not None and piece.stage is stage else None
 
-    def held(self) -> dict[int, Piece]:
-        """Slot -> the piece that holds it."""
-        return {slot: piece for slot, piece in enumerate(self._pieces) if piece is not None}
+    def held(self) -> Mapping[int, Piece]:
+        """Slot, or number -> the piece that holds it."""
+        return self._pieces
 
     def check_invariants(self) -> None:
         """Raises LocalProtocolError when a slot is neither free nor held by exactly one piece that needs it."""
-        held = self.held()
-        if sorted([*held, *self._free]) != list(range(len(self._pieces))):
-            raise LocalProtocolError(f"invariant broken: slots held {sorted(held)} and free {sorted(self._free)} do not add up")
-        for slot, piece in held.items():
+        staged = [slot for slot in self._pieces if slot < self._num_slots]
+        if sorted([*staged, *self._free]) != list(range(self._num_slots)):
+            raise LocalProtocolError(
+                f"invariant broken: slots held {sorted(staged)} and free {sorted(self._free)} do not add up"
+            )
+        for slot, piece in self._pieces.items():
             if piece.slot != slot or piece.stage not in (Stage.GATHERING, Stage.WRITING, Stage.WRITTEN):
                 raise LocalProtocolError(f"invariant broken: slot {slot} is held by a piece that is {piece.stage.name}")

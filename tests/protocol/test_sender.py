@@ -545,6 +545,7 @@ def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
 # Direct sessions: gathers store into the peer's ring.
 
 DIRECT = frozenset({1})
+DIRECT_0 = 2  # number of the first direct piece: behind the slots
 
 
 def test_a_direct_gather_is_the_write() -> None:
@@ -558,7 +559,7 @@ def test_a_direct_gather_is_the_write() -> None:
     actions = sender.gathered(gather.slot)
     assert not of_type(actions, tx.StartWrite)
     (ready,) = messages(actions, ChunkReady)
-    assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (3 * CELL, 512, 100, 0)
+    assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (3 * CELL, 512, 100 + gather.slot, 0)
     assert not of_type(actions, tx.SourceReleased)
     sender.now_s = 6.0
     actions = sender.watermark(5 * CELL)
@@ -583,7 +584,7 @@ def test_the_pages_of_a_direct_request_are_kept_until_its_last_release() -> None
     sender.grant({0: cells(0, 2), 1: cells(2, 4)})
     for chunk in (0, 1):
         sender.compute(chunk)
-        assert not of_type(sender.gathered(chunk), tx.SourceReleased)
+        assert not of_type(sender.gathered(DIRECT_0 + chunk), tx.SourceReleased)
     assert not of_type(sender.watermark(2 * CELL), tx.SourceReleased)
     assert len(of_type(sender.watermark(4 * CELL), tx.SourceReleased)) == 1
 
@@ -612,7 +613,7 @@ def test_a_rejected_direct_chunk_is_gathered_again() -> None:
     sender.start(num_tokens=4)
     sender.compute(0, event=event)
     (first,) = of_type(sender.grant({0: cells(0, 2)}), tx.StartGather)
-    sender.gathered(0)
+    sender.gathered(DIRECT_0)
     sender.now_s = 4.0
     actions = sender.reject(0)
     (again,) = of_type(actions, tx.StartGather)
@@ -620,7 +621,7 @@ def test_a_rejected_direct_chunk_is_gathered_again() -> None:
     assert not of_type(actions, tx.StartWrite)
     assert sender.reject(0) == []  # said twice
     assert sender.tell(tx.Tick()) == []  # it is not said to be ready while its bytes change
-    (ready,) = messages(sender.tell(tx.GatherFinished(slot=0, digest=7)), ChunkReady)
+    (ready,) = messages(sender.tell(tx.GatherFinished(slot=DIRECT_0, digest=7)), ChunkReady)
     assert (ready.attempt, ready.digest) == (1, 7)
     assert drops(sender.reject(0, attempt=1)) == ["too_many_attempts"]
     actions = sender.watermark(2 * CELL)
@@ -630,11 +631,34 @@ def test_a_rejected_direct_chunk_is_gathered_again() -> None:
     assert sender.machine.is_idle
 
 
+def test_the_ring_alone_bounds_what_a_direct_session_has_under_way() -> None:
+    """With a slot each, four pieces at a time took longer to come back than the link took to carry them."""
+    sender = SenderHand(direct=DIRECT, num_slots=1, grants_ahead=8, ring_cells=8)
+    sender.start(num_tokens=20)
+    sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(5)})
+    begun = [of_type(sender.compute(chunk), tx.StartGather) for chunk in range(5)]
+    assert [len(gathers) for gathers in begun] == [1, 1, 1, 1, 0]
+    assert len({gathers[0].slot for gathers in begun[:4]}) == 4 and sender.machine.num_slots_used == 0
+    sender.machine.check_invariants()
+    sender.gathered(begun[0][0].slot)
+    assert [gather.chunk.index for gather in of_type(sender.watermark(2 * CELL), tx.StartGather)] == [4]
+
+
+def test_a_direct_session_takes_no_slot_from_the_others() -> None:
+    sender = SenderHand(decode_tp=2, direct=frozenset({2}), num_slots=2)
+    sender.start(num_tokens=8)
+    for route in (0, 1):
+        sender.grant({0: cells(0, 1), 1: cells(1, 2)}, route=route)
+    gathers = [gather for chunk in (0, 1) for gather in of_type(sender.compute(chunk), tx.StartGather)]
+    assert sorted(gather.session for gather in gathers) == [1, 1, 2, 2]  # also the last slot is not kept for session 2
+    assert sender.machine.num_slots_used == 2
+
+
 def test_a_release_heard_before_a_direct_gather_is_done_still_counts() -> None:
     sender = SenderHand(direct=DIRECT)
     sender.to_gathering()
     assert sender.watermark(2 * CELL) == []
-    assert of_type(sender.gathered(0), tx.RequestSent)
+    assert of_type(sender.gathered(DIRECT_0), tx.RequestSent)
 
 
 def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it() -> None:
@@ -644,7 +668,7 @@ def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it
     actions = sender.abort()
     assert not messages(actions, WriterDrained)
     assert not of_type(actions, tx.SourceReleased)
-    actions = sender.gathered(0)
+    actions = sender.gathered(DIRECT_0)
     assert declined(actions) == [] and not messages(actions, ChunkReady)
     assert len(of_type(actions, tx.SourceReleased)) == 1
     assert messages(actions, WriterDrained)
@@ -658,11 +682,11 @@ def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it
 def test_no_key_of_a_second_direct_gather_is_declined_after_a_failure() -> None:
     sender = SenderHand(direct=DIRECT)
     sender.to_gathering()
-    sender.gathered(0)
+    sender.gathered(DIRECT_0)
     sender.reject(0)
     sender.abort()
     assert sender.machine.num_requests == 1
-    sender.gathered(0)
+    sender.gathered(DIRECT_0)
     assert sender.machine.is_idle
     assert declined(sender.grant({0: cells(0, 2)})) == []
     assert declined(sender.reject(0)) == []
@@ -671,7 +695,7 @@ def test_no_key_of_a_second_direct_gather_is_declined_after_a_failure() -> None:
 def test_a_direct_chunk_that_was_written_is_dropped_with_its_request() -> None:
     sender = SenderHand(direct=DIRECT)
     sender.to_gathering()
-    sender.gathered(0)
+    sender.gathered(DIRECT_0)
     actions = sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
     assert declined(actions) == []
     assert of_type(actions, tx.SourceReleased)
@@ -685,11 +709,11 @@ def test_a_direct_gather_in_flight_survives_its_session_and_keeps_the_pages(is_s
     sender = SenderHand(direct=DIRECT)
     sender.to_gathering()
     if is_second:
-        sender.gathered(0)
+        sender.gathered(DIRECT_0)
         sender.reject(0)
     actions = sender.tell(tx.SessionLost(session=1, reason="peer died"))
-    assert actions == [] and sender.machine.num_slots_used == 1
-    actions = sender.gathered(0)
+    assert actions == [] and sender.machine.num_slots_used == 0 and not sender.machine.is_idle
+    actions = sender.gathered(DIRECT_0)
     assert [type(action) for action in actions] == [tx.SourceReleased, tx.RequestFailed]
     assert sender.machine.is_idle
 
@@ -697,7 +721,7 @@ def test_a_direct_gather_in_flight_survives_its_session_and_keeps_the_pages(is_s
 def test_a_direct_chunk_that_is_not_taken_over_ends_its_session() -> None:
     sender = SenderHand(direct=DIRECT, write_timeout_s=5.0)
     sender.to_gathering()
-    sender.gathered(0)
+    sender.gathered(DIRECT_0)
     assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
     (close,) = of_type(sender.tell(tx.Tick(), now_s=5.1), tx.CloseSession)
     assert close.reason == "a write of 512 bytes was not taken over for more than 5 s"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -60,8 +61,8 @@ class SenderRank:
     incarnation: int
     machine: Sender
     commands_until: int = 0
-    slots: list[Tag | None]
-    readers: list[set[int]]
+    slots: dict[int, Tag | None] = field(default_factory=dict)
+    readers: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     gathering: dict[int, tx.StartGather] = field(default_factory=dict)
     computed: dict[tuple[str, int], object] = field(default_factory=dict)
     source_released: set[str] = field(default_factory=set)
@@ -215,10 +216,8 @@ class World:
             repeat_after_s=float(REPEAT_AFTER),
             write_timeout_s=3000.0,
         )
-        slots: list[Tag | None] = [None] * config.num_slots
-        readers: list[set[int]] = [set() for _ in slots]
         machine = Sender(settings, incarnation=incarnation)
-        return SenderRank(rank=rank, incarnation=incarnation, machine=machine, slots=slots, readers=readers)
+        return SenderRank(rank=rank, incarnation=incarnation, machine=machine)
 
     def _new_receiver(self, rank: int) -> ReceiverRank:
         incarnation = self.random.getrandbits(63) + 1
@@ -263,10 +262,10 @@ class World:
         self._excuse(link)
         sender = self.senders[link.prefill_rank]
         link.close_at_sender(is_dead=sender.incarnation != link.sender_incarnation)
-        for readers in sender.readers:
+        for readers in sender.readers.values():
             readers.difference_update(s.number for s in link.shipments.values())
         if sender.incarnation == link.sender_incarnation:
-            for slot, readers in enumerate(sender.readers):
+            for slot, readers in sender.readers.items():
                 sender.readers[slot] = {number for number in readers if number // 1_000_000 != link.number}
             self.tell_sender(sender, tx.SessionLost(session=link.number, reason=reason))
         self._closed(link, lambda: self._close_at_receiver(link, "peer closed"))
@@ -508,6 +507,8 @@ class World:
         return link.number * 1_000_000 + next(self._numbers)
 
     def _start_gather(self, sender: SenderRank, action: tx.StartGather) -> None:
+        is_staged = action.slot < self.config.num_slots
+        require(is_staged != self.links[action.session].is_direct, f"slot {action.slot} is for another kind of session")
         require(action.slot not in sender.gathering, f"two gathers into slot {action.slot}")
         require(not sender.readers[action.slot], f"slot {action.slot} is overwritten while a write reads it")
         require(action.request_id not in sender.source_released, f"gather of {action.request_id} after its source was released")
@@ -538,7 +539,7 @@ class World:
 
     def _start_write(self, sender: SenderRank, action: tx.StartWrite) -> None:
         link = self._own_link(sender, action.session)
-        tag = sender.slots[action.slot]
+        tag = sender.slots.get(action.slot)
         require(tag is not None and action.slot not in sender.gathering, f"write from slot {action.slot}, which holds nothing")
         assert tag is not None
         self._require_own_grant(link, action.grant, tag)
@@ -702,7 +703,7 @@ class World:
         for plan in self.requests.values():
             self._check_request(plan)
         for sender in self.senders:
-            require(not sender.gathering and not any(sender.readers), f"sender {sender.rank} still gathers or writes")
+            require(not sender.gathering and not any(sender.readers.values()), f"sender {sender.rank} still gathers or writes")
             require(
                 sender.machine.num_requests == 0 and sender.machine.num_slots_used == 0, f"sender {sender.rank} keeps something"
             )
