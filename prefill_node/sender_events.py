@@ -179,8 +179,8 @@ class StartGather:
     """Gather the piece, behind `event`; answer with `GatherFinished`. `credit_wait_s` is for the metrics.
 
     It goes into the slot; on a direct session straight into the grant, all of it stored there before the answer, and `slot` is a
-    number behind the slots that only names it. Where a direct session was closed meanwhile, nothing is gathered, and the answer comes
-    all the same.
+    number behind the slots that only names it. Where a direct session was closed meanwhile, nothing is gathered, and the answer
+    comes all the same.
     """
 
     slot: int

@@ -278,9 +278,7 @@ class StagingSlots:
         """Raises LocalProtocolError when a slot is neither free nor held by exactly one piece that needs it."""
         staged = [slot for slot in self._pieces if slot < self._num_slots]
         if sorted([*staged, *self._free]) != list(range(self._num_slots)):
-            raise LocalProtocolError(
-                f"invariant broken: slots held {sorted(staged)} and free {sorted(self._free)} do not add up"
-            )
+            raise LocalProtocolError(f"invariant broken: slots held {sorted(staged)} and free {sorted(self._free)} do not add up")
         for slot, piece in self._pieces.items():
             if piece.slot != slot or piece.stage not in (Stage.GATHERING, Stage.WRITING, Stage.WRITTEN):
                 raise LocalProtocolError(f"invariant broken: slot {slot} is held by a piece that is {piece.stage.name}")
