@@ -211,7 +211,7 @@ def setting_of(arguments: Namespace) -> Setting:
         "chunk_tokens": arguments.chunk_tokens or (4096 if is_cuda else 512),
         "layers_per_group": arguments.layers_per_group,
         "num_slots": arguments.slots,
-        "ring_bytes": (arguments.ring_mb or (1024 if is_cuda else 256)) << 20,
+        "ring_bytes": (arguments.ring_mb or (2048 if is_cuda else 256)) << 20,
         "asks_ahead": not arguments.asks_late,
     }
     bare = Setting(**fields)
@@ -251,7 +251,7 @@ def parser() -> ArgumentParser:
         "--piece-mb", type=float, nargs="+", default=[0.0], metavar="N", help="largest piece in MiB; 0: as without this"
     )
     made.add_argument("--slots", type=int, default=StagingConfig().num_slots)
-    made.add_argument("--ring-mb", type=int, help="256, or 1,024 on GPUs")
+    made.add_argument("--ring-mb", type=int, help="256, or 2,048 on GPUs")
     return made
 
 

@@ -62,7 +62,7 @@ class _Life:
             decode_address=address,
             rank_addresses=tuple(hello.address for hello in hellos),
             heartbeat_s=config.heartbeat.interval_s,
-            ring_capacity_bytes=config.ring.capacity_bytes,
+            ring_capacity_bytes=min(hello.ring_bytes for hello in hellos),
             min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
             on_lost=self._on_peer_lost,
         )

@@ -95,7 +95,7 @@ class PrefillPeers:
         decode_address: Where prefill leaders ask for reservations.
         rank_addresses: The decode ranks' TransferControl, in rank order.
         heartbeat_s: Seconds between beats of a join.
-        ring_capacity_bytes: Size of the decode ranks' rings.
+        ring_capacity_bytes: Size of the smallest ring of the decode ranks.
         min_bandwidth_bytes_per_s: A node with a slower link to any rank is not joined.
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
     """

@@ -37,7 +37,7 @@ from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
 from node_runtime.lane import Lane
 from node_runtime.rank_link import RankLink
-from node_runtime.rank_memory import rank_memory
+from node_runtime.rank_memory import device_bytes, rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
@@ -49,6 +49,7 @@ from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype
+from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.messages import clip_reason
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
@@ -122,12 +123,11 @@ class DecodeWorker:
         # A one-sided probe writes behind the ring, a two-sided one where it is told to.
         probe_bytes = config.transport.probe_bytes
         tail_bytes = probe_bytes if self._transport.is_one_sided else 0
-        ring_memory = StagingBuffer(
-            num_bytes=config.ring.capacity_bytes + tail_bytes, device=pool.device, is_shared=self._transport.is_one_sided
-        )
+        ring_bytes = ring_capacity_bytes(config, config.memory.device_memory or device_bytes(pool.device))
+        ring_memory = StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=pool.device, is_shared=self._transport.is_one_sided)
         if not self._transport.is_one_sided:
             self._scratch = self._transport.register(StagingBuffer(num_bytes=probe_bytes, device=pool.device).tensor)
-        memory = rank_memory(engine, {"ring": config.ring.capacity_bytes + probe_bytes})
+        memory = rank_memory(engine, {"ring": ring_bytes + probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
         self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size), pool.num_pages)
         host, advertised = config.server.host, config.server.advertised_host
@@ -164,6 +164,7 @@ class DecodeWorker:
             vocab_size=engine.vocab_size,
             eos_token_ids=tuple(engine.eos_token_ids),
             address=host_port(advertised, self._server.port),
+            ring_bytes=ring.capacity_bytes,
             memory=memory,
         )
 

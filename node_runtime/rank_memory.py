@@ -17,6 +17,11 @@ _LINES_OF_ENGINES: Final = {"weights": "weights_bytes", "page_tables": "page_tab
 """Lines that only the engine can measure -> its attribute, which may be missing."""
 
 
+def device_bytes(device: torch.device) -> int:
+    """Size of a GPU; 0 for host memory, of which a rank has no part of its own."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+
+
 def rank_memory(engine: Any, transfer_bytes: Mapping[str, int]) -> RankMemory:
     """What a rank reports once engine, pool and transfer memory are there; what is not as planned is a warning in its log.
 

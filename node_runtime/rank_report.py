@@ -40,6 +40,7 @@ class RankHello:
         vocab_size: Token ids are below it.
         eos_token_ids: The model's own end tokens.
         address: host:port of the rank's own gRPC server; empty where it has none.
+        ring_bytes: Size of its ring; 0 where it has none.
         memory: What it planned to take of its device, and what it took.
     """
 
@@ -51,6 +52,7 @@ class RankHello:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     address: str = ""
+    ring_bytes: int = 0
     memory: RankMemory = field(default_factory=RankMemory)
 
 

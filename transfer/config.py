@@ -223,13 +223,17 @@ class StagingConfig(_Section):
 class RingConfig(_Section):
     """The staging memory of a decode rank, into which prefill ranks write."""
 
-    capacity_bytes: SizeBytes = Field(
-        default=64 << 20, description=f"Size of each rank's ring, a multiple of {ALIGNMENT_BYTES}; larger than the largest chunk."
+    capacity_bytes: SizeBytes | None = Field(
+        default=None,
+        description=(
+            f"Size of each rank's ring, a multiple of {ALIGNMENT_BYTES}; larger than the largest chunk. null: 64 MiB in host "
+            "memory; on a GPU 2 GiB, or a 32nd of the device where that is less."
+        ),
     )
 
     @model_validator(mode="after")
     def _check_alignment(self) -> Self:
-        if self.capacity_bytes % ALIGNMENT_BYTES:
+        if self.capacity_bytes is not None and self.capacity_bytes % ALIGNMENT_BYTES:
             below = self.capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
             raise ValueError(
                 f"capacity_bytes is {self.capacity_bytes}; it must be a multiple of {ALIGNMENT_BYTES}, "

@@ -26,7 +26,7 @@ EFFICIENCY: Final = 0.9
 MIN_PIECE_BYTES: Final = 1 << 20
 """Smaller pieces only cost: copies and writes have fixed costs of their own that no probe sees."""
 
-MAX_PIECE_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
+MAX_PIECE_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
 """By the device of the pools: beyond them a link gains nothing any more, and a lone request waits for its own copies."""
 
 PIECES_PER_RING: Final = 4

@@ -14,7 +14,14 @@ from transfer.layout import DType, Shard, TokenOrder, routes
 from transfer.memory.host_memory import host_memory
 from transfer.memory.model_directory import ModelDirectory
 from transfer.memory.model_shape import read_model_shape
-from transfer.memory.node_plan import DeviceMemory, chunk_plan, graph_batch_sizes, node_plan_inputs, staging_slot_bytes
+from transfer.memory.node_plan import (
+    DeviceMemory,
+    chunk_plan,
+    graph_batch_sizes,
+    node_plan_inputs,
+    ring_capacity_bytes,
+    staging_slot_bytes,
+)
 from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
@@ -246,3 +253,18 @@ def test_a_system_that_does_not_say_is_named(tmp_path: Path) -> None:
         (tmp_path / "meminfo").write_text(lines)
         with pytest.raises(ConfigError, match="cannot be read"):
             host_memory(tmp_path / "meminfo", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device_bytes", "wanted"),
+    [
+        ({}, 0, 64 << 20),
+        ({"ring": {"capacity_bytes": 512}}, 0, 512),
+        ({"device": "cuda"}, 141 << 30, 2 << 30),
+        ({"device": "cuda"}, 24 << 30, 768 << 20),
+        ({"device": "cuda"}, (24 << 30) + 8191, 768 << 20),  # a multiple of what memory is aligned to
+        ({"device": "cuda", "ring": {"capacity_bytes": "1GiB"}}, 24 << 30, 1 << 30),
+    ],
+)
+def test_ring_capacity(settings: dict[str, Any], device_bytes: int, wanted: int) -> None:
+    assert ring_capacity_bytes(decode(**settings), device_bytes) == wanted

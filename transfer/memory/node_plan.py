@@ -16,6 +16,11 @@ from transfer.memory.plan import PlanInputs, Policy, Role, make_plan
 from transfer.memory.plan_values import shown
 from transfer.transport.base import REGION_ALIGNMENT_BYTES
 
+HOST_RING_BYTES: Final = 64 << 20
+GPU_RING_BYTES: Final = 2 << 30
+GPU_RING_PART: Final = 32
+"""At most so many-th part of a GPU is its ring by default."""
+
 _SETTINGS: Final = {
     "a larger --tp or --pp, or a quantised model": "a larger parallel.tp_size",  # the embedded engine has neither of the others
     "--tp": "parallel.tp_size",
@@ -115,6 +120,22 @@ def staging_slot_bytes(config: PrefillNodeConfig, layout: KVLayout, shard: Shard
     return -(-(most if asked is None else asked) // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
 
 
+def ring_capacity_bytes(config: DecodeNodeConfig, device_bytes: int) -> int:
+    """Size of a rank's ring: as set, or what the device has room for.
+
+    A piece stays in the ring from its grant until its release is heard of, for 2 to 3 ms between two GPUs, in which an NVLink
+    carries 1 GiB: 2 GiB keep it busy (docs/adr/0019).
+
+    Args:
+        device_bytes: Size of the rank's device, as far as it is counted on; of no matter in host memory.
+    """
+    if config.ring.capacity_bytes is not None:
+        return config.ring.capacity_bytes
+    if config.device == "cpu":
+        return HOST_RING_BYTES
+    return min(GPU_RING_BYTES, device_bytes // GPU_RING_PART // REGION_ALIGNMENT_BYTES * REGION_ALIGNMENT_BYTES)
+
+
 def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
     """Decode batches of which a CUDA graph is captured: fine where a batch is small, then in steps of eight; up to the largest
     batch that there can be."""
@@ -151,6 +172,7 @@ def node_plan_inputs(
         MemoryPlanError: `staging.slot_bytes` is too small.
     """
     dtype = None if config.dtype is None else DType(config.dtype)
+    counted = device.limited_to(config.memory.device_memory)
     staging_bytes = ring_bytes = 0
     step_tokens = 1
     graphs: tuple[int, ...] = ()
@@ -160,10 +182,9 @@ def node_plan_inputs(
         staging_bytes += config.transport.probe_bytes  # what probes send lies on the same device
         step_tokens = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)  # at least one chunk is always taken
     elif isinstance(config, DecodeNodeConfig):
-        ring_bytes = config.ring.capacity_bytes + config.transport.probe_bytes
+        ring_bytes = ring_capacity_bytes(config, counted.total_bytes) + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
         has_page_tables = not device.is_cpu
-    counted = device.limited_to(config.memory.device_memory)
     most_pages = config.most_pages
     return PlanInputs(
         model=model.shape,
