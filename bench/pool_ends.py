@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bench.link_ends import open_transport
 from bench.pool_setting import SEED, Case, PagePicker, Setting
+from bench.pretended import PretendedLane, PretendedTransport
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from decode_node.receiver_loop import ReceiverLoop
+from node_runtime.copy_lane import OpenCopyLane, open_copy_lane
 from prefill_node.attach import DecodeSessions
 from prefill_node.cutting import choose_cut
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
@@ -38,20 +42,37 @@ GRANT_LEAD_S = 0.05
 """From a request's start, when its grants are asked for, to its KV: a prefill step takes longer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A stage of one chunk.
+
+    Args:
+        seconds: That it took.
+        told_s: When the rank's loop heard of its end, monotonic clock.
+    """
+
+    seconds: float
+    told_s: float
+
+
+Stages = dict[str, list[Sample]]
+"""By stage, in the order of their ends."""
+
+
 class StageRecorder(RankMetrics):
     """A rank's metrics that keep every sample of a stage besides."""
 
     def __init__(self, *, role: str) -> None:
         super().__init__(role=role, rank=0)
-        self._samples_s: dict[str, list[float]] = {}
+        self._samples: Stages = {}
 
-    def take(self) -> dict[str, list[float]]:
-        """Seconds by stage since this was called last."""
-        taken, self._samples_s = self._samples_s, {}
+    def take(self) -> Stages:
+        """What was kept since this was called last."""
+        taken, self._samples = self._samples, {}
         return taken
 
     def _keep(self, stage: str, seconds: float) -> None:
-        self._samples_s.setdefault(stage, []).append(seconds)
+        self._samples.setdefault(stage, []).append(Sample(seconds, time.monotonic()))
 
     def credit_wait_seconds(self, seconds: float) -> None:
         super().credit_wait_seconds(seconds)
@@ -72,6 +93,14 @@ class StageRecorder(RankMetrics):
     def scatter_finished(self, seconds: float, num_bytes: int) -> None:
         super().scatter_finished(seconds, num_bytes)
         self._keep("scatter", seconds)
+
+
+def _data_plane(setting: Setting, lane: str, device: str) -> tuple[Transport, OpenCopyLane]:
+    """What moves the bytes, and what copies them."""
+    if not setting.pretended_bytes_per_s:
+        return open_transport(lane, device), open_copy_lane
+    made = functools.partial(PretendedLane, bytes_per_s=setting.pretended_bytes_per_s)
+    return PretendedTransport(), lambda name, device, loop, on_crash: made(name, loop, on_crash)
 
 
 def own_instance(setting: Setting, shard: Shard, transport: Transport) -> Instance:
@@ -129,7 +158,7 @@ class PrefillEnd:
             self._computed.record()
         self.metrics = StageRecorder(role="prefill")
         self._sent: dict[str, asyncio.Future[SentStats]] = {}
-        self._transport = open_transport(lane, device)
+        self._transport, open_lane = _data_plane(setting, lane, device)
         self._instance = own_instance(setting, setting.prefill_shard, self._transport)
         slot_bytes = staging_slot_bytes(setting.config, setting.layout, setting.prefill_shard)
         self._sender = SenderLoop(
@@ -142,6 +171,7 @@ class PrefillEnd:
             incarnation=self._instance.incarnation,
             metrics=self.metrics,
             on_crash=self._crash,
+            open_lane=open_lane,
         )
         self._sessions = DecodeSessions(
             loop=loop,
@@ -249,7 +279,7 @@ class DecodeEnd:
             compile_kernels(self.picker, setting, _target_heads(setting))
         self.metrics = StageRecorder(role="decode")
         self._complete: dict[str, asyncio.Future[float]] = {}
-        self._transport = open_transport(lane, device)
+        self._transport, open_lane = _data_plane(setting, lane, device)
         self.instance = own_instance(setting, setting.decode_shard, self._transport)
         self._control = ZmqControlServer("tcp://127.0.0.1:0")
         # A one-sided probe writes behind the ring.
@@ -267,6 +297,7 @@ class DecodeEnd:
             metrics=self.metrics,
             on_crash=lambda error: self._give_up(repr(error)),
             probe_bytes=probe_bytes,
+            open_lane=open_lane,
         )
         self._servicer = TransferControlServicer(
             watermark=self._receiver.ring.watermark(),

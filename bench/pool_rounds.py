@@ -7,14 +7,13 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.pair import Devices, run_pair
 from bench.plain_memcpy import REPETITIONS, PlainMemcpy, memcpy_of
-from bench.pool_ends import DecodeEnd, PrefillEnd
+from bench.pool_ends import DecodeEnd, PrefillEnd, Stages
 from bench.pool_setting import Case, Setting
 from bench.timing import sample
 from node_runtime.rank_process import SWITCH_INTERVAL_S
@@ -25,6 +24,13 @@ from transfer.instance import Link
 from transfer.logs import configure_logging
 
 DEADLINE_S = 60.0
+HOPS = {
+    "computed to gathered": "gather",
+    "gathered to written": "write",
+    "written to scattered": "scatter",
+    "scattered to released": "ack",
+}
+"""Ways of a lone chunk from the end of one stage, as its loop hears of it, to the end of the next, less the copy itself."""
 WARMUP_ROUNDS = 2
 
 
@@ -36,14 +42,14 @@ class SentRound:
         started_s: When the KV of each request was computed, monotonic clock (one for all processes of a host).
         cpu_s: CPU time of the process, all threads.
         writes, resends: Of all requests.
-        stages_s: Samples of each stage.
+        stages: Samples of each stage.
     """
 
     started_s: list[float]
     cpu_s: float
     writes: int
     resends: int
-    stages_s: dict[str, list[float]]
+    stages: Stages
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +59,7 @@ class Rounds:
     Attributes:
         memcpy_s: See `bench.plain_memcpy`, three per round; none on GPUs.
         rank_memcpy_s: Of the same copy in the decode process.
+        hops_s: What a lone request of one chunk waits for besides its copies, see `HOPS`.
     """
 
     case: Case
@@ -63,6 +70,7 @@ class Rounds:
     rank_memcpy_s: list[float] = field(default_factory=list)
     request_s: list[float] = field(default_factory=list)
     stages_s: dict[str, list[float]] = field(default_factory=dict)
+    hops_s: dict[str, list[float]] = field(default_factory=dict)
     overlap: list[float] = field(default_factory=list)  # gather + write + scatter, summed over the chunks, over wall
     prefill_cpu_s: list[float] = field(default_factory=list)
     decode_cpu_s: list[float] = field(default_factory=list)
@@ -70,16 +78,27 @@ class Rounds:
     resends: int = 0
     acks: int = 0
 
-    def add_stages(self, stages_s: Mapping[str, list[float]], *, is_direct: bool) -> None:
+    def add_stages(self, stages: Stages, started_s: float, *, is_direct: bool) -> None:
         """Those of one round, of both ends.
 
         Args:
+            started_s: When the round's first request was computed.
             is_direct: Gathers are the writes, and their seconds are told as both.
         """
         moving = ("gather", "scatter") if is_direct else ("gather", "write", "scatter")
-        self.overlap.append(sum(sum(stages_s.get(stage, ())) for stage in moving) / self.wall_s[-1])
-        for stage, samples_s in stages_s.items():
-            self.stages_s.setdefault(stage, []).extend(samples_s)
+        copied_s = sum(sample.seconds for stage in moving for sample in stages.get(stage, ()))
+        self.overlap.append(copied_s / self.wall_s[-1])
+        for stage, samples in stages.items():
+            self.stages_s.setdefault(stage, []).extend(sample.seconds for sample in samples)
+        if self.case.in_flight == self.num_chunks == 1 and all(stages.get(stage) for stage in (*moving, "ack")):
+            last_s = started_s
+            for name, stage in HOPS.items():
+                if stage not in (*moving, "ack"):
+                    continue
+                sample = stages[stage][-1]
+                waited_s = sample.told_s - last_s - (sample.seconds if stage in moving else 0.0)
+                self.hops_s.setdefault(name, []).append(max(0.0, waited_s))
+                last_s = sample.told_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +149,7 @@ def _prefill_process(pipe: Connection, device: str, setting: Setting, lane: str,
                         cpu_s=time.process_time() - cpu_s,
                         writes=sum(one.writes for one in stats),
                         resends=sum(one.resends for one in stats),
-                        stages_s=end.metrics.take(),
+                        stages=end.metrics.take(),
                     )
                     pipe.send(answer)
                 case ("digest", list() as request_ids, Case() as case):
@@ -188,7 +207,7 @@ class _Decode:
         chunks = split_into_chunks(plan, num_tokens=case.num_tokens, num_layers=setting.layout.num_layers)
         with contextlib.ExitStack() as stack:
             copy_once = plain = None
-            if not setting.devices.is_cuda:
+            if not setting.devices.is_cuda and not setting.pretended_bytes_per_s:
                 num_bytes = setting.moved_bytes(case.num_tokens)
                 copy_once = await asyncio.to_thread(memcpy_of, num_bytes)
                 plain = stack.enter_context(contextlib.closing(PlainMemcpy(num_bytes)))
@@ -213,10 +232,13 @@ class _Decode:
         rounds.prefill_cpu_s.append(sent.cpu_s)
         rounds.wall_s.append(max(complete_s) - min(sent.started_s))
         rounds.request_s += [done - begun for done, begun in zip(complete_s, sent.started_s, strict=True)]
-        rounds.add_stages(sent.stages_s | end.metrics.take(), is_direct=self._lane.endswith("/fused"))
+        is_direct = bool(self._setting.pretended_bytes_per_s) or self._lane.endswith("/fused")
+        rounds.add_stages(sent.stages | end.metrics.take(), min(sent.started_s), is_direct=is_direct)
         rounds.writes += sent.writes
         rounds.resends += sent.resends
         rounds.acks += end.num_acks - num_acks
+        if self._setting.pretended_bytes_per_s:
+            return  # nothing was moved
         # Beside the loop, here and there: a process that does not beat for 1.5 s is given up.
         self._pipe.send(("digest", request_ids, case))
         there = [await asyncio.to_thread(end.digest, request_id, case) for request_id in request_ids]

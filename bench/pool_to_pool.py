@@ -95,6 +95,8 @@ class Measured:
         self.add(case, lane_row(lane, REQUEST), rounds.request_s)
         for stage in [stage for stage in ("credit_wait", "gather", "write", "scatter", "ack") if stage in rounds.stages_s]:
             self.report.add(name, lane_row(lane, f"{stage} of a chunk"), rounds.stages_s[stage])
+        for hop, samples_s in rounds.hops_s.items():
+            self.report.add(name, lane_row(lane, hop), samples_s)
         for process, cpu_s in (("prefill", rounds.prefill_cpu_s), ("decode", rounds.decode_cpu_s)):
             per_request_s = [seconds / case.in_flight for seconds in cpu_s]
             self.report.add(name, lane_row(lane, f"CPU of {process}, a request"), per_request_s)

@@ -13,7 +13,7 @@ from typing import Protocol
 from decode_node import receiver_events as protocol
 from decode_node.receiver import Receiver
 from decode_node.receiver_events import ReceiverSettings
-from node_runtime.copy_lane import open_copy_lane
+from node_runtime.copy_lane import OpenCopyLane, open_copy_lane
 from node_runtime.event_pump import EventPump
 from node_runtime.piece_copier import PieceCopier
 from transfer.control.base import ControlServer, Received
@@ -70,6 +70,7 @@ class ReceiverLoop:
         incarnation: This instance's life.
         metrics: Where durations and counts go.
         on_crash: Called with an error that must end the rank.
+        open_lane: What the pieces are scattered on.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ReceiverLoop:
         metrics: RankMetrics,
         on_crash: Callable[[BaseException], None],
         probe_bytes: int = 0,
+        open_lane: OpenCopyLane = open_copy_lane,
     ) -> None:
         self._loop = loop
         self._owner = owner
@@ -98,7 +100,7 @@ class ReceiverLoop:
             StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=incarnation),
         )
         self._driver = SessionDriver(loop)
-        self._lane = open_copy_lane("scatter", pool.device, loop, on_crash)
+        self._lane = open_lane("scatter", pool.device, loop, on_crash)
         self._sessions: dict[int, Session] = {}
         self._ending: dict[int, Session] = {}  # closed, and not proven to be over
         self._ending_timer: asyncio.TimerHandle | None = None

@@ -60,6 +60,10 @@ class CopyLane(Protocol):
         ...
 
 
+OpenCopyLane = Callable[[str, torch.device, asyncio.AbstractEventLoop, Callable[[BaseException], None]], CopyLane]
+"""As `open_copy_lane`."""
+
+
 def open_copy_lane(
     name: str, device: torch.device, loop: asyncio.AbstractEventLoop, on_crash: Callable[[BaseException], None]
 ) -> CopyLane:

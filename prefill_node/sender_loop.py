@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from node_runtime.copy_lane import open_copy_lane
+from node_runtime.copy_lane import OpenCopyLane, open_copy_lane
 from node_runtime.event_pump import EventPump
 from node_runtime.piece_copier import PieceCopier
 from prefill_node import sender_events as protocol
@@ -74,6 +74,7 @@ class SenderLoop:
         incarnation: This process's life.
         metrics: Where durations and counts go.
         on_crash: Called with an error that must end the rank.
+        open_lane: What the pieces are gathered on.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class SenderLoop:
         incarnation: int,
         metrics: RankMetrics,
         on_crash: Callable[[BaseException], None],
+        open_lane: OpenCopyLane = open_copy_lane,
     ) -> None:
         self._loop = loop
         self._owner = owner
@@ -98,7 +100,7 @@ class SenderLoop:
         self._sender = Sender(settings, incarnation=incarnation)
         self._metrics = metrics
         self._driver = SessionDriver(loop)
-        self._lane = open_copy_lane("gather", pool.device, loop, on_crash)
+        self._lane = open_lane("gather", pool.device, loop, on_crash)
         self._peers: dict[int, _Peer] = {}
         self.copier = PieceCopier(pool)
         """Prepares the pieces; to be warmed up when a session is attached, see `node_runtime.warm_up`."""

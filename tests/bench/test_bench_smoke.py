@@ -161,3 +161,24 @@ def test_a_benchmark_that_fails_is_a_promise_that_is_missed() -> None:
 )
 def test_verdicts(outcome: Outcome, is_reached: bool) -> None:
     assert outcome.is_reached is is_reached
+
+
+def test_what_the_hosts_do_is_told_without_a_link(tmp_path: Path) -> None:
+    sizes = ("--mb", "1", "--piece-mb", "2", "--ring-mb", "8", "--in-flight", "1", "4")
+    record = bench("bench.host", tmp_path / "record.json", *sizes, "--gb-per-s", "1")
+    check_rows(record)
+    (link, *_) = [row for row in record["rows"] if row["what"] == "the link alone"]
+    moves = [row for row in record["rows"] if row["what"] == "kvferry pretended, pool to pool"]
+    assert link["median_s"] == pytest.approx(link["bytes"] / 1e9)
+    assert all(row["median_s"] > link["median_s"] and 0 < row["ratio"] < 1 for row in moves) and len(moves) == 2
+    hops = {row["what"] for row in record["rows"] if " to " in row["what"].partition(", ")[2] and "in" in row["case"]}
+    assert {f"kvferry pretended, {hop}" for hop in ("computed to gathered", "written to scattered")} <= hops
+
+
+def test_copies_can_be_said_to_take_no_time(tmp_path: Path) -> None:
+    sizes = ("--mb", "1", "--piece-mb", "0.25", "--ring-mb", "8", "--in-flight", "2")
+    record = bench("bench.host", tmp_path / "record.json", *sizes, "--gb-per-s", "0")
+    (moved,) = [row for row in record["rows"] if row["what"] == "kvferry pretended, pool to pool"]
+    assert moved["ratio"] is None
+    (facts,) = [facts for name, facts in record["facts"].items() if name.endswith(", pretended")]
+    assert facts["chunks_per_request"] > 4
