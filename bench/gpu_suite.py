@@ -54,7 +54,7 @@ PARTS = (
             module="pool_to_pool",
             arguments=(
                 *(*_CUDA, "--lanes", "cuda_ipc/fused", "cuda_ipc/copy", "nixl", "ucx", "--mb", "320"),
-                *("--in-flight", "1", "4", "8", "--rounds", "15", "--decode-page-size", "16", "--peers"),
+                *("--in-flight", "1", "4", "16", "--rounds", "12", "--decode-page-size", "16", "--peers"),
             ),
             timeout_s=150.0,
         ),
@@ -66,14 +66,26 @@ PARTS = (
         rehearsed=("--quick", "--max-mb", "1", "--lanes", "copy", "ucx plain", "ucx/shm"),
     ),
     Part(
+        name="pool to pool, 64 at once",
+        run=Run(
+            module="pool_to_pool",
+            arguments=(
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "320"),
+                *("--in-flight", "64", "--rounds", "5", "--decode-page-size", "16"),
+            ),
+            timeout_s=60.0,
+        ),
+        rehearsed=("--lanes", "ucx", *_TINY_POOL, "--in-flight", "3"),
+    ),
+    Part(
         name="pool to pool, pieces",
         run=Run(
             module="pool_to_pool",
             arguments=(
-                *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "320", "--in-flight", "1", "4"),
-                *("--piece-mb", "32", "64", "160", "320", "--rounds", "10", "--decode-page-size", "16"),
+                *(*_CUDA, "--lanes", "cuda_ipc/fused", "--mb", "320", "--in-flight", "1", "16"),
+                *("--piece-mb", "64", "160", "320", "--rounds", "8", "--decode-page-size", "16"),
             ),
-            timeout_s=80.0,
+            timeout_s=60.0,
         ),
         rehearsed=("--lanes", "ucx", *_TINY_POOL, "--piece-mb", "0.5", "1"),
     ),

@@ -90,7 +90,7 @@ def _pool_to_pool(content: Content) -> Iterator[Outcome]:
                 yield Outcome(what=f"{what}: {case}", measured=row["gb_per_s"], limit=None, unit="GB/s")
             continue
         lane = what.removeprefix("kvferry ").removesuffix(f", {POOL_TO_POOL}")
-        is_judged = case.endswith(", 4 in flight") and row["bytes"] >= LARGE_BYTES  # goodput; the time of one is told
+        is_judged = case.endswith(", 16 in flight") and row["bytes"] >= LARGE_BYTES  # goodput; the time of a few is told
         facts = content["facts"][f"{case}, {lane}"]
         note = f"{row['gb_per_s']:.1f} GB/s, {row['median_s'] * 1e6:.0f} us, {facts['chunks_per_request']} chunks"
         name = f"{lane}, {case}"

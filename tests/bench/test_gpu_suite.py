@@ -46,7 +46,7 @@ def test_no_part_is_begun_when_the_budget_is_spent(tmp_path: Path) -> None:
 def test_every_part_is_a_benchmark_whose_report_is_read() -> None:
     for part in gpu_suite.PARTS:
         assert outcomes_of(part.name, {"rows": [], "facts": {}}) == []
-    assert sum(part.run.timeout_s for part in gpu_suite.PARTS) < 750
+    assert sum(part.run.timeout_s for part in gpu_suite.PARTS) < 800
     wheel = Path("a.whl")
     for name, run in gpu_suite.commands(wheel=wheel, is_rehearsal=False).items():
         assert ("--sglang-wheel" in run.arguments) == (name in ("kernels", "pool to pool"))
@@ -104,7 +104,7 @@ def test_what_the_link_is_judged_by() -> None:
 def test_what_pool_to_pool_is_judged_by() -> None:
     case, num_bytes = "320 MiB, 1 in flight", 320 << 20
     lanes = ("cuda_ipc/fused", "nixl")
-    several = "320 MiB, 4 in flight"
+    several = "320 MiB, 16 in flight"
     facts = {f"{of}, {lane}": {"chunks_per_request": 5} for of in (case, several) for lane in lanes}
     rows = [
         row(case, PEER_MEMCPY, seconds=860e-6, num_bytes=num_bytes),
