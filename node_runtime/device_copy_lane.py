@@ -38,10 +38,12 @@ class _Outcome:
 
     Args:
         cell: int64 [1], pinned: the stream's sum behind the copy.
-        end: Fires when that is there. Who waits for it sleeps: a spinning thread would take a core from the engine.
+        begin: Fires when the stream is behind the engine's event; of copies that wait for one.
+        end: Fires when the cell is written. Who waits for it sleeps: a spinning thread would take a core from the engine.
     """
 
     cell: Tensor
+    begin: torch.cuda.Event
     end: torch.cuda.Event
 
 
@@ -145,16 +147,22 @@ class DeviceCopyLane:
         with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             if after is not None:
                 _wait_for(after, lane.stream)
+                outcome.begin.record(lane.stream)
             copy(lane.sum)
             outcome.cell.copy_(lane.sum, non_blocking=True)
             outcome.end.record(lane.stream)
         queued_s = time.monotonic()
 
         def work() -> tuple[int, float]:
+            # From when the stream was free for it, and the engine was done, which may take far longer than the copy. (Events that
+            # take the time themselves would cost each copy two more calls.)
+            begun_s = max(queued_s, lane.last_end_s)
+            if after is not None and not outcome.begin.query():
+                outcome.begin.synchronize()
+                begun_s = time.monotonic()
             outcome.end.synchronize()
             end_s, total = time.monotonic(), int(outcome.cell) & _MASK
-            # From when the stream was free for it. (With events that take the time, each copy costs two more calls.)
-            seconds = end_s - max(queued_s, lane.last_end_s)
+            seconds = end_s - begun_s
             digest, lane.last_sum, lane.last_end_s = (total - lane.last_sum) & _MASK, total, end_s
             return digest, seconds
 
@@ -178,7 +186,8 @@ class DeviceCopyLane:
 
 def _new_outcome() -> _Outcome:
     make_event: Any = torch.cuda.Event
-    return _Outcome(cell=torch.empty(1, dtype=torch.int64, pin_memory=True), end=make_event(blocking=True))
+    cell = torch.empty(1, dtype=torch.int64, pin_memory=True)
+    return _Outcome(cell=cell, begin=make_event(blocking=True), end=make_event(blocking=True))
 
 
 def _wait_for(event: DeviceEvent, stream: torch.cuda.Stream) -> None:

@@ -1,0 +1,122 @@
+"""Copies on a GPU's lane: behind the engine's event, without the loop waiting, with the digest of what they moved."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from node_runtime.copy_lane import CopyLane, open_copy_lane
+from node_runtime.piece_copier import PieceCopier, PieceCopy
+from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.kernels.digest import DIGEST_WORDS, digest
+from transfer.kv_pool import KVPool
+from transfer.layout import DType, KVLayout, Shard, Span, routes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
+]
+
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype=DType.BFLOAT16)
+PAGES = [5, 2, 7, 0]
+BUSY_CYCLES = 400_000_000  # 0.2 s of an H200
+
+
+@dataclass(slots=True)
+class Side:
+    """A pool on the GPU, a lane beside it, and 64 tokens of a request."""
+
+    name: str
+    pool: KVPool
+    copier: PieceCopier
+    lane: CopyLane
+
+    @classmethod
+    def open(cls, name: str) -> Side:
+        device = torch.device("cuda", torch.cuda.current_device())
+        pool = KVPool(layout=LAYOUT, shard=Shard(page_size=16), num_pages=8, device=device)
+        for buffer in (pool.buffer(layer, is_v=is_v) for layer in range(LAYOUT.num_layers) for is_v in (False, True)):
+            buffer.normal_(std=float(name == "gather"))
+        torch.cuda.synchronize()
+        lane = open_copy_lane(name, device, asyncio.get_running_loop(), _crash)
+        return cls(name, pool, PieceCopier(pool), lane)
+
+    def piece(self) -> PieceCopy:
+        (route,) = routes(LAYOUT, Shard(page_size=16), Shard(page_size=16))
+        (chunk,) = split_into_chunks(ChunkPlan(chunk_tokens=64), num_tokens=64, num_layers=2)
+        heads, tables = Span(begin=0, end=2), [PAGES]
+        found = self.copier.prepare(
+            LAYOUT, route, chunk, request_id="a", heads=heads, num_tokens=64, dtype=DType.BFLOAT16, tables=tables
+        )
+        wire = torch.zeros(found.num_wire_bytes, dtype=torch.uint8, device="cuda")
+        found.make_ready(wire, is_gather=self.name == "gather")
+        torch.cuda.synchronize()
+        return found
+
+    def tokens(self) -> list[Tensor]:
+        slots = (torch.tensor(PAGES, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")).view(-1)
+        return [part for layer in range(2) for part in self.pool.read(layer, slots)]
+
+
+def _crash(error: BaseException) -> None:
+    raise AssertionError(f"the lane crashed: {error!r}")
+
+
+async def gathered(side: Side, wire: Tensor, after: torch.cuda.Event | None) -> tuple[int, float]:
+    done: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+    side.lane.gather(
+        side.piece(), wire, algorithm=DIGEST_WORDS, peer=1, after=after, on_done=lambda *result: done.set_result(result)
+    )
+    return await asyncio.wait_for(done, 30)
+
+
+async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool, float]:
+    done: asyncio.Future[tuple[bool, float]] = asyncio.get_running_loop().create_future()
+    side.lane.scatter(
+        side.piece(), wire, algorithm=DIGEST_WORDS, digest=announced, peer=1, on_done=lambda *result: done.set_result(result)
+    )
+    return await asyncio.wait_for(done, 30)
+
+
+@pytest.mark.timeout(300)
+async def test_a_piece_goes_from_pool_to_pool_with_its_digest() -> None:
+    source, target = Side.open("gather"), Side.open("scatter")
+    wire = torch.zeros(source.piece().num_wire_bytes, dtype=torch.uint8, device="cuda")
+    for _ in range(3):  # the digest is the difference to the copy before
+        found, seconds = await gathered(source, wire, None)
+        assert found == digest(wire.cpu().numpy(), DIGEST_WORDS) and 0 < seconds < 10
+        is_intact, _ = await scattered(target, wire, found)
+        assert is_intact
+        assert not (await scattered(target, wire, found ^ 1))[0]
+    for mine, theirs in zip(source.tokens(), target.tokens(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert source.lane.close(5) and target.lane.close(5)
+
+
+@pytest.mark.timeout(300)
+async def test_a_gather_waits_for_the_engine_and_the_loop_does_not() -> None:
+    """Nor do its seconds count how long the engine took."""
+    side = Side.open("gather")
+    wire = torch.zeros(side.piece().num_wire_bytes, dtype=torch.uint8, device="cuda")
+    await gathered(side, wire, None)
+    engine = torch.cuda.Stream()
+    begun_s = time.monotonic()
+    with torch.cuda.stream(engine):
+        torch.cuda._sleep(BUSY_CYCLES)
+        side.pool.buffer(0, is_v=False).fill_(3.0)
+        written = engine.record_event()
+    gathering = asyncio.ensure_future(gathered(side, wire, written))
+    await asyncio.sleep(0)
+    assert time.monotonic() - begun_s < 0.1, "the loop waited"
+    found, seconds = await gathering
+    waited_s = time.monotonic() - begun_s
+    assert written.query() and waited_s > 0.1
+    assert seconds < waited_s / 2
+    assert found == digest(wire.cpu().numpy(), DIGEST_WORDS)
+    assert bool((wire.view(torch.bfloat16)[: 64 * 2 * 64] == 3.0).all()), "what the engine wrote last is on the wire"
+    assert side.lane.close(5)
