@@ -53,8 +53,11 @@ class Side:
         found = self.copier.prepare(
             LAYOUT, route, chunk, request_id="a", heads=heads, num_tokens=64, dtype=DType.BFLOAT16, tables=tables
         )
-        wire = torch.zeros(found.num_wire_bytes, dtype=torch.uint8, device="cuda")
-        found.make_ready(wire, is_gather=self.name == "gather")
+        return found
+
+    def wire(self) -> Tensor:
+        """Memory for the piece, there for every stream."""
+        found = torch.zeros(self.piece().num_wire_bytes, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         return found
 
@@ -86,7 +89,7 @@ async def scattered(side: Side, wire: Tensor, announced: int) -> tuple[bool, flo
 @pytest.mark.timeout(300)
 async def test_a_piece_goes_from_pool_to_pool_with_its_digest() -> None:
     source, target = Side.open("gather"), Side.open("scatter")
-    wire = torch.zeros(source.piece().num_wire_bytes, dtype=torch.uint8, device="cuda")
+    wire = source.wire()
     for _ in range(3):  # the digest is the difference to the copy before
         found, seconds = await gathered(source, wire, None)
         assert found == digest(wire.cpu().numpy(), DIGEST_WORDS) and 0 < seconds < 10
@@ -102,8 +105,8 @@ async def test_a_piece_goes_from_pool_to_pool_with_its_digest() -> None:
 async def test_a_gather_waits_for_the_engine_and_the_loop_does_not() -> None:
     """Nor do its seconds count how long the engine took."""
     side = Side.open("gather")
-    wire = torch.zeros(side.piece().num_wire_bytes, dtype=torch.uint8, device="cuda")
-    await gathered(side, wire, None)
+    wire = side.wire()
+    await gathered(side, wire, None)  # compiles
     engine = torch.cuda.Stream()
     begun_s = time.monotonic()
     with torch.cuda.stream(engine):
