@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.engine_step import DeviceStep, EngineStep, PretendedStep
 from bench.link_ends import open_transport
 from bench.pool_setting import SEED, Case, PagePicker, Setting
 from bench.pretended import PretendedLane, PretendedTransport
@@ -209,17 +210,25 @@ class PrefillEnd:
             self._sent[request_id] = self._loop.create_future()
             if self._setting.asks_ahead:
                 self._start(request_id, case)
+        step: EngineStep | None = None
         if self._setting.asks_ahead:
             await asyncio.sleep(GRANT_LEAD_S)
+            step = self._begin_step()
         for request_id in request_ids:
             started_s.append(time.monotonic())
             if not self._setting.asks_ahead:
                 self._start(request_id, case)
             for chunk in chunks:
-                self._sender.chunk_computed(request_id, chunk.index, self._computed)
+                self._sender.chunk_computed(request_id, chunk.index, self._computed if step is None else step.event)
         stats = [await self._sent[request_id] for request_id in request_ids]
         self._sent.clear()
-        return started_s, stats
+        return started_s if step is None else [step.computed_s()] * len(started_s), stats
+
+    def _begin_step(self) -> EngineStep | None:
+        """A step in which all requests are computed; None: they are already."""
+        if self._setting.devices.is_cuda:
+            return DeviceStep()
+        return PretendedStep() if self._setting.pretended_bytes_per_s else None
 
     def _start(self, request_id: str, case: Case) -> None:
         setting = self._setting

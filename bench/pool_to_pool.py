@@ -6,8 +6,8 @@
 Two processes, each with the real loop of its role: attach with link probe over gRPC, grants over ZeroMQ, gather, write into the
 ring, digest, scatter, watermark back. Pages lie in random order and are of different size on the two sides. A request's time runs
 from the moment at which all its KV lies computed in the prefill pool until the decode rank calls it whole. As in a real prefill
-its grants were asked for before that (``--asks-late``: only then). After every round the bytes are compared (see
-`bench.pool_setting`), outside of what is timed.
+its grants were asked for before that, and on GPUs its gathers queued behind the step's event, see `bench.engine_step`
+(``--asks-late``: only then). After every round the bytes are compared (see `bench.pool_setting`), outside of what is timed.
 
 The yardstick is one copy of the same bytes: on CPUs memcpy on one thread, measured before every round in a process as the system
 starts it (`bench.plain_memcpy`); on GPUs the copy engine's into the other process's memory. A transfer over memory of two CPU

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from bench.engine_step import PretendedStep
 from node_runtime.copy_lane import OnGathered, OnScattered
 from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopy
@@ -47,7 +48,9 @@ class PretendedLane:
         after: DeviceEvent | None,
         on_done: OnGathered,
     ) -> None:
-        self._begin(piece.num_wire_bytes / self._bytes_per_s, peer, lambda seconds: on_done(_DIGEST, seconds))
+        computed_s = after.fires_s if isinstance(after, PretendedStep) else 0.0
+        copy_s = piece.num_wire_bytes / self._bytes_per_s
+        self._begin(copy_s, peer, lambda seconds: on_done(_DIGEST, seconds), not_before_s=computed_s)
 
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
         copy_s = piece.num_wire_bytes / self._bytes_per_s / SCATTER_SPEED
@@ -61,11 +64,11 @@ class PretendedLane:
         waiters = list(self._waiters.values())
         return all([waiter.close(timeout_s) for waiter in waiters])
 
-    def _begin(self, copy_s: float, peer: int, on_done: Callable[[float], None]) -> None:
+    def _begin(self, copy_s: float, peer: int, on_done: Callable[[float], None], *, not_before_s: float = 0.0) -> None:
         waiter = self._waiters.get(peer)
         if waiter is None:
             waiter = self._waiters[peer] = Lane(f"{self._name}-{peer}", self._loop, self._on_crash)
-        end_s = self._free_s = max(time.monotonic(), self._free_s) + copy_s
+        end_s = self._free_s = max(time.monotonic(), self._free_s, not_before_s) + copy_s
 
         def work() -> float:
             time.sleep(max(0.0, end_s - time.monotonic()))
