@@ -131,3 +131,18 @@ def test_start_time_behind_a_name_that_looks_like_fields(tmp_path: Path) -> None
     finally:
         process.kill()
         process.communicate()
+
+
+def test_start_time_behind_a_name_that_is_no_text() -> None:
+    """A process may call itself anything; so may a name that the kernel cut after 15 bytes, in the middle of a letter."""
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'x\\xff) \\xfe', 0, 0, 0); print(flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        assert b"\xff) \xfe" in Path(f"/proc/{process.pid}/stat").read_bytes()
+        start_time = start_time_of(process.pid)
+        assert start_time is not None
+        assert not PeerWatch(process.pid, start_time).is_gone
+    finally:
+        process.kill()
+        process.communicate()

@@ -20,11 +20,11 @@ def start_time_of(pid: int) -> int | None:
     None: there is no such process (any more), or it cannot be seen from here.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    # The command, field 2, is in parentheses and may hold anything, spaces and parentheses too.
-    return int(stat.rpartition(")")[2].split()[_START_TIME_FIELD - 3])
+    # The command, field 2, is in parentheses and may hold any bytes: spaces, parentheses, and what is no text.
+    return int(stat.rpartition(b")")[2].split()[_START_TIME_FIELD - 3])
 
 
 class PeerWatch:
