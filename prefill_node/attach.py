@@ -178,12 +178,15 @@ class DecodeSessions:
                 on_watermark=lambda watermark: self._on_watermark(number, watermark),
                 on_lost=lambda reason: self._sender.close_session(number, f"decode rank {decode_rank} is lost: {reason}"),
             )
+            undo.callback(watch.close)
+            self._sender.driver.add(session)
+            undo.callback(self._sender.driver.remove, session)
+            self._open[number] = _Open(client=client, watch=watch, peer=peer, decode_rank=decode_rank)
+            undo.callback(self._open.pop, number, None)
+            self._sender.open_session(
+                number, session, control, incarnation=peer.instance.incarnation, ring_capacity_bytes=answer.ring_capacity_bytes
+            )
             undo.pop_all()  # from here on the session's end closes all of it
-        self._open[number] = _Open(client=client, watch=watch, peer=peer, decode_rank=decode_rank)
-        self._sender.driver.add(session)
-        self._sender.open_session(
-            number, session, control, incarnation=peer.instance.incarnation, ring_capacity_bytes=answer.ring_capacity_bytes
-        )
         async with self._probe_turn:
             probe = await probe_link(
                 self._sender.driver,

@@ -27,7 +27,7 @@ from transfer.kv_pool import KVPool
 from transfer.layout import Span
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
-from transfer.ring import Watermark
+from transfer.ring import ALIGNMENT_BYTES, Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import ByteRange, DirectMemory, Session, Transport
 from transfer.transport.driver import SessionDriver
@@ -138,8 +138,18 @@ class SenderLoop:
     def open_session(
         self, number: int, session: Session, control: ControlClient, *, incarnation: int, ring_capacity_bytes: int
     ) -> None:
-        """Take over an attached session."""
-        is_direct = session.direct(ByteRange(begin=0, end=ring_capacity_bytes)) is not None
+        """Take over an attached session.
+
+        Raises:
+            LocalProtocolError: The ring is larger than what the peer's transport offered; the session is not taken over.
+            RemoteProtocolError: Kernels cannot gather into the ring where it begins; the same.
+        """
+        ring = session.direct(ByteRange(begin=0, end=ring_capacity_bytes))
+        if ring is not None and ring.data_ptr() % ALIGNMENT_BYTES:
+            raise RemoteProtocolError(
+                f"the peer's ring begins at {ring.data_ptr():#x} here; it must begin on a multiple of {ALIGNMENT_BYTES} bytes"
+            )
+        is_direct = ring is not None
         self._peers[number] = _Peer(
             session=session, control=control, ring_capacity_bytes=ring_capacity_bytes, is_direct=is_direct
         )

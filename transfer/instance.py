@@ -15,6 +15,7 @@ from typing import Final
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError
 from transfer.layout import DType, KVLayout, Shard, named_differences, wire_dtype
+from transfer.ring import ALIGNMENT_BYTES
 
 CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_release"})
 """Abilities that a later version could do without, so that it can find out what a peer has. Whoever speaks version 1 has all.
@@ -163,7 +164,7 @@ class AttachResponse:
         decode: The target's instance.
         decode_rank: The target's rank in it.
         answer: The target's half of the data-plane session, opaque.
-        ring_capacity_bytes: Size of the rank's ring.
+        ring_capacity_bytes: Size of the rank's ring, a multiple of `transfer.ring.ALIGNMENT_BYTES`.
         control_address: Address of the rank's control channel.
         heartbeat_s: Seconds between beats of the session's life line, above 0.
         protocol_version: The version to speak, as `check_compatible` chose it.
@@ -185,8 +186,11 @@ class AttachResponse:
         if self.probe_bytes < 1:
             raise LayoutError(f"probe_bytes is {self.probe_bytes}; it must be positive")
         _check_rank("decode_rank", self.decode_rank, self.decode)
-        if self.ring_capacity_bytes < 1:
-            raise LayoutError(f"ring_capacity_bytes is {self.ring_capacity_bytes}; it must be positive")
+        if self.ring_capacity_bytes < 1 or self.ring_capacity_bytes % ALIGNMENT_BYTES:
+            # Where grants lie is their position modulo it: kernels that gather into the ring rely on the alignment.
+            raise LayoutError(
+                f"ring_capacity_bytes is {self.ring_capacity_bytes}; it must be a positive multiple of {ALIGNMENT_BYTES}"
+            )
         if not self.control_address:
             raise LayoutError("control_address is empty; a decode rank names its control channel")
         if not 0 < self.heartbeat_s < float("inf"):

@@ -15,15 +15,16 @@ from prefill_node.attach import DecodeSessions
 from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import instance, prefill_config, until
 from transfer.chunk import ChunkPlan
-from transfer.errors import LayoutError, PeerUnreachable, StagingError, TransferError, TransportError
+from transfer.control.zmq_channel import ZmqControlClient
+from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, StagingError, TransferError, TransportError
 from transfer.instance import AttachRequest, AttachResponse
-from transfer.registry.client import TransferControlClient
+from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import Session
 from transfer.transport.driver import SessionDriver
-from transfer.transport.inproc import InprocHub, InprocTransport
+from transfer.transport.inproc import InprocHub, InprocSession, InprocTransport
 
 LIFE = 9
 
@@ -177,6 +178,43 @@ async def test_an_answer_that_is_of_no_use_leaves_nothing_open(
         assert one.sessions.of(LIFE) is None and not one.sessions._open
         await until(lambda: len(closed) == 2, within_s=5.0)
         assert sorted(closed) == ["channel", "session"] and len(sessions) == 1
+
+
+class Refusing:
+    """A sender to which the session's ring is of no use."""
+
+    def __init__(self) -> None:
+        self.driver = SessionDriver(asyncio.get_running_loop())
+
+    def open_session(self, *args: Any, **values: Any) -> None:
+        raise RemoteProtocolError("the peer's ring begins at 0x8 here")
+
+    def close_session(self, number: int, reason: str) -> None:
+        """It has none."""
+
+
+async def test_a_session_that_the_sender_cannot_take_over_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted for ever among those that the open files are good for, and kept the peer's ring mapped."""
+    closed: list[str] = []
+    for what in (InprocSession, ZmqControlClient, SessionWatch):
+        name, close = what.__name__, what.close
+
+        def noted(one: Any, name: str = name, close: Any = close) -> None:
+            closed.append(name)
+            close(one)
+
+        monkeypatch.setattr(what, "close", noted)
+    sender = Refusing()
+    async with attaching(tmp_path, sender=sender) as one:
+        one.gate.set()
+        with pytest.raises(RemoteProtocolError, match="begins at 0x8"):
+            await one.sessions.open(instance(LIFE), (one.address,), join=1)
+        assert one.sessions.of(LIFE) is None and not one.sessions._open and not sender.driver._driven
+        assert sorted(closed) == ["InprocSession", "SessionWatch", "ZmqControlClient"]
+        await one.sessions.close_all("the test is over")
+        assert not one.lost
 
 
 async def test_instances_that_do_not_fit_are_refused_before_anyone_is_called(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A direct session whose link fails as its gathers are about to begin: nothing is copied for it, and nothing of it is left."""
+"""Direct sessions that are of no use: refused when they are opened, or of a link that fails as its gathers are about to begin."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from examples.one_process import TwoTiers
 from tests.runtime.instances import until
+from transfer.errors import RemoteProtocolError
 from transfer.layout import DType, KVLayout, Shard
 from transfer.transport.base import ByteRange, DirectMemory
 from transfer.transport.inproc import InprocSession
@@ -45,5 +46,25 @@ async def test_nothing_is_gathered_for_a_session_that_is_closed(fails_after_atta
         assert not torch.count_nonzero(sender.loop._staging.tensor)
         sender.loop.check_idle()
         assert sender.loop.num_slots_used == 0 and "a" not in sender.pages.allocator.owners()
+    finally:
+        tiers.close()
+
+
+@pytest.mark.parametrize("address", [8, 255, 4097])
+async def test_a_ring_that_kernels_cannot_gather_into_is_refused_before_there_is_a_session(
+    monkeypatch: pytest.MonkeyPatch, address: int
+) -> None:
+    """Launching the gather would raise, and that ends the rank with all its sessions: by the fault of one peer."""
+
+    def direct(session: InprocSession, target_range: ByteRange) -> DirectMemory:
+        return DeviceSlice(owner=session, address=address, num_bytes=target_range.num_bytes, device_index=0)
+
+    tiers = TwoTiers(LAYOUT, Shard(page_size=16), Shard(page_size=16), is_one_sided=True)
+    (sender,) = tiers.senders
+    try:
+        monkeypatch.setattr(InprocSession, "direct", direct)
+        with pytest.raises(RemoteProtocolError, match=f"ring begins at {address:#x} here; it must begin on a multiple of 256"):
+            tiers._join(2, sender, 0)
+        assert sender.loop.num_sessions == 1 and not sender.closed
     finally:
         tiers.close()

@@ -189,6 +189,7 @@ def test_attach_values_are_checked() -> None:
         {"session_id": 0},
         {"decode_rank": 2},
         {"ring_capacity_bytes": 0},
+        {"ring_capacity_bytes": 257},  # grants of its second round would begin on odd addresses
         {"control_address": ""},
         {"heartbeat_s": 0.0},
         {"heartbeat_s": float("nan")},
