@@ -97,3 +97,20 @@ def test_a_write_that_is_never_taken_over_ends_its_session() -> None:
     assert "was not taken over for more than 5 s" in close.reason
     sender.tell(tx.SessionLost(session=1, reason=close.reason))
     assert sender.machine.num_slots_used == 0
+
+
+def test_a_ring_full_of_direct_pieces_that_are_never_taken_over_ends_its_session_once() -> None:
+    """And whoever still stores into it is waited for: its pages are not given to others before."""
+    sender = SenderHand(write_timeout_s=5.0, direct=frozenset({1}), num_slots=1, grants_ahead=8)
+    sender.start(num_tokens=16)
+    sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)})
+    gathers = [of_type(sender.compute(chunk), tx.StartGather)[0] for chunk in range(4)]
+    for gather in gathers[:3]:
+        sender.gathered(gather.slot)
+    assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
+    (close,) = of_type(sender.tell(tx.Tick(), now_s=5.5), tx.CloseSession)
+    assert sender.tell(tx.SessionLost(session=1, reason=close.reason)) == []
+    assert not sender.machine.is_idle and sender.machine.num_slots_used == 0
+    over = sender.gathered(gathers[3].slot)
+    assert [type(action) for action in over] == [tx.SourceReleased, tx.RequestFailed]
+    assert sender.machine.is_idle

@@ -704,9 +704,7 @@ class World:
             self._check_request(plan)
         for sender in self.senders:
             require(not sender.gathering and not any(sender.readers.values()), f"sender {sender.rank} still gathers or writes")
-            require(
-                sender.machine.num_requests == 0 and sender.machine.num_slots_used == 0, f"sender {sender.rank} keeps something"
-            )
+            require(sender.machine.is_idle, f"sender {sender.rank} keeps something")
         for receiver in self.receivers:
             ring = receiver.machine.ring
             require(
