@@ -54,6 +54,10 @@ from transfer.messages import (
 )
 from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, grant_key
 
+MAX_DIRECT_GATHERS = 64
+"""Of one session at a time: all of them may be queued behind one event, and a launch into a full queue (some 1000 entries) would
+wait on the owner's loop."""
+
 MAX_SPENT_KEYS = 4096  # of one session; an honest ring has far fewer unreleased grants
 
 
@@ -269,14 +273,16 @@ class Sender:
             session = self._eager[number]
             waiting = session.waiting
             while waiting.has_free:
-                if not session.is_direct:
-                    if not self._slots.num_free:
+                if session.is_direct:
+                    if session.num_gathering >= MAX_DIRECT_GATHERS:
                         break
-                    if self._slots.num_free == 1 and self._slots.has_one(number):
-                        is_last_kept = self._is_last_slot_kept() if is_last_kept is None else is_last_kept
-                        if is_last_kept:
-                            break
-                self._begin(waiting.pop(), is_direct=session.is_direct)
+                elif not self._slots.num_free:
+                    break
+                elif self._slots.num_free == 1 and self._slots.has_one(number):
+                    is_last_kept = self._is_last_slot_kept() if is_last_kept is None else is_last_kept
+                    if is_last_kept:
+                        break
+                self._begin(waiting.pop(), session)
             if not waiting.has_free:
                 del self._eager[number]
         self._turn += 1
@@ -291,9 +297,9 @@ class Sender:
             for number, session in self._sessions.items()
         )
 
-    def _begin(self, piece: Piece, *, is_direct: bool) -> None:
+    def _begin(self, piece: Piece, session: SessionState) -> None:
         """Start the piece's gather, with a free slot unless it needs none."""
-        self._slots.take(piece, is_direct=is_direct)
+        self._slots.take(piece, is_direct=session.is_direct)
         if piece.request.first_gather_s is None:
             piece.request.first_gather_s = self._now_s
         ready_s = piece.ready_s if piece.ready_s is not None else self._now_s
@@ -302,6 +308,7 @@ class Sender:
     def _gather(self, piece: Piece, *, credit_wait_s: float) -> None:
         request = piece.request
         piece.stage = Stage.GATHERING
+        self._sessions[piece.route.session].num_gathering += 1
         assert piece.slot is not None
         self._actions.append(
             StartGather(
@@ -328,6 +335,8 @@ class Sender:
         request.to_gather -= not piece.gathered  # of a piece that is sent again it was counted before
         piece.gathered, piece.digest = True, event.digest
         session = self._sessions.get(piece.route.session)
+        if session is not None:
+            session.num_gathering -= 1
         if session is not None and session.is_direct:
             self._on_written(piece)  # also of a failed request: its key is spent, and must not be declined as well
         elif session is None or request.failure is not None:

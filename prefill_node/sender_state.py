@@ -158,6 +158,7 @@ class SessionState:
 
     view: RingView
     is_direct: bool = False  # gathers store into the ring itself
+    num_gathering: int = 0
     waiting: WaitingGrants[Grant, Piece] = field(init=False)  # granted and computed, not begun
     written: set[Piece] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice

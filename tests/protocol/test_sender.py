@@ -8,6 +8,7 @@ import pytest
 
 from decode_node import receiver_events as rx
 from decode_node.receiver_state import Request as IncomingState
+from prefill_node import sender as sender_module
 from prefill_node import sender_events as tx
 from prefill_node.sender_state import Request
 from tests.protocol.machines import CELL, DECODE_LIFE, LAYOUT, PLAN, PREFILL_LIFE, SenderHand, cells, messages, of_type
@@ -642,6 +643,22 @@ def test_the_ring_alone_bounds_what_a_direct_session_has_under_way() -> None:
     sender.machine.check_invariants()
     sender.gathered(begun[0][0].slot)
     assert [gather.chunk.index for gather in of_type(sender.watermark(2 * CELL), tx.StartGather)] == [4]
+
+
+def test_no_more_gathers_of_a_direct_session_are_queued_than_a_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch into a full queue would wait, and the rank with it."""
+    monkeypatch.setattr(sender_module, "MAX_DIRECT_GATHERS", 2)
+    sender = SenderHand(direct=DIRECT, grants_ahead=8, ring_cells=16)
+    sender.start(num_tokens=16)
+    sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)})
+    begun = [gather for chunk in range(4) for gather in of_type(sender.compute(chunk), tx.StartGather)]
+    assert [gather.chunk.index for gather in begun] == [0, 1]
+    actions = sender.gathered(begun[0].slot)
+    assert [gather.chunk.index for gather in of_type(actions, tx.StartGather)] == [2]
+    again = of_type(sender.reject(0), tx.StartGather)  # sent again at once: its bytes are waited for
+    assert [gather.chunk.index for gather in again] == [0]
+    assert not of_type(sender.gathered(begun[1].slot), tx.StartGather)
+    assert [gather.chunk.index for gather in of_type(sender.gathered(again[0].slot), tx.StartGather)] == [3]
 
 
 def test_a_direct_session_takes_no_slot_from_the_others() -> None:
