@@ -144,13 +144,18 @@ class DeviceCopyLane:
 
     def _queue(self, lane: _PeerStream, after: DeviceEvent | None, copy: Callable[[Tensor], None], on_done: OnGathered) -> None:
         outcome = lane.free.popleft() if lane.free else _new_outcome()
-        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            if after is not None:
-                _wait_for(after, lane.stream)
-                outcome.begin.record(lane.stream)
-            copy(lane.sum)
-            outcome.cell.copy_(lane.sum, non_blocking=True)
-            outcome.end.record(lane.stream)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+                if after is not None:
+                    _wait_for(after, lane.stream)
+                    outcome.begin.record(lane.stream)
+                copy(lane.sum)
+                outcome.cell.copy_(lane.sum, non_blocking=True)
+                outcome.end.record(lane.stream)
+        except Exception as error:
+            # As of a copy on a thread. What had been queued of it would be counted to the digest of the next: there must be none.
+            self._on_crash(error)
+            return
         queued_s = time.monotonic()
 
         def work() -> tuple[int, float]:
