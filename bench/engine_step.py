@@ -31,13 +31,16 @@ class EngineStep(Protocol):
 
 
 class DeviceStep:
-    """A kernel that keeps one multiprocessor of the current device busy for about `STEP_S`."""
+    """A kernel that keeps one multiprocessor of the current device busy for about `STEP_S`.
 
-    def __init__(self) -> None:
+    Args:
+        stream: The engine's.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         make_event: Any = torch.cuda.Event
         begin, self.event = make_event(enable_timing=True), make_event(enable_timing=True)
         self._begin = begin
-        stream = torch.cuda.Stream()
         self._queued_s = time.monotonic()
         with torch.cuda.stream(stream):
             begin.record()

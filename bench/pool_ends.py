@@ -155,6 +155,7 @@ class PrefillEnd:
         self._computed: Any = None
         if setting.devices.is_cuda:
             compile_kernels(self.picker, setting, _source_heads(setting))
+            self._engine_stream = torch.cuda.Stream()
             self._computed = torch.cuda.Event()
             self._computed.record()
         self.metrics = StageRecorder(role="prefill")
@@ -227,7 +228,7 @@ class PrefillEnd:
     def _begin_step(self) -> EngineStep | None:
         """A step in which all requests are computed; None: they are already."""
         if self._setting.devices.is_cuda:
-            return DeviceStep()
+            return DeviceStep(self._engine_stream)
         return PretendedStep() if self._setting.pretended_bytes_per_s else None
 
     def _start(self, request_id: str, case: Case) -> None:
