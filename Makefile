@@ -31,6 +31,11 @@ help: ## this list
 setup: $(STAMP) ## create .venv and install kvferry into it (does nothing when that is up to date)
 	@:
 
+# Settings that are given count also where .venv is there already.
+ifneq ($(filter command,$(origin EXTRAS) $(origin TORCH_INDEX)),)
+.PHONY: $(STAMP)
+endif
+
 $(STAMP): pyproject.toml constraints.txt .ci/setup
 	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" TORCH_INDEX="$(TORCH_INDEX)" bash .ci/setup
 	@touch $@

@@ -38,6 +38,7 @@ REQUEST_TIMEOUT_S: Final = 300.0
 IDLE_TIMEOUT_S: Final = 5.0  # ranks report what they hold four times a second
 TIGHT_RUNNING_REQUESTS: Final = 4
 TIGHT_CHUNK_TOKENS: Final = 32
+DEMO_HEARTBEAT_S: Final = 1.0  # laptops are busy with other things: three missed beats of the default are 1.5 s
 _STATUS_S: Final = 0.25
 _POLL_S: Final = 0.05
 _CLEAR_REFUSALS: Final = (node_exit_codes.BAD_CONFIG, node_exit_codes.NO_MEMORY)
@@ -128,6 +129,7 @@ class DemoOptions:
                 settings=decode_settings,
             ),
             transport=self.transport,
+            heartbeat_s=DEMO_HEARTBEAT_S,
             chunk_tokens=TIGHT_CHUNK_TOKENS if is_tight else None,
         )
 

@@ -13,6 +13,7 @@ import typer
 
 import transfer
 from node_runtime import exit_codes
+from node_runtime.collector import spare_what_lives
 from node_runtime.daemon import Daemon, Role
 from node_runtime.rank_setup import check_before_start
 from transfer.config import DecodeNodeConfig, NodeConfig
@@ -106,6 +107,7 @@ def run_daemon(
             sys.exit(exit_codes.OK)
         prepare_process(config)
         make_role = load_role()
+        spare_what_lives()
         code = asyncio.run(Daemon(config, lambda daemon: make_role(daemon, config)).run())
     except TransferError as error:
         for line in str(error).splitlines():

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import structlog
 
 from node_runtime import exit_codes
+from node_runtime.collector import spare_what_lives
 from node_runtime.rank_group import watch_leader
 from node_runtime.rank_link import RankAddress, RankCodec, RankLink
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
@@ -138,6 +139,7 @@ async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), timeout=5.0)
         return code
+    spare_what_lives()
     link.send(hello)
     log.info("rank_ready", pid=hello.pid, pool_pages=hello.pool_pages)
     await _report(spec.rank, worker, link, stop)

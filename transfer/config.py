@@ -282,7 +282,9 @@ class NixlConfig(_Section):
 class TransportConfig(_Section):
     """The data plane; both tiers must name the same one."""
 
-    name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(default="ucx", description="What carries the bytes.")
+    name: Literal["ucx", "inproc", "nixl", "cuda_ipc"] = Field(
+        default="ucx", description="What carries the bytes; not inproc in a daemon, for it joins two ends of one process."
+    )
     ucx: UcxConfig = Field(default_factory=UcxConfig, description="Settings of the ucx transport.")
     nixl: NixlConfig = Field(default_factory=NixlConfig, description="Settings of the nixl transport.")
     cuda_ipc: CudaIpcConfig = Field(default_factory=CudaIpcConfig, description="Settings of the cuda_ipc transport.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -30,6 +31,7 @@ class Order:
 class Echo:
     pid: int
     incarnation: int
+    num_spared: int
 
 
 CODEC = RankCodec(Order, Echo, RankHello, RankStartFailed, RankReport, RankShutdown)
@@ -49,7 +51,8 @@ class ObedientWorker:
     def on_message(self, message: Any) -> None:
         match message.what:
             case "echo":
-                self.link.send(Echo(pid=os.getpid(), incarnation=self.spec.incarnation))
+                echo = Echo(pid=os.getpid(), incarnation=self.spec.incarnation, num_spared=gc.get_freeze_count())
+                self.link.send(echo)
             case "raise":
                 raise RuntimeError("a bug of the rank")
             case "exit":
