@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import grpc
 import structlog
 
+from node_runtime.reminders import Reminders
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import ChunkTooLarge, LayoutError, PeerUnreachable, TransferError, TransportError, TransportTimeout
@@ -37,7 +37,6 @@ FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 REASON_GRACE_S = 0.2
 """How long the prefill node's own reason for a loss is waited for before a decode rank's is taken, which only sees a link end."""
-REMINDER_S = 60.0  # a node that stays away for one and the same reason is spoken of this often
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +55,7 @@ class PrefillPeer:
     largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
     outstanding_tokens: int = 0
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
-    logged_s: dict[str, float] = field(default_factory=dict)  # since it was joined: why a join failed -> when that was logged
+    reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
 
     @property
     def stub(self) -> PrefillControlAsyncStub:
@@ -209,7 +208,7 @@ class PrefillPeers:
             self._set_plan(peer, prefill, chunk_plan_from_proto(event.joined.chunk_plan))
             peer.instance, peer.links = prefill, links
             peer.state, peer.reason = "joined", ""
-            peer.logged_s.clear()
+            peer.reminders.clear()
             broken = peer.broken = asyncio.get_running_loop().create_future()
             log.info(
                 "joined_prefill_node",
@@ -277,12 +276,8 @@ class PrefillPeers:
 
 
 def _log_failed_join(peer: PrefillPeer, error: TransferError) -> None:
-    """Say it once for each reason, and again now and then: a node may be away for days, and is asked every other second."""
-    now_s = time.monotonic()
-    peer.logged_s = {reason: at_s for reason, at_s in peer.logged_s.items() if now_s - at_s < REMINDER_S}
-    if peer.reason in peer.logged_s:
+    if not peer.reminders.is_due(peer.reason):
         return
-    peer.logged_s[peer.reason] = now_s
     if isinstance(error, PeerUnreachable | TransportTimeout):
         log.warning("prefill_node_unreachable", address=peer.address, reason=peer.reason)
     else:

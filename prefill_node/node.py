@@ -14,6 +14,7 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_report import RankHello
+from node_runtime.reminders import Reminders
 from prefill_node.cutting import choose_cut
 from prefill_node.joins import Join, Joins
 from prefill_node.rank import run_prefill_rank
@@ -111,6 +112,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         super().__init__(daemon, config, entry=run_prefill_rank, codec=CODEC, on_rank_message=self._on_rank_message)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._refused_joins = Reminders()
 
     # Role
 
@@ -218,7 +220,9 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             _check_addresses(request, num_ranks=decode.shard.num_ranks)
             join = await life.joins.open(decode, request.decode_address, tuple(request.rank_addresses))
         except TransferError as error:
-            log.error("join_refused", address=clip_reason(request.decode_address), reason=clip_reason(str(error)))
+            news = {"address": clip_reason(request.decode_address), "reason": clip_reason(str(error))}
+            if self._refused_joins.is_due(tuple(news.values())):
+                log.error("join_refused", **news)
             await end_with(context, error)
         log.info(
             "decode_instance_joined",

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
 from decode_node.peers import PrefillPeer, PrefillPeers
+from node_runtime import reminders
 from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
@@ -284,7 +285,7 @@ async def test_a_node_that_was_never_joined_is_spoken_of_once_for_each_reason_an
             joins = one.node.num_joins
             await until(lambda: one.node.num_joins >= joins + 3)
             assert [line["event"] for line in lines] == [event, "prefill_node_unreachable"], "that reason is known"
-            monkeypatch.setattr(peers_module, "REMINDER_S", 0.0)
+            monkeypatch.setattr(reminders, "REMINDER_S", 0.0)
             await until(lambda: len(lines) > 3)
             assert lines[-1]["reason"] == lines[0]["reason"]
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.cutting import Cut
@@ -128,3 +129,13 @@ async def test_a_bad_join_is_refused_in_one_line(served: Served, changes: dict[s
     assert complaint in (refusal.value.details() or "")
     assert refusal.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
     assert not list(served.joins)
+
+
+async def test_a_decode_node_that_does_not_fit_is_spoken_of_once_for_each_reason(served: Served) -> None:
+    """It asks again every other second."""
+    with capture_logs() as lines:
+        for heartbeat_s in (0.0, 0.0, 10.1, 0.0):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await kind(served.join(heartbeat_s=heartbeat_s))
+    assert [line["reason"].partition(";")[0] for line in lines] == ["heartbeat_s is 0.0", "heartbeat_s is 10.1"]
+    assert all(line["event"] == "join_refused" and line["address"] == "decode:1" for line in lines)
