@@ -471,7 +471,8 @@ class Receiver:
     def _on_broken(self, piece: Piece, reason: str) -> None:
         """Bytes arrived that are not those that were sent: have them sent again, once."""
         request = piece.request
-        self._actions.append(ChunkBroken(session=piece.route.session, request_id=request.request_id))
+        if piece.route.session in self._sessions:  # else it need not have come whole, or been looked at
+            self._actions.append(ChunkBroken(session=piece.route.session, request_id=request.request_id))
         piece.ready = None
         if request.failure is not None:
             self._ring.quarantine(piece.grant)

@@ -109,6 +109,17 @@ def test_a_broken_chunk_is_asked_for_once_more() -> None:
     assert of_type(receiver.scattered(grant), rx.RequestComplete)
 
 
+def test_broken_bytes_of_a_session_that_was_lost_are_no_alarm() -> None:
+    """A copy lane says the same of a scatter that it did not begin any more."""
+    receiver = ReceiverHand()
+    grant = receiver.to_scattering()
+    receiver.tell(rx.SessionLost(session=1, reason="peer died"))
+    actions = receiver.scattered(grant, is_intact=False)
+    assert not of_type(actions, rx.ChunkBroken) and not messages(actions, ChunkRejected)
+    assert of_type(actions, rx.RequestDrained)
+    assert receiver.ring.num_live_grants == 0 and receiver.machine.is_idle
+
+
 @pytest.mark.parametrize("is_one_sided", [False, True])
 def test_a_chunk_broken_twice_fails_its_request_as_data_loss(is_one_sided: bool) -> None:
     receiver = ReceiverHand(is_one_sided=is_one_sided)
