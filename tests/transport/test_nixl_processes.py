@@ -137,14 +137,18 @@ def test_target_killed_in_mid_write(writer: Ends, delay_s: float) -> None:
     writer.progress_for(delay_s)
     writer.peer.process.kill()
     writer.peer.process.wait()
-    outcomes = {outcome_of(writer, handle) for handle in handles}
-    assert outcomes <= {"done", "failed"}
+    outcomes = [outcome_of(writer, handle) for handle in handles]
+    assert set(outcomes) <= {"done", "failed"}
     later = [writer.session.write(writer.memory, rng(0, SIZE), rng(0, SIZE), 90 + i) for i in range(3)]
     assert [outcome_of(writer, handle) for handle in later] == ["failed"] * 3
     with pytest.raises(WriteFailed, match="key 99 on session"):
         writer.session.decline(99).poll()
-    if "failed" in outcomes and writer.session.lane == "nixl/net":
-        with pytest.raises(LocalProtocolError, match="in use by a session"):  # TCP may still send out of it
+    # TCP may still send out of memory of a write that had begun, as the first had. A later one may not have been: NIXL refuses
+    # it once it has noticed the end.
+    if outcomes[0] == "failed" and writer.session.lane == "nixl/net":
+        assert writer.session.uses(writer.memory)
+    if writer.session.uses(writer.memory):
+        with pytest.raises(LocalProtocolError, match="in use by a session"):
             writer.transport.deregister(writer.memory)
     writer.session.close()
     assert writer.session.is_over
