@@ -19,6 +19,7 @@ from node_runtime.copy_lane import OnGathered, OnScattered
 from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopy
 from transfer.engine_types import DeviceEvent
+from transfer.errors import LocalProtocolError
 from transfer.transport.base import ByteRange, DirectMemory, LocalMemory
 from transfer.transport.memory import memory_of
 
@@ -116,7 +117,7 @@ class PretendedSession:
         return _Handle()
 
     def expect(self, target: LocalMemory, target_range: ByteRange, key: int) -> NoReturn:
-        raise NotImplementedError("nothing is expected on a one-sided transport")
+        raise LocalProtocolError(f"expect of key {key}: the pretended transport is one-sided and expects nothing")
 
     def direct(self, target_range: ByteRange) -> _Ring:
         return _Ring(num_bytes=target_range.num_bytes)

@@ -65,8 +65,8 @@ class Sender:
     """See the module's docstring.
 
     Invariants (`check_invariants`): a slot is free or belongs to exactly one piece that is gathering, writing, or written and
-    not released; a piece holds a slot only after its grant was writable, so the slot's holder can always go on. Pieces of direct
-    sessions take no slot of staging memory.
+    not released, of a request that is not over; a piece holds a slot only after its grant was writable, so the slot's holder can
+    always go on. Pieces of direct sessions take no slot of staging memory.
     """
 
     def __init__(self, settings: SenderSettings, *, incarnation: int) -> None:
@@ -90,7 +90,7 @@ class Sender:
 
     @property
     def is_idle(self) -> bool:
-        return not self._requests and not self._slots.has_any
+        return not self._requests
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take in one event; returns what has to be done, in order.
@@ -132,6 +132,9 @@ class Sender:
     def check_invariants(self) -> None:
         """Raises LocalProtocolError when the state contradicts itself."""
         self._slots.check_invariants()
+        for slot, piece in self._slots.held().items():
+            if self._requests.get(piece.request.request_id) is not piece.request:
+                raise LocalProtocolError(f"invariant broken: slot {slot} is held for a request that is over")
         for request in self._requests.values():
             gathers = sum(not piece.gathered for piece in request.pieces())
             releases = sum(piece.stage is not Stage.RELEASED for piece in request.pieces())

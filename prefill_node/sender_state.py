@@ -238,11 +238,6 @@ class StagingSlots:
         """Slots of staging memory that are not free."""
         return self._num_slots - len(self._free)
 
-    @property
-    def has_any(self) -> bool:
-        """Whether a piece is under way, staged or not."""
-        return bool(self._pieces)
-
     def take(self, piece: Piece, *, is_direct: bool) -> None:
         """Give the piece a free slot, or a number."""
         slot = piece.slot = next(self._direct_numbers) if is_direct else self._free.popleft()

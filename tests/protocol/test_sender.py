@@ -437,6 +437,11 @@ def test_a_spoilt_sender_is_noticed() -> None:
     machine._requests["r"].to_release += 1
     with pytest.raises(LocalProtocolError, match="counts of request r"):
         machine.check_invariants()
+    machine._requests["r"].to_release -= 1
+    over = machine._requests.pop("r")
+    with pytest.raises(LocalProtocolError, match="slot 0 is held for a request that is over"):
+        machine.check_invariants()
+    machine._requests["r"] = over
     held = machine._slots.held()[0]
     held.slot = 1
     with pytest.raises(LocalProtocolError, match="slot 0 is held by a piece that is WRITING"):

@@ -168,6 +168,25 @@ main()
     assert ended.stdout == "[]\n"
 
 
+def test_a_leaders_collector_spares_what_it_has_loaded(model: Path) -> None:
+    code = f"""
+import gc, sys
+from node_runtime import command
+class Daemon:
+    def __init__(self, *arguments): pass
+    async def run(self):
+        print(gc.get_freeze_count())
+        return 0
+command.Daemon = Daemon
+sys.argv = ["prefill-node", "serve", "--model", {str(model)!r}]
+from prefill_node.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == exit_codes.OK, ended.stderr
+    assert int(ended.stdout) > 10_000
+
+
 SPEAKS = """
 import sys
 from pathlib import Path

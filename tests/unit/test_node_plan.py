@@ -261,6 +261,7 @@ def test_a_system_that_does_not_say_is_named(tmp_path: Path) -> None:
         ({}, 0, 64 << 20),
         ({"ring": {"capacity_bytes": 512}}, 0, 512),
         ({"device": "cuda"}, 141 << 30, 2 << 30),
+        ({"device": "cuda"}, 0, 64 << 20),
         ({"device": "cuda"}, 24 << 30, 768 << 20),
         ({"device": "cuda"}, (24 << 30) + 8191, 768 << 20),  # a multiple of what memory is aligned to
         ({"device": "cuda", "ring": {"capacity_bytes": "1GiB"}}, 24 << 30, 1 << 30),

@@ -127,11 +127,11 @@ def ring_capacity_bytes(config: DecodeNodeConfig, device_bytes: int) -> int:
     carries 1 GiB: 2 GiB keep it busy (docs/adr/0019).
 
     Args:
-        device_bytes: Size of the rank's device, as far as it is counted on; of no matter in host memory.
+        device_bytes: Size of the rank's device, as far as it is counted on; 0, or of no matter, in host memory.
     """
     if config.ring.capacity_bytes is not None:
         return config.ring.capacity_bytes
-    if config.device == "cpu":
+    if config.device == "cpu" or not device_bytes:  # an engine may keep its pool on the host, whatever it computes on
         return HOST_RING_BYTES
     return min(GPU_RING_BYTES, device_bytes // GPU_RING_PART // REGION_ALIGNMENT_BYTES * REGION_ALIGNMENT_BYTES)
 
