@@ -60,7 +60,7 @@ spelling: setup
 
 # The pure core and the protocol machines, by their own tests alone: a branch that no test takes is a rule that nobody has written.
 CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,piece_size,ring,ring_index,messages,page_allocator,instance,model_shape,model_directory,plan}.py \
-	tests/protocol/test_{sender,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_admission.py tests/prefill/test_scheduler.py
+	tests/protocol/test_{sender,sender_direct,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_admission.py tests/prefill/test_scheduler.py
 CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/piece_size.py,transfer/ring.py,transfer/ring_index.py,transfer/messages.py,$\
 	transfer/page_allocator.py,transfer/instance.py,$\
 	transfer/memory/config_fields.py,transfer/memory/model_*.py,transfer/memory/plan*.py,transfer/memory/workspace.py,$\

@@ -253,3 +253,11 @@ class ReceiverHand:
 
 def num_chunks(num_tokens: int) -> int:
     return len(split_into_chunks(PLAN, num_tokens=num_tokens, num_layers=LAYOUT.num_layers))
+
+
+def declined(actions: list[tx.Action]) -> list[int]:
+    return [decline.key for decline in of_type(actions, tx.Decline)]
+
+
+def drops(actions: list[tx.Action]) -> list[str]:
+    return [drop.reason for drop in of_type(actions, tx.MessageDropped)]

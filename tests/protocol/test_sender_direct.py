@@ -1,0 +1,211 @@
+"""The sender's rules of direct sessions: gathers store into the peer's ring."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefill_node import sender as sender_module
+from prefill_node import sender_events as tx
+from tests.protocol.machines import CELL, SenderHand, cells, declined, drops, messages, of_type
+from transfer.messages import ChunkReady, WriterDrained
+from transfer.ring import grant_key
+
+DIRECT = frozenset({1})
+DIRECT_0 = 2  # number of the first direct piece: behind the slots
+
+
+def test_a_direct_gather_is_the_write() -> None:
+    sender = SenderHand(direct=DIRECT)
+    sender.start(num_tokens=4)
+    sender.now_s = 2.0
+    sender.grant({0: cells(3, 5)})
+    (gather,) = of_type(sender.compute(0), tx.StartGather)
+    assert (gather.session, gather.grant, gather.num_bytes) == (1, cells(3, 5), 512)
+    sender.now_s = 5.0
+    actions = sender.gathered(gather.slot)
+    assert not of_type(actions, tx.StartWrite)
+    (ready,) = messages(actions, ChunkReady)
+    assert (ready.begin, ready.num_bytes, ready.digest, ready.attempt) == (3 * CELL, 512, 100 + gather.slot, 0)
+    assert not of_type(actions, tx.SourceReleased)
+    sender.now_s = 6.0
+    actions = sender.watermark(5 * CELL)
+    assert [type(action) for action in actions] == [tx.PieceReleased, tx.SourceReleased, tx.RequestSent]
+    (released,), (sent,) = of_type(actions, tx.PieceReleased), of_type(actions, tx.RequestSent)
+    assert released.ack_s == 1.0
+    assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.resends, sent.stats.transfer_s) == (512, 1, 0, 4.0)
+    assert sender.machine.is_idle
+
+
+def test_a_gather_says_where_it_goes_also_when_it_goes_into_a_slot() -> None:
+    sender = SenderHand(decode_tp=2)
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(2, 3)}, route=1)
+    (gather,) = of_type(sender.compute(0), tx.StartGather)
+    assert (gather.session, gather.grant) == (2, cells(2, 3))
+
+
+def test_the_pages_of_a_direct_request_are_kept_until_its_last_release() -> None:
+    sender = SenderHand(direct=DIRECT)
+    sender.start(num_tokens=8)
+    sender.grant({0: cells(0, 2), 1: cells(2, 4)})
+    for chunk in (0, 1):
+        sender.compute(chunk)
+        assert not of_type(sender.gathered(DIRECT_0 + chunk), tx.SourceReleased)
+    assert not of_type(sender.watermark(2 * CELL), tx.SourceReleased)
+    assert len(of_type(sender.watermark(4 * CELL), tx.SourceReleased)) == 1
+
+
+def test_one_direct_session_keeps_the_pages_for_all_sessions_of_a_request() -> None:
+    sender = SenderHand(decode_tp=2, direct=frozenset({2}))
+    sender.start(num_tokens=4)
+    sender.grant({0: cells(0, 1)}, route=0)
+    sender.grant({0: cells(0, 1)}, route=1)
+    gathers = of_type(sender.compute(0), tx.StartGather)
+    slot_of = {gather.session: gather.slot for gather in gathers}
+    assert messages(sender.gathered(slot_of[2]), ChunkReady)
+    actions = sender.gathered(slot_of[1])
+    assert [write.session for write in of_type(actions, tx.StartWrite)] == [1]
+    assert not of_type(actions, tx.SourceReleased)
+    sender.written(slot_of[1])
+    assert not of_type(sender.watermark(CELL, session=2), tx.SourceReleased)
+    actions = sender.watermark(CELL, session=1)
+    assert of_type(actions, tx.SourceReleased)
+    assert of_type(actions, tx.RequestSent)
+
+
+def test_a_rejected_direct_chunk_is_gathered_again() -> None:
+    sender = SenderHand(direct=DIRECT)
+    event = object()
+    sender.start(num_tokens=4)
+    sender.compute(0, event=event)
+    (first,) = of_type(sender.grant({0: cells(0, 2)}), tx.StartGather)
+    sender.gathered(DIRECT_0)
+    sender.now_s = 4.0
+    actions = sender.reject(0)
+    (again,) = of_type(actions, tx.StartGather)
+    assert (again.slot, again.grant, again.event, again.credit_wait_s) == (first.slot, first.grant, event, 0.0)
+    assert not of_type(actions, tx.StartWrite)
+    assert sender.reject(0) == []  # said twice
+    assert sender.tell(tx.Tick()) == []  # it is not said to be ready while its bytes change
+    (ready,) = messages(sender.tell(tx.GatherFinished(slot=DIRECT_0, digest=7)), ChunkReady)
+    assert (ready.attempt, ready.digest) == (1, 7)
+    assert drops(sender.reject(0, attempt=1)) == ["too_many_attempts"]
+    actions = sender.watermark(2 * CELL)
+    assert of_type(actions, tx.SourceReleased)
+    (sent,) = of_type(actions, tx.RequestSent)
+    assert (sent.stats.resends, sent.stats.writes, sent.stats.num_bytes) == (1, 2, 1024)
+    assert sender.machine.is_idle
+
+
+def test_the_ring_alone_bounds_what_a_direct_session_has_under_way() -> None:
+    """With a slot each, four pieces at a time took longer to come back than the link took to carry them."""
+    sender = SenderHand(direct=DIRECT, num_slots=1, grants_ahead=8, ring_cells=8)
+    sender.start(num_tokens=20)
+    sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(5)})
+    begun = [of_type(sender.compute(chunk), tx.StartGather) for chunk in range(5)]
+    assert [len(gathers) for gathers in begun] == [1, 1, 1, 1, 0]
+    assert len({gathers[0].slot for gathers in begun[:4]}) == 4 and sender.machine.num_slots_used == 0
+    sender.machine.check_invariants()
+    sender.gathered(begun[0][0].slot)
+    assert [gather.chunk.index for gather in of_type(sender.watermark(2 * CELL), tx.StartGather)] == [4]
+
+
+def test_no_more_gathers_of_a_direct_session_are_queued_than_a_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch into a full queue would wait, and the rank with it."""
+    monkeypatch.setattr(sender_module, "MAX_DIRECT_GATHERS", 2)
+    sender = SenderHand(direct=DIRECT, grants_ahead=8, ring_cells=16)
+    sender.start(num_tokens=16)
+    sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)})
+    begun = [gather for chunk in range(4) for gather in of_type(sender.compute(chunk), tx.StartGather)]
+    assert [gather.chunk.index for gather in begun] == [0, 1]
+    actions = sender.gathered(begun[0].slot)
+    assert [gather.chunk.index for gather in of_type(actions, tx.StartGather)] == [2]
+    again = of_type(sender.reject(0), tx.StartGather)  # sent again at once: its bytes are waited for
+    assert [gather.chunk.index for gather in again] == [0]
+    assert not of_type(sender.gathered(begun[1].slot), tx.StartGather)
+    assert [gather.chunk.index for gather in of_type(sender.gathered(again[0].slot), tx.StartGather)] == [3]
+
+
+def test_a_direct_session_takes_no_slot_from_the_others() -> None:
+    sender = SenderHand(decode_tp=2, direct=frozenset({2}), num_slots=2)
+    sender.start(num_tokens=8)
+    for route in (0, 1):
+        sender.grant({0: cells(0, 1), 1: cells(1, 2)}, route=route)
+    gathers = [gather for chunk in (0, 1) for gather in of_type(sender.compute(chunk), tx.StartGather)]
+    assert sorted(gather.session for gather in gathers) == [1, 1, 2, 2]  # also the last slot is not kept for session 2
+    assert sender.machine.num_slots_used == 2
+
+
+def test_a_release_heard_before_a_direct_gather_is_done_still_counts() -> None:
+    sender = SenderHand(direct=DIRECT)
+    sender.to_gathering()
+    assert sender.watermark(2 * CELL) == []
+    assert of_type(sender.gathered(DIRECT_0), tx.RequestSent)
+
+
+def test_a_failed_request_waits_for_its_direct_gather_and_declines_nothing_of_it() -> None:
+    """The bytes lie in the grant: its key is spent, and a decline beside it would be a second answer to one question."""
+    sender = SenderHand(direct=DIRECT)
+    sender.to_gathering()
+    actions = sender.abort()
+    assert not messages(actions, WriterDrained)
+    assert not of_type(actions, tx.SourceReleased)
+    actions = sender.gathered(DIRECT_0)
+    assert declined(actions) == [] and not messages(actions, ChunkReady)
+    assert len(of_type(actions, tx.SourceReleased)) == 1
+    assert messages(actions, WriterDrained)
+    assert [failed.reason for failed in of_type(actions, tx.RequestFailed)] == ["cancelled"]
+    assert sender.machine.is_idle
+    assert declined(sender.grant({0: cells(0, 2)})) == []  # the grant, said again
+    sender.watermark(2 * CELL)
+    assert not sender.machine._sessions[1].spent
+
+
+def test_no_key_of_a_second_direct_gather_is_declined_after_a_failure() -> None:
+    sender = SenderHand(direct=DIRECT)
+    sender.to_gathering()
+    sender.gathered(DIRECT_0)
+    sender.reject(0)
+    sender.abort()
+    assert sender.machine.num_requests == 1
+    sender.gathered(DIRECT_0)
+    assert sender.machine.is_idle
+    assert declined(sender.grant({0: cells(0, 2)})) == []
+    assert declined(sender.reject(0)) == []
+
+
+def test_a_direct_chunk_that_was_written_is_dropped_with_its_request() -> None:
+    sender = SenderHand(direct=DIRECT)
+    sender.to_gathering()
+    sender.gathered(DIRECT_0)
+    actions = sender.tell(tx.RequestAborted(request_id="r", reason="engine failed"))
+    assert declined(actions) == []
+    assert of_type(actions, tx.SourceReleased)
+    assert of_type(actions, tx.RequestFailed)
+    assert declined(sender.reject(0)) == [grant_key(0, 1)]  # the pages are another's by now: it is not gathered again
+    assert sender.machine.is_idle
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["first gather", "second gather"])
+def test_a_direct_gather_in_flight_survives_its_session_and_keeps_the_pages(is_second: bool) -> None:
+    sender = SenderHand(direct=DIRECT)
+    sender.to_gathering()
+    if is_second:
+        sender.gathered(DIRECT_0)
+        sender.reject(0)
+    actions = sender.tell(tx.SessionLost(session=1, reason="peer died"))
+    assert actions == [] and sender.machine.num_slots_used == 0 and not sender.machine.is_idle
+    actions = sender.gathered(DIRECT_0)
+    assert [type(action) for action in actions] == [tx.SourceReleased, tx.RequestFailed]
+    assert sender.machine.is_idle
+
+
+def test_a_direct_chunk_that_is_not_taken_over_ends_its_session() -> None:
+    sender = SenderHand(direct=DIRECT, write_timeout_s=5.0)
+    sender.to_gathering()
+    sender.gathered(DIRECT_0)
+    assert not of_type(sender.tell(tx.Tick(), now_s=5.0), tx.CloseSession)
+    (close,) = of_type(sender.tell(tx.Tick(), now_s=5.1), tx.CloseSession)
+    assert close.reason == "a write of 512 bytes was not taken over for more than 5 s"
+    actions = sender.tell(tx.SessionLost(session=1, reason=close.reason))
+    assert of_type(actions, tx.SourceReleased) and sender.machine.is_idle
