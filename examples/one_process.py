@@ -197,6 +197,7 @@ class TwoTiers:
             number,
             writer,
             InprocControlClient(receiver.control.address, session_id=number),
+            name=f"decode rank {decode_rank}",
             incarnation=2,
             ring_capacity_bytes=receiver.loop.ring.capacity_bytes,
         )

@@ -169,6 +169,7 @@ class DecodeSessions:
             undo.callback(session.close)
             self._check_answer(peer, decode_rank, address, answer)
             number = answer.session_id
+            name = f"decode rank {decode_rank}"
             control = ZmqControlClient(answer.control_address, session_id=number)
             undo.callback(control.close)
             watch = client.watch(
@@ -176,7 +177,7 @@ class DecodeSessions:
                 ring_capacity_bytes=answer.ring_capacity_bytes,
                 heartbeat_s=answer.heartbeat_s,
                 on_watermark=lambda watermark: self._on_watermark(number, watermark),
-                on_lost=lambda reason: self._sender.close_session(number, f"decode rank {decode_rank} is lost: {reason}"),
+                on_lost=lambda reason: self._sender.close_session(number, f"{name} is lost: {reason}"),
             )
             undo.callback(watch.close)
             self._sender.driver.add(session)
@@ -184,7 +185,12 @@ class DecodeSessions:
             self._open[number] = _Open(client=client, watch=watch, peer=peer, decode_rank=decode_rank)
             undo.callback(self._open.pop, number, None)
             self._sender.open_session(
-                number, session, control, incarnation=peer.instance.incarnation, ring_capacity_bytes=answer.ring_capacity_bytes
+                number,
+                session,
+                control,
+                name=name,
+                incarnation=peer.instance.incarnation,
+                ring_capacity_bytes=answer.ring_capacity_bytes,
             )
             undo.pop_all()  # from here on the session's end closes all of it
         async with self._probe_turn:

@@ -57,6 +57,7 @@ class SenderOwner(Protocol):
 class _Peer:
     session: Session
     control: ControlClient
+    name: str
     ring_capacity_bytes: int
     is_direct: bool
 
@@ -136,9 +137,17 @@ class SenderLoop:
     # What the owner calls
 
     def open_session(
-        self, number: int, session: Session, control: ControlClient, *, incarnation: int, ring_capacity_bytes: int
+        self, number: int, session: Session, control: ControlClient, *, name: str, incarnation: int, ring_capacity_bytes: int
     ) -> None:
         """Take over an attached session.
+
+        Args:
+            number: The session's id.
+            session: Its transport.
+            control: Its control plane.
+            name: Who is at the other end, as reasons name it: "decode rank 1".
+            incarnation: The decode instance's.
+            ring_capacity_bytes: The ring's size.
 
         Raises:
             LocalProtocolError: The ring is larger than what the peer's transport offered; the session is not taken over.
@@ -151,7 +160,7 @@ class SenderLoop:
             )
         is_direct = ring is not None
         self._peers[number] = _Peer(
-            session=session, control=control, ring_capacity_bytes=ring_capacity_bytes, is_direct=is_direct
+            session=session, control=control, name=name, ring_capacity_bytes=ring_capacity_bytes, is_direct=is_direct
         )
         control.watch(self._loop, lambda payload: self._on_payload(number, payload))
         opened = protocol.SessionOpened(
@@ -173,6 +182,12 @@ class SenderLoop:
         peer.control.close()
         self._pump.feed(protocol.SessionLost(session=number, reason=reason))
         self._owner.on_session_closed(number, reason)
+
+    def _lose_session(self, number: int, reason: str) -> None:
+        """End a session whose peer or link failed; whose requests fail for it hear which."""
+        peer = self._peers.get(number)
+        if peer is not None:
+            self.close_session(number, f"{peer.name} is lost: {reason}")
 
     def on_watermark(self, number: int, watermark: Watermark) -> None:
         self._pump.feed(protocol.WatermarkArrived(session=number, watermark=watermark))
@@ -221,7 +236,7 @@ class SenderLoop:
                 self._layouts.pop(action.request_id, None)
                 self._owner.on_failed(action.request_id, action.reason)
             case protocol.CloseSession():
-                self.close_session(action.session, action.reason)
+                self._lose_session(action.session, action.reason)
             case protocol.MessageDropped():
                 self._drop(action.reason)
 
@@ -287,7 +302,7 @@ class SenderLoop:
         except LocalProtocolError as error:
             ring, reason = None, str(error)
         if ring is None:
-            self.close_session(action.session, f"the gather cannot be made: {reason}")
+            self._lose_session(action.session, f"the gather cannot be made: {reason}")
         return ring
 
     def _decline(self, action: protocol.Decline) -> None:
@@ -297,7 +312,7 @@ class SenderLoop:
         try:
             handle = peer.session.decline(action.key)
         except LocalProtocolError as error:
-            self.close_session(action.session, f"the decline cannot be made: {error}")
+            self._lose_session(action.session, f"the decline cannot be made: {error}")
             return
         self._driver.watch(peer.session, handle, lambda _, error: None)
 
@@ -317,7 +332,7 @@ class SenderLoop:
             )
         except LocalProtocolError as error:
             # What the peer said of its ring does not fit what its transport offered: its fault, and only its session's.
-            self.close_session(action.session, f"the write cannot be made: {error}")
+            self._lose_session(action.session, f"the write cannot be made: {error}")
             return
 
         def done(_: object, error: TransferError | None) -> None:

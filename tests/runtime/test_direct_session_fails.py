@@ -40,7 +40,7 @@ async def test_nothing_is_gathered_for_a_session_that_is_closed(fails_after_atta
         tiers.start("a", 40)
         await tiers.compute("a", 40)
         await until(lambda: "a" in sender.failed)
-        assert sender.failed["a"] == "the gather cannot be made: the link failed"
+        assert sender.failed["a"] == "decode rank 0 is lost: the gather cannot be made: the link failed"
         assert len(fails_after_attach) == 2  # the others of the same moment found the session closed
         assert sender.closed == [1] and sender.loop.num_sessions == 0
         assert not torch.count_nonzero(sender.loop._staging.tensor)
