@@ -34,6 +34,7 @@ def serve(
     ready_file: command.ReadyFile = None,
     log_level: command.LogLevel = None,
     log_format: command.LogFormat = None,
+    insecure: command.Insecure = 0,
     set_: command.Overrides = None,
     check_config: command.CheckConfig = False,
 ) -> None:

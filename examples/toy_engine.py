@@ -1,6 +1,6 @@
 """An engine of your own inside the daemons, as small as it can be: `load` is what the setting `engine` names.
 
-    $ PYTHONPATH=examples .venv/bin/prefill-node serve --set engine=toy_engine:load --model DIR ...
+    $ PYTHONPATH=examples .venv/bin/prefill-node serve --set engine=toy_engine:load --model DIR --insecure ...
     $ .venv/bin/python examples/toy_engine.py
 
 The second command starts both tiers with it, two prefill ranks and one decode rank, and looks at the tokens. It computes nothing:

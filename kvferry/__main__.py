@@ -21,6 +21,9 @@ model_app = typer.Typer(no_args_is_help=True, help="Model directories.")
 app.add_typer(model_app, name="model")
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
+Insecure = Annotated[
+    int, typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -169,9 +172,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
+    insecure: Insecure = 0,
     json: JsonFlag = False,
 ) -> None:
     """Generate at a decode node; the text streams. Ctrl-C cancels the request."""
+    from kvferry.client_settings import client_config
     from kvferry.generate import make_request, run_generate
     from kvferry.signals import run_until_signalled
 
@@ -186,6 +191,7 @@ def generate(
             seed=seed,
             ignore_eos=ignore_eos,
         )
+        client_config("generate", target, insecure=insecure)
     except TransferError as error:
         _fail("generate", error)
     raise typer.Exit(run_until_signalled(lambda: run_generate(target, request, timeout_s=timeout, is_json=json)))
@@ -196,11 +202,17 @@ def status(
     target: Target,
     json: JsonFlag = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    insecure: Insecure = 0,
 ) -> None:
     """Show a node of either kind: state, ranks, pool, ring, peers, links."""
+    from kvferry.client_settings import client_config
     from kvferry.signals import run_until_signalled
     from kvferry.status_view import run_status
 
+    try:
+        client_config("status", target, insecure=insecure)
+    except TransferError as error:
+        _fail("status", error)
     raise typer.Exit(run_until_signalled(lambda: run_status(target, is_json=json, is_watching=watch)))
 
 
@@ -213,7 +225,8 @@ def doctor(json: JsonFlag = False) -> None:
 
 
 def _fail(command: str, error: TransferError) -> NoReturn:
-    print(f"kvferry {command}: {error}", file=sys.stderr)
+    for line in str(error).splitlines():
+        print(f"kvferry {command}: {line}", file=sys.stderr)
     raise typer.Exit(exit_codes.exit_code_of(error))
 
 

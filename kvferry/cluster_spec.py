@@ -111,7 +111,7 @@ class ClusterSpec:
             ready_file: Written by the node once it is ready.
         """
         command = [sys.executable, "-m", f"{role}_node", "serve", "--port", str(port), "--ready-file", str(ready_file)]
-        command += ["--log-format", "json", "--log-level", self.log_level]
+        command += ["--log-format", "json", "--log-level", self.log_level, "--insecure"]
         if role == "decode":
             command += ["--prefill-node", prefill_address]
         for path, value in self.settings_of(role).items():

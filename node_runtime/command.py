@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
+import structlog
 import typer
 
 import transfer
@@ -18,8 +19,9 @@ from node_runtime.daemon import Daemon, Role
 from node_runtime.rank_setup import check_before_start
 from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
-from transfer.load_config import AnyNodeConfig, load_config
+from transfer.load_config import load_config
 from transfer.logs import configure_logging
+from transfer.plain_text import check_plain_text
 
 SETTING_OF_FLAG = {
     "model": "model",
@@ -34,6 +36,7 @@ SETTING_OF_FLAG = {
     "ready_file": "ready_file",
     "log_level": "log.level",
     "log_format": "log.format",
+    "insecure": "tls.insecure",
 }
 
 ConfigFile = Annotated[Path | None, typer.Option(help="YAML file of settings.")]
@@ -50,8 +53,17 @@ TransportName = Annotated[str | None, typer.Option(help="Data plane (transport.n
 ReadyFile = Annotated[Path | None, typer.Option(help="Written once the node is ready (ready_file).")]
 LogLevel = Annotated[str | None, typer.Option(help="log.level")]
 LogFormat = Annotated[str | None, typer.Option(help="log.format")]
+Insecure = Annotated[
+    int,
+    typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure)."),
+]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Any setting, by its path.")]
 CheckConfig = Annotated[bool, typer.Option("--check-config", help="Say whether the settings are right, and end.")]
+
+
+AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
+
+log = structlog.get_logger(__name__)
 
 
 def daemon_app(summary: str) -> typer.Typer:
@@ -94,18 +106,24 @@ def run_daemon(
         check_step_fits: Raises ConfigError where a step of the role can be larger than a message.
         file, overrides, is_check_only: The flags that name no setting.
     """
-    # A flag that may come more than once is empty where it was not given; the others are None.
-    flags = {SETTING_OF_FLAG[name]: value for name, value in context.params.items() if name in SETTING_OF_FLAG and value != ()}
+    # A flag that may come more than once is empty where it was not given, one that is counted is 0; the others are None.
+    given = {name: value for name, value in context.params.items() if value != () and (name != "insecure" or value)}
+    flags = {SETTING_OF_FLAG[name]: value for name, value in given.items() if name in SETTING_OF_FLAG}
     try:
         config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides or [])
         check_step_fits(config)
         check_before_start(config)
+        warning = check_plain_text(config)
         if is_check_only:
             if isinstance(config, DecodeNodeConfig) and not config.peers.prefill_nodes:
                 print("decode-node: warning: peers.prefill_nodes is empty; the node will never be ready", file=sys.stderr)
+            if warning is not None:
+                print(f"{config.role}-node: warning: {warning}", file=sys.stderr)
             print(f"{config.role}: the settings are right")
             sys.exit(exit_codes.OK)
         prepare_process(config)
+        if warning is not None:
+            log.warning("insecure", reason=warning)
         make_role = load_role()
         spare_what_lives()
         code = asyncio.run(Daemon(config, lambda daemon: make_role(daemon, config)).run())

@@ -338,6 +338,18 @@ class PeersConfig(_Section):
         return self
 
 
+class TlsConfig(_Section):
+    """Who may reach this process, and whom it reaches."""
+
+    insecure: Annotated[Literal[0, 1, 2], BeforeValidator(_whole)] = Field(
+        default=0,
+        description=(
+            "How often --insecure was given: 1 does without TLS on loopback addresses, 2 on any. Whoever reaches a port is then "
+            "let in."
+        ),
+    )
+
+
 class LimitsConfig(_Section):
     """Bounds of what the node takes on."""
 
@@ -390,10 +402,22 @@ class LogConfig(_Section):
     format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one JSON object per line.")
 
 
-class NodeConfig(_Section):
-    """What both daemons are set up with."""
+class ProcessConfig(_Section):
+    """What every process is set up with, also a command that only calls a node."""
 
     role: ClassVar[str]
+
+    tls: TlsConfig = Field(default_factory=TlsConfig, description="Security of the gRPC API.")
+
+
+class ClientConfig(ProcessConfig):
+    """Settings of the commands that call a node."""
+
+    role: ClassVar[str] = "client"
+
+
+class NodeConfig(ProcessConfig):
+    """What both daemons are set up with."""
 
     model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
     engine: EngineName = Field(

@@ -1,4 +1,4 @@
-"""A node's settings from file, environment and flags, and one line for everything that is wrong with them."""
+"""A process's settings from file, environment and flags, and one line for everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from transfer.config import (
     ENVIRONMENT_PREFIX,
     DecodeNodeConfig,
-    NodeConfig,
     PrefillNodeConfig,
+    ProcessConfig,
     section_type,
     settings,
 )
@@ -32,18 +32,18 @@ _SERVICE_ADDRESS: Final = re.compile(r"(?:[A-Z0-9_]+_)?PORT")  # its value is tc
 Source: https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables.
 """
 
-AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
+AnyConfig = TypeVar("AnyConfig", bound=ProcessConfig)
 
 
 def load_config(
-    config_type: type[AnyNodeConfig],
+    config_type: type[AnyConfig],
     *,
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
-) -> AnyNodeConfig:
-    """A node's settings from all sources.
+) -> AnyConfig:
+    """A node's settings, or a command's, from all sources.
 
     Args:
         file: YAML file.
@@ -156,7 +156,7 @@ class _Given:
     A path that is one value in one source and holds others in another is a problem: which of them is meant, nobody can say.
     """
 
-    def __init__(self, config_type: type[NodeConfig]) -> None:
+    def __init__(self, config_type: type[ProcessConfig]) -> None:
         self.sections = frozenset(_sections(config_type))
         self.tree: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
@@ -195,7 +195,7 @@ def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _sections(inner, f"{prefix}{name}.")
 
 
-def _problem(config_type: type[NodeConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def _problem(config_type: type[ProcessConfig], details: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """One line: path, value, source, what would be right."""
     location = [str(part) for part in details["loc"]]
     path = ".".join(location)
@@ -218,13 +218,14 @@ def _cuts(path: str) -> list[int]:
     return [len(path), *(index for index in range(len(path) - 1, 0, -1) if path[index] == ".")]
 
 
-def _unknown(config_type: type[NodeConfig], path: str, sources: Mapping[str, str]) -> str:
+def _unknown(config_type: type[ProcessConfig], path: str, sources: Mapping[str, str]) -> str:
     """A whole section may be unknown: then the first setting that was given in it stands for it."""
     given = path if path in sources else next((other for other in sources if other.startswith(f"{path}.")), path)
     start = f"{given} is no setting (from {sources.get(given, 'code')})"
     for other in (PrefillNodeConfig, DecodeNodeConfig):
         if other is not config_type and any(known == given for known, _ in settings(other)):
-            return f"{start} of {config_type.role}-node; it is one of {other.role}-node"
+            of = config_type.role if config_type.role == "client" else f"{config_type.role}-node"
+            return f"{start} of {of}; it is one of {other.role}-node"
     *parents, name = path.split(".")
     section: type[BaseModel] = config_type
     for parent in parents:

@@ -75,16 +75,17 @@ def test_help_is_light_and_quick() -> None:
         (("generate", "--target", "127.0.0.1:1", "hi", "--seed", "-1"), "--seed is -1"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--seed", str(2**63)), f"--seed is {2**63}"),
         (("generate", "--target", "127.0.0.1:1", "hi", "--max-new-tokens", "0"), "--max-new-tokens is 0"),
-        (("generate", "--target", "127.0.0.1:1", "hi", "--timeout", "0"), "--timeout is 0"),
-        (("generate", "--target", "localhost", "hi"), "'localhost'"),
-        (("generate", "--target", "localhost:99999", "hi"), "'localhost:99999'"),
-        (("status", "--target", ":50051"), "':50051'"),
+        (("generate", "--insecure", "--target", "127.0.0.1:1", "hi", "--timeout", "0"), "--timeout is 0"),
+        (("generate", "--insecure", "--target", "localhost", "hi"), "'localhost'"),
+        (("generate", "--insecure", "--target", "localhost:99999", "hi"), "'localhost:99999'"),
+        (("status", "--insecure", "--insecure", "--target", ":50051"), "':50051'"),
     ],
 )
 def test_wrong_argument_is_one_line_that_names_it(arguments: tuple[str, ...], named: str) -> None:
     result = kvferry(*arguments)
     assert result.exit_code == exit_codes.BAD_INPUT
-    assert result.stderr.count("\n") == 1 and named in result.stderr
+    lines = [line for line in result.stderr.splitlines() if ": warning: without TLS" not in line]
+    assert len(lines) == 1 and named in lines[0]
 
 
 @pytest.mark.parametrize("arguments", [("generate", "hi"), ("status",), ("status", "--watch")])
@@ -92,10 +93,52 @@ def test_nobody_listens(arguments: tuple[str, ...], dead_address: str) -> None:
     if "--watch" in arguments:
         arguments = (*arguments, "--json")  # the tables would wait for the node to come
     begun_s = time.monotonic()
-    result = kvferry(*arguments, "--target", dead_address)
+    result = kvferry(*arguments, "--insecure", "--target", dead_address)
     assert result.exit_code == exit_codes.UNAVAILABLE
-    assert result.stderr.count("\n") == 1 and dead_address in result.stderr
+    warning, refusal = result.stderr.splitlines()
+    assert "without TLS" in warning and dead_address in refusal
     assert time.monotonic() - begun_s < 5
+
+
+NO_TLS = "TLS is not set up; do without it on this machine with --insecure (tls.insecure)"
+FAR = "--target is 10.0.0.1:1, which is no loopback address; without TLS it needs --insecure twice (tls.insecure: 2)"
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("status",)])
+@pytest.mark.parametrize(
+    ("arguments", "environment", "refusal"),
+    [
+        (("--target", "127.0.0.1:1"), {}, NO_TLS),
+        (("--target", "127.0.0.1:1"), {"KVFERRY_TLS__INSECURE": "0"}, NO_TLS),
+        (("--target", "10.0.0.1:1", "--insecure"), {}, FAR),
+        (("--target", "10.0.0.1:1"), {"KVFERRY_TLS__INSECURE": "1"}, FAR),
+        (
+            ("--target", "127.0.0.1:1"),
+            {"KVFERRY_TLS__INSECURE": "3"},
+            "tls.insecure is 3 (from KVFERRY_TLS__INSECURE); it must be",
+        ),
+    ],
+)
+def test_a_node_is_not_called_in_plain_text_by_mistake(
+    command: tuple[str, ...], arguments: tuple[str, ...], environment: dict[str, str], refusal: str
+) -> None:
+    result = CliRunner().invoke(app, [*command, *arguments], env={"KVFERRY_MODEL": "of a node", **environment})
+    assert result.exit_code == exit_codes.BAD_INPUT
+    assert result.stderr.startswith(f"kvferry {command[0]}: {refusal}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"), [(("--insecure",), {}), ((), {"KVFERRY_TLS__INSECURE": "1"}), (("--insecure",) * 2, {})]
+)
+def test_a_node_is_called_in_plain_text_with_one_warning(
+    flags: tuple[str, ...], environment: dict[str, str], dead_address: str
+) -> None:
+    result = CliRunner().invoke(
+        app, ["status", "--target", dead_address, *flags], env={"KVFERRY_MODEL": "of a node", **environment}
+    )
+    assert result.exit_code == exit_codes.UNAVAILABLE
+    assert result.stderr.splitlines()[0].startswith("kvferry status: warning: without TLS (--insecure): ")
+    assert len(result.stderr.splitlines()) == 2
 
 
 def test_a_report_file_is_neither_made_nor_changed_before_there_is_a_report(tmp_path: Path) -> None:

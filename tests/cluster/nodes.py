@@ -49,7 +49,7 @@ class Nodes:
         folder = self._folder / f"{len(self.nodes)}-{role}"
         folder.mkdir()
         command = [sys.executable, "-m", f"{role}_node", "serve", "--ready-file", str(ClusterNode.ready_path(folder, role))]
-        command += ["--log-format", "json"]
+        command += ["--log-format", "json", "--insecure"]
         for address in prefill_nodes:
             command += ["--prefill-node", address]
         for path, value in settings.items():

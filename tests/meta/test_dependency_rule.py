@@ -50,6 +50,7 @@ L0 = (
 L1 = (
     "transfer/config.py",
     "transfer/load_config.py",
+    "transfer/plain_text.py",
     "transfer/messages.py",
     "transfer/metrics.py",
     "transfer/logs.py",

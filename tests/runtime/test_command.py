@@ -17,6 +17,7 @@ from decode_node.__main__ import app as decode_app
 from node_runtime import command, exit_codes
 from prefill_node.__main__ import app as prefill_app
 from transfer.config import NodeConfig
+from transfer.plain_text import NODE_WARNING
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {
@@ -48,6 +49,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[NodeConfig]:
     return configs
 
 
+TWICE = "without TLS it needs --insecure twice (tls.insecure: 2)"
 HEAVY = ("torch", "transformers", "grpc", "numpy", "ucxx")
 
 
@@ -65,7 +67,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def check(app: Typer, model: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["serve", "--check-config", "--model", str(model), *arguments])
+    return CliRunner().invoke(app, ["serve", "--insecure", "--check-config", "--model", str(model), *arguments])
 
 
 def run(app: Typer, *arguments: str) -> None:
@@ -140,16 +142,56 @@ def test_a_damaged_configuration_of_the_model_is_refused(model: Path) -> None:
 @APPS
 @pytest.mark.parametrize("arguments", [("--tp", "4"), ("--set", "engine=json:loads")])
 def test_settings_that_are_right_are_called_so(app: Typer, model: Path, arguments: tuple[str, ...]) -> None:
-    named = ("--prefill-node", "a:1") if app is decode_app else ()
+    named = ("--prefill-node", "localhost:1") if app is decode_app else ()
     ended = check(app, model, *arguments, *named)
     assert ended.exit_code == exit_codes.OK
-    assert ended.output == f"{'decode' if app is decode_app else 'prefill'}: the settings are right\n"
+    role = "decode" if app is decode_app else "prefill"
+    assert ended.stdout == f"{role}: the settings are right\n"
+    assert ended.stderr == f"{role}-node: warning: {NODE_WARNING}\n"
 
 
 def test_a_decode_node_without_prefill_nodes_is_warned_of(model: Path) -> None:
     ended = check(decode_app, model)
     assert ended.exit_code == exit_codes.OK and ended.stdout == "decode: the settings are right\n"
-    assert ended.stderr == "decode-node: warning: peers.prefill_nodes is empty; the node will never be ready\n"
+    assert ended.stderr.splitlines()[0] == "decode-node: warning: peers.prefill_nodes is empty; the node will never be ready"
+
+
+@APPS
+@pytest.mark.parametrize(
+    ("arguments", "refusals"),
+    [
+        ((), ["TLS is not set up; do without it on this machine with --insecure (tls.insecure)"]),
+        (("--insecure", "--host", "10.1.2.3"), ["server.host is 10.1.2.3, which is no loopback address; " + TWICE]),
+        (
+            ("--set", "tls.insecure=1", "--host", "::", "--set", "server.advertise_host=node.example"),
+            [f"server.{it}, which is no loopback address; " + TWICE for it in ("host is ::", "advertise_host is node.example")],
+        ),
+    ],
+)
+def test_a_node_does_not_go_without_tls_by_mistake(
+    app: Typer, model: Path, arguments: tuple[str, ...], refusals: list[str]
+) -> None:
+    ended = CliRunner().invoke(app, ["serve", "--model", str(model), *arguments])
+    assert ended.exit_code == exit_codes.BAD_CONFIG
+    assert [line.partition(": ")[2] for line in ended.stderr.splitlines()] == refusals
+
+
+def test_the_addresses_of_prefill_nodes_are_looked_at_too(model: Path) -> None:
+    ended = check(
+        decode_app, model, "--prefill-node", "10.0.0.1:1", "--prefill-node", "[::1]:1", "--prefill-node", "pod.example:1"
+    )
+    assert ended.exit_code == exit_codes.BAD_CONFIG
+    assert [line.split(", which")[0].rsplit(" ", 1)[1] for line in ended.stderr.splitlines()] == ["10.0.0.1:1", "pod.example:1"]
+
+
+@APPS
+def test_insecure_twice_goes_anywhere(app: Typer, model: Path) -> None:
+    far = ("--host", "10.1.2.3", *(("--prefill-node", "pod.example:1") if app is decode_app else ()))
+    ended = check(app, model, "--insecure", *far)
+    assert ended.exit_code == exit_codes.OK and ended.stderr.count("warning: without TLS") == 1
+    environment = {"KVFERRY_TLS__INSECURE": "2"}
+    again = CliRunner().invoke(app, ["serve", "--check-config", "--model", str(model), *far], env=environment)
+    assert again.exit_code == exit_codes.OK
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -178,7 +220,7 @@ class Daemon:
         print(gc.get_freeze_count())
         return 0
 command.Daemon = Daemon
-sys.argv = ["prefill-node", "serve", "--model", {str(model)!r}]
+sys.argv = ["prefill-node", "serve", "--insecure", "--model", {str(model)!r}]
 from prefill_node.__main__ import main
 main()
 """

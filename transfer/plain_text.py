@@ -1,0 +1,69 @@
+"""Doing without TLS: only on purpose, and beyond this machine only on purpose twice."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Final
+
+from transfer.config import DecodeNodeConfig, NodeConfig, ProcessConfig
+from transfer.errors import ConfigError
+
+ON_LOOPBACK: Final = 1
+"""`tls.insecure`: plain text between processes of this machine."""
+
+ANYWHERE: Final = 2
+"""`tls.insecure`: plain text to and from anywhere."""
+
+NODE_WARNING: Final = "without TLS (--insecure): whoever reaches a port of this node can use it, read what passes, and change it"
+CLIENT_WARNING: Final = "without TLS (--insecure): whoever sits between here and the node can read and change what passes"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a host, or the host of host:port, is on this machine for certain; of names only `localhost` is."""
+    host = address
+    if address.startswith("["):
+        host = address[1:].partition("]")[0]
+    elif address.count(":") == 1:
+        host = address.partition(":")[0]
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    return found.is_loopback
+
+
+def check_plain_text(config: ProcessConfig) -> str | None:
+    """Check that a node or a command may do without TLS where it is to; returns the warning to print, None where it has TLS.
+
+    Raises:
+        ConfigError: It may not; one line for each address.
+    """
+    is_node = isinstance(config, NodeConfig)
+    if not config.tls.insecure:
+        raise ConfigError("TLS is not set up; do without it on this machine with --insecure (tls.insecure)")
+    problems = []
+    if config.tls.insecure < ANYWHERE and isinstance(config, NodeConfig):
+        named = [("server.host", config.server.host), ("server.advertise_host", config.server.advertise_host)]
+        if isinstance(config, DecodeNodeConfig):
+            named += [("peers.prefill_nodes", address) for address in config.peers.prefill_nodes]
+        for setting, address in named:
+            if address is not None:
+                problems += [problem for problem in [why_not_plain_text(setting, address, config.tls.insecure)] if problem]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return NODE_WARNING if is_node else CLIENT_WARNING
+
+
+def why_not_plain_text(what: str, address: str, insecure: int) -> str | None:
+    """One line on why nothing may go to or from an address in plain text; None where it may.
+
+    Args:
+        what: Names the address, for example by its setting.
+        address: Host, or host:port.
+        insecure: As `tls.insecure`.
+    """
+    if insecure >= ANYWHERE or (insecure and is_loopback(address)):
+        return None
+    return f"{what} is {address}, which is no loopback address; without TLS it needs --insecure twice (tls.insecure: {ANYWHERE})"
