@@ -23,6 +23,7 @@ START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 10.0
 RANK_SILENCE_S = 30.0  # a rank reports every second; a busy machine can keep it from that for a while, a hung one never ends
 SILENCE_TICK_S = 1.0
+EXIT_GRACE_S = 0.2  # by then a rank that died has been seen to; its socket may end a moment before its process does
 
 log = structlog.get_logger(__name__)
 
@@ -134,11 +135,19 @@ class RankSupervisor:
             self.lose(f"a message to the ranks cannot be sent: {error}")
             raise
         if not is_taken:
-            self.lose("a rank does not take messages")
+            self._lose_soon("a rank does not take messages")
 
     def send(self, rank: int, message: object) -> None:
         if self._link is not None and not self._link.send(rank, message):
-            self.lose(f"rank {rank} does not take messages")
+            self._lose_soon(f"rank {rank} does not take messages")
+
+    def _lose_soon(self, reason: str) -> None:
+        """Give the life up, but let the exit of a process that died come first: it says which rank it was, and how."""
+        asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._lose_life, self.incarnation, reason)
+
+    def _lose_life(self, incarnation: int, reason: str) -> None:
+        if incarnation == self.incarnation:
+            self.lose(reason)
 
     async def stop(self, *, is_graceful: bool) -> None:
         """End the life; afterwards no process of it is left. Graceful: the ranks close what they have open."""

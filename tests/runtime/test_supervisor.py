@@ -19,8 +19,9 @@ import pytest
 from node_runtime import exit_codes
 from node_runtime import supervisor as supervisor_module
 from node_runtime.rank_group import RankGroup, end_fork_server
+from node_runtime.rank_link import LeaderLink
 from node_runtime.rank_process import RankSpec
-from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
+from node_runtime.supervisor import EXIT_GRACE_S, RankStartError, RankSupervisor, check_alike
 from tests.runtime import rank_entries
 from tests.runtime.instances import hello, prefill_config, until
 from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
@@ -102,6 +103,48 @@ async def test_a_message_that_cannot_be_sent_ends_the_life(tmp_path: Path) -> No
         assert "a message to the ranks cannot be sent" in ranks.lost[0]
 
 
+@pytest.mark.parametrize("to", ["all", "one"])
+async def test_a_rank_that_takes_no_messages_ends_the_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    monkeypatch.setattr(LeaderLink, "send" if to == "one" else "broadcast", lambda *_: False)
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        for _ in range(2):
+            if to == "one":
+                ranks.supervisor.send(1, Order(what="echo"))
+            else:
+                ranks.supervisor.broadcast(Order(what="echo"))
+        await until(lambda: bool(ranks.lost))
+        assert ranks.lost == ["rank 1 does not take messages" if to == "one" else "a rank does not take messages"]
+        await asyncio.sleep(2 * EXIT_GRACE_S)
+        assert len(ranks.lost) == 1
+
+
+async def test_the_death_of_a_rank_is_the_reason_though_its_socket_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        os.kill(ranks.supervisor.pids[1], signal.SIGKILL)
+        monkeypatch.setattr(LeaderLink, "broadcast", lambda *_: False)  # as when the leader hears of the socket first
+        ranks.supervisor.broadcast(Order(what="echo"))
+        assert not ranks.lost
+        await until(lambda: bool(ranks.lost))
+        assert ranks.lost == ["rank 1 died: killed by signal 9"]
+
+
+async def test_an_old_life_that_took_no_messages_does_not_end_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(LeaderLink, "broadcast", lambda *_: False)
+            patch.setattr(supervisor_module, "EXIT_GRACE_S", 2.0)
+            ranks.supervisor.broadcast(Order(what="echo"))
+        await ranks.supervisor.stop(is_graceful=False)
+        await ranks.supervisor.start()
+        await asyncio.sleep(2.5)
+        assert not ranks.lost
+
+
 async def test_the_leader_goes_on_while_its_ranks_start(tmp_path: Path) -> None:
     end_fork_server()  # of an earlier test, which has imported already
     loop = asyncio.get_running_loop()
@@ -169,6 +212,7 @@ def test_a_bug_at_start_is_in_the_log(tmp_path: Path) -> None:
     spec = f"""
 from pathlib import Path
 from node_runtime.rank_link import RankAddress
+from node_runtime.rank_link import LeaderLink
 from node_runtime.rank_process import RankSpec
 from tests.runtime import instances, rank_entries
 config = instances.prefill_config(Path("{tmp_path}"))
