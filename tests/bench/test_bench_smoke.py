@@ -21,10 +21,10 @@ ROW = {"case", "what", "median_s", "p99_s", "spread", "bytes", "gb_per_s", "rati
 POOL_TINY = ("--mb", "1", "--in-flight", "2", "--chunk-tokens", "4", "--layers-per-group", "0", "--ring-mb", "4")
 
 
-def bench(module: str, file: Path, *arguments: str, expected: int = 0) -> dict[str, Any]:
+def bench(module: str, file: Path, *arguments: str, expected: int = 0, timeout_s: float = 100) -> dict[str, Any]:
     """Run one as its user does; its record."""
     command = [sys.executable, "-m", module, "--json", str(file), "--quick", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-2000:]
     record: dict[str, Any] = json.loads(file.read_text())
     assert record["environment"].keys() == ENVIRONMENT
