@@ -504,6 +504,8 @@ class Receiver:
     # Time
 
     def _on_tick(self) -> None:
+        # What the last watermark had no room for is told by the next ones, also when nothing changes any more.
+        self._may_publish = self._may_publish or self._is_truncated
         due_s = self._now_s - self._settings.repeat_after_s
         for request in self._requests.values():
             if request.failure is None:

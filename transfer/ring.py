@@ -22,7 +22,7 @@ from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, Remo
 from transfer.ring_index import SortedPositions
 
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
-MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; ranges beyond it only delay a writer
+MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; when there are more, they take turns
 MAX_KEPT_RANGES = 16 * MAX_PUBLISHED_RANGES  # what a writer remembers of one ring; a peer must not be able to grow it
 MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
 
@@ -116,6 +116,7 @@ class StagingAllocator:
         self._end_of: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
         self._range_begins = SortedPositions()
+        self._next_range = 0  # where the next watermark goes on, when one has no room for all
         self._sequence = 0
         self._live_bytes = 0
         self._quarantined_bytes = 0
@@ -145,7 +146,7 @@ class StagingAllocator:
 
     @property
     def num_ranges(self) -> int:
-        """Released ranges above the watermark's position; a watermark names the lowest `MAX_PUBLISHED_RANGES` of them."""
+        """Released ranges above the watermark's position; a watermark names `MAX_PUBLISHED_RANGES` of them."""
         return len(self._end_of)
 
     def assign(self, num_bytes: int) -> Grant:
@@ -231,14 +232,19 @@ class StagingAllocator:
         )
 
     def watermark(self) -> Watermark:
-        """The state to publish, under the next sequence number."""
+        """The state to publish, under the next sequence number.
+
+        When there is no room for all released ranges, each watermark goes on where the last one ended: a range that is never
+        named holds the staging slot of its writer, and the grants that reuse its bytes, while anything older is unreleased.
+        """
         self._sequence += 1
-        lowest = itertools.islice(self._range_begins, MAX_PUBLISHED_RANGES)
+        named = self._range_begins.cycle_from(self._next_range, MAX_PUBLISHED_RANGES)
+        self._next_range = named[-1] + 1 if len(named) < len(self._end_of) else 0
         return Watermark(
             incarnation=self.incarnation,
             sequence=self._sequence,
             position=self._position,
-            released=tuple([Grant(begin, self._end_of[begin]) for begin in lowest]),
+            released=tuple([Grant(begin, self._end_of[begin]) for begin in sorted(named)]),
         )
 
     def check_invariants(self) -> None:
@@ -312,7 +318,7 @@ class RingView:
         self.capacity_bytes = capacity_bytes
         self.incarnation = incarnation
         self._watermark = Watermark(incarnation=incarnation, sequence=0, position=0)
-        # Released ranges above the watermark: as published, and what was heard of higher ones before.
+        # Released ranges above the watermark: all that was ever heard of.
         self._begins: list[int] = []
         self._ends: list[int] = []
 
@@ -333,12 +339,19 @@ class RingView:
             raise RemoteProtocolError(
                 f"watermark of {self.incarnation:#x} moved back from {self._watermark.position} to {watermark.position} (R2)"
             )
-        # Published are the lowest ranges; of those above them (positions are never used again) the older news stays true.
-        edge = watermark.released[-1].end if watermark.released else watermark.position
-        above = bisect_right(self._begins, edge)
         self._watermark = watermark
-        self._begins = [*[span.begin for span in watermark.released], *self._begins[above:]][:MAX_KEPT_RANGES]
-        self._ends = [*[span.end for span in watermark.released], *self._ends[above:]][:MAX_KEPT_RANGES]
+        # Published is what there is room for. Positions are never used again, so what was heard before is still true.
+        below = bisect_right(self._begins, watermark.position)
+        begins, ends = self._begins[below:], self._ends[below:]
+        for span in watermark.released:
+            first, behind = bisect_left(ends, span.begin), bisect_right(begins, span.end)  # of those that touch it
+            if first == behind:
+                begins.insert(first, span.begin)
+                ends.insert(first, span.end)
+            else:
+                begins[first:behind] = [min(span.begin, begins[first])]
+                ends[first:behind] = [max(span.end, ends[behind - 1])]
+        self._begins, self._ends = begins[:MAX_KEPT_RANGES], ends[:MAX_KEPT_RANGES]
         return True
 
     def is_writable(self, grant: Grant) -> bool:

@@ -67,6 +67,13 @@ class SortedPositions:
         block = self._blocks[at]
         return block[bisect_left(block, position) - 1]
 
+    def cycle_from(self, position: int, count: int) -> list[int]:
+        """The first `count` from `position` on, and behind the highest on from the lowest; each once at most."""
+        at = max(bisect_right(self._firsts, position) - 1, 0)
+        upper = itertools.dropwhile(lambda one: one < position, itertools.chain.from_iterable(self._blocks[at:]))
+        lower = itertools.takewhile(lambda one: one < position, self)
+        return list(itertools.islice(itertools.chain(upper, lower), count))
+
     def take(self, begin: int, end: int) -> list[int]:
         """Those in [begin, end), taken out."""
         taken: list[int] = []

@@ -76,10 +76,13 @@ def test_a_watermark_goes_to_those_whom_it_concerns(is_one_sided: bool) -> None:
 
 def test_a_watermark_without_room_for_every_range_goes_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode_node.receiver.MAX_PUBLISHED_RANGES", 0)
-    _, ask, arrive = two_writers(is_one_sided=True)
+    receiver, ask, arrive = two_writers(is_one_sided=True)
     first, second = ask(0, writer=1), ask(0, writer=2)
     assert arrive(0, second, writer=2) == [None]
+    # Nothing changes, and yet the next one goes out: what the last one left out is still to be told.
+    assert [publish.sessions for publish in of_type(receiver.tell(rx.Tick()), rx.PublishWatermark)] == [None]
     assert arrive(0, first, writer=1) == [None]  # whole, but the one before was not
+    assert not of_type(receiver.tell(rx.Tick()), rx.PublishWatermark)
     assert arrive(1, ask(1, writer=1), writer=1) == [frozenset({1})]
 
 

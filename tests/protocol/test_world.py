@@ -167,6 +167,26 @@ def test_watermarks_that_go_to_those_whom_they_concern_are_enough(
         World(config, seed).run()
 
 
+@pytest.mark.parametrize("is_one_sided", [False, True], ids=["two_sided", "one_sided"])
+def test_watermarks_without_room_for_every_range_are_enough(is_one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring in which most is released and little can be said: no session is closed because its pieces were not taken over."""
+    monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 1)
+    monkeypatch.setattr("decode_node.receiver.MAX_PUBLISHED_RANGES", 1)
+    for seed in range(10):
+        config = WorldConfig(
+            prefill_tp=2,
+            decode_tp=1,
+            is_one_sided=is_one_sided,
+            spare_cells=200,
+            num_slots=1,
+            grants_ahead=8,
+            num_requests=24,
+        )
+        world = World(config, seed)
+        world.run()
+        assert not any(plan.excuses for plan in world.requests.values())
+
+
 def test_the_faults_happen_and_some_requests_survive_them() -> None:
     """The histories are worth playing: in a fair number of them requests fail, and in a fair number they complete."""
     faults = Faults(loss=20, duplicate=20, reorder=True, corrupt=5, cancel=20, abort=20, link_deaths=1)

@@ -217,7 +217,7 @@ def test_only_a_live_grant_can_be_quarantined() -> None:
 # Watermarks, and what a writer makes of them
 
 
-def test_a_watermark_publishes_only_the_lowest_ranges_and_the_view_remembers_the_others() -> None:
+def test_a_watermark_publishes_as_many_ranges_as_have_room_and_the_view_remembers_the_others() -> None:
     num_grants = 2 * MAX_PUBLISHED_RANGES + 10
     ring, view = ring_of(num_grants), view_of(num_grants)
     grants = [ring.assign(CELL) for _ in range(num_grants)]
@@ -292,10 +292,41 @@ def test_truncated_ranges_only_delay() -> None:
     assert ring.is_writable(second_round)
     assert not view.is_writable(second_round)
     assert not view.is_released(last)
-    for grant in grants[0::2][:4]:
-        ring.release(grant)
-    view.update(ring.watermark())
+    view.update(ring.watermark())  # nothing has changed, but that it is the turn of the others
+    assert view.is_released(last)
     assert view.is_writable(second_round)
+
+
+@pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 2 * MAX_PUBLISHED_RANGES, 5 * MAX_PUBLISHED_RANGES + 7])
+def test_watermarks_name_every_range_by_turns(num_ranges: int) -> None:
+    """Otherwise one writer that stands still takes the ring from all: the gaps that it leaves are never closed."""
+    ring = ring_of(2 * num_ranges)
+    grants = [ring.assign(CELL) for _ in range(2 * num_ranges)]
+    for grant in grants[1::2]:
+        ring.release(grant)
+    for _ in range(3):
+        late = view_of(2 * num_ranges)  # heard nothing before: a session that has just been opened
+        for _ in range(-(-num_ranges // MAX_PUBLISHED_RANGES)):
+            late.update(ring.watermark())
+        assert all(late.is_released(grant) for grant in grants[1::2])
+        assert not any(late.is_released(grant) for grant in grants[0::2])
+
+
+def test_a_view_joins_what_it_heard_at_different_times() -> None:
+    view = view_of(16)
+
+    def hear(sequence: int, *released: Grant, position: int = 0) -> None:
+        assert view.update(Watermark(incarnation=7, sequence=sequence, position=position * CELL, released=released))
+
+    hear(1, cells(4, 5), cells(10, 12))
+    hear(2, cells(2, 3), cells(6, 8))
+    assert [view.is_released(cells(n, n + 1)) for n in range(13)] == [n in (2, 4, 6, 7, 10, 11) for n in range(13)]
+    hear(3, cells(5, 6))  # touches one on either side
+    assert view.is_released(cells(4, 8))
+    hear(4, cells(1, 13))
+    assert view.is_released(cells(1, 13)) and not view.is_released(cells(0, 1))
+    hear(5, cells(20, 21), position=14)
+    assert view.is_released(cells(0, 14)) and view.is_released(cells(20, 21)) and not view.is_released(cells(14, 15))
 
 
 def test_older_and_repeated_watermarks_and_those_of_another_life_are_ignored() -> None:

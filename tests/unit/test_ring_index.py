@@ -32,6 +32,9 @@ def test_sorted_positions_agree_with_a_set(seed: int, monkeypatch: pytest.Monkey
             plain -= set(range(position, end))
         assert positions.below(position) == max((one for one in plain if one < position), default=None)
         assert list(positions) == sorted(plain)
+        upper, lower = [n for n in sorted(plain) if n >= position], [n for n in sorted(plain) if n < position]
+        assert positions.cycle_from(position, 7) == [*upper, *lower][:7]
+        assert positions.cycle_from(position, 1000) == [*upper, *lower]
         assert len(positions) == len(plain)
     assert positions.take(0, 400) == sorted(plain)
     assert (list(positions), positions.below(400), positions.take(0, 400)) == ([], None, [])

@@ -229,7 +229,7 @@ def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
 
 
 def watermark_to_proto(watermark: Watermark, *, ring_capacity_bytes: int) -> pb.WatermarkAck:
-    """The ack of a watermark: its position as (round, tail), the lowest released ranges."""
+    """The ack of a watermark: its position as (round, tail), the released ranges."""
     position_round, tail = divmod(watermark.position, ring_capacity_bytes)
     return pb.WatermarkAck(
         incarnation=watermark.incarnation,

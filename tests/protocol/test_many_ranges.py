@@ -1,0 +1,116 @@
+"""Sender and receiver of a ring with more released ranges than one watermark has room for.
+
+Found by docs/models/ring.pml: a range that no watermark ever names holds the staging slot of its writer, and the grant that
+everything waits for may be in need of that slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from decode_node import receiver_events as rx
+from prefill_node import sender_events as tx
+from tests.protocol.machines import CELL, ReceiverHand, SenderHand, of_type
+from transfer.ring import MAX_PUBLISHED_RANGES, Grant
+
+NUM_REQUESTS = 2 * MAX_PUBLISHED_RANGES + 20
+
+
+class Pair:
+    """One writer and its target over a one-sided transport that works at once and loses nothing; only time is missing."""
+
+    def __init__(self, *, num_slots: int) -> None:
+        self.sender = SenderHand(ring_cells=2 * NUM_REQUESTS, num_slots=num_slots)
+        self.receiver = ReceiverHand(ring_cells=2 * NUM_REQUESTS, is_one_sided=True)
+        self.sent: list[str] = []
+        self._events: deque[tx.Event | rx.Event] = deque()
+
+    def play(self, *events: tx.Event | rx.Event) -> None:
+        """All that follows from these events."""
+        self._events.extend(events)
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, tx.Event):
+                for action in self.sender.tell(event):
+                    self._of_sender(action)
+            else:
+                for answer in self.receiver.tell(event):
+                    self._of_receiver(answer)
+
+    def tick(self) -> None:
+        self.sender.now_s += 2.0
+        self.receiver.now_s += 2.0
+        self.play(tx.Tick(), rx.Tick())
+
+    def _of_sender(self, action: tx.Action) -> None:
+        match action:
+            case tx.Send():
+                self._events.append(rx.MessageArrived(session=1, message=action.message))
+            case tx.StartGather():
+                self._events.append(tx.GatherFinished(slot=action.slot, digest=7))
+            case tx.StartWrite():
+                self._events.append(tx.WriteFinished(slot=action.slot))
+            case tx.RequestSent():
+                self.sent.append(action.request_id)
+            case tx.CloseSession() | tx.RequestFailed():
+                raise AssertionError(action)
+            case _:
+                pass
+
+    def _of_receiver(self, action: rx.Action) -> None:
+        match action:
+            case rx.Send():
+                self._events.append(tx.MessageArrived(session=1, message=action.message))
+            case rx.StartScatter():
+                self._events.append(rx.ScatterFinished(grant=action.grant, is_intact=True))
+            case rx.PublishWatermark():
+                self._events.append(tx.WatermarkArrived(session=1, watermark=self.receiver.ring.watermark()))
+            case rx.RequestFailed() | rx.CloseSession():
+                raise AssertionError(action)
+            case _:
+                pass
+
+
+def test_a_ring_full_of_gaps_does_not_keep_the_slots_from_the_grants_that_would_close_them() -> None:
+    pair = Pair(num_slots=2)
+    names = [f"r{number}" for number in range(NUM_REQUESTS)]
+    for name in names:
+        pair.receiver.expect(name, num_tokens=4)
+        for action in pair.sender.start(name, num_tokens=4):
+            pair._of_sender(action)
+        pair.play()
+    computed = [*names[1::2], *names[0::2]]  # every other one late, as where one engine has a long prompt between short ones
+    for name in computed:
+        pair.play(tx.ChunkComputed(request_id=name, chunk=0))
+    for _ in range(4 * NUM_REQUESTS):
+        pair.tick()
+    assert sorted(pair.sent) == sorted(names)
+
+
+def test_a_writer_that_stands_still_does_not_take_the_ring_from_the_others() -> None:
+    """Its session is lost and not over: its grants stay in quarantine for ever, each a gap, and the other writer goes on."""
+    ring_cells = 4 * NUM_REQUESTS
+    receiver = ReceiverHand(ring_cells=ring_cells, is_one_sided=True, prefill_tp=2)
+    grants: dict[tuple[str, int], Grant] = {}
+    for number in range(NUM_REQUESTS):
+        name = f"r{number}"
+        receiver.expect(name, num_tokens=4)
+        for writer in (0, 1):
+            answer = receiver.ask(0, request_id=name, route=writer, session=1 + writer, num_bytes=CELL)
+            grants[name, writer] = receiver.grants_of(answer)[0]
+    sender = SenderHand(ring_cells=ring_cells)
+    for number in range(NUM_REQUESTS):
+        name = f"r{number}"
+        receiver.ready(0, grants[name, 1], request_id=name, route=1, session=2, num_bytes=CELL)
+        receiver.scattered(grants[name, 1])
+    receiver.lose(1, is_over=False)
+    assert receiver.ring.num_ranges > MAX_PUBLISHED_RANGES
+    assert receiver.ring.quarantined_bytes == NUM_REQUESTS * CELL
+    # The other writer hears of its own releases, and of the bytes that it may use again, by ticks alone.
+    view = sender.machine._sessions[1].view
+    for _ in range(-(-NUM_REQUESTS // MAX_PUBLISHED_RANGES)):
+        (publish,) = of_type(receiver.tell(rx.Tick()), rx.PublishWatermark)
+        assert publish.sessions is None
+        sender.tell(tx.WatermarkArrived(session=1, watermark=receiver.ring.watermark()))
+    assert all(view.is_released(grants[f"r{number}", 1]) for number in range(NUM_REQUESTS))
+    assert not any(view.is_released(grants[f"r{number}", 0]) for number in range(NUM_REQUESTS))
