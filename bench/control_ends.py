@@ -30,10 +30,11 @@ from prefill_node import sender_events as tx
 from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.kernels.digest import DIGEST_XXH3
 from transfer.layout import DType, KVLayout, Shard, routes
-from transfer.messages import PROTOCOL_VERSIONS, GrantRequest, GrantsIssued, decode, encode
+from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS, GrantRequest, GrantsIssued, decode, encode
 from transfer.registry.client import TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import StagingAllocator, Watermark
@@ -333,12 +334,12 @@ async def between_two_processes(load: Load) -> Samples:
     """This process is the decode rank; the prefill ranks are a child, which measures and prints its result."""
     loop = asyncio.get_running_loop()
     ring_bytes = load.ring_chunks * CHUNK_BYTES
-    control = ZmqControlServer("tcp://127.0.0.1:0")
+    control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
     target = Target(loop, control.send, lambda watermark, sessions: servicer.publish(watermark, sessions), ring_bytes=ring_bytes)
 
     async def attach(request: AttachRequest) -> AttachResponse:
         session = request.prefill.incarnation - PREFILL_LIFE
-        control.allow(session)
+        control.allow(session, request.control_key)
         target.open(session)
         return AttachResponse(
             session_id=session,
@@ -347,6 +348,7 @@ async def between_two_processes(load: Load) -> Samples:
             answer=b"none",
             ring_capacity_bytes=ring_bytes,
             control_address=control.address,
+            control_key=control.public_key,
             heartbeat_s=servicer.heartbeat_s,
             protocol_version=PROTOCOL_VERSIONS[-1],
             probe_bytes=1,
@@ -390,9 +392,23 @@ async def run_writers(address: str, load: Load) -> Samples:
 async def _attached(address: str, session: int, stack: AsyncExitStack) -> Writer:
     client = TransferControlClient(address)
     stack.push_async_callback(client.close)
-    request = AttachRequest(prefill=instance(life_of(session)), prefill_rank=0, offer=b"none", chunk_plan=PLAN, probe_bytes=1)
+    keys = new_key_pair()
+    request = AttachRequest(
+        prefill=instance(life_of(session)),
+        prefill_rank=0,
+        offer=b"none",
+        chunk_plan=PLAN,
+        probe_bytes=1,
+        control_key=keys.public,
+    )
     attached = await client.attach(request, timeout_s=10.0)
-    control = ZmqControlClient(attached.control_address, session_id=session)
+    control = ZmqControlClient(
+        attached.control_address,
+        session_id=session,
+        keys=keys,
+        server_key=attached.control_key,
+        max_payload_bytes=MAX_MESSAGE_BYTES,
+    )
     stack.callback(control.close)
     ring_bytes = attached.ring_capacity_bytes
     loop = asyncio.get_running_loop()

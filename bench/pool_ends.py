@@ -25,13 +25,14 @@ from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSet
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.control.zmq_channel import ZmqControlServer
+from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible
 from transfer.kernels import head_slice_copier
 from transfer.kernels.digest import digests_for
 from transfer.layout import Shard, Span, wire_buffers
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
-from transfer.messages import PROTOCOL_VERSIONS
+from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS
 from transfer.metrics import RankMetrics
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import Watermark
@@ -291,7 +292,7 @@ class DecodeEnd:
         self._complete: dict[str, asyncio.Future[float]] = {}
         self._transport, open_lane = _data_plane(setting, lane, device)
         self.instance = own_instance(setting, setting.decode_shard, self._transport)
-        self._control = ZmqControlServer("tcp://127.0.0.1:0")
+        self._control = ZmqControlServer("tcp://127.0.0.1:0", keys=new_key_pair(), max_payload_bytes=MAX_MESSAGE_BYTES)
         # A one-sided probe writes behind the ring.
         probe_bytes = setting.config.transport.probe_bytes if self._transport.is_one_sided else 0
         self._receiver = ReceiverLoop(
@@ -332,7 +333,9 @@ class DecodeEnd:
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         self._session = secrets.randbits(62) + 1
         self._receiver.driver.add(session)
-        self._receiver.open_session(self._session, session, incarnation=request.prefill.incarnation)
+        self._receiver.open_session(
+            self._session, session, incarnation=request.prefill.incarnation, control_key=request.control_key
+        )
         if not self._transport.is_one_sided:
             scratch = self._transport.register(StagingBuffer(num_bytes=request.probe_bytes, device=self._device).tensor)
             plan = ProbePlan.fitting(request.probe_bytes)
@@ -344,6 +347,7 @@ class DecodeEnd:
             answer=answer,
             ring_capacity_bytes=self._setting.ring_bytes,
             control_address=self._control.address,
+            control_key=self._control.public_key,
             heartbeat_s=self._servicer.heartbeat_s,
             protocol_version=PROTOCOL_VERSIONS[-1],
             probe_bytes=request.probe_bytes,

@@ -147,10 +147,17 @@ class ReceiverLoop:
         """The ring's memory, to be offered to writers."""
         return self._memory
 
-    def open_session(self, number: int, session: Session, *, incarnation: int) -> None:
-        """Take over an attached session."""
+    def open_session(self, number: int, session: Session, *, incarnation: int, control_key: bytes = b"") -> None:
+        """Take over an attached session.
+
+        Args:
+            number: The session's id.
+            session: Its transport.
+            incarnation: The prefill instance's.
+            control_key: The writer's public key on the control plane, where that has keys.
+        """
         self._sessions[number] = session
-        self._control.allow(number)
+        self._control.allow(number, control_key)
         self._pump.feed(protocol.SessionOpened(session=number, incarnation=incarnation))
 
     def close_session(self, number: int, reason: str) -> None:

@@ -45,12 +45,13 @@ from node_runtime.warm_up import warm_up
 from transfer.chunk import largest_wire_bytes
 from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
+from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.memory.node_plan import ring_capacity_bytes
-from transfer.messages import clip_reason
+from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
@@ -131,7 +132,12 @@ class DecodeWorker:
         self._metrics.memory(memory.planned, memory.real)
         self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size), pool.num_pages)
         host, advertised = config.server.host, config.server.advertised_host
-        self._control = ZmqControlServer(f"tcp://{host_port(host, 0)}", advertise_host=advertised)
+        self._control = ZmqControlServer(
+            f"tcp://{host_port(host, 0)}",
+            keys=new_key_pair(),  # of this life
+            advertise_host=advertised,
+            max_payload_bytes=MAX_MESSAGE_BYTES,
+        )
         self._receiver = ReceiverLoop(
             loop=self._loop,
             owner=self,
@@ -200,7 +206,7 @@ class DecodeWorker:
             scales=conversion_scales(self._instance, request.prefill),
         )
         self._receiver.driver.add(session)
-        self._receiver.open_session(number, session, incarnation=request.prefill.incarnation)
+        self._receiver.open_session(number, session, incarnation=request.prefill.incarnation, control_key=request.control_key)
         probe_bytes = min(request.probe_bytes, self._config.transport.probe_bytes)
         if not self._transport.is_one_sided:
             probe_bytes = min(probe_bytes, ring.capacity_bytes)  # what a write names as its target must lie in what is offered
@@ -214,6 +220,7 @@ class DecodeWorker:
             answer=answer,
             ring_capacity_bytes=ring.capacity_bytes,
             control_address=self._control.address,
+            control_key=self._control.public_key,
             heartbeat_s=self._config.heartbeat.interval_s,
             protocol_version=agreement.protocol_version,
             probe_bytes=probe_bytes,
@@ -452,9 +459,11 @@ class DecodeWorker:
             "watermark_acks": self._servicer.num_acks,
             # Strangers' messages are dropped by the channel itself, before anybody has to look at them.
             "dropped_messages": self._receiver.num_dropped + self._control.num_dropped,
+            "refused_connections": self._control.num_refused,
         }
 
     def metrics(self) -> Any:
+        self._metrics.strangers_dropped(self._control.num_dropped)
         return self._metrics.snapshot(self.status())
 
     async def close(self) -> None:

@@ -16,9 +16,11 @@ from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan
 from transfer.config import NodeConfig
 from transfer.control.zmq_channel import ZmqControlClient
+from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import PeerUnreachable, StagingError, TransportError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import Route, routes, wire_dtype
+from transfer.messages import MAX_MESSAGE_BYTES
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
 from transfer.ring import Watermark
@@ -103,6 +105,7 @@ class DecodeSessions:
         self._open: dict[int, _Open] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._past_acks = 0
+        self._keys = new_key_pair()  # of this life, for every session
         self._device = torch.device(device)
         scratch = StagingBuffer(num_bytes=config.transport.probe_bytes, device=device)
         self._scratch = transport.register(scratch.tensor)
@@ -170,7 +173,13 @@ class DecodeSessions:
             self._check_answer(peer, decode_rank, address, answer)
             number = answer.session_id
             name = f"decode rank {decode_rank}"
-            control = ZmqControlClient(answer.control_address, session_id=number)
+            control = ZmqControlClient(
+                answer.control_address,
+                session_id=number,
+                keys=self._keys,
+                server_key=answer.control_key,
+                max_payload_bytes=MAX_MESSAGE_BYTES,
+            )
             undo.callback(control.close)
             watch = client.watch(
                 number,
@@ -252,6 +261,7 @@ class DecodeSessions:
                 offer=offer.blob,
                 chunk_plan=self._plan,
                 probe_bytes=self._config.transport.probe_bytes,
+                control_key=self._keys.public,
             )
             answer = await client.attach(request, timeout_s=ATTACH_TIMEOUT_S)
             check_compatible(self._own, answer.decode)

@@ -25,6 +25,9 @@ CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_relea
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.
 """
 
+CONTROL_KEY_BYTES: Final = 32
+"""Of a public key of the control plane (Curve25519)."""
+
 MAX_DIFFERENCES_CHARS: Final = 4000
 """Of the list of what differs: it goes into logs, and most of it is the peer's words."""
 
@@ -141,6 +144,7 @@ class AttachRequest:
         offer: The writer's half of the data-plane session, opaque (`transport.Offer.blob`).
         chunk_plan: The finest way in which requests are cut; each request names its own.
         probe_bytes: Largest write that its link probe can make.
+        control_key: The writer's public key on the control plane; the session is heard from nobody else.
     """
 
     prefill: Instance
@@ -148,9 +152,11 @@ class AttachRequest:
     offer: bytes
     chunk_plan: ChunkPlan
     probe_bytes: int
+    control_key: bytes
 
     def __post_init__(self) -> None:
         _check_rank("prefill_rank", self.prefill_rank, self.prefill)
+        _check_key(self.control_key)
         if self.probe_bytes < 1:
             raise LayoutError(f"probe_bytes is {self.probe_bytes}; it must be positive")
 
@@ -169,6 +175,7 @@ class AttachResponse:
         heartbeat_s: Seconds between beats of the session's life line, above 0.
         protocol_version: The version to speak, as `check_compatible` chose it.
         probe_bytes: Size of the link probe's bulk write; the smaller of both sides' limits.
+        control_key: The rank's public key on the control plane; the writer speaks to nobody else there.
     """
 
     session_id: int
@@ -180,6 +187,7 @@ class AttachResponse:
     heartbeat_s: float
     protocol_version: int
     probe_bytes: int
+    control_key: bytes
 
     def __post_init__(self) -> None:
         check_id("session_id", self.session_id)
@@ -191,6 +199,7 @@ class AttachResponse:
             raise LayoutError(
                 f"ring_capacity_bytes is {self.ring_capacity_bytes}; it must be a positive multiple of {ALIGNMENT_BYTES}"
             )
+        _check_key(self.control_key)
         if not self.control_address:
             raise LayoutError("control_address is empty; a decode rank names its control channel")
         if not 0 < self.heartbeat_s < float("inf"):
@@ -198,6 +207,11 @@ class AttachResponse:
         if self.protocol_version not in self.decode.protocol_versions:
             spoken = _listed(self.decode.protocol_versions)
             raise LayoutError(f"protocol_version is {self.protocol_version}; the decode instance speaks {spoken}")
+
+
+def _check_key(key: bytes) -> None:
+    if len(key) != CONTROL_KEY_BYTES:
+        raise LayoutError(f"control_key has {len(key)} bytes; it must have {CONTROL_KEY_BYTES}")
 
 
 def check_compatible(prefill: Instance, decode: Instance) -> Agreement:

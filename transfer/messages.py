@@ -35,7 +35,9 @@ PROTOCOL_VERSIONS: Final = (PROTOCOL_VERSION,)
 """Versions that this build speaks, ascending; both sides of a session use the highest common one. With a second one `encode()`
 has to be told the session's."""
 
-MAX_MESSAGE_BYTES: Final = 1 << 20
+MAX_MESSAGE_BYTES: Final = 1 << 16
+"""Twice the largest message that there is, a `GrantsIssued` of `MAX_CHUNKS_PER_MESSAGE` grants."""
+
 MAX_CHUNKS_PER_MESSAGE: Final = 1024
 MAX_REASON_CHARS: Final = 512
 MAX_REQUEST_ID_CHARS: Final = 128

@@ -78,6 +78,7 @@ RANK_METRICS: Final = (
     _spec("counter", "resends", "Chunk sends that were repeated because the bytes arrived broken."),
     _spec("counter", "broken_chunks", "Chunks that arrived with another digest than they were sent with."),
     _spec("counter", "dropped_messages", "Control messages that broke a rule and were dropped.", "reason"),
+    _spec("counter", "refused_connections", "Connections to the control port that showed no key of an attached writer."),
     _spec("counter", "watermark_acks", "Watermark acks sent (decode) or received (prefill)."),
     _spec("histogram", "stage_seconds", "Seconds that a stage of a transfer took.", "stage", buckets=STAGE_BUCKETS_S),
     _spec("gauge", "ring_capacity_bytes", "Size of the ring."),
@@ -186,10 +187,13 @@ class RankMetrics:
         self._reasons: set[str] = set()
         self._links: dict[int, Link] = {}  # by session, the one that was measured last at the end
         self._num_acks = 0
+        self._num_strange = 0
+        self._num_refused = 0
         for stage in RANK_STAGES[role]:
             self._series("stage_seconds", stage=stage)
         counters = ("transferred_bytes", "chunks", "watermark_acks", "broken_chunks")
-        for name in (*counters, *(("writes", "writes_avoided", "resends") if role == "prefill" else ())):
+        of_role = {"prefill": ("writes", "writes_avoided", "resends"), "decode": ("refused_connections",)}
+        for name in (*counters, *of_role[role]):
             self._series(name)
 
     def credit_wait_seconds(self, seconds: float) -> None:
@@ -233,6 +237,12 @@ class RankMetrics:
             reason = "other"
         self._reasons.add(reason)
         self._series("dropped_messages", reason=reason).inc()
+
+    def strangers_dropped(self, total: int) -> None:
+        """The control channel has dropped that many messages since the rank started, before anybody had to look at them."""
+        self._reasons.add("stranger")
+        self._series("dropped_messages", reason="stranger").inc(max(0, total - self._num_strange))
+        self._num_strange = max(total, self._num_strange)
 
     def link_measured(self, session: int, link: Link) -> None:
         """A session's link was measured, for the first time or again.
@@ -300,6 +310,9 @@ class RankMetrics:
         num_acks = status.get("watermark_acks", self._num_acks)
         self._series("watermark_acks").inc(max(0, num_acks - self._num_acks))
         self._num_acks = max(num_acks, self._num_acks)
+        if "refused_connections" in status:
+            self._series("refused_connections").inc(max(0, status["refused_connections"] - self._num_refused))
+            self._num_refused = max(status["refused_connections"], self._num_refused)
 
 
 def _link_labels(link: Link) -> dict[str, str]:

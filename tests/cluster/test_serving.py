@@ -36,6 +36,7 @@ from tests.cluster.conftest import HEARTBEAT_S
 from transfer import messages
 from transfer.chunk import ChunkPlan
 from transfer.control.zmq_channel import ZmqControlClient
+from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import TransportError
 from transfer.instance import AttachRequest, AttachResponse
 from transfer.pb import kvferry_pb2 as pb
@@ -224,7 +225,7 @@ def hostile_payloads(incarnation: int) -> list[bytes]:
         b"",
         b"\x00",
         secrets.token_bytes(200),
-        b"\xff" * 70_000,
+        b"\xff" * 60_000,
         msgpack.packb({"type": "grant_request", "version": 99}),
         msgpack.packb([1, 2, 3]),
         right,
@@ -232,6 +233,12 @@ def hostile_payloads(incarnation: int) -> list[bytes]:
         messages.encode(messages.WriterDrained(incarnation=incarnation, request_id="ghost", route=1 << 40)),
         messages.encode(messages.AbortTransfer(incarnation=incarnation, request_id="ghost", route=0, reason="no reason")),
     ]
+
+
+async def num_refused(cluster: LocalCluster) -> int:
+    status = await status_of(cluster.decode)
+    assert status is not None
+    return sum(rank.refused_connections for rank in status.ranks)
 
 
 async def num_dropped(cluster: LocalCluster) -> int:
@@ -246,7 +253,7 @@ async def test_strangers_on_every_port_change_nothing(steady: LocalCluster, refe
     assert len(ports) >= 2 * len(steady.decode.rank_pids), "each rank listens on gRPC and on ZeroMQ"
     leaders = [int(address.rpartition(":")[2]) for node in steady.nodes for address in (node.address, node.http_address)]
     pids = steady.decode.rank_pids + steady.prefill.rank_pids
-    before = await num_dropped(steady)
+    before, dropped = await num_refused(steady), await num_dropped(steady)
     prompts = [prompt(300, 70 + variant) for variant in range(3)]
     async with Caller(steady.decode.address) as caller:
         flights = [caller.begin(token_ids, 60)[1] for token_ids in prompts]
@@ -275,7 +282,12 @@ async def test_strangers_on_every_port_change_nothing(steady: LocalCluster, refe
             reference.check(token_ids, await task)
     assert steady.decode.rank_pids + steady.prefill.rank_pids == pids
     await until_idle(steady.prefill, steady.decode)
-    assert await num_dropped(steady) > before, "the strangers' messages were not counted"
+    assert await num_dropped(steady) == dropped, "a stranger was heard"
+
+    async def are_counted() -> bool:
+        return await num_refused(steady) >= before + 3 * len(steady.decode.rank_pids)
+
+    await until(are_counted, "the strangers refused and counted", within_s=30)
 
 
 async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: LocalCluster, reference: Reference) -> None:
@@ -285,8 +297,14 @@ async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: L
     rogue = replace(instance_from_proto(status.instance), incarnation=secrets.randbits(62) + 1)
     transport = UcxTransport(lane="auto")
     offer = transport.offer()
+    keys = new_key_pair()
     request = AttachRequest(
-        prefill=rogue, prefill_rank=0, offer=offer.blob, chunk_plan=ChunkPlan(chunk_tokens=128), probe_bytes=4096
+        prefill=rogue,
+        prefill_rank=0,
+        offer=offer.blob,
+        chunk_plan=ChunkPlan(chunk_tokens=128),
+        probe_bytes=4096,
+        control_key=keys.public,
     )
     before = await num_dropped(steady)
     token_ids = prompt(300, 90)
@@ -294,7 +312,9 @@ async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: L
         client, answer = await attach_somewhere(await control_ports(steady), request)
         try:
             session = offer.complete(answer.answer)
-            control = ZmqControlClient(answer.control_address, session_id=answer.session_id)
+            control = ZmqControlClient(
+                answer.control_address, session_id=answer.session_id, keys=keys, server_key=answer.control_key
+            )
             flight = caller.begin(token_ids, 60)[1]
             payloads = hostile_payloads(rogue.incarnation) + hostile_payloads(steady.prefill.incarnation)
             for payload in payloads:
@@ -324,8 +344,14 @@ async def test_a_silent_stranger_in_the_nodes_own_name_breaks_no_join(steady: Lo
     stranger = replace(real, shard=replace(real.shard, tp_size=4))
     transport = UcxTransport(lane="auto")
     offer = transport.offer()
+    keys = new_key_pair()
     request = AttachRequest(
-        prefill=stranger, prefill_rank=3, offer=offer.blob, chunk_plan=ChunkPlan(chunk_tokens=128), probe_bytes=4096
+        prefill=stranger,
+        prefill_rank=3,
+        offer=offer.blob,
+        chunk_plan=ChunkPlan(chunk_tokens=128),
+        probe_bytes=4096,
+        control_key=keys.public,
     )
     client, answer = await attach_somewhere(await control_ports(steady), request)
     session = offer.complete(answer.answer)

@@ -12,48 +12,72 @@ from pathlib import Path
 
 import pytest
 
-from transfer.control.base import MAX_PAYLOAD_BYTES, WATCH_BATCH, ControlClient, ControlServer, Received
+from transfer.control.base import MAX_PAYLOAD_BYTES, WATCH_BATCH, ControlClient, ControlServer, KeyPair, Received
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
+from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import LocalProtocolError, PeerUnreachable, TransportClosed
 
 DEADLINE_S = 5.0
 
 
+SERVER_KEYS = new_key_pair()
+KEYS = new_key_pair()
+OTHER_KEYS = new_key_pair()
+"""Of the server; of clients, where a test says nothing else; of one more client."""
+
+
 @dataclass
 class Channels:
-    """A factory of one kind of channel; closes whatever it made."""
+    """A factory of one kind of channel; closes whatever it made.
+
+    Args:
+        key: Of the clients, as `ControlServer.allow` wants it; empty where channels of this kind have none.
+    """
 
     open_server: Callable[[], ControlServer]
-    open_client: Callable[[str, int], ControlClient]
+    open_client: Callable[..., ControlClient]
+    key: bytes
 
 
-@pytest.fixture(params=["zmq-tcp", "zmq-ipc", "inproc"])
-def channels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Channels]:
+def channels_of(kind: str, folder: Path) -> Iterator[Channels]:
     opened: list[ControlServer | ControlClient] = []
     serial = itertools.count()
+    has_keys = kind in ("zmq-tcp", "inproc-keys")
 
     def open_server() -> ControlServer:
         server: ControlServer
-        if request.param == "inproc":
-            server = InprocControlServer()
+        keys = SERVER_KEYS if has_keys else None
+        if kind.startswith("inproc"):
+            server = InprocControlServer(keys=keys)
         else:
-            server = ZmqControlServer("tcp://127.0.0.1:0" if request.param == "zmq-tcp" else f"ipc://{tmp_path}/{next(serial)}")
+            server = ZmqControlServer("tcp://127.0.0.1:0" if kind == "zmq-tcp" else f"ipc://{folder}/{next(serial)}", keys=keys)
         opened.append(server)
         return server
 
-    def open_client(address: str, session_id: int) -> ControlClient:
+    def open_client(address: str, session_id: int, keys: KeyPair = KEYS, server_key: bytes = SERVER_KEYS.public) -> ControlClient:
+        kind_of_client = InprocControlClient if kind.startswith("inproc") else ZmqControlClient
         client: ControlClient
-        if request.param == "inproc":
-            client = InprocControlClient(address, session_id=session_id)
+        if has_keys:
+            client = kind_of_client(address, session_id=session_id, keys=keys, server_key=server_key)
         else:
-            client = ZmqControlClient(address, session_id=session_id)
+            client = kind_of_client(address, session_id=session_id)
         opened.append(client)
         return client
 
-    yield Channels(open_server=open_server, open_client=open_client)
+    yield Channels(open_server=open_server, open_client=open_client, key=KEYS.public if has_keys else b"")
     for end in reversed(opened):
         end.close()
+
+
+@pytest.fixture(params=["zmq-tcp", "zmq-ipc", "inproc-keys", "inproc"])
+def channels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Channels]:
+    yield from channels_of(request.param, tmp_path)
+
+
+@pytest.fixture(params=["zmq-tcp", "inproc-keys"])
+def with_keys(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Channels]:
+    yield from channels_of(request.param, tmp_path)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -77,7 +101,7 @@ def payloads_of(client: ControlClient, count: int) -> list[bytes]:
 
 def joined(channels: Channels, session_id: int = 7) -> tuple[ControlServer, ControlClient]:
     server = channels.open_server()
-    server.allow(session_id)
+    server.allow(session_id, channels.key)
     client = channels.open_client(server.address, session_id)
     assert client.send(b"hello")
     assert received_by(server, 1) == [Received(peer=session_id, payload=b"hello")]
@@ -99,7 +123,7 @@ def test_payloads_go_both_ways_whole_and_in_order(channels: Channels) -> None:
 def test_every_session_id_and_every_payload_size_is_carried(channels: Channels) -> None:
     server = channels.open_server()
     for session_id in (1, 255, 2**63, 2**64 - 1):
-        server.allow(session_id)
+        server.allow(session_id, channels.key)
         client = channels.open_client(server.address, session_id)
         for payload in (b"", b"\x00", bytes(MAX_PAYLOAD_BYTES)):
             assert client.send(payload)
@@ -112,7 +136,7 @@ def test_peers_do_not_mix(channels: Channels) -> None:
     server = channels.open_server()
     clients = {}
     for session_id in range(1, 9):
-        server.allow(session_id)
+        server.allow(session_id, channels.key)
         clients[session_id] = channels.open_client(server.address, session_id)
     for number in range(20):
         for session_id, client in clients.items():
@@ -126,7 +150,9 @@ def test_peers_do_not_mix(channels: Channels) -> None:
 
 
 def test_a_peer_that_is_not_allowed_is_dropped_and_counted(channels: Channels) -> None:
+    """It has come in with the key of another session, and says that it is one that nobody has heard of."""
     server = channels.open_server()
+    server.allow(7, channels.key)
     stranger = channels.open_client(server.address, 9)
     assert stranger.send(b"let me in")
     until(lambda: server.drain(lambda _: pytest.fail("a stranger got through")) == 0 and server.num_dropped == 1, "one drop")
@@ -136,7 +162,7 @@ def test_a_peer_that_is_not_allowed_is_dropped_and_counted(channels: Channels) -
 
 def test_a_forgotten_peer_is_dropped_and_others_go_on(channels: Channels) -> None:
     server, client = joined(channels)
-    server.allow(8)
+    server.allow(8, channels.key)
     other = channels.open_client(server.address, 8)
     assert other.send(b"one")
     received_by(server, 1)
@@ -152,7 +178,7 @@ def test_a_forgotten_peer_is_dropped_and_others_go_on(channels: Channels) -> Non
 
 def test_a_send_to_an_allowed_peer_that_is_not_there_says_so(channels: Channels) -> None:
     server = channels.open_server()
-    server.allow(7)
+    server.allow(7, channels.key)
     assert not server.send(7, b"anyone?")
     assert server.num_unsent == 1
 
@@ -173,7 +199,7 @@ def test_a_closed_peer_is_noticed_and_hurts_nobody(channels: Channels) -> None:
 
 
 def joined_to(channels: Channels, server: ControlServer, session_id: int) -> tuple[ControlServer, ControlClient]:
-    server.allow(session_id)
+    server.allow(session_id, channels.key)
     client = channels.open_client(server.address, session_id)
     assert client.send(b"hello")
     assert received_by(server, 1) == [Received(peer=session_id, payload=b"hello")]
@@ -238,7 +264,7 @@ def test_use_after_close_is_refused(channels: Channels) -> None:
 def test_an_id_that_names_no_session_is_refused(channels: Channels, session_id: int) -> None:
     server = channels.open_server()
     with pytest.raises(LocalProtocolError, match=str(session_id)):
-        server.allow(session_id)
+        server.allow(session_id, channels.key)
     with pytest.raises(LocalProtocolError, match=str(session_id)):
         channels.open_client(server.address, session_id)
 
@@ -371,6 +397,7 @@ def test_watch_leaves_the_loop_its_turn(channels: Channels) -> None:
 def test_a_stranger_who_floods_does_not_keep_the_loop(channels: Channels) -> None:
     """Each payload that is dropped counts like one that is handed over."""
     server = channels.open_server()
+    server.allow(7, channels.key)
     stranger = channels.open_client(server.address, 9)
 
     async def run() -> tuple[int, int]:
@@ -408,3 +435,85 @@ def test_one_receive_drops_at_most_a_batch(channels: Channels) -> None:
     assert 0 < server.num_dropped <= WATCH_BATCH
     assert client.send(b"me too")
     assert received_by(server, 1) == [Received(peer=7, payload=b"me too")]
+
+
+# What only channels with keys do
+
+
+def test_a_key_that_is_not_allowed_does_not_come_in(with_keys: Channels) -> None:
+    server, client = joined(with_keys)
+    stranger = with_keys.open_client(server.address, 7 + 1, OTHER_KEYS)
+    for _ in range(100):
+        stranger.send(b"let me in")
+    until(lambda: server.num_refused == 1, "one refusal")
+    assert server.public_key == SERVER_KEYS.public
+    assert not server.has_pending() and server.num_dropped == 0, "what it said was kept"
+    assert client.send(b"me")
+    assert received_by(server, 1) == [Received(peer=7, payload=b"me")]
+
+
+def test_a_session_is_heard_only_from_the_key_that_attached_it(with_keys: Channels) -> None:
+    """Both keys are allowed; the one claims the other's session, whose own writer has not come yet."""
+    server = with_keys.open_server()
+    server.allow(7, KEYS.public)
+    server.allow(8, OTHER_KEYS.public)
+    liar = with_keys.open_client(server.address, 7, OTHER_KEYS)
+    assert liar.send(b"I am 7")
+    until(lambda: server.receive() is None and server.num_dropped == 1, "one drop")
+    honest = with_keys.open_client(server.address, 8, OTHER_KEYS)
+    assert honest.send(b"I am 8")
+    assert received_by(server, 1) == [Received(peer=8, payload=b"I am 8")]
+    assert server.num_refused == 0 and server.num_dropped == 1
+
+
+def test_a_withdrawn_key_is_not_heard_and_does_not_come_in_again(with_keys: Channels) -> None:
+    server, client = joined(with_keys)
+    server.forget(7)
+    assert client.send(b"still me")
+    until(lambda: server.receive() is None and server.num_dropped == 1, "one drop")
+    again = with_keys.open_client(server.address, 7)
+    again.send(b"me again")
+    until(lambda: server.num_refused == 1, "one refusal")
+    assert not server.has_pending()
+
+
+def test_a_key_stays_for_as_long_as_one_of_its_sessions(with_keys: Channels) -> None:
+    server, _ = joined(with_keys)
+    server.allow(8, KEYS.public)
+    server.forget(7)
+    other = with_keys.open_client(server.address, 8)
+    assert other.send(b"second session")
+    assert received_by(server, 1) == [Received(peer=8, payload=b"second session")]
+
+
+def test_a_client_speaks_only_to_the_server_that_it_was_told_of(with_keys: Channels) -> None:
+    server, _ = joined(with_keys)
+    server.allow(8, KEYS.public)
+    mistaken = with_keys.open_client(server.address, 8, KEYS, OTHER_KEYS.public)
+    mistaken.send(b"a secret for somebody else")
+    time.sleep(0.3)
+    assert not server.has_pending() and not server.send(8, b"an answer") and mistaken.receive() is None
+
+
+@pytest.mark.parametrize("key", [b"", bytes(31), bytes(33)])
+def test_what_is_no_key_is_refused(with_keys: Channels, key: bytes) -> None:
+    server = with_keys.open_server()
+    with pytest.raises(LocalProtocolError, match=f"public key has {len(key)} bytes; it must have 32"):
+        server.allow(7, key)
+    with pytest.raises(LocalProtocolError, match=f"has {len(key)} bytes; it must have 32"):
+        KeyPair(public=KEYS.public, secret=key)
+
+
+def test_a_key_for_a_server_without_is_refused(tmp_path: Path) -> None:
+    for server in (InprocControlServer(), ZmqControlServer(f"ipc://{tmp_path}/x")):
+        assert server.public_key == b"" and server.num_refused == 0
+        with pytest.raises(LocalProtocolError, match="has none of its own"):
+            server.allow(7, KEYS.public)
+        server.close()
+
+
+def test_a_secret_key_is_never_shown() -> None:
+    assert new_key_pair() != new_key_pair()
+    shown = f"{KEYS} {KEYS!r}"
+    assert repr(KEYS.public) in shown
+    assert repr(KEYS.secret) not in shown and "secret" not in shown

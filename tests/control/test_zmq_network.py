@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
+from zmq.utils import z85
 
-from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH, Received
-from transfer.control.zmq_channel import HEARTBEAT_INTERVAL_MS, ZmqControlClient, ZmqControlServer
-from transfer.errors import ConfigError
+from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH, KeyPair, Received
+from transfer.control.zmq_channel import HANDSHAKE_MS, HEARTBEAT_INTERVAL_MS, REFUSED_AFTER_S, ZmqControlClient, ZmqControlServer
+from transfer.control.zmq_doorkeeper import Arrivals, new_key_pair
+from transfer.errors import ConfigError, LocalProtocolError
 
 DEADLINE_S = 8.0
+SERVER_KEYS = new_key_pair()
+KEYS = new_key_pair()
+
+
+def open_server(bind: str = "tcp://127.0.0.1:0", **options: Any) -> ZmqControlServer:
+    server = ZmqControlServer(bind, keys=SERVER_KEYS, **options)
+    server.allow(7, KEYS.public)
+    return server
+
+
+def open_client(address: str) -> ZmqControlClient:
+    return ZmqControlClient(address, session_id=7, keys=KEYS, server_key=SERVER_KEYS.public)
+
+
+@contextlib.contextmanager
+def odd_peer(address: str, keys: KeyPair | None = KEYS) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER that says what no client says; with the keys of one, or with none."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as odd:
+        odd.setsockopt(zmq.LINGER, 0)
+        odd.setsockopt(zmq.ROUTING_ID, b"\x01" + (7).to_bytes(8, "big"))
+        if keys is not None:
+            odd.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+            odd.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+            odd.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(SERVER_KEYS.public))
+        odd.connect(address)
+        yield odd
 
 
 class Proxy:
@@ -31,7 +63,9 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.num_connections = 0
+        self.seen = bytearray()
         self.is_silent = False
+        self.spoils: str | None = None  # "up" or "down": the next bytes on that way have a bit changed
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -43,12 +77,16 @@ class Proxy:
             far = socket.create_connection(("127.0.0.1", self._target_port))
             self._pairs.append((near, far))
             self.num_connections += 1
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
+            for source, sink, way in ((near, far, "up"), (far, near, "down")):
+                threading.Thread(target=self._relay, args=(source, sink, way), daemon=True).start()
 
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
+    def _relay(self, source: socket.socket, sink: socket.socket, way: str) -> None:
         try:
             while data := source.recv(65536):
+                self.seen += data
+                if self.spoils == way:
+                    self.spoils = None
+                    data = data[:-1] + bytes([data[-1] ^ 1])
                 while self.is_silent:
                     time.sleep(0.01)
                 sink.sendall(data)
@@ -57,6 +95,14 @@ class Proxy:
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """As a peer that crashes: the other end is told that all is over, in the midst of what it was sent."""
+        pairs = list(self._pairs)
+        self.cut()
+        for _, far in pairs:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            far.close()
 
     def cut(self) -> None:
         for pair in self._pairs:
@@ -72,8 +118,7 @@ class Proxy:
 
 @pytest.fixture
 def server() -> Iterator[ZmqControlServer]:
-    server = ZmqControlServer("tcp://127.0.0.1:0")
-    server.allow(7)
+    server = open_server()
     yield server
     server.close()
 
@@ -99,7 +144,7 @@ def wait_for(server: ZmqControlServer, client: ZmqControlClient, payload: bytes)
 
 def test_a_session_survives_a_broken_connection(server: ZmqControlServer) -> None:
     proxy = Proxy(port_of(server))
-    client = ZmqControlClient(proxy.address, session_id=7)
+    client = open_client(proxy.address)
     wait_for(server, client, b"one")
     proxy.cut()
     wait_for(server, client, b"two")
@@ -111,7 +156,7 @@ def test_a_session_survives_a_broken_connection(server: ZmqControlServer) -> Non
 def test_a_session_survives_a_silent_network(server: ZmqControlServer) -> None:
     """Neither end hears of the break: both heartbeats time out, and the new connection must not meet the old id still alive."""
     proxy = Proxy(port_of(server))
-    client = ZmqControlClient(proxy.address, session_id=7)
+    client = open_client(proxy.address)
     wait_for(server, client, b"one")
     proxy.is_silent = True
     time.sleep(1.2)
@@ -125,12 +170,17 @@ def test_a_session_survives_a_silent_network(server: ZmqControlServer) -> None:
 def test_a_frozen_peer_is_noticed(server: ZmqControlServer) -> None:
     code = (
         "import sys, time\n"
+        "from transfer.control.base import KeyPair\n"
         "from transfer.control.zmq_channel import ZmqControlClient\n"
-        "client = ZmqControlClient(sys.argv[1], session_id=7)\n"
+        "server_key, public, secret = map(bytes.fromhex, sys.argv[2:])\n"
+        "keys = KeyPair(public=public, secret=secret)\n"
+        "client = ZmqControlClient(sys.argv[1], session_id=7, keys=keys, server_key=server_key)\n"
         "client.send(b'here')\n"
         "time.sleep(60)\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, server.address])
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, server.address, SERVER_KEYS.public.hex(), KEYS.public.hex(), KEYS.secret.hex()]
+    )
     try:
         begin = time.monotonic()
         while server.receive() is None:
@@ -149,7 +199,7 @@ def test_a_frozen_peer_is_noticed(server: ZmqControlServer) -> None:
 
 
 def test_garbage_on_the_port_hurts_nobody(server: ZmqControlServer) -> None:
-    client = ZmqControlClient(server.address, session_id=7)
+    client = open_client(server.address)
     wait_for(server, client, b"before")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(10_000), b"\xff" + bytes(8) + b"\x7f" + b"\x03" * 500, os.urandom(4096)):
         with socket.create_connection(("127.0.0.1", port_of(server))) as stranger:
@@ -162,24 +212,18 @@ def test_garbage_on_the_port_hurts_nobody(server: ZmqControlServer) -> None:
 
 
 def test_payloads_of_more_than_one_part_are_dropped_and_counted(server: ZmqControlServer) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as odd:
-        odd.setsockopt(zmq.ROUTING_ID, b"\x01" + (7).to_bytes(8, "big"))
-        odd.connect(server.address)
+    with odd_peer(server.address) as odd:
         odd.send_multipart([b"two", b"parts"])
         odd.send(b"whole")
         begin = time.monotonic()
         while (received := server.receive()) is None and time.monotonic() - begin < DEADLINE_S:
             time.sleep(0.01)
-        odd.setsockopt(zmq.LINGER, 0)
     assert received == Received(peer=7, payload=b"whole")
     assert server.num_dropped == 1
 
 
 def test_a_payload_above_the_limit_cuts_the_sender_off(server: ZmqControlServer) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as odd:
-        odd.setsockopt(zmq.LINGER, 0)
-        odd.setsockopt(zmq.ROUTING_ID, b"\x01" + (7).to_bytes(8, "big"))
-        odd.connect(server.address)
+    with odd_peer(server.address) as odd:
         odd.send(bytes(MAX_PAYLOAD_BYTES + 1))
         time.sleep(0.3)
         assert server.receive() is None
@@ -187,35 +231,30 @@ def test_a_payload_above_the_limit_cuts_the_sender_off(server: ZmqControlServer)
 
 def test_an_address_in_use_is_named(server: ZmqControlServer) -> None:
     with pytest.raises(ConfigError, match=f"{server.address}.*in use"):
-        ZmqControlServer(server.address)
+        open_server(server.address)
 
 
 def test_a_wildcard_needs_a_host_to_advertise() -> None:
     with pytest.raises(ConfigError, match="advertise"):
-        ZmqControlServer("tcp://0.0.0.0:0")
-    server = ZmqControlServer("tcp://0.0.0.0:0", advertise_host="127.0.0.1")
-    server.allow(7)
-    client = ZmqControlClient(server.address, session_id=7)
+        open_server("tcp://0.0.0.0:0")
+    server = open_server("tcp://0.0.0.0:0", advertise_host="127.0.0.1")
+    client = open_client(server.address)
     wait_for(server, client, b"hello")
     client.close()
     server.close()
 
 
 def test_ipv6_is_served() -> None:
-    server = ZmqControlServer("tcp://[::1]:0")
-    server.allow(7)
+    server = open_server("tcp://[::1]:0")
     assert server.address.startswith("tcp://[::1]:")
-    client = ZmqControlClient(server.address, session_id=7)
+    client = open_client(server.address)
     wait_for(server, client, b"hello")
     client.close()
     server.close()
 
 
 def test_a_message_of_endless_parts_is_dropped_in_steps(server: ZmqControlServer) -> None:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as odd:
-        odd.setsockopt(zmq.LINGER, 0)
-        odd.setsockopt(zmq.ROUTING_ID, b"\x01" + (7).to_bytes(8, "big"))
-        odd.connect(server.address)
+    with odd_peer(server.address) as odd:
         odd.send_multipart([b"part"] * (2 * WATCH_BATCH + 10))
         odd.send(b"whole")
         begin = time.monotonic()
@@ -228,7 +267,7 @@ def test_a_message_of_endless_parts_is_dropped_in_steps(server: ZmqControlServer
 
 
 PEER_THAT_FLOODS_AND_BREAKS_OFF = """
-import socket, struct, time
+import socket, struct, sys, time
 
 GREETING = bytes([255]) + bytes(8) + bytes([0x7F, 3, 1]) + b"NULL".ljust(20, bytes(1)) + bytes(32)
 PING = bytes([4, 7, 4]) + b"PING" + bytes([0, 6])
@@ -261,8 +300,10 @@ def flood(connection, kind):
 
 FLOODED_SERVER = """
 from transfer.control.zmq_channel import ZmqControlServer
-server = ZmqControlServer("tcp://127.0.0.1:0")
-flood(socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))), b"DEALER")
+server = ZmqControlServer("ipc://" + sys.argv[1])
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+flood(connection, b"DEALER")
 while server.has_pending():
     server.receive()
 print("lives", server.num_dropped)
@@ -270,18 +311,21 @@ print("lives", server.num_dropped)
 
 FLOODED_CLIENT = """
 from transfer.control.zmq_channel import ZmqControlClient
-listener = socket.create_server(("127.0.0.1", 0))
-client = ZmqControlClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", session_id=7)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+client = ZmqControlClient("ipc://" + sys.argv[1], session_id=7)
 flood(listener.accept()[0], b"ROUTER")
 print("lives", client.drain(lambda payload: None))
 """
 
 
 @pytest.mark.parametrize("flooded", [FLOODED_SERVER, FLOODED_CLIENT], ids=["server", "client"])
-def test_a_flood_that_breaks_off_does_not_abort_the_process(flooded: str) -> None:
+def test_a_flood_that_breaks_off_does_not_abort_the_process(flooded: str, tmp_path: Path) -> None:
     """libzmq 4.3.5 aborts where a connection breaks whose receive queue was full; so there is no such queue."""
     code = PEER_THAT_FLOODS_AND_BREAKS_OFF + flooded
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    command = [sys.executable, "-c", code, str(tmp_path / "x")]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert child.returncode == 0, child.stderr
     assert int(child.stdout.split()[1]) > 2 * QUEUE_PAYLOADS
 
@@ -290,14 +334,14 @@ def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer) ->
     """The other end's network takes nothing more: a listener that never answers, a client whose process is stopped."""
     payload = bytes(16384)  # more than any socket buffer swallows, long before the bound
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        client = ZmqControlClient(f"tcp://127.0.0.1:{deaf.getsockname()[1]}", session_id=7)
+        client = open_client(f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
         taken = 0
         while taken < 2 * QUEUE_PAYLOADS and client.send(payload):
             taken += 1
         assert QUEUE_PAYLOADS // 2 <= taken < 2 * QUEUE_PAYLOADS and client.num_unsent == 1
         client.close()
     proxy = Proxy(port_of(server))
-    client = ZmqControlClient(proxy.address, session_id=7)
+    client = open_client(proxy.address)
     wait_for(server, client, b"hello")
     proxy.is_silent = True
     taken = 0
@@ -307,3 +351,152 @@ def test_what_cannot_be_sent_is_not_yet_and_bounded(server: ZmqControlServer) ->
     proxy.is_silent = False
     client.close()
     proxy.close()
+
+
+# Strangers
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def greeting(mechanism: bytes) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\x00") + bytes(32)
+
+
+def test_strangers_are_not_heard_do_not_grow_memory_and_are_counted(server: ZmqControlServer) -> None:
+    """No key, a key that nobody attached with, what is no ZeroMQ, an older ZeroMQ: each with all that it can send."""
+    client = open_client(server.address)
+    wait_for(server, client, b"before")
+    before = resident_bytes()
+    keyless, unknown = odd_peer(server.address, None), odd_peer(server.address, new_key_pair())
+    with keyless as one, unknown as two:
+        for odd in (one, two):
+            for _ in range(40):
+                with contextlib.suppress(zmq.Again):  # it has been refused already
+                    odd.send_multipart([bytes(500_000)] * 2, zmq.DONTWAIT)  # 40 MB each, in messages of several parts
+        raw = [socket.create_connection(("127.0.0.1", port_of(server))) for _ in range(20)]
+        hellos = (greeting(b"NULL"), greeting(b"CURVE"), b"GET / HTTP/1.1\r\n", b"\xff" + bytes(8) + b"\x7f\x01\x05")
+        for stranger, hello in zip(raw, itertools.cycle(hellos), strict=False):
+            with contextlib.suppress(OSError):  # hung up on
+                stranger.sendall(hello + b"\x04\x05\x04PING")
+                stranger.sendall(b"\x03" + (MAX_PAYLOAD_BYTES).to_bytes(8, "big") + bytes(100_000))
+        time.sleep(1.0)
+        growth = resident_bytes() - before - 2 * 40_000_000  # theirs waits in their own queues, in this process
+        assert not server.has_pending() and server.num_dropped == 0
+        assert growth < 30 << 20, f"the server keeps {growth} bytes of strangers"
+        for stranger in raw:
+            stranger.close()
+    wait_for(server, client, b"after")
+    begin = time.monotonic()
+    while server.num_refused < len(raw) + 2:
+        assert time.monotonic() - begin < 3 * REFUSED_AFTER_S, f"{server.num_refused} refusals were counted"
+        time.sleep(0.1)
+    client.close()
+
+
+def test_a_stranger_who_says_nothing_is_hung_up_on(server: ZmqControlServer) -> None:
+    with socket.create_connection(("127.0.0.1", port_of(server))) as silent:
+        silent.settimeout(3 * HANDSHAKE_MS / 1000)
+        seen = b"?"
+        while seen:
+            seen = silent.recv(1000)  # a greeting, and then the end
+
+
+def test_a_frame_above_the_limit_is_not_read_before_the_handshake(server: ZmqControlServer) -> None:
+    """The length of a frame is looked at before memory is taken for it."""
+    with socket.create_connection(("127.0.0.1", port_of(server))) as stranger:
+        stranger.settimeout(HANDSHAKE_MS / 2000)  # it is not the handshake's time that ends it
+        stranger.sendall(greeting(b"CURVE") + b"\x06" + (MAX_PAYLOAD_BYTES + 34).to_bytes(8, "big"))
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1000):
+                pass
+
+
+def test_nothing_is_readable_on_the_way(server: ZmqControlServer) -> None:
+    """Neither payloads nor the session's id, which is the client's routing id."""
+    proxy = Proxy(port_of(server))
+    client = open_client(proxy.address)
+    wait_for(server, client, b"a name that nobody else may read")
+    client.close()
+    proxy.close()
+    assert len(proxy.seen) > 500
+    assert b"nobody else" not in proxy.seen and (7).to_bytes(8, "big") not in proxy.seen
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_session_survives_a_byte_that_was_changed_on_the_way(server: ZmqControlServer, way: str) -> None:
+    proxy = Proxy(port_of(server))
+    client = open_client(proxy.address)
+    wait_for(server, client, b"one")
+    proxy.spoils = way
+    wait_for(server, client, b"two")
+    assert proxy.spoils is None and proxy.num_connections == 2
+    client.close()
+    proxy.close()
+
+
+def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqControlServer) -> None:
+    """With keys too: beats among thousands of messages that nobody has taken, and then a reset."""
+    proxy = Proxy(port_of(server))
+    with odd_peer(proxy.address) as odd:
+        begin = time.monotonic()
+        while time.monotonic() - begin < 1.5:
+            for _ in range(200):
+                odd.send(b"x")
+            time.sleep(0.01)
+        proxy.reset()
+        time.sleep(1.0)
+    found: list[Received] = []
+    server.drain(found.append)
+    assert len(found) > 2 * QUEUE_PAYLOADS
+    proxy.close()
+    client = open_client(server.address)
+    wait_for(server, client, b"hello")
+    client.close()
+
+
+def test_a_server_that_is_closed_leaves_no_thread_and_no_descriptor() -> None:
+    names = {thread.name for thread in threading.enumerate()}
+    open_server().close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        open_server().close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert {thread.name for thread in threading.enumerate()} <= names
+
+
+@pytest.mark.parametrize("key", [bytes(32), b"\x01" + bytes(31)])
+def test_a_server_key_that_is_none_hurts_nobody(server: ZmqControlServer, key: bytes) -> None:
+    """Points of small order, with which nothing can be encrypted: a peer could answer an attach with one."""
+    client = ZmqControlClient(server.address, session_id=7, keys=KEYS, server_key=key)
+    client.send(b"hello")
+    time.sleep(0.5)
+    assert server.receive() is None
+    client.close()
+
+
+def test_tcp_without_keys_is_refused() -> None:
+    with pytest.raises(LocalProtocolError, match="strangers can reach"):
+        ZmqControlServer("tcp://127.0.0.1:0")
+    with pytest.raises(LocalProtocolError, match="strangers can reach"):
+        ZmqControlClient("tcp://127.0.0.1:1", session_id=7)
+
+
+def test_arrivals_count_who_did_not_come_in() -> None:
+    now_s = 100.0
+    arrivals = Arrivals(grace_s=5.0, clock=lambda: now_s)
+    for _ in range(10):
+        arrivals.accepted()
+    for _ in range(7):
+        arrivals.admitted()
+    arrivals.denied()
+    assert arrivals.num_refused == 1, "two more may still come in"
+    now_s = 104.9
+    arrivals.accepted()
+    arrivals.admitted()
+    assert arrivals.num_refused == 1
+    now_s = 107.0
+    assert arrivals.num_refused == 2, "who came in later is taken for one of the first ten, until it is as old as they"
+    now_s = 112.0
+    assert arrivals.num_refused == 3

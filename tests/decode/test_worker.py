@@ -82,7 +82,9 @@ def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(mon
 
 
 async def test_an_attach_that_does_not_fit_names_the_sides_as_the_prefill_node_does() -> None:
-    rank = SimpleNamespace(_instance=instance(22, weights="decode's"))
+    """And it is offered nothing."""
+    transport = SimpleNamespace(accept=lambda *_: pytest.fail("the ring was offered"))
+    rank = SimpleNamespace(_instance=instance(22, weights="decode's"), _transport=transport)
     request = SimpleNamespace(prefill=instance(PREFILL_LIFE, weights="prefill's"))
     with pytest.raises(LayoutError, match="prefill != decode: model weights: prefill's != decode's"):
         await DecodeWorker._on_attach(cast(DecodeWorker, rank), cast(Any, request))
@@ -106,9 +108,9 @@ async def test_a_session_that_is_closed_as_soon_as_it_is_attached_harms_nobody()
             memory=memory,
             copier=None,
             driver=SimpleNamespace(add=lambda session: None),
-            open_session=lambda number, session, incarnation: None,
+            open_session=lambda number, session, incarnation, control_key: None,
         ),
-        _control=SimpleNamespace(address="inproc"),
+        _control=SimpleNamespace(address="inproc", public_key=bytes(32)),
         _keep=kept.append,
         _crash=pytest.fail,
     )
@@ -120,6 +122,7 @@ async def test_a_session_that_is_closed_as_soon_as_it_is_attached_harms_nobody()
         offer=InprocTransport(hub, one_sided=True).offer().blob,
         chunk_plan=PLAN,
         probe_bytes=1 << 12,
+        control_key=bytes(32),
     )
     answer = await DecodeWorker._on_attach(cast(DecodeWorker, rank), request)
     del rank._writers[answer.session_id]

@@ -132,7 +132,7 @@ FOREIGN: dict[str, Foreign] = {
         distribution="xxhash", allowed=("transfer/digest.py", "transfer/transport/*", "transfer/kernels/*", *NODES)
     ),
     "yaml": Foreign(distribution="pyyaml", allowed=("*config.py", "kvferry/*")),
-    "zmq": Foreign(distribution="pyzmq", allowed=("transfer/control/zmq_channel.py", "node_runtime/*link*.py")),
+    "zmq": Foreign(distribution="pyzmq", allowed=("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
 }
 
 

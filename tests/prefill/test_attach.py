@@ -16,6 +16,7 @@ from prefill_node.sender_loop import SenderLoop
 from tests.runtime.instances import instance, prefill_config, until
 from transfer.chunk import ChunkPlan
 from transfer.control.zmq_channel import ZmqControlClient
+from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, StagingError, TransferError, TransportError
 from transfer.instance import AttachRequest, AttachResponse
 from transfer.registry.client import SessionWatch, TransferControlClient
@@ -85,6 +86,7 @@ class Attaching:
             "heartbeat_s": 0.2,
             "protocol_version": request.prefill.protocol_versions[-1],
             "probe_bytes": PROBE_BYTES,
+            "control_key": new_key_pair().public,
         }
         return AttachResponse(**{**right, **self.answer})
 

@@ -96,6 +96,7 @@ def answer() -> AttachResponse:
         heartbeat_s=0.5,
         protocol_version=1,
         probe_bytes=4096,
+        control_key=bytes(range(32)),
     )
 
 
@@ -164,6 +165,7 @@ def test_attach_survives_the_wire() -> None:
         offer=b"\xffoffer",
         chunk_plan=ChunkPlan(chunk_tokens=128, layers_per_group=4),
         probe_bytes=4096,
+        control_key=bytes(range(32)),
     )
     assert convert.attach_request_from_proto(convert.attach_request_to_proto(request)) == request
     assert convert.attach_response_from_proto(convert.attach_response_to_proto(answer())) == answer()
@@ -281,7 +283,14 @@ def test_a_broken_instance_is_refused_and_the_field_named(edit: Callable[[pb.Ins
 
 def test_a_broken_attach_is_refused_and_the_field_named() -> None:
     request = convert.attach_request_to_proto(
-        AttachRequest(prefill=instance(), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
+        AttachRequest(
+            prefill=instance(),
+            prefill_rank=0,
+            offer=b"",
+            chunk_plan=ChunkPlan(chunk_tokens=8),
+            probe_bytes=4096,
+            control_key=bytes(32),
+        )
     )
     request.prefill_rank = 9
     with pytest.raises(RemoteProtocolError, match="prefill_rank is 9"):
@@ -289,6 +298,10 @@ def test_a_broken_attach_is_refused_and_the_field_named() -> None:
     request.prefill_rank = 0
     request.chunk_plan.chunk_tokens = 0
     with pytest.raises(RemoteProtocolError, match="chunk_tokens is 0"):
+        convert.attach_request_from_proto(request)
+    request.chunk_plan.chunk_tokens = 8
+    request.control_key = bytes(40)
+    with pytest.raises(RemoteProtocolError, match="control_key has 40 bytes; it must have 32"):
         convert.attach_request_from_proto(request)
     for name, wrong in (
         ("session_id", 0),
@@ -300,6 +313,7 @@ def test_a_broken_attach_is_refused_and_the_field_named() -> None:
         ("ring_capacity", 0),
         ("decode_rank", 5),
         ("protocol_version", 7),
+        ("control_key", b""),
     ):
         told = convert.attach_response_to_proto(answer())
         setattr(told, name, wrong)
@@ -337,7 +351,12 @@ def hostile_attaches(draw: st.DrawFn) -> pb.AttachRequest:
     layout = draw(st.sampled_from((LLAMA, STATES)))
     request = convert.attach_request_to_proto(
         AttachRequest(
-            prefill=instance(layout=layout), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096
+            prefill=instance(layout=layout),
+            prefill_rank=0,
+            offer=b"",
+            chunk_plan=ChunkPlan(chunk_tokens=8),
+            probe_bytes=4096,
+            control_key=bytes(32),
         )
     )
     shard, run = request.prefill.shard, request.prefill.layout.runs[0]

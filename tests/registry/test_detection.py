@@ -48,7 +48,7 @@ WRITER = (
 async def main():
     client = TransferControlClient(sys.argv[1])
     request = AttachRequest(prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8),
-                            probe_bytes=4096)
+                            probe_bytes=4096, control_key=bytes(32))
     answer = await client.attach(request, timeout_s=10)
     client.watch(answer.session_id, ring_capacity_bytes=4096, heartbeat_s=0.5,
                  on_watermark=lambda _: say("alive"), on_lost=lambda reason: say("lost " + reason))
@@ -64,7 +64,8 @@ async def attach(request):
     if len(sys.argv) > 1:
         asyncio.get_running_loop().call_later(float(sys.argv[1]), lambda: servicer.close_session(77, "closed on purpose"))
     return AttachResponse(session_id=77, decode=instance(9), decode_rank=0, answer=b"", ring_capacity_bytes=4096,
-                          control_address="tcp://x:1", heartbeat_s=0.5, protocol_version=1, probe_bytes=4096)
+                          control_address="tcp://x:1", heartbeat_s=0.5, protocol_version=1, probe_bytes=4096,
+                          control_key=bytes(32))
 
 async def main():
     global servicer
@@ -161,6 +162,7 @@ async def test_a_dead_or_frozen_writer_is_noticed(how: signal.Signals, heard: He
             heartbeat_s=HEARTBEAT_S,
             protocol_version=1,
             probe_bytes=4096,
+            control_key=bytes(32),
         )
 
     servicer = TransferControlServicer(
@@ -196,7 +198,12 @@ async def test_a_dead_or_frozen_decode_rank_is_noticed(how: signal.Signals, hear
     async with child(SERVER) as process:
         client = TransferControlClient(await line(process, "127.0.0.1:"))
         request = AttachRequest(
-            prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096
+            prefill=instance(5),
+            prefill_rank=0,
+            offer=b"",
+            chunk_plan=ChunkPlan(chunk_tokens=8),
+            probe_bytes=4096,
+            control_key=bytes(32),
         )
         answer = await client.attach(request, timeout_s=20)
         client.watch(
@@ -226,7 +233,12 @@ async def test_a_writer_that_was_away_hears_why_its_session_ended() -> None:
             assert process.stdout is not None
             client = TransferControlClient(process.stdout.readline().strip())
             request = AttachRequest(
-                prefill=instance(5), prefill_rank=0, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096
+                prefill=instance(5),
+                prefill_rank=0,
+                offer=b"",
+                chunk_plan=ChunkPlan(chunk_tokens=8),
+                probe_bytes=4096,
+                control_key=bytes(32),
             )
             answer = await client.attach(request, timeout_s=20)
             watch = client.watch(

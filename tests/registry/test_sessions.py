@@ -67,6 +67,7 @@ def attach_request(prefill_rank: int = 0, **changes: Any) -> AttachRequest:
         offer=b"offer",
         chunk_plan=ChunkPlan(chunk_tokens=16),
         probe_bytes=4096,
+        control_key=bytes(32),
     )
 
 
@@ -126,6 +127,7 @@ class DecodeRank:
             heartbeat_s=self.heartbeat_s,
             protocol_version=self.protocol_version or agreement.protocol_version,
             probe_bytes=self.probe_bytes,
+            control_key=bytes(32),
         )
 
 

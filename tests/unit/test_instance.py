@@ -169,7 +169,17 @@ def test_an_instance_keeps_its_own_copy_of_the_model_fields() -> None:
 
 
 def test_attach_values_are_checked() -> None:
-    asks = AttachRequest(prefill=instance(), prefill_rank=1, offer=b"", chunk_plan=ChunkPlan(chunk_tokens=8), probe_bytes=4096)
+    asks = AttachRequest(
+        prefill=instance(),
+        prefill_rank=1,
+        offer=b"",
+        chunk_plan=ChunkPlan(chunk_tokens=8),
+        probe_bytes=4096,
+        control_key=bytes(32),
+    )
+    for key in (b"", bytes(31), bytes(33), b"z" * 40):
+        with pytest.raises(LayoutError, match=f"control_key has {len(key)} bytes; it must have 32"):
+            replace(asks, control_key=key)
     with pytest.raises(LayoutError, match="prefill_rank is 2; the instance has 2 ranks"):
         replace(asks, prefill_rank=2)
     with pytest.raises(LayoutError, match="probe_bytes is 0; it must be positive"):
@@ -184,6 +194,7 @@ def test_attach_values_are_checked() -> None:
         heartbeat_s=0.5,
         protocol_version=1,
         probe_bytes=4096,
+        control_key=bytes(32),
     )
     for wrong in (
         {"session_id": 0},
@@ -195,6 +206,7 @@ def test_attach_values_are_checked() -> None:
         {"heartbeat_s": float("nan")},
         {"protocol_version": 2},
         {"probe_bytes": 0},
+        {"control_key": bytes(31)},
     ):
         with pytest.raises(LayoutError, match=next(iter(wrong))):
             replace(good, **wrong)

@@ -35,6 +35,7 @@ STATUS = {
     "sessions": 4,
     "watermark_acks": 5,
     "dropped_messages": 0,
+    "refused_connections": 2,
 }
 
 
@@ -116,6 +117,7 @@ def test_the_status_becomes_gauges() -> None:
         ("rank_requests", 3),
         ("sessions", 4),
         ("watermark_acks_total", 5),
+        ("refused_connections_total", 2),
     ):
         assert value(page, name, **mine) == expected
     for state, full, window in (("free", 60, 0), ("reserved", 8, 2), ("bound", 22, 8)):
@@ -131,6 +133,15 @@ def test_acks_are_counted_once_and_never_back() -> None:
     rank = RankMetrics(role="decode", rank=0)
     for num_acks, expected in ((5, 5), (5, 5), (9, 9), (3, 9), (10, 10)):
         assert value(page_of(rank, watermark_acks=num_acks), "watermark_acks_total", role="decode", rank="0") == expected
+
+
+def test_strangers_are_counted_once_and_never_back() -> None:
+    rank = RankMetrics(role="decode", rank=0)
+    for total, expected in ((3, 3), (3, 3), (7, 7), (1, 7)):
+        rank.strangers_dropped(total)
+        page = page_of(rank, refused_connections=2 * total)
+        assert value(page, "dropped_messages_total", role="decode", rank="0", reason="stranger") == expected
+        assert value(page, "refused_connections_total", role="decode", rank="0") == 2 * expected
 
 
 def test_ranks_stand_side_by_side_and_histograms_are_valid() -> None:

@@ -1,7 +1,8 @@
 """The control plane's interface: small payloads between one server and its peers, nothing of what they mean.
 
-A peer is named by its session id, which the registry plane has given out; the server serves only peers that its owner has
-allowed, and drops and counts everything else. Nothing here blocks, and nothing promises delivery: a payload may be lost
+A peer is named by its session id, which the registry plane has given out, and known by its public key, which came with the
+attach; the server hears a session's payloads only from the holder of the key that its owner has allowed for it, and drops and
+counts everything else. Nothing here blocks, and nothing promises delivery: a payload may be lost
 (the peer reconnects, a queue is full), never damaged, and payloads of one peer arrive in the order in which they were sent. The
 protocol above repeats what matters until it is answered.
 
@@ -15,19 +16,42 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from transfer.errors import LocalProtocolError
+from transfer.instance import CONTROL_KEY_BYTES
 
 MAX_PAYLOAD_BYTES: Final = 1 << 20
-"""Largest payload that a channel carries; a peer that sends more is cut off."""
+"""Largest payload that a channel carries unless it is told to carry less; a peer that sends more is cut off."""
+
+KEY_BYTES: Final = CONTROL_KEY_BYTES
+"""Of a public key, and of a secret one."""
 
 QUEUE_PAYLOADS: Final = 4096
 """Payloads to one peer that may wait to be sent before `send()` says "not yet"."""
 
 WATCH_BATCH: Final = 256
 """Payloads handed over or dropped before a watched loop gets its turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """The keys of one end, for one life of its process. They live in memory alone: they are made when a rank starts, and only the
+    public one leaves it, over the registry plane.
+
+    Args:
+        public: What the other end knows it by, `KEY_BYTES`.
+        secret: Never shown: not in a representation, and so in no log line and no error text.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        checked_key(self.public)
+        if len(self.secret) != KEY_BYTES:
+            raise LocalProtocolError(f"secret key has {len(self.secret)} bytes; it must have {KEY_BYTES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +71,18 @@ class ControlServer(Protocol):
         ...
 
     @property
+    def public_key(self) -> bytes:
+        """What clients know this end by; empty where both ends trust what lies between them."""
+        ...
+
+    @property
     def num_dropped(self) -> int:
         """Payloads dropped because their sender is not allowed, or because they were not one whole payload."""
+        ...
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that did not come in: they showed no key, or none that is allowed. It may lag by seconds."""
         ...
 
     @property
@@ -56,12 +90,19 @@ class ControlServer(Protocol):
         """Payloads that `send()` refused."""
         ...
 
-    def allow(self, peer: int) -> None:
-        """Serve this session id from now on."""
+    def allow(self, peer: int, key: bytes = b"") -> None:
+        """Serve this session id from now on, and hear it from the holder of that public key alone.
+
+        Raises:
+            LocalProtocolError: The id cannot be; or the key is missing, or given where this server knows none.
+        """
         ...
 
     def forget(self, peer: int) -> None:
-        """Serve this session id no more; what it still sends is dropped and counted. Unknown ones are ignored."""
+        """Serve this session id no more; what it still sends is dropped and counted. Unknown ones are ignored.
+
+        A key of which no session is left does not come in again; what it has open is not heard.
+        """
         ...
 
     def send(self, peer: int, payload: bytes) -> bool:
@@ -205,12 +246,23 @@ def checked_peer(peer: int) -> int:
     return peer
 
 
-def checked_payload(payload: bytes) -> bytes:
-    """`payload` if a channel carries it.
+def checked_key(key: bytes) -> bytes:
+    """`key` if it can be a public key.
 
     Raises:
-        LocalProtocolError: It is larger than `MAX_PAYLOAD_BYTES`.
+        LocalProtocolError: It has another length than `KEY_BYTES`.
     """
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise LocalProtocolError(f"payload of {len(payload)} bytes; a control channel carries at most {MAX_PAYLOAD_BYTES}")
+    if len(key) != KEY_BYTES:
+        raise LocalProtocolError(f"public key has {len(key)} bytes; it must have {KEY_BYTES}")
+    return key
+
+
+def checked_payload(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> bytes:
+    """`payload` if a channel that carries up to `max_bytes` carries it.
+
+    Raises:
+        LocalProtocolError: It is larger.
+    """
+    if len(payload) > max_bytes:
+        raise LocalProtocolError(f"payload of {len(payload)} bytes; this control channel carries at most {max_bytes}")
     return payload

@@ -2,6 +2,7 @@
 
 It behaves as the real one does, and with `Faults` it also misbehaves as the real one may, the same way for the same seed. Time
 is counted in ticks, moved by `InprocControlServer.advance()`; without delays there is no need to. Both ends live on one thread.
+Keys are compared and not used: nothing of it leaves the process.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from transfer.control.base import QUEUE_PAYLOADS, WATCH_BATCH, Received, Waker, checked_payload, checked_peer
-from transfer.errors import ConfigError, PeerUnreachable, TransportClosed
+from transfer.control.base import (
+    QUEUE_PAYLOADS,
+    WATCH_BATCH,
+    KeyPair,
+    Received,
+    Waker,
+    checked_key,
+    checked_payload,
+    checked_peer,
+)
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +131,18 @@ class InprocControlServer:
     Args:
         faults: What goes wrong on the way, in both directions.
         seed: Same seed, same calls: same faults.
+        keys: This end's; without, clients have none either.
     """
 
-    def __init__(self, *, faults: Faults | None = None, seed: int = 0) -> None:
+    def __init__(self, *, faults: Faults | None = None, seed: int = 0, keys: KeyPair | None = None) -> None:
+        self._keys = keys
         self._faults = faults or Faults()
         self._rng = random.Random(seed)
         self._inbox: _Inbox[Received] = _Inbox()
         self._clients: dict[int, InprocControlClient] = {}
-        self._allowed: set[int] = set()
+        self._allowed: dict[int, bytes] = {}
         self._num_dropped = 0
+        self._num_refused = 0
         self._num_unsent = 0
         self._waker: Waker | None = None
         self._address = f"inproc://kvferry-{next(_serials)}"
@@ -140,18 +153,31 @@ class InprocControlServer:
         return self._address
 
     @property
+    def public_key(self) -> bytes:
+        return self._keys.public if self._keys else b""
+
+    @property
     def num_dropped(self) -> int:
         return self._num_dropped
+
+    @property
+    def num_refused(self) -> int:
+        return self._num_refused
 
     @property
     def num_unsent(self) -> int:
         return self._num_unsent
 
-    def allow(self, peer: int) -> None:
-        self._allowed.add(checked_peer(peer))
+    def allow(self, peer: int, key: bytes = b"") -> None:
+        checked_peer(peer)
+        if self._keys is not None:
+            checked_key(key)
+        elif key:
+            raise LocalProtocolError(f"session {peer:#x} has a key; this server has none of its own")
+        self._allowed[peer] = key
 
     def forget(self, peer: int) -> None:
-        self._allowed.discard(peer)
+        self._allowed.pop(peer, None)
 
     def advance(self, num_ticks: int = 1) -> None:
         """Let time pass: payloads whose delay is over arrive, at this end and at every client."""
@@ -172,10 +198,14 @@ class InprocControlServer:
     def receive(self) -> Received | None:
         for _ in range(WATCH_BATCH):
             received = self._inbox.take()
-            if received is None or received.peer in self._allowed:
+            if received is None or self._is_heard(received):
                 return received
             self._num_dropped += 1
         return None
+
+    def _is_heard(self, received: Received) -> bool:
+        """Whether its sender, who has the place of that session id, holds the key of the session."""
+        return received.peer in self._allowed and self._allowed[received.peer] == self._clients[received.peer].public_key
 
     def drain(self, on_received: Callable[[Received], None]) -> int:
         count = 0
@@ -195,7 +225,7 @@ class InprocControlServer:
             received = self._inbox.take()
             if received is None:
                 return False
-            if received.peer in self._allowed:
+            if self._is_heard(received):
                 on_received(received)
             else:
                 self._num_dropped += 1
@@ -216,13 +246,18 @@ class InprocControlServer:
             raise TransportClosed("the control channel is closed; nothing can be sent")
 
     def _join(self, client: InprocControlClient) -> None:
-        """Let a client in; one that claims a live session id is not, and what it sends is dropped."""
+        """Let a client in; one that claims a live session id is not, and what it sends is dropped. One without the right keys
+        never comes in: all that it sends is lost on the way."""
+        if self._keys is not None and (client.server_key != self._keys.public or client.public_key not in self._allowed.values()):
+            self._num_refused += 1
+            client.is_refused = True
+            return
         live = self._clients.get(client.session_id)
         if live is None or live._inbox.is_closed:
             self._clients[client.session_id] = client
 
     def _take_from(self, client: InprocControlClient, payload: bytes) -> bool:
-        if self._inbox.is_closed:
+        if self._inbox.is_closed or client.is_refused:
             return True  # as over a socket: on its way, and never to arrive
         if self._clients.get(client.session_id) is not client:
             self._num_dropped += 1
@@ -236,11 +271,20 @@ class InprocControlServer:
 class InprocControlClient:
     """A `ControlClient` of an `InprocControlServer`.
 
+    Args:
+        address: The server's.
+        session_id: Names this client; the server must have allowed it.
+        keys: This end's, where the server has keys.
+        server_key: The server's public one.
+
     Raises:
         PeerUnreachable: No server of this process has the address.
     """
 
-    def __init__(self, address: str, *, session_id: int) -> None:
+    def __init__(self, address: str, *, session_id: int, keys: KeyPair | None = None, server_key: bytes = b"") -> None:
+        self.public_key = keys.public if keys else b""
+        self.server_key = server_key
+        self.is_refused = False
         server = _servers.get(address)
         if server is None:
             raise PeerUnreachable(f"control address is {address[:200]!r}; no open server of this process has it")

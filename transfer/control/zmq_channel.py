@@ -1,7 +1,10 @@
 """The control plane over ZeroMQ: one ROUTER at a decode rank, one DEALER per session at a prefill rank.
 
+- Over TCP both ends have keys, and CURVE proves them and encrypts: see `zmq_doorkeeper`. A socket file has none: who can enter
+  its folder is the user itself.
 - A client's routing id is its session id behind one byte that is not 0 (ids that begin with 0 are ZeroMQ's own). Session ids
-  are random and secret between the two ends.
+  are random and secret between the two ends. Each message carries the key that its connection came in with, and is heard only if
+  that is the session's.
 - ROUTER_HANDOVER stays off: a second connection that claims a live id is ignored instead of taking it over. The price is
   that a client that reconnects must wait until the server has seen the old connection die, so it does: `RECONNECT_MS` is longer
   than both ends need to notice. A restarted process has another session id, and so is another peer.
@@ -12,9 +15,12 @@
 - What is sent waits in a bounded queue; what has arrived does not. libzmq stops reading a connection whose receive queue is full,
   and when that connection then breaks, the next beat, or a PING among the bytes read before, fails an assertion that aborts this
   process (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue: the protocol bounds what it has in
-  flight. A stranger can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until the last has come:
-  docs/protocol.md says who must not reach this port.
-- Whatever is dropped is one step of a batch, so a stranger who floods the port slows the owner's loop but never keeps it.
+  flight. A peer whose key is allowed can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until the
+  last has come; one whose key is not allowed has no queue. SECURITY.md says what follows from that.
+- libzmq connects again by itself after a connection broke, and never again after it heard what is no message of the protocol, for
+  example one byte that somebody on the way has changed. The socket then takes nothing more; so a client whose send is refused
+  parts, and connects anew a moment later.
+- Whatever is dropped is one step of a batch, so whoever floods the port slows the owner's loop but never keeps it.
 
 Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
 """
@@ -22,19 +28,36 @@ Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
 import zmq
+from zmq.utils import z85
 
-from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH, Received, Waker, checked_payload, checked_peer
-from transfer.errors import ConfigError, PeerUnreachable, TransportClosed, TransportError
+from transfer.control.base import (
+    MAX_PAYLOAD_BYTES,
+    QUEUE_PAYLOADS,
+    WATCH_BATCH,
+    KeyPair,
+    Received,
+    Waker,
+    checked_key,
+    checked_payload,
+    checked_peer,
+)
+from transfer.control.zmq_doorkeeper import FRAME_OVERHEAD_BYTES, Doorkeeper, user_id_of
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransportClosed, TransportError
 
 HEARTBEAT_INTERVAL_MS: Final = 200
 HEARTBEAT_TIMEOUT_MS: Final = 600
 RECONNECT_MS: Final = 1000
 HANDSHAKE_MS: Final = 5000
+REFUSED_AFTER_S: Final = HANDSHAKE_MS / 1000 + 1.0
+"""Age of a connection that has not shown an allowed key, from which on it counts as refused: one second more than it has."""
 
 _ID_PREFIX: Final = b"\x01"
 _ACCEPT_BACKLOG: Final = 1024
@@ -49,16 +72,22 @@ class _Step(Enum):
 
 
 class _Messages:
-    """Takes messages of exactly `num_parts` parts off a socket; others are dropped, a part a step, whatever their length."""
+    """Takes messages of exactly `num_parts` parts off a socket; others are dropped, a part a step, whatever their length.
 
-    def __init__(self, socket: zmq.Socket[bytes], *, num_parts: int) -> None:
+    Args:
+        are_signed: Whether to tell, in `user_id`, which key the connection of the last message came in with.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], *, num_parts: int, are_signed: bool = False) -> None:
         self._socket = socket
         self._num_parts = num_parts
+        self._are_signed = are_signed
         self._is_skipping = False
         self.num_dropped = 0
+        self.user_id = ""
 
     def step(self) -> list[bytes] | _Step:
-        first = _receive_part(self._socket)
+        first = self._signed_part() if self._are_signed else _receive_part(self._socket)
         if first is None:
             return _Step.NOTHING
         if self._is_skipping:
@@ -75,8 +104,25 @@ class _Messages:
             return _Step.DROPPED
         return parts
 
+    def _signed_part(self) -> bytes | None:
+        frame = _received(self._socket, copy=False)
+        if frame is None:
+            return None
+        self.user_id = str(frame.get("User-Id"))  # set by the doorkeeper for every connection that came in
+        first: bytes = frame.bytes
+        return first
+
     def _has_more(self) -> bool:
         return bool(self._socket.getsockopt(zmq.RCVMORE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peer:
+    """A session that is served, and whose key it is heard from."""
+
+    number: int
+    key: bytes
+    user_id: str
 
 
 class ZmqControlServer:
@@ -84,25 +130,47 @@ class ZmqControlServer:
 
     Args:
         bind: ``tcp://HOST:PORT`` (port 0 takes a free one) or ``ipc://PATH``.
+        keys: This end's; needed for TCP.
         advertise_host: Host that `address` names; needed when HOST is a wildcard.
-        context: ZeroMQ context to live in; the process's own by default.
+        max_payload_bytes: Of one payload, either way; looked at before a payload is read.
 
     Raises:
         ConfigError: The address cannot be bound.
+        LocalProtocolError: There are no keys, and the address is TCP.
     """
 
-    def __init__(self, bind: str, *, advertise_host: str | None = None, context: zmq.Context[Any] | None = None) -> None:
+    def __init__(
+        self,
+        bind: str,
+        *,
+        keys: KeyPair | None = None,
+        advertise_host: str | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+    ) -> None:
+        _check_keys(bind, keys)
         is_wildcard = bind.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
         if is_wildcard and advertise_host is None:
             raise ConfigError(f"control address is {bind}, which nobody can connect to; name the host to advertise")
-        self._socket = _socket(context, zmq.ROUTER, bind)
+        self._keys = keys
+        self._max_payload_bytes = max_payload_bytes
+        self._doorkeeper = Doorkeeper(keys=keys, grace_s=REFUSED_AFTER_S) if keys else None
+        context = self._doorkeeper.context if self._doorkeeper else None
+        self._socket = _socket(context, zmq.ROUTER, bind, max_payload_bytes=max_payload_bytes, has_keys=keys is not None)
+        if self._doorkeeper is not None:
+            try:
+                self._doorkeeper.guard(self._socket)
+            except (zmq.ZMQError, OSError) as error:
+                self._socket.close(linger=0)
+                raise TransportError(f"no doorkeeper can be had for a control channel: {error.strerror}") from error
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.BACKLOG, _ACCEPT_BACKLOG)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._socket.close(linger=0)
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
             raise ConfigError(f"control address is {bind}; it cannot be bound: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if advertise_host is not None and bound.startswith("tcp://"):
@@ -110,8 +178,8 @@ class ZmqControlServer:
             bound = f"tcp://{host}:{bound.rpartition(':')[2]}"
         self._address = bound
         self._fileno = int(self._socket.getsockopt(zmq.FD))
-        self._messages = _Messages(self._socket, num_parts=2)  # routing id, payload
-        self._peers: dict[bytes, int] = {}
+        self._messages = _Messages(self._socket, num_parts=2, are_signed=keys is not None)  # routing id, payload
+        self._peers: dict[bytes, _Peer] = {}
         self._num_strange = 0
         self._num_unsent = 0
         self._waker: Waker | None = None
@@ -121,22 +189,41 @@ class ZmqControlServer:
         return self._address
 
     @property
+    def public_key(self) -> bytes:
+        return self._keys.public if self._keys else b""
+
+    @property
     def num_dropped(self) -> int:
         return self._num_strange + self._messages.num_dropped
+
+    @property
+    def num_refused(self) -> int:
+        return self._doorkeeper.num_refused if self._doorkeeper else 0
 
     @property
     def num_unsent(self) -> int:
         return self._num_unsent
 
-    def allow(self, peer: int) -> None:
-        self._peers[_routing_id(peer)] = peer
+    def allow(self, peer: int, key: bytes = b"") -> None:
+        routing_id = _routing_id(peer)
+        if self._keys is not None:
+            checked_key(key)
+        elif key:
+            raise LocalProtocolError(f"session {peer:#x} has a key; this server has none of its own")
+        self._peers[routing_id] = _Peer(number=peer, key=key, user_id=user_id_of(key))
+        self._tell_doorkeeper()
 
     def forget(self, peer: int) -> None:
-        self._peers.pop(_routing_id(peer), None)
+        if self._peers.pop(_routing_id(peer), None) is not None:
+            self._tell_doorkeeper()
+
+    def _tell_doorkeeper(self) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.allow_only(frozenset(peer.key for peer in self._peers.values()))
 
     def send(self, peer: int, payload: bytes) -> bool:
         routing_id = _routing_id(peer)
-        checked_payload(payload)
+        checked_payload(payload, self._max_payload_bytes)
         is_sent = routing_id in self._peers and _send(self._socket, [routing_id, payload])
         self._num_unsent += not is_sent
         if self._waker is not None:
@@ -157,10 +244,10 @@ class ZmqControlServer:
         if isinstance(parts, _Step):
             return parts
         peer = self._peers.get(parts[0])
-        if peer is None:
+        if peer is None or (self._keys is not None and peer.user_id != self._messages.user_id):
             self._num_strange += 1
             return _Step.DROPPED
-        return Received(peer=peer, payload=parts[1])
+        return Received(peer=peer.number, payload=parts[1])
 
     def drain(self, on_received: Callable[[Received], None]) -> int:
         count = 0
@@ -190,6 +277,8 @@ class ZmqControlServer:
         if self._waker is not None:
             self._waker.stop()
         self._socket.close(linger=0)
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
 
 
 class ZmqControlClient:
@@ -198,11 +287,14 @@ class ZmqControlClient:
     Args:
         address: `ControlServer.address` of the peer, as it came with the attach.
         session_id: Names this client; the server must have allowed it.
-        context: ZeroMQ context to live in; the process's own by default.
+        keys: This end's; needed for TCP.
+        server_key: The server's public one, with `keys`: nobody else is spoken to.
+        max_payload_bytes: As at the server.
         silence_ms: Either end closes the connection when it has heard nothing of the other for that long.
 
     Raises:
         PeerUnreachable: The address is none that can be connected to.
+        LocalProtocolError: There are no keys, and the address is TCP; or the server's cannot be one.
         TransportError: This process has no descriptors left.
     """
 
@@ -211,11 +303,21 @@ class ZmqControlClient:
         address: str,
         *,
         session_id: int,
-        context: zmq.Context[Any] | None = None,
+        keys: KeyPair | None = None,
+        server_key: bytes = b"",
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         silence_ms: int = HEARTBEAT_TIMEOUT_MS,
     ) -> None:
         routing_id = _routing_id(session_id)
-        self._socket = _socket(context, zmq.DEALER, address)
+        _check_keys(address, keys)
+        if keys is not None:
+            checked_key(server_key)
+        self._max_payload_bytes = max_payload_bytes
+        self._socket = _socket(None, zmq.DEALER, address, max_payload_bytes=max_payload_bytes, has_keys=keys is not None)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(server_key))
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
@@ -226,6 +328,8 @@ class ZmqControlClient:
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
             raise PeerUnreachable(f"control address is {address[:200]!r}; it cannot be connected to: {error.strerror}") from error
+        self._address = address
+        self._parted_at_s: float | None = None  # while it is not to be connected
         self._fileno = int(self._socket.getsockopt(zmq.FD))
         self._messages = _Messages(self._socket, num_parts=1)
         self._num_unsent = 0
@@ -236,11 +340,24 @@ class ZmqControlClient:
         return self._num_unsent
 
     def send(self, payload: bytes) -> bool:
-        is_sent = _send(self._socket, [checked_payload(payload)])
-        self._num_unsent += not is_sent
+        is_sent = _send(self._socket, [checked_payload(payload, self._max_payload_bytes)])
+        if not is_sent:
+            self._num_unsent += 1
+            self._connect_anew()
         if self._waker is not None:
             self._waker.after_send()
         return is_sent
+
+    def _connect_anew(self) -> None:
+        """Part now; connect when the server has had the time to see that."""
+        now_s = time.monotonic()
+        if self._parted_at_s is None:
+            with contextlib.suppress(zmq.ZMQError):  # it has given the address up already
+                self._socket.disconnect(self._address)
+            self._parted_at_s = now_s
+        elif now_s - self._parted_at_s >= RECONNECT_MS / 1000:
+            self._socket.connect(self._address)
+            self._parted_at_s = None
 
     def receive(self) -> bytes | None:
         for _ in range(WATCH_BATCH):
@@ -281,7 +398,14 @@ class ZmqControlClient:
         self._socket.close(linger=0)
 
 
-def _socket(context: zmq.Context[Any] | None, kind: int, address: str) -> zmq.Socket[bytes]:
+def _check_keys(address: str, keys: KeyPair | None) -> None:
+    if keys is None and "://" in address and not address.startswith("ipc://"):
+        raise LocalProtocolError(f"control address is {address[:200]!r}, which strangers can reach, and there are no keys for it")
+
+
+def _socket(
+    context: zmq.Context[Any] | None, kind: int, address: str, *, max_payload_bytes: int, has_keys: bool
+) -> zmq.Socket[bytes]:
     try:
         socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
     except zmq.ZMQError as error:  # no descriptors left, or no sockets
@@ -289,7 +413,7 @@ def _socket(context: zmq.Context[Any] | None, kind: int, address: str) -> zmq.So
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, QUEUE_PAYLOADS)
     socket.setsockopt(zmq.RCVHWM, 0)  # no bound: see the module's docstring
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes + FRAME_OVERHEAD_BYTES * has_keys)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.IPV6, int("[" in address))  # off otherwise: it would turn 127.0.0.1 into ::ffff:127.0.0.1
     return socket
@@ -312,8 +436,14 @@ def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
 
 
 def _receive_part(socket: zmq.Socket[bytes]) -> bytes | None:
+    part: bytes | None = _received(socket, copy=True)
+    return part
+
+
+def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Any:
+    """A part as bytes, or without `copy` as a frame, which also tells where it came from; None when nothing is there."""
     try:
-        return socket.recv(zmq.DONTWAIT)
+        return socket.recv(zmq.DONTWAIT, copy=copy)
     except zmq.Again:
         return None
     except zmq.ZMQError as error:

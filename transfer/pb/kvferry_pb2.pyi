@@ -295,21 +295,23 @@ class ReserveResponse(_message.Message):
     def __init__(self, reserved: bool = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("prefill", "prefill_rank", "offer", "chunk_plan", "probe_bytes")
+    __slots__ = ("prefill", "prefill_rank", "offer", "chunk_plan", "probe_bytes", "control_key")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
     PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_KEY_FIELD_NUMBER: _ClassVar[int]
     prefill: InstanceInfo
     prefill_rank: int
     offer: bytes
     chunk_plan: ChunkPlanInfo
     probe_bytes: int
-    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., prefill_rank: _Optional[int] = ..., offer: _Optional[bytes] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., probe_bytes: _Optional[int] = ...) -> None: ...
+    control_key: bytes
+    def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., prefill_rank: _Optional[int] = ..., offer: _Optional[bytes] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., probe_bytes: _Optional[int] = ..., control_key: _Optional[bytes] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "decode", "decode_rank", "answer", "ring_capacity", "control_address", "heartbeat_s", "protocol_version", "probe_bytes")
+    __slots__ = ("session_id", "decode", "decode_rank", "answer", "ring_capacity", "control_address", "heartbeat_s", "protocol_version", "probe_bytes", "control_key")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +321,7 @@ class AttachResponse(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_KEY_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     decode: InstanceInfo
     decode_rank: int
@@ -328,7 +331,8 @@ class AttachResponse(_message.Message):
     heartbeat_s: float
     protocol_version: int
     probe_bytes: int
-    def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ..., probe_bytes: _Optional[int] = ...) -> None: ...
+    control_key: bytes
+    def __init__(self, session_id: _Optional[int] = ..., decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_rank: _Optional[int] = ..., answer: _Optional[bytes] = ..., ring_capacity: _Optional[int] = ..., control_address: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., protocol_version: _Optional[int] = ..., probe_bytes: _Optional[int] = ..., control_key: _Optional[bytes] = ...) -> None: ...
 
 class WriterBeat(_message.Message):
     __slots__ = ("session_id", "link")
@@ -457,7 +461,7 @@ class MemoryLine(_message.Message):
     def __init__(self, name: _Optional[str] = ..., planned_bytes: _Optional[int] = ..., formula: _Optional[str] = ..., inside: _Optional[str] = ..., real_bytes: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages", "pools")
+    __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages", "pools", "refused_connections")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -476,6 +480,7 @@ class RankStatus(_message.Message):
     WATERMARK_ACKS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     pool_pages: int
@@ -494,7 +499,8 @@ class RankStatus(_message.Message):
     watermark_acks: int
     dropped_messages: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pool_pages: _Optional[int] = ..., pool_pages_reserved: _Optional[int] = ..., pool_pages_bound: _Optional[int] = ..., ring_capacity: _Optional[int] = ..., ring_live_bytes: _Optional[int] = ..., ring_peak_bytes: _Optional[int] = ..., ring_quarantined_bytes: _Optional[int] = ..., ring_live_grants: _Optional[int] = ..., watermark_position: _Optional[int] = ..., staging_slots: _Optional[int] = ..., staging_slots_used: _Optional[int] = ..., requests: _Optional[int] = ..., sessions: _Optional[int] = ..., watermark_acks: _Optional[int] = ..., dropped_messages: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+    refused_connections: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pool_pages: _Optional[int] = ..., pool_pages_reserved: _Optional[int] = ..., pool_pages_bound: _Optional[int] = ..., ring_capacity: _Optional[int] = ..., ring_live_bytes: _Optional[int] = ..., ring_peak_bytes: _Optional[int] = ..., ring_quarantined_bytes: _Optional[int] = ..., ring_live_grants: _Optional[int] = ..., watermark_position: _Optional[int] = ..., staging_slots: _Optional[int] = ..., staging_slots_used: _Optional[int] = ..., requests: _Optional[int] = ..., sessions: _Optional[int] = ..., watermark_acks: _Optional[int] = ..., dropped_messages: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., refused_connections: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("group", "pages", "reserved", "bound")

@@ -174,6 +174,7 @@ def attach_request_to_proto(request: AttachRequest) -> pb.AttachRequest:
         offer=request.offer,
         chunk_plan=chunk_plan_to_proto(request.chunk_plan),
         probe_bytes=request.probe_bytes,
+        control_key=request.control_key,
     )
 
 
@@ -189,6 +190,7 @@ def attach_request_from_proto(info: pb.AttachRequest) -> AttachRequest:
             offer=info.offer,
             chunk_plan=chunk_plan_from_proto(info.chunk_plan),
             probe_bytes=info.probe_bytes,
+            control_key=info.control_key,
         )
 
 
@@ -203,6 +205,7 @@ def attach_response_to_proto(response: AttachResponse) -> pb.AttachResponse:
         heartbeat_s=response.heartbeat_s,
         protocol_version=response.protocol_version,
         probe_bytes=response.probe_bytes,
+        control_key=response.control_key,
     )
 
 
@@ -225,6 +228,7 @@ def attach_response_from_proto(info: pb.AttachResponse) -> AttachResponse:
             heartbeat_s=info.heartbeat_s,
             protocol_version=info.protocol_version,
             probe_bytes=info.probe_bytes,
+            control_key=info.control_key,
         )
 
 
