@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +12,7 @@ import grpc
 import structlog
 
 from decode_node.admission import Admission, page_needs
+from decode_node.breaker import BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
@@ -26,14 +28,15 @@ from decode_node.rank_messages import (
     WriterLost,
     check_step_fits,
 )
-from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
+from decode_node.request_state import Done, Observer, Request, Tokens
+from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.prompt import checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
-from node_runtime.transfer_ids import new_transfer_id
+from node_runtime.transfer_ids import check_request_id
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
@@ -64,7 +67,14 @@ class _Life:
             heartbeat_s=config.heartbeat.interval_s,
             ring_capacity_bytes=min(hello.ring_bytes for hello in hellos),
             min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
+            breaker=BreakerSettings(
+                failures=config.breaker.failures,
+                window_s=config.breaker.window_s,
+                pause_s=config.breaker.pause_s,
+                max_pause_s=config.breaker.max_pause_s,
+            ),
             on_lost=self._on_peer_lost,
+            on_breaker_opened=node.metrics.breaker_opened,
         )
         self.requests = DecodeRequests(
             admission=Admission(
@@ -79,6 +89,7 @@ class _Life:
             max_queued=config.limits.max_queued_requests,
             queue_timeout_s=config.limits.queue_timeout_s,
             step_timeout_s=config.limits.step_timeout_s,
+            prefill_retries=config.limits.prefill_retries,
             broadcast=node.broadcast,
             on_broken=node.lose,
             observer=Observer(
@@ -86,6 +97,7 @@ class _Life:
                 on_queue_seconds=node.metrics.queue_seconds,
                 on_first_token=node.metrics.time_to_first_token,
                 on_token=node.metrics.time_per_output_token,
+                on_retry=node.metrics.request_retried,
             ),
         )
         self._broadcast = node.broadcast
@@ -133,14 +145,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         return Readiness(is_ready=True)
 
     def render_metrics(self) -> bytes:
-        life = self._life
-        peers: dict[str, int] = {}
-        for peer in life.peers.peers if life is not None else ():
-            peers[peer.state] = peers.get(peer.state, 0) + 1
-        self.metrics.largest_piece(
-            max((peer.largest_piece_bytes for peer in life.peers.peers), default=0) if life is not None else 0
-        )
-        return self._render_metrics(peers)
+        peers = self._life.peers.peers if self._life is not None else []
+        self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
+        self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
+        return self._render_metrics(Counter(peer.state for peer in peers))
 
     # Ranks
 
@@ -203,6 +211,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                                 stats=done.stats,
                                 ttft_s=done.ttft_s,
                                 prefill_node=done.prefill_node,
+                                retries=done.retries,
                             )
                         )
                         return
@@ -210,12 +219,12 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                         await end_with(context, failure)
         finally:
             self._in_flight.discard(request_id)
-            life.requests.abort(accepted.request_id, TransferAborted("the client went away"))
+            life.requests.give_up(accepted, TransferAborted("the client went away"))
 
     async def _submit(self, life: _Life, request: pb.GenerateRequest) -> tuple[Request, str]:
         """The queued request, and the id that its client knows it by."""
         request_id = request.request_id or secrets.token_hex(8)
-        transfer_id = new_transfer_id(request_id)
+        check_request_id(request_id)
         given: Sequence[int]
         match request.WhichOneof("input"):
             case "prompt":
@@ -241,7 +250,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             raise PeerUnreachable("the decode ranks have died")
         if request_id in self._in_flight:
             raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
-        accepted = life.requests.submit(transfer_id, token_ids, request.max_new_tokens, sampling, end_ids)
+        accepted = life.requests.submit(request_id, token_ids, request.max_new_tokens, sampling, end_ids)
         self._in_flight.add(request_id)
         return accepted, request_id
 
@@ -268,6 +277,9 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     reason=peer.reason,
                     chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
                     largest_piece_bytes=peer.largest_piece_bytes,
+                    breaker=peer.breaker.state.value,
+                    breaker_reason=peer.breaker_reason,
+                    breaker_pause_s=peer.breaker.pause_left_s,
                 )
                 for peer in peers
             ],

@@ -1,15 +1,21 @@
-"""The prefill nodes that a decode node uses: joins each, keeps the join alive, and picks one for a request."""
+"""The prefill nodes that a decode node uses: joins each, keeps the join alive, and picks one for a request.
+
+Each has a circuit breaker (`decode_node.breaker`), which has requests go elsewhere for a while when the node was lost or failed.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 import structlog
 
+from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from node_runtime.reminders import Reminders
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
@@ -47,6 +53,8 @@ class PrefillPeer:
 
     address: str
     channel: grpc.aio.Channel
+    breaker: Breaker
+    breaker_reason: str = ""  # why it opened last; empty once it is closed
     state: str = "joining"
     reason: str = "not tried yet"
     instance: Instance | None = None
@@ -96,7 +104,10 @@ class PrefillPeers:
         heartbeat_s: Seconds between beats of a join.
         ring_capacity_bytes: Size of the smallest ring of the decode ranks.
         min_bandwidth_bytes_per_s: A node with a slower link to any rank is not joined.
+        breaker: When a node is left out while there are others, and for how long.
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
+        on_breaker_opened: A breaker has opened, or begun its pause anew.
+        clock: The breakers' seconds.
     """
 
     def __init__(
@@ -109,7 +120,10 @@ class PrefillPeers:
         heartbeat_s: float,
         ring_capacity_bytes: int,
         min_bandwidth_bytes_per_s: float = 0.0,
+        breaker: BreakerSettings,
         on_lost: Callable[[PrefillPeer, int, str], None],
+        on_breaker_opened: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._own = own
         self._question = pb.JoinRequest(
@@ -122,7 +136,10 @@ class PrefillPeers:
         self._ring_capacity_bytes = ring_capacity_bytes
         self._min_bandwidth_bytes_per_s = min_bandwidth_bytes_per_s
         self._on_lost = on_lost
-        self.peers = [PrefillPeer(address=address, channel=open_channel(address)) for address in addresses]
+        self._on_breaker_opened = on_breaker_opened
+        self.peers = [
+            PrefillPeer(address=address, channel=open_channel(address), breaker=Breaker(breaker, clock)) for address in addresses
+        ]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -134,10 +151,51 @@ class PrefillPeers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(peer.channel.close() for peer in self.peers))
 
-    def pick(self) -> PrefillPeer | None:
-        """The joined peer with the least work outstanding; None when there is none."""
-        joined = [peer for peer in self.peers if peer.state == "joined"]
-        return min(joined, key=lambda peer: peer.outstanding_tokens, default=None)
+    def pick(self, *, tried: frozenset[int] = frozenset()) -> PrefillPeer | None:
+        """The joined peer to send a request to; None when there is none.
+
+        One that has to be tried gets the next new request; what was cut off once is no stake, and is only sent there where no
+        healthy one is left. Else it is the one with the least work outstanding: of those whose breakers are closed, or of all
+        where none is.
+
+        Args:
+            tried: Incarnations that are left out, because the request was there before.
+        """
+        joined = [
+            peer
+            for peer in self.peers
+            if peer.state == "joined" and peer.instance is not None and peer.instance.incarnation not in tried
+        ]
+        to_try = [peer for peer in joined if peer.breaker.wants_trial]
+        healthy = [peer for peer in joined if peer.breaker.state is BreakerState.CLOSED]
+        choices = (healthy or to_try) if tried else (to_try or healthy)
+        return min(choices or joined, key=lambda peer: peer.outstanding_tokens, default=None)
+
+    def begin(self, peer: PrefillPeer) -> Permit:
+        """A request is sent there; `end` must follow."""
+        permit = peer.breaker.begin()
+        if permit.is_trial:
+            log.info("breaker_half_open", address=peer.address)
+        return permit
+
+    def end(self, peer: PrefillPeer, permit: Permit, verdict: Verdict, reason: str) -> None:
+        """That is what came of it; `reason`: of a failure."""
+        with self._watching(peer, reason):
+            peer.breaker.end(permit, verdict)
+
+    @contextmanager
+    def _watching(self, peer: PrefillPeer, reason: str) -> Iterator[None]:
+        """Tell of what happens to the peer's breaker meanwhile."""
+        breaker = peer.breaker
+        num_openings, was_closed = breaker.num_openings, breaker.state is BreakerState.CLOSED
+        yield
+        if breaker.num_openings > num_openings:
+            peer.breaker_reason = reason
+            log.warning("breaker_opened", address=peer.address, pause_s=round(breaker.pause_left_s, 3), reason=reason)
+            self._on_breaker_opened()
+        elif not was_closed and breaker.state is BreakerState.CLOSED:
+            peer.breaker_reason = ""
+            log.info("breaker_closed", address=peer.address)
 
     def why_none(self) -> str:
         """One line on why `pick()` finds nothing."""
@@ -266,10 +324,14 @@ class PrefillPeers:
 
     def _lose(self, peer: PrefillPeer, error: TransferError) -> None:
         instance, peer.instance, peer.broken = peer.instance, None, None
+        is_leaving = peer.state == "draining"
         peer.state, peer.reason, peer.links = "lost", str(error), []
         peer.plan, peer.largest_piece_bytes = None, 0
         if instance is not None:
             log.warning("prefill_node_lost", address=peer.address, reason=peer.reason)
+            if not is_leaving:  # one that said so before it went has not failed anybody
+                with self._watching(peer, peer.reason):
+                    peer.breaker.lose()
             self._on_lost(peer, instance.incarnation, peer.reason)
         else:
             _log_failed_join(peer, error)

@@ -1,16 +1,20 @@
-"""A decode node's requests, as its leader sees them: queue, room, transfer, generation, and what each caller is told."""
+"""A decode node's requests, as its leader sees them: queue, room, transfer, generation, and what each caller is told.
+
+A request is tried on one prefill node, and where that one is lost before the first token has reached the caller, on another one.
+Each try has an id of its own (docs/adr/0012-a-transfer-id-for-each-try.md), under which prefill node and ranks know it; so what
+comes late of one try finds that try, or nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import structlog
 
 from decode_node.admission import Admission
+from decode_node.breaker import Verdict
 from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
@@ -23,8 +27,10 @@ from decode_node.rank_messages import (
     StepPart,
     TransferFailed,
 )
-from decode_node.text import TextCodec, TextStream
+from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Try, verdict_of
+from decode_node.text import TextCodec
 from node_runtime.step_watch import StepWatch
+from node_runtime.transfer_ids import new_transfer_id
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
@@ -36,87 +42,12 @@ from transfer.errors import (
     TransferAborted,
     TransferError,
     TransportClosed,
+    TransportError,
 )
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """Tokens that were generated, and the text that they add."""
-
-    token_ids: tuple[int, ...]
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    finish_reason: str
-    stats: pb.TransferStats
-    ttft_s: float
-    prefill_node: str
-
-
-Progress = Tokens | Done | TransferError
-
-
-class _Stage(Enum):
-    WAITING = auto()  # for prefill to start: it pins nothing here
-    RECEIVING = auto()
-    RUNNING = auto()
-    LEAVING = auto()  # no more tokens; some rank still holds its pages, or its caller waits for the statistics
-    GONE = auto()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """One generation. `progress` is what its caller reads; the last item is `Done` or an error."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    max_new_tokens: int
-    sampling: SamplingParams
-    end_ids: frozenset[int]
-    accepted_s: float
-    peer: PrefillPeer
-    text: TextStream
-    stage: _Stage = _Stage.WAITING
-    progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
-    generated: list[int] = field(default_factory=list)
-    first_token: int | None = None
-    stats: pb.TransferStats | None = None
-    ttft_s: float = 0.0
-    last_token_s: float = 0.0
-    finish_reason: str = ""  # empty until the last token
-    expected: asyncio.Future[str] | None = None  # every rank has answered ExpectRequest
-    answering: set[int] = field(default_factory=set)  # ranks that have not answered it
-    receiving: set[int] = field(default_factory=set)  # ranks whose KV is not whole
-    holding: set[int] = field(default_factory=set)  # ranks that have not given its pages back
-    is_told: bool = False  # `Done` or an error is in `progress`
-    prefill: asyncio.Task[None] | None = None
-
-    @property
-    def reserved_tokens(self) -> int:
-        return len(self.token_ids) + self.max_new_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observer:
-    """Where the leader's metrics hear of requests.
-
-    Args:
-        on_outcome: "done", "failed", "aborted" or "refused".
-        on_queue_seconds: From acceptance until room was reserved, which the prefill node asks for when it is about to compute.
-        on_first_token: Seconds from acceptance.
-        on_token: Seconds since the token before.
-    """
-
-    on_outcome: Callable[[str], None]
-    on_queue_seconds: Callable[[float], None]
-    on_first_token: Callable[[float], None]
-    on_token: Callable[[float], None]
 
 
 class DecodeRequests:
@@ -131,9 +62,11 @@ class DecodeRequests:
         max_queued: Requests that may wait.
         queue_timeout_s: How long one may.
         step_timeout_s: How long a step may take.
+        prefill_retries: How often a request may be tried again on another prefill node.
         broadcast: Sends a message to every rank.
         on_broken: Called with why when the engine hangs; the life is of no more use.
         observer: Hears of what happens.
+        name_try: Makes a try's id from the client's.
     """
 
     def __init__(
@@ -147,9 +80,11 @@ class DecodeRequests:
         max_queued: int,
         queue_timeout_s: float,
         step_timeout_s: float,
+        prefill_retries: int,
         broadcast: Callable[[object], None],
         on_broken: Callable[[str], None],
         observer: Observer,
+        name_try: Callable[[str], str] = new_transfer_id,
     ) -> None:
         self._admission = admission
         self._peers = peers
@@ -158,21 +93,28 @@ class DecodeRequests:
         self._incarnation = incarnation
         self._max_queued = max_queued
         self._queue_timeout_s = queue_timeout_s
+        self._prefill_retries = prefill_retries
         self._watch = StepWatch(step_timeout_s, on_broken)
         self._broadcast = broadcast
         self._observer = observer
-        self._requests: dict[str, Request] = {}
-        self._running: dict[str, Request] = {}
+        self._name_try = name_try
+        self._tries: dict[str, Try] = {}  # under way, or given up while a rank still holds its pages
+        self._running: dict[str, Try] = {}
         self._step: RunStep | None = None
         self._num_steps = 0
 
     @property
+    def _requests(self) -> tuple[Request, ...]:
+        return tuple(dict.fromkeys(a_try.request for a_try in self._tries.values()))
+
+    @property
     def request_ids(self) -> tuple[str, ...]:
-        return tuple(self._requests)
+        """Of every try of every request that is in flight."""
+        return tuple(a_try.transfer_id for request in self._requests for a_try in request.tries)
 
     @property
     def num_queued(self) -> int:
-        return sum(request.stage is _Stage.WAITING for request in self._requests.values())
+        return sum(a_try.stage is Stage.WAITING for a_try in self._tries.values())
 
     @property
     def num_running(self) -> int:
@@ -180,15 +122,19 @@ class DecodeRequests:
 
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks: they are gone, or about to be."""
-        tasks = [request.prefill for request in self._requests.values() if request.prefill is not None]
-        for request in list(self._requests.values()):
-            self._end(request, error)
-            request.stage = _Stage.GONE
-            self._answer_reserve(request, str(error))
-        self._requests.clear()
+        tries = list(self._tries.values())
+        for request in self._requests:
+            if not request.is_over:
+                self._end(request, error)
+        for a_try in tries:
+            a_try.stage = Stage.GONE
+            self._judge(a_try, Verdict.NOTHING, str(error))
+            self._answer_reserve(a_try, str(error))
+        self._tries.clear()
         self._running.clear()
         self._step = None
         self._watch.close()
+        tasks = [a_try.prefill for a_try in tries if a_try.prefill is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,13 +144,13 @@ class DecodeRequests:
     ) -> Request:
         """Queue a generation.
 
+        Args:
+            request_id: The client's; each try gets an id of its own that begins with it.
+
         Raises:
             StagingError: The queue is full, or the pool can never hold prompt and new tokens.
             PeerUnreachable: No prefill node is joined.
-            TransferAborted: A request of that id is in flight.
         """
-        if request_id in self._requests:
-            raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
         needed = len(token_ids) + max_new_tokens
         if not self._admission.can_ever_hold(needed):
             pages = self._admission.pages_for(needed)
@@ -221,95 +167,175 @@ class DecodeRequests:
             sampling=sampling,
             end_ids=end_ids,
             accepted_s=time.monotonic(),
-            peer=peer,
+            queue_left_s=self._queue_timeout_s,
             text=self._text.stream(),
         )
-        self._requests[request_id] = request
-        peer.outstanding_tokens += len(token_ids)
-        request.prefill = asyncio.get_running_loop().create_task(self._prefill(request))
-        request.prefill.add_done_callback(lambda task: self._on_prefill_over(request, task))
+        self._begin(request, peer)
         return request
 
     def abort(self, request_id: str, error: TransferError) -> bool:
-        """Give a request up; False when nothing of it is in flight for its caller any more."""
-        request = self._requests.get(request_id)
-        if request is None or request.stage in (_Stage.LEAVING, _Stage.GONE):
-            return False
+        """Give up the request that has the try of that id; False when nothing of it is in flight for its caller any more."""
+        for request in self._requests:
+            if any(a_try.transfer_id == request_id for a_try in request.tries) and not request.is_over:
+                self._fail(request, error)
+                return True
+        return False
+
+    def give_up(self, request: Request, error: TransferError) -> None:
+        """As `abort`, for one that `submit` returned. No-op once it is over."""
         self._fail(request, error)
-        return True
 
     def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
-        """Requests whose KV has not all arrived from the peer cannot go on; the others need it no more."""
-        for request in list(self._requests.values()):
-            if request.peer is peer:
-                self._fail_transfer(request, PeerUnreachable(f"prefill node {peer.address} is lost: {reason}"))
-                if request.prefill is not None:
-                    request.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
+        """Tries whose KV has not all arrived from the peer cannot go on; the others need it no more."""
+        for a_try in list(self._tries.values()):
+            if a_try.peer is peer:
+                if not a_try.is_sent:
+                    self._fail_transfer(a_try, PeerUnreachable(f"prefill node {peer.address} is lost: {reason}"))
+                if a_try.prefill is not None:
+                    a_try.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
 
-    def _fail_transfer(self, request: Request, error: TransferError) -> None:
-        """The prefill side is gone: fatal until the KV is whole, and of no interest afterwards."""
-        if request.stage in (_Stage.WAITING, _Stage.RECEIVING):
+    # Tries
+
+    def _begin(self, request: Request, peer: PrefillPeer) -> Try:
+        """Try the request on that peer, which is joined."""
+        assert peer.instance is not None
+        a_try = Try(
+            transfer_id=self._name_try(request.request_id),
+            request=request,
+            peer=peer,
+            incarnation=peer.instance.incarnation,
+            permit=self._peers.begin(peer),
+            begun_s=time.monotonic(),
+        )
+        request.tries.append(a_try)
+        self._tries[a_try.transfer_id] = a_try
+        peer.outstanding_tokens += len(request.token_ids)
+        a_try.prefill = asyncio.get_running_loop().create_task(self._prefill(a_try))
+        a_try.prefill.add_done_callback(lambda task: self._on_prefill_over(a_try, task))
+        return a_try
+
+    def _fail_transfer(self, a_try: Try, error: TransferError) -> None:
+        """The prefill side gave it up or is gone: of no interest once the KV is whole, and until then the end of this try."""
+        if a_try.stage not in (Stage.WAITING, Stage.RECEIVING):
+            return
+        request = a_try.request
+        self._judge(a_try, verdict_of(error), str(error))
+        peer = self._other_peer(a_try, error)
+        if peer is None:
             self._fail(request, error)
+            return
+        self._give_up(a_try, error)
+        another = self._begin(request, peer)
+        self._observer.on_retry()
+        log.warning(
+            "request_retried",
+            request_id=another.transfer_id,
+            given_up=a_try.transfer_id,
+            prefill_node=peer.address,
+            reason=str(error),
+        )
+
+    def _other_peer(self, a_try: Try, error: TransferError) -> PrefillPeer | None:
+        """Where to try the request next; None when it is not to be tried again, or nobody else is joined.
+
+        Only what the peer, or the way to it, is to blame for can go better elsewhere. The caller's deadline needs no look: when
+        it passes the caller's call ends, and gives up whatever try is under way.
+        """
+        request = a_try.request
+        if not isinstance(error, TransportError) or len(request.tries) > self._prefill_retries or self._queue_left_s(a_try) <= 0:
+            return None
+        return self._peers.pick(tried=frozenset(one.incarnation for one in request.tries))
+
+    def _queue_left_s(self, a_try: Try) -> float:
+        waits_s = time.monotonic() - a_try.begun_s if a_try.stage is Stage.WAITING else 0.0
+        return a_try.request.queue_left_s - waits_s
+
+    def _give_up(self, a_try: Try, error: TransferError) -> None:
+        """Stop the prefill node's call, and have the ranks give the try up where they know of it."""
+        self._running.pop(a_try.transfer_id, None)
+        if a_try.prefill is not None and a_try.prefill is not asyncio.current_task():
+            a_try.prefill.cancel()
+        if a_try.stage is Stage.WAITING:
+            a_try.request.queue_left_s = self._queue_left_s(a_try)
+            a_try.stage = Stage.GONE
+            del self._tries[a_try.transfer_id]
+        else:
+            a_try.stage = Stage.LEAVING
+            self._answer_reserve(a_try, str(error))
+            self._broadcast(CancelRequest(request_id=a_try.transfer_id, reason=clip_reason(str(error))))
+
+    def _judge(self, a_try: Try, verdict: Verdict, reason: str = "") -> None:
+        """Tell the peer's breaker, once, what came of the try."""
+        permit, a_try.permit = a_try.permit, None
+        if permit is not None:
+            self._peers.end(a_try.peer, permit, verdict, reason)
 
     # Prefill's side
 
-    async def _prefill(self, request: Request) -> None:
+    async def _prefill(self, a_try: Try) -> None:
         """Follow the prefill node's call to its end."""
-        deadline = asyncio.get_running_loop().call_later(self._queue_timeout_s, self._expire, request)
+        request = a_try.request
+        deadline = asyncio.get_running_loop().call_later(request.queue_left_s, self._expire, a_try)
         try:
-            call = request.peer.prefill(
-                request.request_id, request.token_ids, decode_incarnation=self._incarnation, sampling=request.sampling
+            call = a_try.peer.prefill(
+                a_try.transfer_id, request.token_ids, decode_incarnation=self._incarnation, sampling=request.sampling
             )
             async for event in call:
                 match event.WhichOneof("event"):
                     case "first_token":
-                        request.first_token = event.first_token.token_id
+                        a_try.first_token = event.first_token.token_id
                     case "sent":
-                        request.stats = event.sent.stats
-                self._run_if_whole(request)
-            if request.stats is None or request.first_token is None or request.stage is _Stage.WAITING:
-                self._fail_transfer(request, PeerUnreachable(f"{request.peer.address} ended the call early"))
+                        a_try.stats = event.sent.stats
+                self._run_if_whole(a_try)
+            if not a_try.is_sent or a_try.stage is Stage.WAITING:
+                self._fail_transfer(a_try, PeerUnreachable(f"{a_try.peer.address} ended the call early"))
         except TransferError as error:
-            self._fail_transfer(request, error)
+            self._fail_transfer(a_try, error)
         finally:
             deadline.cancel()
 
-    def _on_prefill_over(self, request: Request, task: asyncio.Task[None]) -> None:
+    def _on_prefill_over(self, a_try: Try, task: asyncio.Task[None]) -> None:
         """However it ended, also before its first step."""
-        request.peer.outstanding_tokens -= len(request.token_ids)
+        request = a_try.request
+        a_try.peer.outstanding_tokens -= len(request.token_ids)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("prefill_call_broke", request_id=request.request_id, error=str(error), exc_info=error)
-            self._fail(request, EngineError(f"unexpected {type(error).__name__}; see the log of the node"))
-        if request.finish_reason:
+            log.critical("prefill_call_broke", request_id=a_try.transfer_id, error=str(error), exc_info=error)
+            if a_try.is_current:
+                self._judge(a_try, Verdict.NOTHING)  # a bug of this node
+                self._fail(request, EngineError(f"unexpected {type(error).__name__}; see the log of the node"))
+        if request.finish_reason and a_try.is_current:
             self._say_done(request)
 
-    def _expire(self, request: Request) -> None:
-        if request.stage is _Stage.WAITING:
-            self._fail(request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
+    def _expire(self, a_try: Try) -> None:
+        if a_try.stage is Stage.WAITING:
+            self._fail(a_try.request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
     async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> bool:
-        """A prefill leader is about to start the request: take room for all of it, on every rank; False is "not yet".
+        """A prefill leader is about to start a try: take room for all of its request, on every rank; False is "not yet".
 
         Args:
+            request_id: The try's.
             plan: How the request is cut.
 
         Raises:
-            TransportClosed: The request does not wait here.
+            TransportClosed: The try does not wait here.
             PeerUnreachable: A rank cannot receive it.
         """
-        request = self._requests.get(request_id)
-        if request is None or request.stage is not _Stage.WAITING or decode_incarnation != self._incarnation:
+        a_try = self._tries.get(request_id)
+        if a_try is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:
             raise TransportClosed(f"request {request_id} does not wait here for room")
-        if request.peer.instance is None or request.peer.instance.incarnation != prefill_incarnation:
+        if a_try.peer.instance is None or prefill_incarnation != a_try.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
+        request = a_try.request
         if not self._admission.reserve(request_id, request.reserved_tokens):
             return False
-        request.stage = _Stage.RECEIVING
-        self._observer.on_queue_seconds(time.monotonic() - request.accepted_s)
-        request.holding = set(range(self._num_ranks))
-        request.answering = set(range(self._num_ranks))
-        request.receiving = set(range(self._num_ranks))
-        request.expected = asyncio.get_running_loop().create_future()
+        self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
+        request.queue_left_s = self._queue_left_s(a_try)
+        a_try.stage = Stage.RECEIVING
+        a_try.holding = set(range(self._num_ranks))
+        a_try.answering = set(range(self._num_ranks))
+        a_try.receiving = set(range(self._num_ranks))
+        a_try.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
             ExpectRequest(
                 request_id=request_id,
@@ -321,46 +347,46 @@ class DecodeRequests:
                 sampling=request.sampling,
             )
         )
-        reason = await asyncio.shield(request.expected)
+        reason = await asyncio.shield(a_try.expected)
         if reason:
             error = PeerUnreachable(reason)
-            self._fail(request, error)
+            self._fail_transfer(a_try, error)
             raise error
         return True
 
     # What the ranks say
 
     def on_expected(self, rank: int, message: RequestExpected) -> None:
-        request = self._requests.get(message.request_id)
-        if request is None or request.expected is None:
+        a_try = self._tries.get(message.request_id)
+        if a_try is None or a_try.expected is None:
             return
-        request.answering.discard(rank)
-        if not request.expected.done() and (message.reason or not request.answering):
-            request.expected.set_result(f"decode rank {rank}: {message.reason}" if message.reason else "")
+        a_try.answering.discard(rank)
+        if not a_try.expected.done() and (message.reason or not a_try.answering):
+            a_try.expected.set_result(f"decode rank {rank}: {message.reason}" if message.reason else "")
 
     def on_transfer_complete(self, rank: int, request_id: str) -> None:
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.receiving.discard(rank)
-            self._run_if_whole(request)
+        a_try = self._tries.get(request_id)
+        if a_try is not None:
+            a_try.receiving.discard(rank)
+            self._run_if_whole(a_try)
 
     def on_transfer_failed(self, rank: int, message: TransferFailed) -> None:
-        request = self._requests.get(message.request_id)
-        if request is None or request.stage is not _Stage.RECEIVING:
+        a_try = self._tries.get(message.request_id)
+        if a_try is None or a_try.stage is not Stage.RECEIVING:
             return
         if message.is_data_loss:
-            self._fail(request, IntegrityError(f"decode rank {rank}: {message.reason}"))
+            self._fail(a_try.request, IntegrityError(f"decode rank {rank}: {message.reason}"))
             return
         # A rank only sees that its writer gave up or went away. Why, the prefill node's call is about to say.
         error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
-        asyncio.get_running_loop().call_later(REASON_GRACE_S, self._fail_transfer, request, error)
+        asyncio.get_running_loop().call_later(REASON_GRACE_S, self._fail_transfer, a_try, error)
 
     def on_pages_released(self, rank: int, request_id: str) -> None:
-        request = self._requests[request_id]
-        request.holding.discard(rank)
-        if not request.holding:
+        a_try = self._tries[request_id]
+        a_try.holding.discard(rank)
+        if not a_try.holding:
             self._admission.release(request_id)
-            self._forget_if_done(request)
+            self._forget_if_done(a_try)
 
     def on_step_done(self, message: StepDone) -> None:
         if self._step is None or message.step != self._step.step:
@@ -368,13 +394,13 @@ class DecodeRequests:
         self._step = None
         self._watch.step_over(num_left=0)
         for request_id, token in message.tokens.items():
-            request = self._running.get(request_id)
-            if request is not None:
-                self._take_token(request, token)
+            a_try = self._running.get(request_id)
+            if a_try is not None:
+                self._take_token(a_try, token)
         for request_id, reason in message.faults.items():
-            request = self._running.get(request_id)
-            if request is not None:
-                self._fail(request, EngineError(reason))
+            a_try = self._running.get(request_id)
+            if a_try is not None:
+                self._fail(a_try.request, EngineError(reason))
         self._send_step()
 
     def on_step_failed(self, message: StepFailed) -> None:
@@ -382,26 +408,29 @@ class DecodeRequests:
             self._step = None
             self._watch.step_over(num_left=0)
         for request_id in message.request_ids:
-            request = self._requests.get(request_id)
-            if request is not None and request.stage is _Stage.RUNNING:
-                self._fail(request, EngineError(message.reason))
+            a_try = self._running.get(request_id)
+            if a_try is not None:
+                self._fail(a_try.request, EngineError(message.reason))
         self._send_step()
 
     # Generation
 
-    def _run_if_whole(self, request: Request) -> None:
+    def _run_if_whole(self, a_try: Try) -> None:
         """Start to generate once every rank has the whole KV and the first token is known; nothing less will do."""
-        whole = request.stage is _Stage.RECEIVING and not request.receiving
-        if whole and request.first_token is not None:
-            request.stage = _Stage.RUNNING
-            self._running[request.request_id] = request
+        whole = a_try.stage is Stage.RECEIVING and not a_try.receiving
+        if whole and a_try.first_token is not None:
+            request = a_try.request
+            a_try.stage = Stage.RUNNING
+            self._running[a_try.transfer_id] = a_try
+            self._judge(a_try, Verdict.SUCCESS)
             request.ttft_s = time.monotonic() - request.accepted_s
             self._observer.on_first_token(request.ttft_s)
             request.last_token_s = time.monotonic()
-            self._take_token(request, request.first_token)
+            self._take_token(a_try, a_try.first_token)
             self._send_step()
 
-    def _take_token(self, request: Request, token: int) -> None:
+    def _take_token(self, a_try: Try, token: int) -> None:
+        request = a_try.request
         request.generated.append(token)
         if len(request.generated) > 1:
             now_s = time.monotonic()
@@ -409,38 +438,42 @@ class DecodeRequests:
             request.last_token_s = now_s
         request.progress.put_nowait(Tokens(token_ids=(token,), text=request.text.add(token)))
         if token in request.end_ids:
-            self._finish(request, "stop")
+            self._finish(a_try, "stop")
         elif len(request.generated) >= request.max_new_tokens:
-            self._finish(request, "length")
+            self._finish(a_try, "length")
 
-    def _finish(self, request: Request, reason: str) -> None:
-        del self._running[request.request_id]
-        request.stage = _Stage.LEAVING
+    def _finish(self, a_try: Try, reason: str) -> None:
+        del self._running[a_try.transfer_id]
+        a_try.stage = Stage.LEAVING
         self._observer.on_outcome("done")
-        self._broadcast(FinishRequest(request_id=request.request_id))
-        request.finish_reason = reason
+        self._broadcast(FinishRequest(request_id=a_try.transfer_id))
+        a_try.request.finish_reason = reason
         # The tokens can be quicker than the last acks; the caller's statistics come with those.
-        if request.prefill is None or request.prefill.done():
-            self._say_done(request)
+        if a_try.prefill is None or a_try.prefill.done():
+            self._say_done(a_try.request)
 
     def _say_done(self, request: Request) -> None:
         if request.is_told:
             return
         request.is_told = True
+        a_try = request.current
         request.progress.put_nowait(
             Done(
                 finish_reason=request.finish_reason,
-                stats=request.stats if request.stats is not None else pb.TransferStats(),
+                stats=a_try.stats if a_try.stats is not None else pb.TransferStats(),
                 ttft_s=request.ttft_s,
-                prefill_node=request.peer.address,
+                prefill_node=a_try.peer.address,
+                retries=len(request.tries) - 1,
             )
         )
-        self._forget_if_done(request)
+        self._forget_if_done(a_try)
 
-    def _forget_if_done(self, request: Request) -> None:
-        if request.is_told and not request.holding and self._requests.get(request.request_id) is request:
-            request.stage = _Stage.GONE
-            del self._requests[request.request_id]
+    def _forget_if_done(self, a_try: Try) -> None:
+        """Once no rank holds its pages; the current try stays until its caller has been told, too."""
+        is_needed = bool(a_try.holding) or (a_try.is_current and not a_try.request.is_told)
+        if not is_needed and self._tries.get(a_try.transfer_id) is a_try:
+            a_try.stage = Stage.GONE
+            del self._tries[a_try.transfer_id]
 
     def _send_step(self) -> None:
         """One step at a time: the next one's input is this one's output."""
@@ -449,11 +482,11 @@ class DecodeRequests:
         self._num_steps += 1
         parts = tuple(
             StepPart(
-                request_id=request.request_id,
-                token_id=request.generated[-1],
-                position=len(request.token_ids) + len(request.generated) - 1,
+                request_id=a_try.transfer_id,
+                token_id=a_try.request.generated[-1],
+                position=len(a_try.request.token_ids) + len(a_try.request.generated) - 1,
             )
-            for request in self._running.values()
+            for a_try in self._running.values()
         )
         self._step = RunStep(step=self._num_steps, parts=parts)
         self._broadcast(self._step)
@@ -462,28 +495,19 @@ class DecodeRequests:
     # Failure
 
     def _fail(self, request: Request, error: TransferError) -> None:
-        """Tell the caller, stop the prefill node's call, and have the ranks give the request up where they know of it."""
-        if request.stage in (_Stage.LEAVING, _Stage.GONE) or self._requests.get(request.request_id) is not request:
+        """Tell the caller, and give up the try that is under way."""
+        if request.is_over:
             return
+        self._judge(request.current, verdict_of(error), str(error))
         self._end(request, error)
-        self._running.pop(request.request_id, None)
-        if request.prefill is not None and request.prefill is not asyncio.current_task():
-            request.prefill.cancel()
-        if request.stage is _Stage.WAITING:
-            request.stage = _Stage.GONE
-            del self._requests[request.request_id]
-        else:
-            request.stage = _Stage.LEAVING
-            self._answer_reserve(request, str(error))
-            self._broadcast(CancelRequest(request_id=request.request_id, reason=clip_reason(str(error))))
+        self._give_up(request.current, error)
 
-    def _answer_reserve(self, request: Request, reason: str) -> None:
-        if request.expected is not None and not request.expected.done():
-            request.expected.set_result(reason or "the request is over")
+    def _answer_reserve(self, a_try: Try, reason: str) -> None:
+        if a_try.expected is not None and not a_try.expected.done():
+            a_try.expected.set_result(reason or "the request is over")
 
     def _end(self, request: Request, error: TransferError) -> None:
-        if request.stage not in (_Stage.LEAVING, _Stage.GONE):
-            request.is_told = True
-            request.progress.put_nowait(error)
-            self._observer.on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
-            log.info("request_failed", request_id=request.request_id, reason=str(error))
+        request.is_told = True
+        request.progress.put_nowait(error)
+        self._observer.on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+        log.info("request_failed", request_id=request.current.transfer_id, reason=str(error))

@@ -106,6 +106,7 @@ def _done_fields(done: pb.GenerateDone) -> dict[str, Any]:
         "generated_tokens": done.generated_tokens,
         "ttft_seconds": done.ttft_s,
         "prefill_node": done.prefill_node,
+        "retries": done.retries,
         "bytes_moved": stats.bytes,
         "writes": stats.writes,
         "writes_without_staging": stats.writes_without_staging,

@@ -19,7 +19,7 @@ from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 
 WATCH_S: Final = 0.5
-_STYLES: Final = {"ready": "green", "joined": "green", "failed": "red", "lost": "red"}
+_STYLES: Final = {"ready": "green", "joined": "green", "closed": "green", "failed": "red", "lost": "red", "open": "red"}
 
 
 async def run_status(target: str, *, is_json: bool, is_watching: bool) -> int:
@@ -188,10 +188,17 @@ def _memory_table(plan: pb.MemoryPlan) -> RenderableType:
 
 
 def _peer_table(status: pb.NodeStatus) -> Table:
-    table = _table("peers", "address", "state", "incarnation", "reason", num_left=4)
+    """Breakers are a decode node's; the reason is why the peer is not joined, or else why its breaker opened."""
+    has_breakers = any(peer.breaker for peer in status.peers)
+    headings = ("address", "state", *(("breaker",) if has_breakers else ()), "incarnation", "reason")
+    table = _table("peers", *headings, num_left=len(headings))
     for peer in status.peers:
-        state = Text(peer.state, style=_STYLES.get(peer.state, "yellow"))
-        table.add_row(Text(peer.address), state, f"{peer.incarnation:#018x}" if peer.incarnation else "-", Text(peer.reason))
+        cells = [Text(peer.address), Text(peer.state, style=_STYLES.get(peer.state, "yellow"))]
+        if has_breakers:
+            pause = f" {peer.breaker_pause_s:.1f} s" if peer.breaker_pause_s else ""
+            cells.append(Text(f"{peer.breaker}{pause}", style=_STYLES.get(peer.breaker, "yellow")))
+        cells.append(Text(f"{peer.incarnation:#018x}" if peer.incarnation else "-"))
+        table.add_row(*cells, Text(peer.reason or peer.breaker_reason))
     return table
 
 

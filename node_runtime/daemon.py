@@ -20,7 +20,7 @@ from node_runtime.health import HealthServer, Readiness
 from node_runtime.rank_report import RankHello
 from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
 from transfer.config import NodeConfig
-from transfer.errors import ConfigError, PeerUnreachable, TransferAborted, TransferError
+from transfer.errors import ConfigError, PeerUnreachable, TransferError
 
 STEADY_LIFE_S = 300.0  # ranks that served this long were no failed restart
 
@@ -204,7 +204,7 @@ class Daemon:
         for task in (draining, again):
             task.cancel()
         await asyncio.gather(draining, again, return_exceptions=True)
-        await self._role.end_life(TransferAborted("the node has shut down"))
+        await self._role.end_life(PeerUnreachable("the node has shut down"))
         await supervisor.stop(is_graceful=True)
         log.info("stopped", cut_off=remaining)
         return exit_codes.NOT_DRAINED if remaining else exit_codes.OK

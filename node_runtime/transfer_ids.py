@@ -14,14 +14,19 @@ MAX_REQUEST_ID_CHARS = 96  # a transfer's id adds 17, and messages carry at most
 MAX_TRANSFER_ID_BYTES = 4 * MAX_REQUEST_ID_CHARS + 17  # in UTF-8
 
 
+def check_request_id(request_id: str) -> None:
+    """Raises ConfigError when the client's id is too long to name its tries."""
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most {MAX_REQUEST_ID_CHARS}")
+
+
 def new_transfer_id(request_id: str) -> str:
     """A fresh id that begins with the client's, for people who read logs.
 
     Raises:
         ConfigError: The client's id is too long.
     """
-    if len(request_id) > MAX_REQUEST_ID_CHARS:
-        raise ConfigError(f"request_id has {len(request_id)} characters; it can have at most {MAX_REQUEST_ID_CHARS}")
+    check_request_id(request_id)
     return f"{request_id}.{secrets.token_hex(8)}"
 
 

@@ -371,6 +371,18 @@ class PrefillLimitsConfig(LimitsConfig):
     max_step_tokens: Count = Field(default=512, description="Tokens that one step of the engine computes at most.")
 
 
+class DecodeLimitsConfig(LimitsConfig):
+    """Bounds that only a node which has prompts computed elsewhere has on top."""
+
+    prefill_retries: CountOrZero = Field(
+        default=1,
+        description=(
+            "Times that a request is tried again on another prefill node, when its own is lost before its first token has been "
+            "told; 0 never."
+        ),
+    )
+
+
 class HeartbeatConfig(_Section):
     """How a dead peer is noticed: three missed beats, on every stream."""
 
@@ -390,6 +402,27 @@ class RestartConfig(_Section):
     def _check(self) -> Self:
         if self.max_backoff_s < self.backoff_s:
             raise ValueError(f"max_backoff_s is {self.max_backoff_s}; it must be at least backoff_s, {self.backoff_s}")
+        return self
+
+
+class BreakerConfig(_Section):
+    """When a prefill node is left out for a while, as long as others are joined; the loss of a node always does that."""
+
+    failures: Count = Field(
+        default=5, description="Requests that fail by a prefill node's fault, within breaker.window_s, before it is left out."
+    )
+    window_s: Seconds = Field(default=10.0, description="Seconds after which such a failure counts no more.")
+    pause_s: Seconds = Field(
+        default=1.0, description="Seconds for which a node is left out before one request tries it; doubled at each further time."
+    )
+    max_pause_s: Seconds = Field(
+        default=30.0, description="Longest such pause; a node that has served for so long begins with breaker.pause_s again."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_pause_s < self.pause_s:
+            raise ValueError(f"max_pause_s is {self.max_pause_s}; it must be at least pause_s, {self.pause_s}")
         return self
 
 
@@ -490,8 +523,10 @@ class DecodeNodeConfig(NodeConfig):
             "Without effect on cpu."
         ),
     )
+    limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
+    breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Circuit breakers of the prefill nodes.")
 
 
 def section_type(field: FieldInfo) -> type[BaseModel] | None:

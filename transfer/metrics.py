@@ -42,6 +42,7 @@ OUTCOMES: Final = {
 }
 NODE_STATES: Final = ("starting", "ready", "draining", "failed")
 PEER_STATES: Final = ("joining", "joined", "draining", "lost")
+BREAKER_STATES: Final = ("closed", "open", "half-open")
 
 MAX_REASONS: Final = 32
 """Reasons of dropped messages that have series of their own; more are counted as "other"."""
@@ -108,12 +109,15 @@ RANK_METRICS: Final = (
 
 NODE_METRICS: Final = (
     _spec("counter", "requests", "Requests that ended, by outcome.", "outcome"),
-    _spec("histogram", "queue_seconds", "Seconds that a request waited for room.", buckets=STAGE_BUCKETS_S),
+    _spec("counter", "retries", "Tries of requests on another prefill node, after their own was lost before the first token."),
+    _spec("histogram", "queue_seconds", "Seconds that a request waited for room, each try by itself.", buckets=STAGE_BUCKETS_S),
     _spec("histogram", "time_to_first_token_seconds", "Seconds from acceptance to the first token.", buckets=TOKEN_BUCKETS_S),
     _spec("histogram", "time_per_output_token_seconds", "Seconds between two tokens of a request.", buckets=TOKEN_BUCKETS_S),
     _spec("gauge", "queued_requests", "Requests that wait for room."),
     _spec("gauge", "running_requests", "Requests computed, transferred or generated."),
     _spec("gauge", "peers", "Nodes of the other tier by state.", "state"),
+    _spec("gauge", "breakers", "Prefill nodes by the state of their circuit breakers.", "state"),
+    _spec("counter", "breaker_openings", "Times that a circuit breaker opened: a prefill node was lost, or failed requests."),
     _spec("gauge", "largest_piece_bytes", "Most bytes of a chunk between two ranks, over all joined nodes of the other tier."),
     _spec("gauge", "node_state", "1 for the node's state, 0 for the others.", "state"),
     _spec("gauge", "rank_restarts", "Times that the rank group was started again."),
@@ -347,6 +351,9 @@ class NodeMetrics:
         if role == "decode":
             self._series("time_to_first_token_seconds")
             self._series("time_per_output_token_seconds")
+            self._series("retries")
+            self._series("breaker_openings")
+            self.breakers({})
         self._series("build_info", version=transfer.__version__, python=platform.python_version()).set(1)
         self.node_state(state="starting", queued=0, running=0, peers={}, restarts=0)
 
@@ -359,6 +366,19 @@ class NodeMetrics:
         if outcome not in self._outcomes:
             raise ConfigError(f"outcome is {outcome}; it must be one of {', '.join(self._outcomes)}")
         self._series("requests", outcome=outcome).inc()
+
+    def request_retried(self) -> None:
+        """A request is tried on another prefill node."""
+        self._series("retries").inc()
+
+    def breaker_opened(self) -> None:
+        """A prefill node is left out for a while."""
+        self._series("breaker_openings").inc()
+
+    def breakers(self, states: Mapping[str, int]) -> None:
+        """How many prefill nodes have a circuit breaker in which state now."""
+        for name in BREAKER_STATES:
+            self._series("breakers", state=name).set(states.get(name, 0))
 
     def queue_seconds(self, seconds: float) -> None:
         """A request got room after it had waited this long."""

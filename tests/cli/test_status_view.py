@@ -52,7 +52,7 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
         ],
         peers=[
             pb.PeerStatus(
-                address=address, incarnation=2**64 - 1, state="draining", reason="it drains",
+                address=address, incarnation=2**64 - 1, state="draining", reason="it drains", breaker="half-open",
                 chunk_plan=pb.ChunkPlanInfo(chunk_tokens=131072, layers_per_group=4096), largest_piece_bytes=1020 << 20,
             )
         ],
@@ -63,13 +63,35 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
     for whole in (
         "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096",
         "10,000", "256", "12,345,678", "1,234,567",
-        "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "450.00 GB/s",
+        "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "half-open", "450.00 GB/s",
         "131,072", "4,096", "1,020.00 MiB",
         "sessions", "dropped", "incarnation", "watermark",
     ):  # fmt: skip
         assert whole in text, whole
     rows = text[text.index("peers") : text.index("links")].splitlines()[2:]
     assert "".join(row.split(" ")[0] for row in rows) == address, "folded, and whole"
+
+
+def test_breakers_are_shown_where_there_are_any_with_what_is_left_of_their_pause() -> None:
+    reason = "a:1 ended the join"
+    peers = [
+        pb.PeerStatus(address="a:1", state="joined", breaker="open", breaker_reason=reason, breaker_pause_s=1.25),
+        pb.PeerStatus(address="b:1", state="lost", reason="no such host", breaker="half-open", breaker_reason=reason),
+        pb.PeerStatus(address="c:1", state="joined", breaker="closed"),
+    ]
+    status = pb.NodeStatus(role="decode", state="ready", ready=True, peers=peers)
+    text = shown(status)
+    rows = [" ".join(line.split()) for line in text[text.index("address") :].splitlines()]
+    assert rows == [
+        "address state breaker incarnation reason",
+        "a:1 joined open 1.2 s - a:1 ended the join",
+        "b:1 lost half-open - no such host",
+        "c:1 joined closed -",
+    ]
+    first, _, third = status_to_json(status)["peers"]
+    assert (first["breaker"], first["breaker_reason"], first["breaker_pause_s"]) == ("open", reason, 1.25)
+    assert (third["breaker"], third["breaker_reason"], third["breaker_pause_s"]) == ("closed", "", 0.0)
+    assert "breaker" not in shown(pb.NodeStatus(role="prefill", state="ready", peers=[pb.PeerStatus(address="d:1")]))
 
 
 def test_how_requests_are_cut_is_shown_for_every_peer_that_has_joined() -> None:

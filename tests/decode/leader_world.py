@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from decode_node.admission import Admission, page_needs
+from decode_node.breaker import Breaker, BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
@@ -18,7 +19,8 @@ from decode_node.rank_messages import (
     StepFailed,
     TransferFailed,
 )
-from decode_node.requests import DecodeRequests, Done, Observer, Request, Tokens
+from decode_node.request_state import Done, Observer, Request, Tokens
+from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
@@ -32,23 +34,25 @@ from transfer.pb import kvferry_pb2 as pb
 POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
 NEEDS = page_needs(GROUPS, PAGE_SIZE)
-PREFILL_LIFE, DECODE_LIFE = 11, 22
+PREFILL_LIFE, OTHER_LIFE, DECODE_LIFE = 11, 12, 22
 PLAN = ChunkPlan(chunk_tokens=4, layers_per_group=3)
 FIRST_TOKEN = 7
+BREAKER = BreakerSettings(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=8.0)
 
 
 class Call:
     """A `Prefill` call: what the prefill node says, when the test has it say so."""
 
-    def __init__(self, token_ids: tuple[int, ...]) -> None:
+    def __init__(self, token_ids: tuple[int, ...], token: int) -> None:
         self.token_ids = token_ids
+        self.token = token
         self.events: asyncio.Queue[pb.PrefillEvent | Exception | None] = asyncio.Queue()
         self.has_said: set[str] = set()
         self.is_over = False
 
     def first_token(self) -> None:
         self.has_said.add("token")
-        self.events.put_nowait(pb.PrefillEvent(first_token=pb.FirstToken(token_id=FIRST_TOKEN)))
+        self.events.put_nowait(pb.PrefillEvent(first_token=pb.FirstToken(token_id=self.token)))
 
     def sent(self) -> None:
         """The last event, after which the call ends."""
@@ -70,29 +74,39 @@ class Call:
             self.is_over = True
 
 
+def first_token_of(life: int) -> int:
+    """Each life of a prefill node says another one, so that a test sees whose it was."""
+    return FIRST_TOKEN + 100 * (life - PREFILL_LIFE)
+
+
 class Peer:
     """A `PrefillPeer`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, life: int, breaker: Breaker) -> None:
         self.address = address
         self.state = "joined"
-        self.instance: Instance | None = instance(PREFILL_LIFE)
+        self.instance: Instance | None = instance(life)
+        self.breaker = breaker
+        self.breaker_reason = ""
         self.outstanding_tokens = 0
         self.calls: dict[str, Call] = {}
 
     def prefill(self, request_id: str, token_ids: tuple[int, ...], **values: Any) -> AsyncIterator[pb.PrefillEvent]:
-        call = self.calls[request_id] = Call(token_ids)
+        assert self.instance is not None
+        call = self.calls[request_id] = Call(token_ids, first_token_of(self.instance.incarnation))
         return call.run()
 
 
-class Peers:
-    """A `PrefillPeers`."""
+class Peers(PrefillPeers):
+    """Picks, and has breakers, as the real ones do; joins nobody."""
 
     def __init__(self, *peers: Peer) -> None:
-        self.peers = list(peers)
+        self.peers = cast(list[PrefillPeer], list(peers))
+        self.num_openings = 0
+        self._on_breaker_opened = self._count
 
-    def pick(self) -> Peer | None:
-        return min((peer for peer in self.peers if peer.state == "joined"), key=lambda one: one.outstanding_tokens, default=None)
+    def _count(self) -> None:
+        self.num_openings += 1
 
     def why_none(self) -> str:
         return "no prefill node is joined"
@@ -120,10 +134,19 @@ class Rank:
 
 class World:
     def __init__(
-        self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, step_timeout_s: float = 60.0, max_running: int = 4
+        self,
+        *,
+        max_queued: int = 100,
+        queue_timeout_s: float = 60.0,
+        step_timeout_s: float = 60.0,
+        max_running: int = 4,
+        prefill_retries: int = 0,
     ) -> None:
         self.admission = Admission(pool_pages=PageCounts((POOL_PAGES,)), needs=NEEDS, max_running=max_running)
-        self.peer, self.other = Peer("prefill:1"), Peer("prefill:2")
+        self.now_s = 0.0  # of the breakers
+        self.num_lives = 0  # beyond the first ones
+        breakers = [Breaker(BREAKER, lambda: self.now_s) for _ in range(2)]
+        self.peer, self.other = Peer("prefill:1", PREFILL_LIFE, breakers[0]), Peer("prefill:2", OTHER_LIFE, breakers[1])
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.sent: list[object] = []
         self.step: RunStep | None = None
@@ -131,18 +154,21 @@ class World:
         self.hung: list[str] = []
         self.queue_seconds: list[float] = []
         self.first_tokens: list[float] = []
+        self.num_retries, self.max_retries = 0, prefill_retries
         self.accepted: list[Request] = []
+        self.names: dict[str, int] = {}  # how many tries of a name there were
         self.reserving: dict[str, asyncio.Task[bool]] = {}
         self.peers = Peers(self.peer, self.other)
         self.leader = DecodeRequests(
             admission=self.admission,
-            peers=cast(PrefillPeers, self.peers),
+            peers=self.peers,
             text=cast(TextCodec, Text()),
             num_ranks=NUM_RANKS,
             incarnation=DECODE_LIFE,
             max_queued=max_queued,
             queue_timeout_s=queue_timeout_s,
             step_timeout_s=step_timeout_s,
+            prefill_retries=prefill_retries,
             broadcast=self._broadcast,
             on_broken=self.hung.append,
             observer=Observer(
@@ -150,8 +176,21 @@ class World:
                 on_queue_seconds=self.queue_seconds.append,
                 on_first_token=self.first_tokens.append,
                 on_token=lambda seconds: None,
+                on_retry=self._count_retry,
             ),
+            name_try=self._name,
         )
+
+    def _count_retry(self) -> None:
+        self.num_retries += 1
+        newest = list(self.leader._tries.values())[-1]
+        assert not newest.request.generated, "its caller has a token of the try before"
+
+    def _name(self, request_id: str) -> str:
+        """The first try is called as the request is, which makes tests easy to read; the second "a.2"."""
+        self.names[request_id] = self.names.get(request_id, 0) + 1
+        number = self.names[request_id]
+        return request_id if number == 1 else f"{request_id}.{number}"
 
     def submit(self, name: str, num_tokens: int = 3, *, new: int = 3, end_ids: frozenset[int] = frozenset()) -> Request:
         request = self.leader.submit(name, tuple(range(num_tokens)), new, SamplingParams(), end_ids)
@@ -180,7 +219,11 @@ class World:
 
     # The prefill leader
 
-    def reserve(self, name: str, *, prefill: int = PREFILL_LIFE, decode: int = DECODE_LIFE) -> asyncio.Task[bool]:
+    def reserve(self, name: str, *, prefill: int | None = None, decode: int = DECODE_LIFE) -> asyncio.Task[bool]:
+        """As the prefill leader that has the call does, unless it is said which life asks."""
+        if prefill is None:
+            peer = self.other if name in self.other.calls else self.peer
+            prefill = PREFILL_LIFE if peer.instance is None else peer.instance.incarnation
         task = self.reserving[name] = asyncio.ensure_future(self.leader.reserve(name, prefill, decode, PLAN))
         return task
 
@@ -189,6 +232,7 @@ class World:
 
     def lose(self, peer: Peer) -> None:
         peer.state, peer.instance = "lost", None
+        peer.breaker.lose()
         self.leader.on_peer_lost(cast(PrefillPeer, peer), "it is silent")
 
     # The ranks
@@ -230,7 +274,7 @@ class World:
         """Everything that anyone still has to say."""
         for peer in (self.peer, self.other):
             for name, call in list(peer.calls.items()):
-                if name in self.leader._requests and not call.is_over:
+                if name in self.leader._tries and not call.is_over:
                     if name not in self.reserving or (self.reserving[name].done() and not has_room(self.reserving[name])):
                         self.reserve(name)
                         await turns()
@@ -254,15 +298,21 @@ class World:
     # Judgement
 
     def assert_nothing_is_left(self) -> None:
-        assert not self.leader._requests and not self.leader._running
+        assert not self.leader._tries and not self.leader._running
         assert (self.leader.num_queued, self.leader.num_running) == (0, 0)
         assert (self.admission.free_pages, self.admission.num_running) == (PageCounts((POOL_PAGES,)), 0)
         assert self.peer.outstanding_tokens == self.other.outstanding_tokens == 0
         assert all(call.is_over for peer in (self.peer, self.other) for call in peer.calls.values())
+        for peer in (self.peer, self.other):
+            assert peer.breaker._trial is None, "a peer that is tried for ever gets nothing else to do"
         assert len(self.outcomes) == len(self.accepted)
         for request in self.accepted:
             told = take(request)
             *before, last = told
+            lives = [one.incarnation for one in request.tries]
+            assert request.generated[:1] in ([], [first_token_of(lives[-1])]), "another try's"
+            assert len(lives) <= 1 + self.max_retries and len(set(lives)) == len(lives)
+            assert not isinstance(last, Done) or last.retries == len(lives) - 1
             assert isinstance(last, Done | TransferError), told
             assert all(isinstance(item, Tokens) for item in before), told
 

@@ -14,6 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
+from decode_node.breaker import BreakerSettings, BreakerState, Verdict
 from decode_node.peers import PrefillPeer, PrefillPeers
 from node_runtime import reminders
 from tests.runtime.instances import instance, until
@@ -35,7 +36,9 @@ NOBODY: dict[str, Any] = {
     "rank_addresses": (),
     "heartbeat_s": 1.0,
     "ring_capacity_bytes": RING_BYTES,
+    "breaker": BreakerSettings(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=8.0),
     "on_lost": lambda *loss: None,
+    "on_breaker_opened": lambda: None,
 }
 
 
@@ -98,6 +101,8 @@ class Tier:
     def __init__(self, addresses: list[str], node: PrefillNode) -> None:
         self.node = node
         self.lost: list[tuple[str, int, str]] = []
+        self.now_s = 0.0  # of the breakers
+        self.num_openings = 0
         self.peers = PrefillPeers(
             addresses,
             own=instance(7),
@@ -106,8 +111,14 @@ class Tier:
             heartbeat_s=BEAT_S,
             ring_capacity_bytes=RING_BYTES,
             min_bandwidth_bytes_per_s=FLOOR_BYTES_PER_S,
+            breaker=NOBODY["breaker"],
             on_lost=lambda peer, incarnation, reason: self.lost.append((peer.address, incarnation, reason)),
+            on_breaker_opened=self._count,
+            clock=lambda: self.now_s,
         )
+
+    def _count(self) -> None:
+        self.num_openings += 1
 
     @property
     def peer(self) -> PrefillPeer:
@@ -297,10 +308,16 @@ async def test_a_node_that_was_joined_is_lost_and_its_absence_is_news_again() ->
             one.node.mood = "joined"
             await one.until("joined")
             one.node.mood = "busy"
-            await until(lambda: len(lines) >= 4)
-    events = ["prefill_node_unreachable", "joined_prefill_node", "prefill_node_lost", "prefill_node_unreachable"]
+            await until(lambda: len(lines) >= 5)
+    events = [
+        "prefill_node_unreachable",
+        "joined_prefill_node",
+        "prefill_node_lost",
+        "breaker_opened",
+        "prefill_node_unreachable",
+    ]
     assert [line["event"] for line in lines] == events
-    assert lines[0]["reason"] == lines[3]["reason"]
+    assert lines[0]["reason"] == lines[4]["reason"] and lines[2]["reason"] == lines[3]["reason"]
 
 
 class StalledCall:
@@ -342,6 +359,43 @@ async def test_a_draining_node_gets_no_new_work_and_keeps_what_it_has() -> None:
         await asyncio.sleep(4 * BEAT_S)
         assert one.peers.pick() is None and "is draining: it drains" in one.peers.why_none()
         assert not one.lost and one.node.num_joins == 1
+
+
+async def test_the_loss_of_a_node_opens_its_breaker_and_a_success_closes_it() -> None:
+    """A node that flaps is tried once at a time; while it is the only one it is used all the same."""
+    with capture_logs() as lines:
+        async with tier("busy") as one:
+            await until(lambda: one.node.num_joins >= 2)
+            assert one.peer.breaker.state is BreakerState.CLOSED, "what was never joined has failed nobody"
+            for pause_s in (1.0, 2.0, 4.0):
+                one.node.mood = "joined"
+                await one.until("joined")
+                one.node.mood = "ends"
+                await until(lambda: one.peer.state != "joined")
+                assert (one.peer.breaker.state, one.peer.breaker.pause_left_s) == (BreakerState.OPEN, pause_s)
+                assert "ended the join" in one.peer.breaker_reason
+                one.node.mood = "joined"
+                await one.until("joined")
+                assert one.peers.pick() is one.peer and not one.peer.breaker.wants_trial
+                one.now_s += pause_s
+                assert one.peers.pick() is one.peer and one.peer.breaker.wants_trial
+                permit = one.peers.begin(one.peer)
+                assert permit.is_trial and not one.peer.breaker.wants_trial
+                one.peers.end(one.peer, permit, Verdict.SUCCESS, "")
+                assert (one.peer.breaker.state, one.peer.breaker_reason) == (BreakerState.CLOSED, "")
+    events = [line["event"] for line in lines if line["event"].startswith("breaker_")]
+    assert events == ["breaker_opened", "breaker_half_open", "breaker_closed"] * 3 and one.num_openings == 3
+    assert [line["pause_s"] for line in lines if line["event"] == "breaker_opened"] == [1.0, 2.0, 4.0]
+
+
+async def test_a_node_that_drained_before_it_went_has_failed_nobody() -> None:
+    async with tier() as one:
+        await one.until("joined")
+        one.node.mood = "drains"
+        await one.until("draining")
+        one.node.mood = "ends"
+        await until(lambda: one.lost)
+        assert one.peer.breaker.state is BreakerState.CLOSED and not one.num_openings
 
 
 async def test_without_any_node_it_says_so() -> None:

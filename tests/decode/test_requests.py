@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from decode_node import requests as requests_module
 from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, RunStep, StepDone
-from decode_node.requests import Done, Tokens
-from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, has_room, take, turns
-from tests.runtime.instances import until
+from decode_node.request_state import Done, Request, Tokens
+from tests.decode.leader_world import FIRST_TOKEN, OTHER_LIFE, PAGE_SIZE, PLAN, POOL_PAGES, World, has_room, take, turns
+from tests.runtime.instances import instance, until
 from transfer.errors import (
     EngineError,
     IntegrityError,
@@ -32,7 +32,7 @@ async def world() -> AsyncIterator[World]:
     await one.close()
 
 
-async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> requests_module.Request:
+async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
     """A request whose KV is whole on every rank, and whose first token nobody has told."""
     request = world.submit(name, num_tokens, new=new)
     await turns()
@@ -48,7 +48,7 @@ async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: i
 
 async def drained(world: World) -> None:
     async with asyncio.timeout(5):
-        while world.leader._requests:
+        while world.leader._tries:
             await world.settle()
             await asyncio.sleep(0)
     await turns()
@@ -186,7 +186,7 @@ async def test_no_room_is_not_yet_and_takes_nothing(world: World) -> None:
     [
         ("x", 11, 22, "request x does not wait here for room"),
         ("a", 11, 23, "request a does not wait here for room"),
-        ("a", 12, 22, "given to another life of the prefill node"),
+        ("a", 13, 22, "given to another life of the prefill node"),
     ],
 )
 async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill: int, decode: int, complaint: str) -> None:
@@ -397,9 +397,6 @@ async def test_a_step_that_nobody_asked_for_is_a_bug(world: World) -> None:
 async def test_what_cannot_be_taken_is_refused_at_once(world: World) -> None:
     with pytest.raises(StagingError, match=r"prompt and new tokens \(33\) need 9 pages"):
         world.submit("a", POOL_PAGES * PAGE_SIZE, new=1)
-    world.submit("a")
-    with pytest.raises(TransferAborted, match="request_id a is in flight already"):
-        world.submit("a")
     for peer in (world.peer, world.other):
         peer.state = "lost"
     with pytest.raises(PeerUnreachable, match="no prefill node is joined"):
@@ -454,18 +451,18 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
 
 MOVES = (
     *("submit", "turn", "reserve", "expected", "refused", "complete", "broken", "token", "sent", "call fails", "abort"),
-    *("step", "fail step", "release", "lose peer"),
+    *("step", "fail step", "release", "lose peer", "rejoin", "clock"),
 )
 
 
 @settings(max_examples=400)
-@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80))
-def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]]) -> None:
-    asyncio.run(_play(moves))
+@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80), retries=st.integers(0, 3))
+def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]], retries: int) -> None:
+    asyncio.run(_play(moves, retries))
 
 
-async def _play(moves: list[tuple[str, int]]) -> None:
-    world = World()
+async def _play(moves: list[tuple[str, int]], retries: int) -> None:
+    world = World(prefill_retries=retries)
     for move, pick in moves:
         await _move(world, move, pick)
     for peer in (world.peer, world.other):
@@ -486,7 +483,7 @@ def is_started(world: World, name: str) -> bool:
 
 async def _move(world: World, move: str, pick: int) -> None:
     rank = pick % 2
-    live = [request.request_id for request in world.accepted if request.request_id in world.leader._requests]
+    live = [one.transfer_id for request in world.accepted for one in request.tries if one.transfer_id in world.leader._tries]
     started = [name for name in live if is_started(world, name)]
     calls = [world.call(name) for name in live if any(name in peer.calls for peer in (world.peer, world.other))]
     match move:
@@ -516,5 +513,12 @@ async def _move(world: World, move: str, pick: int) -> None:
             world.finish_step() if move == "step" else world.fail_step()
         case "release" if names := world.releasable(rank):
             world.release(rank, names[pick % len(names)])
-        case "lose peer" if pick % 8 == 0:
-            world.lose(world.peer if rank else world.other)
+        case "lose peer" if pick % 4 == 0:
+            world.lose(world.peer if pick % 8 == 0 else world.other)
+        case "rejoin":
+            for peer in (world.peer, world.other):
+                if peer.instance is None:
+                    world.num_lives += 1
+                    peer.state, peer.instance = "joined", instance(OTHER_LIFE + world.num_lives)
+        case "clock":
+            world.now_s += pick / 100

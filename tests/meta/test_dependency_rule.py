@@ -58,9 +58,11 @@ L1 = (
     "transfer/digest.py",
 )
 L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
-# Protocol state machines: layer 0, the messages, and nothing else.
-SANS_IO = tuple(
-    f"{machine}{part}.py" for machine in ("prefill_node/sender", "decode_node/receiver") for part in ("", "_events", "_state")
+# State machines: layer 0, the messages, and nothing else.
+SANS_IO = (
+    *(f"prefill_node/sender{part}.py" for part in ("", "_events", "_state")),
+    *(f"decode_node/receiver{part}.py" for part in ("", "_events", "_state")),
+    "decode_node/breaker.py",
 )
 SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 

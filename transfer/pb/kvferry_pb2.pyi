@@ -261,20 +261,22 @@ class GeneratedTokens(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GenerateDone(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "generated_tokens", "stats", "ttft_s", "prefill_node")
+    __slots__ = ("finish_reason", "prompt_tokens", "generated_tokens", "stats", "ttft_s", "prefill_node", "retries")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     prompt_tokens: int
     generated_tokens: int
     stats: TransferStats
     ttft_s: float
     prefill_node: str
-    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., stats: _Optional[_Union[TransferStats, _Mapping]] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ...) -> None: ...
+    retries: int
+    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., stats: _Optional[_Union[TransferStats, _Mapping]] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., retries: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("request_id", "prefill_incarnation", "decode_incarnation", "chunk_plan")
@@ -515,20 +517,26 @@ class PoolStatus(_message.Message):
     def __init__(self, group: _Optional[str] = ..., pages: _Optional[int] = ..., reserved: _Optional[int] = ..., bound: _Optional[int] = ...) -> None: ...
 
 class PeerStatus(_message.Message):
-    __slots__ = ("address", "incarnation", "state", "reason", "chunk_plan", "largest_piece_bytes")
+    __slots__ = ("address", "incarnation", "state", "reason", "chunk_plan", "largest_piece_bytes", "breaker", "breaker_reason", "breaker_pause_s")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CHUNK_PLAN_FIELD_NUMBER: _ClassVar[int]
     LARGEST_PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_REASON_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: int
     state: str
     reason: str
     chunk_plan: ChunkPlanInfo
     largest_piece_bytes: int
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ...) -> None: ...
+    breaker: str
+    breaker_reason: str
+    breaker_pause_s: float
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ..., breaker: _Optional[str] = ..., breaker_reason: _Optional[str] = ..., breaker_pause_s: _Optional[float] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
     __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s")

@@ -1,0 +1,132 @@
+"""What a decode leader remembers of its requests: a request, its tries, how far each has got, and what its caller is told.
+
+Data and the questions that it can answer of itself; every decision is that of `decode_node.requests`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decode_node.breaker import Permit, Verdict
+from decode_node.peers import PrefillPeer
+from decode_node.text import TextStream
+from transfer.engine_types import SamplingParams
+from transfer.errors import EngineError, IntegrityError, TransferError, TransportError
+from transfer.pb import kvferry_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens that were generated, and the text that they add."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    finish_reason: str
+    stats: pb.TransferStats
+    ttft_s: float
+    prefill_node: str
+    retries: int
+
+
+Progress = Tokens | Done | TransferError
+
+
+class Stage(Enum):
+    WAITING = auto()  # for prefill to start: it pins nothing here
+    RECEIVING = auto()
+    RUNNING = auto()
+    LEAVING = auto()  # no more tokens; some rank still holds its pages, or its caller waits for the statistics
+    GONE = auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One generation. `progress` is what its caller reads; the last item is `Done` or an error."""
+
+    request_id: str  # the client's
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    end_ids: frozenset[int]
+    accepted_s: float
+    queue_left_s: float  # how long it may still wait for room, over all of its tries
+    text: TextStream
+    tries: list[Try] = field(default_factory=list)  # the last one is under way; those before it have been given up
+    progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    generated: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    last_token_s: float = 0.0
+    finish_reason: str = ""  # empty until the last token
+    is_told: bool = False  # `Done` or an error is in `progress`
+
+    @property
+    def current(self) -> Try:
+        return self.tries[-1]
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_told or bool(self.finish_reason)
+
+    @property
+    def reserved_tokens(self) -> int:
+        return len(self.token_ids) + self.max_new_tokens
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Try:
+    """One way of a request through one life of a prefill node."""
+
+    transfer_id: str
+    request: Request
+    peer: PrefillPeer
+    incarnation: int  # of the prefill instance
+    permit: Permit | None  # until the peer's breaker has heard what came of it
+    begun_s: float
+    stage: Stage = Stage.WAITING
+    first_token: int | None = None
+    stats: pb.TransferStats | None = None
+    expected: asyncio.Future[str] | None = None  # every rank has answered ExpectRequest
+    answering: set[int] = field(default_factory=set)  # ranks that have not answered it
+    receiving: set[int] = field(default_factory=set)  # ranks whose KV is not whole
+    holding: set[int] = field(default_factory=set)  # ranks that have not given its pages back
+    prefill: asyncio.Task[None] | None = None
+
+    @property
+    def is_current(self) -> bool:
+        return self.request.current is self
+
+    @property
+    def is_sent(self) -> bool:
+        """The prefill node has nothing more to give: every grant is released, so every rank has, or is about to say, the KV."""
+        return self.first_token is not None and self.stats is not None
+
+
+def verdict_of(error: TransferError) -> Verdict:
+    """What a failed try says of the prefill node; see the table "Whose fault it is" of docs/protocol.md."""
+    return Verdict.FAILURE if isinstance(error, TransportError | IntegrityError | EngineError) else Verdict.NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """Where the leader's metrics hear of requests.
+
+    Args:
+        on_outcome: "done", "failed", "aborted" or "refused".
+        on_queue_seconds: From a try's begin until room was reserved, which the prefill node asks for when it is about to compute.
+        on_first_token: Seconds from acceptance.
+        on_token: Seconds since the token before.
+        on_retry: A request is tried on another prefill node.
+    """
+
+    on_outcome: Callable[[str], None]
+    on_queue_seconds: Callable[[float], None]
+    on_first_token: Callable[[float], None]
+    on_token: Callable[[float], None]
+    on_retry: Callable[[], None]

@@ -1,0 +1,567 @@
+"""A request whose prefill node is lost before the first token: tried elsewhere, under another id, and with nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+
+from decode_node import requests as requests_module
+from decode_node.breaker import Breaker
+from decode_node.peers import PrefillPeer
+from decode_node.rank_messages import CancelRequest, ExpectRequest
+from decode_node.request_state import Done, Request, Tokens
+from tests.decode.leader_world import BREAKER, FIRST_TOKEN, OTHER_LIFE, POOL_PAGES, Peer, World, take, turns
+from tests.runtime.instances import instance, until
+from transfer.errors import (
+    ConfigError,
+    EngineError,
+    IntegrityError,
+    LayoutError,
+    PeerUnreachable,
+    StagingError,
+    TransferAborted,
+    TransferError,
+    TransportClosed,
+    TransportTimeout,
+)
+
+LOST = "prefill node prefill:1 is lost: it is silent"
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    one = World(prefill_retries=1)
+    yield one
+    await one.close()
+
+
+async def waiting(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
+    request = world.submit(name, num_tokens, new=new)
+    await turns()
+    return request
+
+
+async def receiving(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
+    """A request that has room on every rank, and of which no rank has the KV."""
+    request = await waiting(world, name, num_tokens=num_tokens, new=new)
+    await give_room(world, name)
+    return request
+
+
+async def give_room(world: World, name: str) -> None:
+    reserving = world.reserve(name)
+    await turns()
+    for rank in range(2):
+        world.expected(rank, name)
+    assert await reserving
+
+
+async def finish(world: World, name: str) -> None:
+    """The rest of a try that has room."""
+    world.call(name).first_token()
+    world.call(name).sent()
+    for rank in range(2):
+        world.complete(rank, name)
+    await turns()
+    while world.step is not None:
+        world.finish_step()
+    await turns()
+
+
+def outcome(request: Request) -> Done | TransferError:
+    """What its caller was told last; whatever was told is kept for the world's own judgement."""
+    told = take(request)
+    for item in told:
+        request.progress.put_nowait(item)  # type: ignore[arg-type]
+    last = told[-1]
+    assert isinstance(last, Done | TransferError), told
+    return last
+
+
+def cancelled(world: World) -> list[str]:
+    return [message.request_id for message in world.sent if isinstance(message, CancelRequest)]
+
+
+async def release_all(world: World) -> None:
+    for rank in range(2):
+        for name in world.releasable(rank):
+            world.release(rank, name)
+    await turns()
+
+
+async def test_a_request_that_waits_is_tried_elsewhere(world: World) -> None:
+    request = await waiting(world)
+    world.lose(world.peer)
+    await turns()
+    assert world.call("a").is_over and sorted(world.other.calls) == ["a.2"]
+    assert world.other.calls["a.2"].token_ids == request.token_ids
+    assert (world.peer.outstanding_tokens, world.other.outstanding_tokens) == (0, 3)
+    assert not cancelled(world), "no rank had heard of it"
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    done = outcome(request)
+    assert isinstance(done, Done) and (done.prefill_node, done.retries, done.finish_reason) == ("prefill:2", 1, "length")
+    assert request.generated[0] == FIRST_TOKEN + 100 and world.num_retries == 1, "the second life's"
+    await release_all(world)
+    world.assert_nothing_is_left()
+    assert world.outcomes == ["done"]
+
+
+async def test_a_request_in_mid_transfer_is_tried_elsewhere_and_the_first_try_is_given_back_by_the_ranks(world: World) -> None:
+    request = await receiving(world)
+    world.call("a").first_token()
+    world.complete(0, "a")
+    await turns()
+    world.lose(world.peer)
+    await turns()
+    assert cancelled(world) == ["a"] and not take(request)
+    assert (world.leader.num_queued, world.leader.num_running) == (1, 0), "it is one request"
+    assert world.leader.request_ids == ("a", "a.2")
+    await give_room(world, "a.2")
+    assert world.admission.free_pages.by_group == (POOL_PAGES - 4,), "both hold room, for the ranks still have the first"
+    expect = world.sent[-1]
+    assert isinstance(expect, ExpectRequest) and expect.prefill_incarnation == OTHER_LIFE
+    world.complete(0, "a.2")
+    assert not take(request), "what came of the first try does not count"
+    await finish(world, "a.2")
+    for rank in range(2):
+        world.release(rank, "a")
+    assert world.admission.free_pages.by_group == (POOL_PAGES - 2,)
+    assert isinstance(outcome(request), Done)
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+async def test_the_second_try_waits_for_room_that_only_the_first_ones_end_gives(world: World) -> None:
+    request = await receiving(world, num_tokens=20, new=4)
+    world.lose(world.peer)
+    await turns()
+    assert not await world.reserve("a.2"), "no time passes that would free what a rank has not given back"
+    world.release(0, "a")
+    assert not await world.reserve("a.2")
+    world.release(1, "a")
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done)
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(world: World) -> None:
+    request = await waiting(world)
+    reserving = world.reserve("a")
+    await turns()
+    call = world.call("a")
+    world.lose(world.peer)
+    await turns()
+    with pytest.raises(PeerUnreachable, match="it is silent"):
+        await reserving
+    with pytest.raises(TransportClosed, match="request a does not wait here"):
+        await world.reserve("a", prefill=11)
+    with pytest.raises(TransportClosed, match=r"request a\.2 was given to another life"):
+        await world.reserve("a.2", prefill=11)
+    call.first_token()
+    call.sent()
+    for rank in range(2):
+        world.expected(rank, "a")
+        world.leader.on_transfer_complete(rank, "a")
+        world.broken(rank, "a", is_data_loss=True)
+    await turns()
+    assert not take(request) and request.current.first_token is None and request.current.stage.name == "WAITING"
+    for rank in range(2):
+        world.release(rank, "a")
+    world.leader.on_transfer_complete(0, "a")
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done)
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("error", [PeerUnreachable("gone"), TransportTimeout("late"), TransportClosed("over"), None])
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_what_the_peer_is_to_blame_for_is_tried_again(world: World, error: TransferError | None, has_room: bool) -> None:
+    request = await (receiving(world) if has_room else waiting(world))
+    if error is not None:
+        world.call("a").fail(error)
+    else:
+        world.call("a").events.put_nowait(None)  # it ends the call without a word
+    await turns()
+    assert sorted(world.other.calls) == ["a.2"] and not take(request)
+    assert cancelled(world) == (["a"] if has_room else [])
+    await release_all(world)
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done)
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("invalid"),
+        LayoutError("the pieces do not fit the ring"),
+        StagingError("the queue is full"),
+        TransferAborted("by an operator"),
+        EngineError("the engine failed"),
+        IntegrityError("broken"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_what_is_the_requests_own_fault_is_not(world: World, error: TransferError) -> None:
+    request = await receiving(world)
+    world.call("a").fail(error)
+    await turns()
+    assert outcome(request) is error and not world.other.calls
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+async def test_bytes_that_were_broken_twice_are_not_tried_again(world: World) -> None:
+    request = await receiving(world)
+    world.broken(0, "a", is_data_loss=True)
+    await turns()
+    assert isinstance(outcome(request), IntegrityError) and not world.other.calls
+
+
+async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader may know nothing: a frozen rank tells nobody."""
+    monkeypatch.setattr(requests_module, "REASON_GRACE_S", 0.02)
+    request = await receiving(world)
+    for rank in range(2):
+        world.broken(rank, "a", is_data_loss=False)
+    await turns()
+    assert not world.other.calls, "the prefill node may have a better reason, or one that is no fault of its own"
+    await until(lambda: "a.2" in world.other.calls)
+    await asyncio.sleep(0.05)
+    assert sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
+    assert world.peer.state == "joined", "that is found out elsewhere; until then it is left out because it was tried"
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done)
+
+
+async def test_a_rank_that_cannot_receive_from_one_node_can_from_another(world: World) -> None:
+    request = await waiting(world)
+    reserving = world.reserve("a")
+    await turns()
+    world.expected(0, "a")
+    world.expected(1, "a", "prefill rank 3 is not attached")
+    with pytest.raises(PeerUnreachable, match="decode rank 1: prefill rank 3 is not attached"):
+        await reserving
+    await turns()
+    assert cancelled(world) == ["a"] and sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done)
+
+
+async def test_without_another_node_it_fails_at_once_with_the_reason(world: World) -> None:
+    world.other.state = "draining"
+    request = await receiving(world)
+    world.lose(world.peer)
+    assert str(outcome(request)) == LOST and world.num_retries == 0
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+async def test_with_no_retries_it_fails_at_once_although_another_node_is_there() -> None:
+    world = World(prefill_retries=0)
+    request = await receiving(world)
+    world.lose(world.peer)
+    assert str(outcome(request)) == LOST and not world.other.calls
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+async def test_the_second_loss_is_told(world: World) -> None:
+    request = await waiting(world)
+    world.lose(world.peer)
+    world.peer.state, world.peer.instance = "joined", instance(13)
+    await turns()
+    await give_room(world, "a.2")
+    world.lose(world.other)
+    assert str(outcome(request)) == "prefill node prefill:2 is lost: it is silent"
+    await release_all(world)
+    world.assert_nothing_is_left()
+    assert (world.num_retries, world.outcomes) == (1, ["failed"])
+
+
+@pytest.mark.parametrize(("life", "is_another"), [(11, False), (13, True)])
+async def test_another_life_of_the_same_node_is_another_node(world: World, life: int, is_another: bool) -> None:
+    world.other.state = "lost"
+    request = await waiting(world)
+    world.peer.instance = instance(life)  # it has been lost, and joined again, when the end of the call is heard
+    world.call("a").fail(PeerUnreachable("the connection broke"))
+    await turns()
+    if is_another:
+        assert sorted(world.peer.calls) == ["a", "a.2"] and not take(request)
+        assert request.current.incarnation == life
+    else:
+        assert str(outcome(request)) == "the connection broke", "a second time to the same life would end the same"
+
+
+async def test_after_the_first_token_the_prefill_node_is_needed_no_more(world: World) -> None:
+    request = await receiving(world)
+    world.call("a").first_token()
+    for rank in range(2):
+        world.complete(rank, "a")
+    await turns()
+    (first,) = take(request)
+    assert isinstance(first, Tokens)
+    world.lose(world.peer)
+    await turns()
+    while world.step is not None:
+        world.finish_step()
+    await turns()
+    done = outcome(request)
+    assert isinstance(done, Done) and (done.retries, done.prefill_node) == (0, "prefill:1") and not world.other.calls
+
+
+async def test_a_node_that_has_sent_all_is_needed_no_more_although_a_rank_has_yet_to_say_so(world: World) -> None:
+    request = await receiving(world)
+    world.call("a").first_token()
+    world.call("a").sent()
+    world.complete(0, "a")
+    await turns()
+    world.lose(world.peer)
+    await turns()
+    assert not world.other.calls and not take(request)
+    world.complete(1, "a")
+    while world.step is not None:
+        world.finish_step()
+    assert isinstance(outcome(request), Done)
+    await release_all(world)
+    world.assert_nothing_is_left()
+
+
+async def test_kv_that_is_whole_without_a_first_token_is_made_again(world: World) -> None:
+    """Only prefill can sample it."""
+    request = await receiving(world)
+    for rank in range(2):
+        world.complete(rank, "a")
+    world.lose(world.peer)
+    await turns()
+    assert cancelled(world) == ["a"] and sorted(world.other.calls) == ["a.2"]
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done)
+
+
+@pytest.mark.parametrize("how", ["by the first id", "by the second id", "by its caller"])
+@pytest.mark.parametrize("stage", ["at once", "waiting", "reserving", "receiving"])
+async def test_an_abort_ends_the_second_try_wherever_it_stands(world: World, stage: str, how: str) -> None:
+    request = await receiving(world)
+    world.lose(world.peer)
+    if stage != "at once":
+        await turns()
+    if stage == "reserving":
+        world.reserve("a.2")
+        await turns()
+    elif stage == "receiving":
+        await give_room(world, "a.2")
+    error = TransferAborted("enough")
+    if how == "by its caller":
+        world.leader.give_up(request, error)
+        world.leader.give_up(request, error)
+    else:
+        name = "a" if how == "by the first id" else "a.2"
+        assert world.leader.abort(name, error) and not world.leader.abort(name, error)
+    await turns()
+    assert outcome(request) is error
+    assert cancelled(world) == (["a"] if stage in ("at once", "waiting") else ["a", "a.2"])
+    for rank in range(2):
+        for name in sorted(world.ranks[rank].unanswered):
+            world.expected(rank, name)
+    await release_all(world)
+    world.assert_nothing_is_left()
+    assert world.outcomes == ["aborted"]
+
+
+async def test_an_abort_by_the_first_id_is_heard_after_the_ranks_have_forgotten_it(world: World) -> None:
+    request = await receiving(world)
+    world.lose(world.peer)
+    await turns()
+    await release_all(world)
+    assert world.leader.abort("a", TransferAborted("enough"))
+    assert isinstance(outcome(request), TransferAborted)
+    await turns()
+    world.assert_nothing_is_left()
+
+
+async def test_the_wait_for_room_is_bounded_over_all_tries() -> None:
+    world = World(prefill_retries=1, queue_timeout_s=100.0)
+    request = await waiting(world)
+    request.current.begun_s -= 99.0
+    world.lose(world.peer)
+    assert 0 < request.queue_left_s <= 1.0
+    await until(lambda: world.outcomes)
+    assert str(outcome(request)) == "no room within 100 s (limits.queue_timeout_s)"
+    await turns()
+    world.assert_nothing_is_left()
+    assert world.num_retries == 1
+
+
+async def test_time_in_which_it_had_room_does_not_count_as_waiting() -> None:
+    world = World(prefill_retries=1, queue_timeout_s=100.0)
+    request = await receiving(world)
+    request.current.begun_s -= 1000.0
+    world.lose(world.peer)
+    await turns()
+    await release_all(world)
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done)
+    assert len(world.queue_seconds) == 2 and max(world.queue_seconds) < 100.0, "each try's own wait"
+
+
+async def test_without_queue_time_left_it_is_not_tried_again() -> None:
+    world = World(prefill_retries=1, queue_timeout_s=100.0)
+    request = await waiting(world)
+    request.current.begun_s -= 100.0
+    world.lose(world.peer)
+    assert str(outcome(request)) == LOST and not world.other.calls
+
+
+async def test_the_end_of_a_life_ends_both_tries(world: World) -> None:
+    request = await receiving(world)
+    world.lose(world.peer)
+    await turns()
+    reserving = world.reserve("a.2")
+    await turns()
+    await world.leader.close(PeerUnreachable("rank 0 died"))
+    await turns()
+    with pytest.raises(PeerUnreachable, match="rank 0 died"):
+        await reserving
+    assert str(outcome(request)) == "rank 0 died" and world.outcomes == ["failed"]
+    assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0
+    assert all(call.is_over for peer in (world.peer, world.other) for call in peer.calls.values())
+
+
+# Breakers
+
+CLOSED, OPEN, HALF_OPEN = "closed", "open", "half-open"
+
+
+def state(peer: Peer) -> str:
+    return peer.breaker.state.value
+
+
+def back(peer: Peer, life: int) -> None:
+    """A node that was lost has joined again."""
+    peer.state, peer.instance = "joined", instance(life)
+
+
+async def test_a_node_that_was_lost_gets_nothing_while_another_is_there_then_one_request_and_then_its_share(world: World) -> None:
+    world.lose(world.peer)
+    back(world.peer, 13)
+    for number in range(4):
+        await waiting(world, f"open{number}")
+    assert state(world.peer) == OPEN and not world.peer.calls
+    world.now_s += 1.0
+    for number in range(4):
+        await waiting(world, f"half{number}")
+    assert state(world.peer) == HALF_OPEN and sorted(world.peer.calls) == ["half0"], "one tries it, the others go elsewhere"
+    await give_room(world, "half0")
+    await finish(world, "half0")
+    assert state(world.peer) == CLOSED
+    for number in range(4):
+        await waiting(world, f"closed{number}")
+    assert sorted(world.peer.calls) == ["closed0", "closed1", "closed2", "closed3", "half0"], "it has the least to do"
+
+
+@pytest.mark.parametrize("how", ["lost", "failed"])
+async def test_the_trial_of_a_node_that_fails_again_is_tried_elsewhere_and_its_pause_doubles(world: World, how: str) -> None:
+    world.lose(world.peer)
+    back(world.peer, 13)
+    world.now_s += 1.0
+    request = await waiting(world)
+    assert sorted(world.peer.calls) == ["a"]
+    if how == "lost":
+        world.lose(world.peer)
+        back(world.peer, 14)
+    else:
+        world.call("a").fail(PeerUnreachable("no"))
+    await turns()
+    assert sorted(world.other.calls) == ["a.2"] and (state(world.peer), world.peer.breaker.pause_left_s) == (OPEN, 2.0)
+    await give_room(world, "a.2")
+    await finish(world, "a.2")
+    assert isinstance(outcome(request), Done) and state(world.other) == CLOSED
+
+
+async def test_a_trial_that_is_given_up_leaves_room_for_the_next(world: World) -> None:
+    world.lose(world.peer)
+    back(world.peer, 13)
+    world.now_s += 1.0
+    await waiting(world, "a")
+    assert world.leader.abort("a", TransferAborted("the client left"))
+    await turns()
+    await waiting(world, "b")
+    assert sorted(world.peer.calls) == ["a", "b"] and state(world.peer) == HALF_OPEN
+
+
+async def test_what_was_cut_off_once_is_not_staked_on_a_node_that_has_to_be_tried(world: World) -> None:
+    third = Peer("prefill:3", 30, Breaker(BREAKER, lambda: world.now_s))
+    world.peers.peers.append(cast(PrefillPeer, third))
+    third.breaker.lose()
+    await waiting(world)
+    world.now_s += 1.0
+    world.lose(world.peer)
+    await turns()
+    assert state(third) == HALF_OPEN and not third.calls and sorted(world.other.calls) == ["a.2"]
+    world.other.state = "draining"
+    await waiting(world, "b")
+    assert sorted(third.calls) == ["b"]
+
+
+async def test_where_nobody_else_is_left_requests_go_on(world: World) -> None:
+    """Never a blacklist: a breaker only ever sends requests elsewhere."""
+    world.other.state = "lost"
+    world.lose(world.peer)
+    back(world.peer, 13)
+    for number in range(3):
+        await waiting(world, f"a{number}")
+    assert sorted(world.peer.calls) == ["a0", "a1", "a2"] and state(world.peer) == OPEN
+    await give_room(world, "a1")
+    await finish(world, "a1")
+    assert state(world.peer) == CLOSED, "any of them shows that it works"
+
+
+async def test_requests_that_fail_by_its_fault_open_a_breaker_and_others_do_not(world: World) -> None:
+    world.other.state = "lost"
+    for error in (StagingError("full"), TransferAborted("operator"), ConfigError("no"), LayoutError("no")):
+        for number in range(3):
+            await waiting(world, f"{type(error).__name__}{number}")
+            world.call(f"{type(error).__name__}{number}").fail(error)
+            await turns()
+    assert state(world.peer) == CLOSED
+    for number, fault in enumerate((PeerUnreachable("gone"), EngineError("failed"), IntegrityError("broken"))):
+        assert state(world.peer) == CLOSED
+        await waiting(world, f"fault{number}")
+        world.call(f"fault{number}").fail(fault)
+        await turns()
+    assert state(world.peer) == OPEN and world.peers.num_openings == 1
+    assert world.peer.breaker_reason == "broken"
+
+
+async def test_an_abort_or_a_failed_step_says_nothing_of_the_prefill_node(world: World) -> None:
+    world.other.state = "lost"
+    for number in range(3):
+        await receiving(world, f"a{number}", new=2)
+        world.leader.abort(f"a{number}", TransferAborted("left"))
+        await release_all(world)
+    for number in range(3):
+        await receiving(world, f"b{number}", new=2)
+        world.call(f"b{number}").first_token()
+        for rank in range(2):
+            world.complete(rank, f"b{number}")
+        await turns()
+        world.fail_step()
+        await release_all(world)
+    assert state(world.peer) == CLOSED and not world.peers.num_openings
