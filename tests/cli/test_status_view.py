@@ -63,7 +63,8 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
     for whole in (
         "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096",
         "10,000", "256", "12,345,678", "1,234,567",
-        "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "half-open", "450.00 GB/s",
+        "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "half-open",
+        "450.00 GB/s",
         "131,072", "4,096", "1,020.00 MiB",
         "sessions", "dropped", "incarnation", "watermark",
     ):  # fmt: skip

@@ -209,7 +209,7 @@ async def until_idle(*nodes: ClusterNode, within_s: float = 5.0) -> None:
 
     async def is_idle() -> bool:
         for node in nodes:
-            held[node.role] = leftovers(await status_of(node))
+            held[f"{node.role} node {node.address}"] = leftovers(await status_of(node))
         return not any(held.values())
 
     started_s = time.monotonic()
