@@ -108,8 +108,16 @@ class Try:
         return self.first_token is not None and self.stats is not None
 
 
+def is_retried(error: TransferError) -> bool:
+    """Whether what ended a try can go better on another prefill node: only what the first, or the way to it, is to blame for.
+
+    The table of docs/protocol.md, "Another try", says it of every error.
+    """
+    return isinstance(error, TransportError)
+
+
 def verdict_of(error: TransferError) -> Verdict:
-    """What a failed try says of the prefill node; see the table "Whose fault it is" of docs/protocol.md."""
+    """What a failed try says of the prefill node; in the same table."""
     return Verdict.FAILURE if isinstance(error, TransportError | IntegrityError | EngineError) else Verdict.NOTHING
 
 

@@ -27,7 +27,7 @@ from decode_node.rank_messages import (
     StepPart,
     TransferFailed,
 )
-from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Try, verdict_of
+from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Try, is_retried, verdict_of
 from decode_node.text import TextCodec
 from node_runtime.step_watch import StepWatch
 from node_runtime.transfer_ids import new_transfer_id
@@ -42,7 +42,6 @@ from transfer.errors import (
     TransferAborted,
     TransferError,
     TransportClosed,
-    TransportError,
 )
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
@@ -238,11 +237,10 @@ class DecodeRequests:
     def _other_peer(self, a_try: Try, error: TransferError) -> PrefillPeer | None:
         """Where to try the request next; None when it is not to be tried again, or nobody else is joined.
 
-        Only what the peer, or the way to it, is to blame for can go better elsewhere. The caller's deadline needs no look: when
-        it passes the caller's call ends, and gives up whatever try is under way.
+        The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever try is under way.
         """
         request = a_try.request
-        if not isinstance(error, TransportError) or len(request.tries) > self._prefill_retries or self._queue_left_s(a_try) <= 0:
+        if not is_retried(error) or len(request.tries) > self._prefill_retries or self._queue_left_s(a_try) <= 0:
             return None
         return self._peers.pick(tried=frozenset(one.incarnation for one in request.tries))
 

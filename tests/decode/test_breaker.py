@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.errors import ConfigError
+from transfer.metrics import BREAKER_STATES
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
 SUCCESS, FAILURE, NOTHING = Verdict
@@ -42,6 +43,10 @@ def half_open(breaker: Breaker, clock: Clock) -> None:
     breaker.lose()
     clock.now_s += breaker.pause_left_s
     assert breaker.state is HALF_OPEN
+
+
+def test_every_state_has_its_series() -> None:
+    assert tuple(state.value for state in BreakerState) == BREAKER_STATES
 
 
 def test_a_new_peer_is_trusted(breaker: Breaker) -> None:

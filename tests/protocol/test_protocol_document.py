@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from decode_node.breaker import Verdict
 from decode_node.peers import PrefillPeers
+from decode_node.request_state import is_retried, verdict_of
 from decode_node.requests import DecodeRequests
 from prefill_node.joins import Joins
 from transfer import errors
@@ -69,6 +71,17 @@ def test_the_failure_table_names_tests_that_exist() -> None:
         named = set(names(row[4]))
         assert named <= named_tests("**/test_*.py") | tests_with_processes, row[0]
         assert named & tests_with_processes or row[4] == "not needed" or row[4].startswith("not tested: "), row[0]
+
+
+def test_every_error_is_in_the_table_of_tries_and_treated_as_it_says() -> None:
+    documented = {name: row for row in rows("Another try") for name in names(row[1])}
+    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert set(documented) == set(kinds) - {"TransferError"}
+    for name, row in documented.items():
+        error = kinds[name]("")
+        assert (row[2], row[3]) == tuple(
+            "yes" if is_true else "no" for is_true in (is_retried(error), verdict_of(error) is Verdict.FAILURE)
+        ), name
 
 
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)

@@ -25,7 +25,7 @@ from node_runtime.supervisor import RankSupervisor
 from tests.runtime import rank_entries
 from tests.runtime.instances import prefill_config, until
 from transfer.config import NodeConfig
-from transfer.errors import ConfigError, EngineError, TransferError
+from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferError
 
 
 class QuietRole:
@@ -34,6 +34,7 @@ class QuietRole:
     def __init__(self, config: NodeConfig, entry: Callable[[RankSpec], None]) -> None:
         self.history: list[str] = []
         self.errors: list[str] = []
+        self.error_types: list[type[TransferError]] = []
         self.incarnations: list[int] = []
         self.in_flight = 0
         self.on_lost: Callable[[str], None] = lambda reason: None
@@ -61,6 +62,7 @@ class QuietRole:
     async def end_life(self, error: TransferError) -> None:
         self.history.append("end")
         self.errors.append(str(error))
+        self.error_types.append(type(error))
         self.in_flight = 0
 
     async def drain(self) -> int:
@@ -138,6 +140,7 @@ async def test_a_node_tells_when_it_is_ready_and_removes_what_it_told(tmp_path: 
         assert await node.exit_code() == exit_codes.OK
         assert node.role.history == ["open", "begin", "drain", "end", "close"]
         assert node.role.errors == ["the node has shut down"]
+        assert node.role.error_types == [PeerUnreachable], "what was cut off here can go on elsewhere"
 
 
 async def test_lost_ranks_are_started_again_under_a_new_incarnation(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ),
         ("peers.prefill_nodes=a:1,a:1", "peers.prefill_nodes names a:1 more than once; each must be there once"),
         ("restart.max_backoff_s=0.5", "restart.max_backoff_s is 0.5; it must be at least backoff_s, 1.0"),
+        ("breaker.max_pause_s=0.5", "breaker.max_pause_s is 0.5; it must be at least pause_s, 1.0"),
+        ("limits.prefill_retries=-1", "limits.prefill_retries is -1 (from --set); it must be at least 0"),
     ],
 )
 def test_a_problem_is_one_line_with_path_value_source_and_what_is_right(override: str, line: str) -> None:
@@ -161,6 +163,15 @@ def test_limits_of_steps_are_the_prefill_nodes_and_keep_those_of_both() -> None:
     assert refused(PrefillNodeConfig, overrides=["ring.capacity_bytes=512"]) == [
         "ring.capacity_bytes is no setting (from --set) of prefill-node; it is one of decode-node"
     ]
+
+
+def test_retries_are_the_decode_nodes() -> None:
+    config = decode("limits.max_running_requests=3", "limits.prefill_retries=0")
+    assert (config.limits.prefill_retries, config.limits.max_running_requests) == (0, 3)
+    assert decode().limits.prefill_retries == 1
+    for path in ("limits.prefill_retries", "breaker.pause_s"):
+        line = f"{path} is no setting (from --set) of prefill-node; it is one of decode-node"
+        assert refused(PrefillNodeConfig, overrides=[f"{path}=1"]) == [line]
 
 
 def test_equal_ports_are_refused() -> None:

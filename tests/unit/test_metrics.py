@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import transfer
 from transfer.errors import ConfigError
 from transfer.instance import Link
-from transfer.metrics import MAX_REASONS, NODE_METRICS, RANK_METRICS, NodeMetrics, RankMetrics
+from transfer.metrics import BREAKER_STATES, MAX_REASONS, NODE_METRICS, RANK_METRICS, NodeMetrics, RankMetrics
 
 STATUS = {
     "rank": 1,
@@ -237,6 +237,22 @@ def test_the_leaders_own_series() -> None:
         assert value(page, f"{name}_count", role="decode") == 1
     build = next(labels for name, labels in samples(page) if name == "kvferry_build_info")
     assert dict(build)["version"] == transfer.__version__
+
+
+def test_retries_and_breakers_are_a_decode_nodes() -> None:
+    node = NodeMetrics(role="decode")
+    page = node.render([])
+    assert value(page, "retries_total", role="decode") == value(page, "breaker_openings_total", role="decode") == 0
+    assert value(page, "breakers", role="decode", state="half-open") == 0
+    node.request_retried()
+    for _ in range(2):
+        node.breaker_opened()
+    node.breakers({"open": 2, "closed": 1})
+    node.breakers({"closed": 3})
+    page = node.render([])
+    assert (value(page, "retries_total", role="decode"), value(page, "breaker_openings_total", role="decode")) == (1, 2)
+    assert [value(page, "breakers", role="decode", state=state) for state in BREAKER_STATES] == [3, 0, 0]
+    assert b"kvferry_retries_total{" not in NodeMetrics(role="prefill").render([])
 
 
 def test_an_unknown_outcome_or_role_is_refused() -> None:
