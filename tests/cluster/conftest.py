@@ -57,6 +57,6 @@ def steady(model: Path) -> Iterator[LocalCluster]:
     """A 2 -> 2 cluster that no test may leave in another state than idle and joined; its ranks may have had several lives."""
     settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 10}
     tier = TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192, settings=settings)
-    spec = ClusterSpec(prefill=tier, decode=tier, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)
+    spec = ClusterSpec(prefill=tier, decode=tier, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S, log_level="debug")
     with running(spec) as cluster:
         yield cluster
