@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from decode_node.text import TextCodec
+from transfer.errors import ConfigError
 
 WORDS = ("▁hello", "▁world", "é", "a")
 
@@ -46,3 +49,18 @@ def test_no_sequence_of_tokens_makes_it_fail_and_text_goes_on_after_each(byte_fa
             assert isinstance(stream.add(choose.randrange(257 + len(WORDS))), str)
         # The first ends whatever was incomplete, the second is text by itself.
         assert "hello" in stream.add(word("▁hello")) + stream.add(word("▁hello"))
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(byte_fallback: TextCodec) -> None:
+    longest = len("▁hello")
+
+    class Untouched:
+        def encode_batch(self, _: object) -> None:
+            pytest.fail("it was tokenised")
+
+    codec = copy.copy(byte_fallback)
+    codec._tokenizer = cast(Tokenizer, Untouched())
+    with pytest.raises(
+        ConfigError, match=f"prompt has {3 * longest + 1} characters; a context of 3 tokens has at most {3 * longest}"
+    ):
+        await codec.encode("x" * (3 * longest + 1), max_tokens=3)

@@ -564,3 +564,26 @@ def test_an_offer_that_is_closed_leaves_nothing(pair: Pair) -> None:
     for _ in range(5):
         pair.writer_transport.offer().close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_blob_above_the_limit_is_refused(pair: Pair) -> None:
+    """Before it is unpacked: a few bytes of msgpack can promise a list of any length."""
+    with pytest.raises(ConfigError, match=f"blob of {64 * 1024 + 1} bytes"):
+        pair.target_transport.accept(b"\xdc" * (64 * 1024 + 1), pair.ring_memory)
+    offer = pair.writer_transport.offer()
+    with pytest.raises(ConfigError, match=f"blob of {64 * 1024 + 1} bytes"):
+        offer.complete(b"\xdc" * (64 * 1024 + 1))
+    offer.close()
+
+
+def test_a_writer_offers_no_memory(pair: Pair) -> None:
+    """What it registers it sends from; nothing that it tells a target leads there."""
+    offer = pair.writer_transport.offer()
+    begin = pair.source.ctypes.data
+    offer_of_target = pair.target_transport.offer()  # a target that writes, too: the link probe's way back
+    for blob in (offer.blob, offer_of_target.blob):
+        told = [int.from_bytes(blob[at : at + 8], order) for at in range(len(blob) - 7) for order in ("big", "little")]
+        ring = pair.ring.ctypes.data
+        assert not [value for value in told if begin <= value < begin + pair.source.size or ring <= value < ring + pair.ring.size]
+    offer.close()
+    offer_of_target.close()
