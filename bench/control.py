@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import time
 from collections import deque
+from dataclasses import replace
+from pathlib import Path
 
-from bench.control_ends import Load, Samples, between_two_processes, cpu_of_a_chunk
+from bench.control_ends import Load, Samples, between_two_processes, cpu_of_a_chunk, make_certificates
 from bench.timing import Report, Row, argument_parser
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator
 
@@ -80,17 +83,21 @@ def measure_waiting(report: Report, *, is_quick: bool) -> None:
     _add_all(report, "CPU of a chunk", {f"one process, {number:,} waiting grants": times for number, times in samples.items()})
 
 
+def _load(*, is_quick: bool) -> Load:
+    if is_quick:
+        return Load(round_requests=8, num_rounds=2, num_round_trips=40)
+    return Load(round_requests=48, num_rounds=5, num_round_trips=400)
+
+
 def measure_growth(report: Report, *, is_quick: bool) -> None:
     """Rows of two processes by number of peers, and by number of held grants."""
-    size = {"round_requests": 8, "num_rounds": 2, "num_round_trips": 40}
-    if not is_quick:
-        size = {"round_requests": 48, "num_rounds": 5, "num_round_trips": 400}
+    load = _load(is_quick=is_quick)
     by_peers = {
-        f"two processes, {number} peer{'s' * (number > 1)}": asyncio.run(between_two_processes(Load(num_peers=number, **size)))
+        f"two processes, {number} peer{'s' * (number > 1)}": asyncio.run(between_two_processes(replace(load, num_peers=number)))
         for number in (PEERS[:2] if is_quick else PEERS)
     }
     by_held = {
-        f"two processes, {number:,} held grants": asyncio.run(between_two_processes(Load(num_held=number, **size)))
+        f"two processes, {number:,} held grants": asyncio.run(between_two_processes(replace(load, num_held=number)))
         for number in (LIVE_GRANTS[:2] if is_quick else LIVE_GRANTS)
     }
     for cases in (by_peers, by_held):
@@ -100,6 +107,19 @@ def measure_growth(report: Report, *, is_quick: bool) -> None:
     rows = {row.what: row for row in report.rows if row.case == f"two processes, {PEERS[0]} peer"}
     report.headline["chunks_per_second"] = 1 / rows["chunk"].median_s
     report.headline["round_trip_p50_s"] = rows["grant, ready, ack"].median_s
+
+
+def measure_tls(report: Report, *, is_quick: bool) -> None:
+    """Rows of two processes with gRPC over TLS against the same in plain text; they take turns, for the machine may be busy."""
+    load = _load(is_quick=is_quick)
+    samples: dict[str, list[Samples]] = {"acks in plain text": [], "acks over TLS": []}
+    with tempfile.TemporaryDirectory() as folder:
+        make_certificates(Path(folder))
+        for _ in range(1 if is_quick else 3):
+            for case, tls_folder in zip(samples, ("", folder), strict=True):
+                samples[case].append(asyncio.run(between_two_processes(replace(load, tls_folder=tls_folder))))
+    for what, field in (("chunk", "chunk_s"), ("CPU of a chunk", "cpu_s"), ("grant, ready, ack", "round_trip_s")):
+        _add_all(report, what, {case: [one for run in runs for one in getattr(run, field)] for case, runs in samples.items()})
 
 
 def measure_memory(report: Report, *, is_quick: bool) -> None:
@@ -135,7 +155,7 @@ def measure(*, is_quick: bool) -> Report:
         title=f"Control plane (at least {TARGET_CHUNKS_PER_S:,} chunks a second, round trip p50 below "
         f"{TARGET_ROUND_TRIP_S * 1e3:g} ms, CPU flat within {TARGET_GROWTH:g}x from 10 to 10,000 live grants)"
     )
-    for part in (measure_memory, measure_growth, measure_waiting, measure_ring):
+    for part in (measure_memory, measure_growth, measure_tls, measure_waiting, measure_ring):
         part(report, is_quick=is_quick)
     return report
 

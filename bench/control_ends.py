@@ -29,13 +29,16 @@ from node_runtime.event_pump import EventPump
 from prefill_node import sender_events as tx
 from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan
+from transfer.config import TlsConfig
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.kernels.digest import DIGEST_XXH3
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSIONS, GrantRequest, GrantsIssued, decode, encode
+from transfer.registry.certificates import CertificateFiles
 from transfer.registry.client import TransferControlClient
+from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import StagingAllocator, Watermark
 
@@ -50,6 +53,9 @@ DEADLINE_S = 120.0
 _NEVER_S = 1e6  # nothing is lost here, and a question that is repeated on a busy machine would only be counted twice
 
 
+_TLS_NAME = "rank.example"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What is moved between two processes.
@@ -62,6 +68,7 @@ class Load:
         round_requests: Requests of each round.
         num_rounds: Rounds that are timed, after one that is not.
         num_round_trips: Requests of one chunk, one after another.
+        tls_folder: Where `make_certificates()` has written; empty: gRPC in plain text.
     """
 
     num_peers: int = 1
@@ -71,6 +78,7 @@ class Load:
     round_requests: int
     num_rounds: int
     num_round_trips: int = 0
+    tls_folder: str = ""
 
     @property
     def ring_chunks(self) -> int:
@@ -362,7 +370,7 @@ async def between_two_processes(load: Load) -> Samples:
         on_session_lost=lambda _, reason: lost.append(reason),
     )
     control.watch(loop, lambda received: target.on_payload(received.peer, received.payload))
-    server = await serve("127.0.0.1", 0, transfer_control=servicer)
+    server = await serve("127.0.0.1", 0, transfer_control=servicer, security=_security(load))
     command = [sys.executable, "-m", "bench.control_ends", server.address, json.dumps(asdict(load))]
     child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
@@ -383,14 +391,34 @@ async def between_two_processes(load: Load) -> Samples:
 async def run_writers(address: str, load: Load) -> Samples:
     """The child: attach as many as there are to be, then measure."""
     async with AsyncExitStack() as stack:
-        writers = [await _attached(address, session, stack) for session in range(1, load.num_peers + 1)]
+        writers = [await _attached(address, session, stack, _security(load)) for session in range(1, load.num_peers + 1)]
         if load.num_held:
             await writers[0].hold(load.num_held)
         return await _measure(writers, load)
 
 
-async def _attached(address: str, session: int, stack: AsyncExitStack) -> Writer:
-    client = TransferControlClient(address)
+def make_certificates(folder: Path) -> None:
+    """One certificate for both ends, and its authority."""
+    import trustme  # of the extra dev, as the benchmarks are
+
+    authority = trustme.CA()
+    made = authority.issue_cert(_TLS_NAME)
+    (folder / "tls.key").touch(mode=0o600)
+    made.private_key_pem.write_to_path(str(folder / "tls.key"))
+    made.cert_chain_pems[0].write_to_path(str(folder / "tls.crt"))
+    authority.cert_pem.write_to_path(str(folder / "ca.crt"))
+
+
+def _security(load: Load) -> Security:
+    if not load.tls_folder:
+        return PlainText()
+    folder = Path(load.tls_folder)
+    tls = TlsConfig(cert_file=folder / "tls.crt", key_file=folder / "tls.key", ca_file=folder / "ca.crt")
+    return MutualTls(files=CertificateFiles(tls, is_server=True), peer_names=(_TLS_NAME,))
+
+
+async def _attached(address: str, session: int, stack: AsyncExitStack, security: Security) -> Writer:
+    client = TransferControlClient(address, security=security)
     stack.push_async_callback(client.close)
     keys = new_key_pair()
     request = AttachRequest(

@@ -62,6 +62,7 @@ class _Life:
         self.peers = PrefillPeers(
             list(config.peers.prefill_nodes),
             own=first.instance,
+            security=node.security,
             decode_address=address,
             rank_addresses=tuple(hello.address for hello in hellos),
             heartbeat_s=config.heartbeat.interval_s,

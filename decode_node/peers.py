@@ -25,7 +25,6 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.piece_size import largest_piece_bytes
 from transfer.registry.beats import BeatWatch
-from transfer.registry.client import open_channel
 from transfer.registry.convert import (
     chunk_plan_from_proto,
     instance_from_proto,
@@ -33,6 +32,8 @@ from transfer.registry.convert import (
     link_from_proto,
     sampling_to_proto,
 )
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class PrefillPeer:
     """One configured prefill node. `state` is "joining", "joined", "draining" or "lost"."""
 
     address: str
-    channel: grpc.aio.Channel
+    channel: PeerChannel
     breaker: Breaker
     breaker_reason: str = ""  # why it opened last; empty once it is closed
     state: str = "joining"
@@ -65,9 +66,13 @@ class PrefillPeer:
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
     reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
 
-    @property
-    def stub(self) -> PrefillControlAsyncStub:
-        return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(self.channel))
+    async def stub(self) -> PrefillControlAsyncStub:
+        """For a call at once.
+
+        Raises:
+            PeerUnreachable: The node cannot be connected to.
+        """
+        return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(await self.channel.ready()))
 
     async def prefill(
         self, request_id: str, token_ids: tuple[int, ...], *, decode_incarnation: int, sampling: SamplingParams
@@ -83,7 +88,7 @@ class PrefillPeer:
             decode_incarnation=decode_incarnation,
             sampling=sampling_to_proto(sampling),
         )
-        call = self.stub.Prefill(question)
+        call = (await self.stub()).Prefill(question)
         try:
             async for event in call:
                 yield event
@@ -99,6 +104,7 @@ class PrefillPeers:
     Args:
         addresses: host:port of each.
         own: This decode instance.
+        security: How they are spoken to; None: in plain text on loopback addresses.
         decode_address: Where prefill leaders ask for reservations.
         rank_addresses: The decode ranks' TransferControl, in rank order.
         heartbeat_s: Seconds between beats of a join.
@@ -115,6 +121,7 @@ class PrefillPeers:
         addresses: list[str],
         *,
         own: Instance,
+        security: Security | None = None,
         decode_address: str,
         rank_addresses: tuple[str, ...],
         heartbeat_s: float,
@@ -137,8 +144,10 @@ class PrefillPeers:
         self._min_bandwidth_bytes_per_s = min_bandwidth_bytes_per_s
         self._on_lost = on_lost
         self._on_breaker_opened = on_breaker_opened
+        security = PlainText() if security is None else security
         self.peers = [
-            PrefillPeer(address=address, channel=open_channel(address), breaker=Breaker(breaker, clock)) for address in addresses
+            PrefillPeer(address=address, channel=PeerChannel(address, security), breaker=Breaker(breaker, clock))
+            for address in addresses
         ]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -254,7 +263,7 @@ class PrefillPeers:
 
     async def _join_once(self, peer: PrefillPeer) -> NoReturn:
         """Stay joined for as long as it lasts; always raises in the end."""
-        call = peer.stub.Join(self._question)
+        call = (await peer.stub()).Join(self._question)
         try:
             event = await self._first_event(call, peer)
             if not event.HasField("joined"):

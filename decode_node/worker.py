@@ -41,6 +41,8 @@ from node_runtime.rank_memory import device_bytes, rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
+from node_runtime.refusals import say_refused
+from node_runtime.reminders import Reminders
 from node_runtime.warm_up import warm_up
 from transfer.chunk import largest_wire_bytes
 from transfer.config import DecodeNodeConfig
@@ -54,6 +56,8 @@ from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
+from transfer.registry.guard import Refusal
+from transfer.registry.security import security_of
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
@@ -99,6 +103,7 @@ class DecodeWorker:
         self._engine_lane = Lane("engine", loop, self._crash)
         self._requests: dict[str, _Request] = {}
         self._writers: dict[int, _Writer] = {}  # by session
+        self._refused = Reminders()  # of callers whose certificates do not allow what they asked for
         self._attaching: set[asyncio.Task[None]] = set()  # probes, and kernels being compiled
         self._engine: DecodeEngine
         self._instance: Instance
@@ -159,7 +164,9 @@ class DecodeWorker:
             on_session_lost=self._receiver.close_session,
             on_link=self._on_link,
         )
-        self._server = await serve(host, 0, transfer_control=self._servicer)
+        self._server = await serve(
+            host, 0, transfer_control=self._servicer, security=security_of(config), on_refused=self._on_refused
+        )
         await self._server.set_serving(True)
         return RankHello(
             rank=self._spec.rank,
@@ -176,6 +183,10 @@ class DecodeWorker:
 
     def _crash(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
+
+    def _on_refused(self, refusal: Refusal) -> None:
+        self._metrics.call_refused(refusal.method)
+        say_refused(refusal, self._refused)
 
     # Sessions
 

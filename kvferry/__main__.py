@@ -21,6 +21,15 @@ model_app = typer.Typer(no_args_is_help=True, help="Model directories.")
 app.add_typer(model_app, name="model")
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM certificate of the caller (tls.cert_file).")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its PEM private key (tls.key_file).")]
+TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities of the node's certificate (tls.ca_file).")]
+PeerName = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Name that the node's certificate may have (tls.peer_names); by default the target's host."
+    ),
+]
 Insecure = Annotated[
     int, typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
 ]
@@ -172,11 +181,15 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    peer_name: PeerName = None,
     insecure: Insecure = 0,
     json: JsonFlag = False,
 ) -> None:
     """Generate at a decode node; the text streams. Ctrl-C cancels the request."""
-    from kvferry.client_settings import client_config
+    from kvferry.client_settings import client_security
     from kvferry.generate import make_request, run_generate
     from kvferry.signals import run_until_signalled
 
@@ -191,10 +204,14 @@ def generate(
             seed=seed,
             ignore_eos=ignore_eos,
         )
-        client_config("generate", target, insecure=insecure)
+        security = client_security(
+            "generate", target, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
+        )
     except TransferError as error:
         _fail("generate", error)
-    raise typer.Exit(run_until_signalled(lambda: run_generate(target, request, timeout_s=timeout, is_json=json)))
+    raise typer.Exit(
+        run_until_signalled(lambda: run_generate(target, request, security=security, timeout_s=timeout, is_json=json))
+    )
 
 
 @app.command()
@@ -202,18 +219,24 @@ def status(
     target: Target,
     json: JsonFlag = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    peer_name: PeerName = None,
     insecure: Insecure = 0,
 ) -> None:
     """Show a node of either kind: state, ranks, pool, ring, peers, links."""
-    from kvferry.client_settings import client_config
+    from kvferry.client_settings import client_security
     from kvferry.signals import run_until_signalled
     from kvferry.status_view import run_status
 
     try:
-        client_config("status", target, insecure=insecure)
+        security = client_security(
+            "status", target, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
+        )
     except TransferError as error:
         _fail("status", error)
-    raise typer.Exit(run_until_signalled(lambda: run_status(target, is_json=json, is_watching=watch)))
+    raise typer.Exit(run_until_signalled(lambda: run_status(target, security=security, is_json=json, is_watching=watch)))
 
 
 @app.command()

@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from transfer.config import ENVIRONMENT_PREFIX, ClientConfig
-from transfer.errors import ConfigError
 from transfer.load_config import load_config
-from transfer.plain_text import check_plain_text, why_not_plain_text
+from transfer.plain_text import check_plain_text
+from transfer.registry.security import Security, security_of
 
 _OWN_VARIABLES: Final = f"{ENVIRONMENT_PREFIX}TLS__"
 """The others are settings of a node, which may run in the same environment."""
 
 
-def client_config(command: str, target: str, *, insecure: int) -> ClientConfig:
-    """The settings of a command that calls `target`; a warning about them is printed.
+def client_security(
+    command: str,
+    target: str,
+    *,
+    cert: Path | None = None,
+    key: Path | None = None,
+    ca: Path | None = None,
+    peer_names: Sequence[str] | None = None,
+    insecure: int = 0,
+) -> Security:
+    """How a command calls `target`; a warning about it is printed.
 
     Args:
         command: Name of the command.
         target: host:port of the node.
-        insecure: How often --insecure was given.
+        cert, key, ca, peer_names, insecure: Its flags; None, empty and 0: not given.
 
     Raises:
         ConfigError: A setting is wrong, or the node may not be called like this.
     """
     environment = {name: value for name, value in os.environ.items() if name.startswith(_OWN_VARIABLES)}
-    config = load_config(ClientConfig, environment=environment, flags={"tls.insecure": insecure or None})
+    flags = {
+        "tls.cert_file": cert,
+        "tls.key_file": key,
+        "tls.ca_file": ca,
+        "tls.peer_names": peer_names or None,
+        "tls.insecure": insecure or None,
+    }
+    config = load_config(ClientConfig, environment=environment, flags=flags)
     warning = check_plain_text(config)
-    refusal = why_not_plain_text("--target", target, config.tls.insecure)
-    if refusal is not None:
-        raise ConfigError(refusal)
+    security = security_of(config)
+    security.check("--target", target)
     if warning is not None:
         print(f"kvferry {command}: warning: {warning}", file=sys.stderr)
-    return config
+    return security

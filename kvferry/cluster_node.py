@@ -20,6 +20,7 @@ from node_runtime import exit_codes
 from node_runtime.health import Readiness
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import Security
 
 HTTP_TIMEOUT_S: Final = 2.0
 
@@ -61,11 +62,21 @@ class ClusterNode:
         command: Its command line.
         environment: Of its process.
         folder: Holds its ready file and its log.
+        security: How it is called; None: in plain text.
     """
 
-    def __init__(self, role: Role, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        role: Role,
+        command: list[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        security: Security | None = None,
+    ) -> None:
         self.role = role
         self.log = NodeLog(folder / f"{role}.log")
+        self.security = security
         self._command = command
         self._environment = dict(environment)
         self._ready_path = self.ready_path(folder, role)
@@ -143,7 +154,7 @@ class ClusterNode:
         Raises:
             TransferError: It cannot be had.
         """
-        async with NodeClient(self.address) as client:
+        async with NodeClient(self.address, security=self.security) as client:
             return await client.status()
 
     async def http(self, path: str) -> tuple[int, str]:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 import kvferry
-from transfer.config import ENVIRONMENT_PREFIX
+from transfer.config import ENVIRONMENT_PREFIX, ClientConfig
 from transfer.errors import ConfigError
+from transfer.load_config import load_config
+from transfer.plain_text import ON_LOOPBACK
+from transfer.registry.security import PlainText, Security, security_of
 
 Role = Literal["prefill", "decode"]
 
@@ -48,12 +51,47 @@ class TierSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """One side's certificate.
+
+    Args:
+        cert_file, key_file, ca_file: As the settings of the same names.
+        names: Those of its names by which the others know it.
+    """
+
+    cert_file: Path
+    key_file: Path
+    ca_file: Path
+    names: tuple[str, ...]
+
+    def settings(self, *, peer_names: tuple[str, ...], client_names: tuple[str, ...] = ()) -> dict[str, object]:
+        """Settings by path; `peer_names` and `client_names` are let in."""
+        given: dict[str, object] = {
+            "tls.cert_file": self.cert_file,
+            "tls.key_file": self.key_file,
+            "tls.ca_file": self.ca_file,
+            "tls.peer_names": ",".join(peer_names),
+        }
+        return given | ({"tls.client_names": ",".join(client_names)} if client_names else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterTls:
+    """The certificates of a cluster: of each tier, and of whoever starts it and calls it."""
+
+    prefill: TlsFiles
+    decode: TlsFiles
+    client: TlsFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """Both tiers and what they share. None leaves a setting at the node's default.
 
     Args:
         prefill, decode: The tiers; their models may differ, for a test of what happens then.
         transport: Name of the data plane.
+        tls: Certificates; without, everything is plain text on the loopback device.
         chunk_tokens: Tokens per chunk.
         layers_per_group: Layers per chunk; 0 for all.
         staging_slots: Staging slots of each prefill rank.
@@ -68,6 +106,7 @@ class ClusterSpec:
     prefill: TierSpec
     decode: TierSpec
     transport: str = "ucx"
+    tls: ClusterTls | None = None
     chunk_tokens: int | None = None
     layers_per_group: int | None = None
     staging_slots: int | None = None
@@ -100,7 +139,24 @@ class ClusterSpec:
         else:
             own = {"ring.capacity_bytes": self.ring_bytes}
         given = {path: value for path, value in (shared | own).items() if value is not None}
-        return given | self.tier(role).all_settings()
+        return given | self._tls_settings(role) | self.tier(role).all_settings()
+
+    def _tls_settings(self, role: Role) -> dict[str, object]:
+        if self.tls is None:
+            return {"tls.insecure": ON_LOOPBACK}
+        one, other = (self.tls.prefill, self.tls.decode) if role == "prefill" else (self.tls.decode, self.tls.prefill)
+        return one.settings(peer_names=other.names, client_names=self.tls.client.names)
+
+    def client_security(self) -> Security:
+        """How the cluster's nodes are called.
+
+        Raises:
+            ConfigError: The client's files cannot be used.
+        """
+        if self.tls is None:
+            return PlainText()
+        settings = self.tls.client.settings(peer_names=(*self.tls.prefill.names, *self.tls.decode.names))
+        return security_of(load_config(ClientConfig, flags=settings))
 
     def command(self, role: Role, *, port: int, prefill_address: str, ready_file: Path) -> list[str]:
         """The command line of the tier's node.
@@ -111,7 +167,7 @@ class ClusterSpec:
             ready_file: Written by the node once it is ready.
         """
         command = [sys.executable, "-m", f"{role}_node", "serve", "--port", str(port), "--ready-file", str(ready_file)]
-        command += ["--log-format", "json", "--log-level", self.log_level, "--insecure"]
+        command += ["--log-format", "json", "--log-level", self.log_level]
         if role == "decode":
             command += ["--prefill-node", prefill_address]
         for path, value in self.settings_of(role).items():

@@ -12,6 +12,7 @@ from kvferry import exit_codes
 from kvferry.node_client import NodeClient
 from transfer.errors import ConfigError, TransferError
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import Security
 
 
 def make_request(
@@ -66,7 +67,9 @@ def parse_token_ids(text: str) -> list[int]:
     return ids
 
 
-async def run_generate(target: str, request: pb.GenerateRequest, *, timeout_s: float | None, is_json: bool) -> int:
+async def run_generate(
+    target: str, request: pb.GenerateRequest, *, security: Security | None = None, timeout_s: float | None, is_json: bool
+) -> int:
     """Send it and print what comes; returns the exit code. Cancelled, it cancels the request at the node."""
     token_ids: list[int] = []
     text = ""
@@ -74,7 +77,10 @@ async def run_generate(target: str, request: pb.GenerateRequest, *, timeout_s: f
     try:
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"--timeout is {timeout_s}; it must be above 0")
-        async with NodeClient(target) as client, contextlib.aclosing(client.generate(request, timeout_s=timeout_s)) as events:
+        async with (
+            NodeClient(target, security=security) as client,
+            contextlib.aclosing(client.generate(request, timeout_s=timeout_s)) as events,
+        ):
             async for event in events:
                 match event.WhichOneof("event"):
                     case "accepted":

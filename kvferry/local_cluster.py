@@ -25,11 +25,11 @@ from typing import Final, Self
 
 from kvferry import process_guard
 from kvferry.cluster_node import ClusterNode, NodeFailed
-from kvferry.cluster_spec import ClusterSpec, Role, TierSpec, child_environment
+from kvferry.cluster_spec import ClusterSpec, ClusterTls, Role, TierSpec, TlsFiles, child_environment
 from node_runtime import exit_codes
 from transfer.errors import TransferError
 
-__all__ = ["ClusterNode", "ClusterSpec", "LocalCluster", "NodeFailed", "StopReport", "TierSpec"]
+__all__ = ["ClusterNode", "ClusterSpec", "ClusterTls", "LocalCluster", "NodeFailed", "StopReport", "TierSpec", "TlsFiles"]
 
 _HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.05
@@ -67,6 +67,7 @@ class LocalCluster:
     def __init__(self, spec: ClusterSpec, *, environment: Mapping[str, str] | None = None) -> None:
         self.spec = spec
         self.stop_report: StopReport | None = None
+        self._security = spec.client_security()
         self._token = secrets.token_hex(16)
         self._extra_environment = dict(environment or {})
         self._folder: Path | None = None
@@ -134,7 +135,7 @@ class LocalCluster:
         command = self.spec.command(
             role, port=addresses[role], prefill_address=f"{_HOST}:{addresses['prefill']}", ready_file=ready_file
         )
-        node = self._nodes[role] = ClusterNode(role, command, self.environment, folder)
+        node = self._nodes[role] = ClusterNode(role, command, self.environment, folder, security=self._security)
         node.launch()
         return node
 

@@ -12,7 +12,8 @@ import grpc
 from transfer.errors import ConfigError, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.client import open_channel
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of
 
 if TYPE_CHECKING:
@@ -27,19 +28,18 @@ class NodeClient:
 
     Args:
         address: host:port of the node's gRPC API.
+        security: How it is spoken to; None: in plain text on a loopback address.
 
     Raises:
-        ConfigError: `address` is no host:port.
+        ConfigError: `address` is no host:port, or must not be spoken to in plain text.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
         host, _, port = address.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
             raise ConfigError(f"target is {address!r}; it must be host:port with a port from 1 to 65535")
         self.address = address
-        self._channel = open_channel(address)
-        self._decode = cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(self._channel))
-        self._prefill = cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(self._channel))
+        self._channel = PeerChannel(address, PlainText() if security is None else security)
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,6 +51,12 @@ class NodeClient:
         """Close the connection; calls that run are cancelled."""
         await self._channel.close()
 
+    async def _decode(self, timeout_s: float) -> DecodeControlAsyncStub:
+        return cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(await self._channel.ready(timeout_s=timeout_s)))
+
+    async def _prefill(self, timeout_s: float) -> PrefillControlAsyncStub:
+        return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(await self._channel.ready(timeout_s=timeout_s)))
+
     async def status(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.NodeStatus:
         """The node's status, whichever role it has.
 
@@ -59,11 +65,11 @@ class NodeClient:
         """
         try:
             try:
-                return await self._decode.Status(pb.StatusRequest(), timeout=timeout_s)
+                return await (await self._decode(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
-            return await self._prefill.Status(pb.StatusRequest(), timeout=timeout_s)
+            return await (await self._prefill(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error, timeout_s) from error
 
@@ -75,7 +81,7 @@ class NodeClient:
         """
         question = pb.AbortRequest(request_id=request_id, reason=reason)
         try:
-            return (await self._decode.Abort(question, timeout=timeout_s)).found
+            return (await (await self._decode(timeout_s)).Abort(question, timeout=timeout_s)).found
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error, timeout_s) from error
 
@@ -91,7 +97,7 @@ class NodeClient:
         Raises:
             TransferError: The call failed, or ended without a last event.
         """
-        call = self._decode.Generate(request, timeout=timeout_s)
+        call = (await self._decode(accept_timeout_s)).Generate(request, timeout=timeout_s)
         event = None
         is_done = False
         try:

@@ -17,15 +17,16 @@ from kvferry.demo_view import ring_table
 from kvferry.node_client import NodeClient
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import Security
 
 WATCH_S: Final = 0.5
 _STYLES: Final = {"ready": "green", "joined": "green", "closed": "green", "failed": "red", "lost": "red", "open": "red"}
 
 
-async def run_status(target: str, *, is_json: bool, is_watching: bool) -> int:
+async def run_status(target: str, *, security: Security | None = None, is_json: bool, is_watching: bool) -> int:
     """Print it; returns the exit code. Watching, it goes on until it is cancelled, and shows when the node does not answer."""
     try:
-        async with NodeClient(target) as client:
+        async with NodeClient(target, security=security) as client:
             if is_watching:
                 await (_watch_json(client) if is_json else _watch(client))
             status = await client.status()

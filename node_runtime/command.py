@@ -22,6 +22,7 @@ from transfer.errors import TransferError
 from transfer.load_config import load_config
 from transfer.logs import configure_logging
 from transfer.plain_text import check_plain_text
+from transfer.registry.certificates import certificate_files
 
 SETTING_OF_FLAG = {
     "model": "model",
@@ -36,6 +37,11 @@ SETTING_OF_FLAG = {
     "ready_file": "ready_file",
     "log_level": "log.level",
     "log_format": "log.format",
+    "tls_cert": "tls.cert_file",
+    "tls_key": "tls.key_file",
+    "tls_ca": "tls.ca_file",
+    "peer_name": "tls.peer_names",
+    "client_name": "tls.client_names",
     "insecure": "tls.insecure",
 }
 
@@ -53,6 +59,15 @@ TransportName = Annotated[str | None, typer.Option(help="Data plane (transport.n
 ReadyFile = Annotated[Path | None, typer.Option(help="Written once the node is ready (ready_file).")]
 LogLevel = Annotated[str | None, typer.Option(help="log.level")]
 LogFormat = Annotated[str | None, typer.Option(help="log.format")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM certificate of this node (tls.cert_file).")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its PEM private key (tls.key_file).")]
+TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities of the others' certificates (tls.ca_file).")]
+PeerName = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Name of the other tier's certificates, once for each (tls.peer_names).")
+]
+ClientName = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Name of clients' certificates, once for each (tls.client_names).")
+]
 Insecure = Annotated[
     int,
     typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure)."),
@@ -114,6 +129,7 @@ def run_daemon(
         check_step_fits(config)
         check_before_start(config)
         warning = check_plain_text(config)
+        certificate_files(config)
         if is_check_only:
             if isinstance(config, DecodeNodeConfig) and not config.peers.prefill_nodes:
                 print("decode-node: warning: peers.prefill_nodes is empty; the node will never be ready", file=sys.stderr)

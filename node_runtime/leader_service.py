@@ -16,6 +16,8 @@ from node_runtime.rank_link import RankCodec
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankMemory
 from node_runtime.rank_setup import preloaded_modules
+from node_runtime.refusals import say_refused
+from node_runtime.reminders import Reminders
 from node_runtime.supervisor import RankSupervisor
 from node_runtime.transfer_ids import is_try_of
 from transfer.config import NodeConfig
@@ -26,10 +28,14 @@ from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import instance_to_proto, link_to_proto
+from transfer.registry.guard import Refusal
+from transfer.registry.security import MutualTls, security_of
 from transfer.registry.server import RegistryServer, host_port, serve
 from transfer.registry.status import end_with
 
 CLOSE_GRACE_S = 0.2
+CERTIFICATE_LOOK_S = 10.0
+"""Seconds between looks at the certificate files, for their news to be told also while nobody connects."""
 
 log = structlog.get_logger(__name__)
 
@@ -88,6 +94,9 @@ class Leader(Generic[ConfigT, LifeT]):
     ) -> None:
         self.config = config
         self.metrics = NodeMetrics(role=config.role)
+        self.security = security_of(config)
+        self._refused = Reminders()
+        self._looking: asyncio.Task[None] | None = None
         self._daemon = daemon
         self._entry = entry
         self._codec = codec
@@ -123,6 +132,8 @@ class Leader(Generic[ConfigT, LifeT]):
         return 0 if life is None else life.requests.num_queued + life.requests.num_running
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         if self._server is not None:
             await self._server.close(grace_s=CLOSE_GRACE_S)
 
@@ -136,8 +147,26 @@ class Leader(Generic[ConfigT, LifeT]):
     ) -> str:
         """Serve the role's API; returns the address that peers are told."""
         server = self.config.server
-        self._server = await serve(server.host, server.port, prefill_control=prefill_control, decode_control=decode_control)
+        self._server = await serve(
+            server.host,
+            server.port,
+            prefill_control=prefill_control,
+            decode_control=decode_control,
+            security=self.security,
+            on_refused=self._on_refused,
+        )
+        if isinstance(self.security, MutualTls):
+            self._looking = asyncio.ensure_future(self._look_at_certificates(self.security))
         return host_port(server.advertised_host, self._server.port)
+
+    async def _look_at_certificates(self, tls: MutualTls) -> None:
+        while True:
+            await asyncio.sleep(CERTIFICATE_LOOK_S)
+            await asyncio.to_thread(tls.files.current)
+
+    def _on_refused(self, refusal: Refusal) -> None:
+        self.metrics.call_refused(refusal.method)
+        say_refused(refusal, self._refused)
 
     async def _set_serving(self, is_serving: bool) -> None:
         if self._server is not None:
@@ -170,6 +199,9 @@ class Leader(Generic[ConfigT, LifeT]):
             peers=peers,
             restarts=self._daemon.num_restarts,
         )
+        if isinstance(self.security, MutualTls):
+            files = self.security.files
+            self.metrics.certificate(not_after_s=files.current().not_after_s, is_stale=bool(files.problem))
         reports = self._supervisor.reports if self._supervisor is not None else {}
         return self.metrics.render([report.metrics for report in reports.values()])
 

@@ -23,6 +23,7 @@ from transfer.layout import Route, routes, wire_dtype
 from transfer.messages import MAX_MESSAGE_BYTES
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.options import most_sessions
+from transfer.registry.security import Security
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
 from transfer.transport.base import Session, Transport
@@ -74,6 +75,7 @@ class DecodeSessions:
         own: This rank's instance.
         plan: The finest way in which requests are cut.
         device: Where the pool lies; what the probe sends lies there too.
+        security: How decode ranks are spoken to; None: in plain text on loopback addresses.
         on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
 
@@ -91,6 +93,7 @@ class DecodeSessions:
         plan: ChunkPlan,
         device: torch.device | str,
         config: NodeConfig,
+        security: Security | None = None,
         on_lost: Callable[[int, int, str], None],
     ) -> None:
         self._loop = loop
@@ -100,6 +103,7 @@ class DecodeSessions:
         self._rank = rank
         self._plan = plan
         self._config = config
+        self._security = security
         self._on_lost = on_lost
         self._peers: dict[int, DecodePeer] = {}
         self._open: dict[int, _Open] = {}
@@ -166,7 +170,7 @@ class DecodeSessions:
 
     async def _open_session(self, peer: DecodePeer, decode_rank: int, address: str) -> Link:
         with contextlib.ExitStack() as undo:
-            client = TransferControlClient(address)
+            client = TransferControlClient(address, security=self._security)
             undo.callback(self._close_client, client)
             answer, session = await self._attach(client)
             undo.callback(session.close)

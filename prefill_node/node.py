@@ -39,7 +39,6 @@ from transfer.layer_groups import PageCounts, layer_groups
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.client import open_channel
 from transfer.registry.convert import (
     chunk_plan_to_proto,
     instance_from_proto,
@@ -47,6 +46,8 @@ from transfer.registry.convert import (
     link_to_proto,
     sampling_from_proto,
 )
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import Security
 from transfer.registry.status import end_with, error_of
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, entry=run_prefill_rank, codec=CODEC, on_rank_message=self._on_rank_message)
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, PeerChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._refused_joins = Reminders()
 
@@ -192,8 +193,9 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         if life is None:
             return False
         if join.address not in self._channels:
-            self._channels[join.address] = open_channel(join.address)
-        stub = cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(self._channels[join.address]))
+            self._channels[join.address] = PeerChannel(join.address, self.security)
+        channel = await self._channels[join.address].ready(timeout_s=RESERVE_TIMEOUT_S)
+        stub = cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(channel))
         question = pb.ReserveRequest(
             request_id=request_id,
             prefill_incarnation=life.instance.incarnation,
@@ -217,7 +219,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                 )
             decode = instance_from_proto(request.decode)
             check_compatible(life.instance, decode)
-            _check_addresses(request, num_ranks=decode.shard.num_ranks)
+            _check_addresses(request, num_ranks=decode.shard.num_ranks, security=self.security)
             join = await life.joins.open(decode, request.decode_address, tuple(request.rank_addresses))
         except TransferError as error:
             news = {"address": clip_reason(request.decode_address), "reason": clip_reason(str(error))}
@@ -315,7 +317,7 @@ def _largest_piece_bytes(join: Join) -> int:
     return 0 if join.cut is None else join.cut.largest_piece_bytes
 
 
-def _check_addresses(request: pb.JoinRequest, *, num_ranks: int) -> None:
+def _check_addresses(request: pb.JoinRequest, *, num_ranks: int, security: Security) -> None:
     if len(request.rank_addresses) != num_ranks:
         raise LayoutError(f"rank_addresses has {len(request.rank_addresses)} entries for {num_ranks} ranks")
     named = [("decode_address", request.decode_address), *(("rank_addresses", address) for address in request.rank_addresses)]
@@ -324,6 +326,7 @@ def _check_addresses(request: pb.JoinRequest, *, num_ranks: int) -> None:
             raise ConfigError(f"{name} has {len(address)} characters; it must have 1 to {MAX_ADDRESS_CHARS}")
         if not address.isascii():
             raise ConfigError(f"{name} is {address!a}; it must be ASCII")
+        security.check(name, address)
 
 
 def _stats_to_proto(stats: SentStats) -> pb.TransferStats:

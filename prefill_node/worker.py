@@ -49,6 +49,7 @@ from transfer.layout import wire_dtype
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
+from transfer.registry.security import security_of
 from transfer.staging import StagingBuffer
 
 log = structlog.get_logger(__name__)
@@ -125,6 +126,7 @@ class PrefillWorker:
             plan=finest_chunk_plan(self._config),
             device=pool.device,
             config=self._config,
+            security=security_of(self._config),
             on_lost=lambda join, incarnation, reason: self._link.send(
                 DecodeLost(join=join, incarnation=incarnation, reason=reason)
             ),

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from transfer.layout import DType, TokenOrder
+from transfer.peer_names import checked_entry
 from transfer.ring import ALIGNMENT_BYTES
 
 ENVIRONMENT_PREFIX: Final = "KVFERRY_"
@@ -118,6 +119,7 @@ Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535)]
 Host = Annotated[str, AfterValidator(_host)]
 EngineName = Annotated[str, AfterValidator(_engine_name)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
+PeerName = Annotated[str, AfterValidator(checked_entry)]
 
 
 class _Section(BaseModel):
@@ -339,8 +341,29 @@ class PeersConfig(_Section):
 
 
 class TlsConfig(_Section):
-    """Who may reach this process, and whom it reaches."""
+    """Who may reach this process, and whom it reaches: mutual TLS on every gRPC port, see docs/operations.md."""
 
+    cert_file: Path | None = Field(
+        default=None,
+        description="PEM certificate of this process, with the intermediate ones behind it; read again when it changes.",
+    )
+    key_file: Path | None = Field(
+        default=None, description="PEM private key of that certificate, without a passphrase; not readable by everybody."
+    )
+    ca_file: Path | None = Field(
+        default=None, description="PEM certificates of the authorities that the other side's certificate must be signed by."
+    )
+    peer_names: Annotated[tuple[PeerName, ...], BeforeValidator(_listed)] = Field(
+        default=(),
+        description=(
+            "Names (DNS or URI) of the other tier's certificates: who may join, prefill, reserve and attach, and whom this node "
+            "connects to. *.example.org stands for one label. In the environment: separated by commas."
+        ),
+    )
+    client_names: Annotated[tuple[PeerName, ...], BeforeValidator(_listed)] = Field(
+        default=(),
+        description="Names of the certificates of clients and operators: who may generate, abort, drain and ask for the status.",
+    )
     insecure: Annotated[Literal[0, 1, 2], BeforeValidator(_whole)] = Field(
         default=0,
         description=(
@@ -348,6 +371,22 @@ class TlsConfig(_Section):
             "let in."
         ),
     )
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether there is TLS."""
+        return self.cert_file is not None
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        files = {"cert_file": self.cert_file, "key_file": self.key_file, "ca_file": self.ca_file}
+        missing = [name for name, file in files.items() if file is None]
+        given = next((name for name, file in files.items() if file is not None), None)
+        if given is not None and missing:
+            raise ValueError(f"{given} is {files[given]} and {missing[0]} is missing; TLS needs cert_file, key_file and ca_file")
+        if given is not None and self.insecure:
+            raise ValueError(f"insecure is {self.insecure} and cert_file is {self.cert_file}; set one of them")
+        return self
 
 
 class LimitsConfig(_Section):

@@ -92,6 +92,7 @@ RANK_METRICS: Final = (
     _spec("gauge", "pool_pages", "Pages of the KV pool by group of layers and state: free, reserved or bound.", "group", "state"),
     _spec("gauge", "memory_planned_bytes", "Bytes of the device that the memory plan gives to a line.", "line"),
     _spec("gauge", "memory_real_bytes", "Bytes that a line of the memory plan came to, where it was measured.", "line"),
+    _spec("counter", "rank_refused_calls", "Calls to a decode rank that the caller's certificate does not allow.", "method"),
     _spec("gauge", "rank_requests", "Requests that the rank keeps any state of."),
     _spec("gauge", "sessions", "Open sessions with ranks of the other tier."),
     _spec(
@@ -121,6 +122,9 @@ NODE_METRICS: Final = (
     _spec("gauge", "largest_piece_bytes", "Most bytes of a chunk between two ranks, over all joined nodes of the other tier."),
     _spec("gauge", "node_state", "1 for the node's state, 0 for the others.", "state"),
     _spec("gauge", "rank_restarts", "Times that the rank group was started again."),
+    _spec("counter", "refused_calls", "Calls to the node that the caller's certificate does not allow.", "method"),
+    _spec("gauge", "certificate_expiry_timestamp_seconds", "When the node's certificate expires, in seconds since 1970."),
+    _spec("gauge", "certificate_stale", "1 while the node's certificate files have changed and cannot be used; 0 otherwise."),
     _spec("gauge", "build_info", "Always 1; the labels say what runs.", "version", "python"),
 )
 
@@ -234,6 +238,10 @@ class RankMetrics:
     def chunk_broken(self) -> None:
         """Bytes arrived that are not those that were sent."""
         self._series("broken_chunks").inc()
+
+    def call_refused(self, method: str) -> None:
+        """Somebody called whose certificate does not allow it; `method` is one that the server has."""
+        self._series("rank_refused_calls", method=method).inc()
 
     def message_dropped(self, reason: str) -> None:
         """A control message broke a rule; `reason` is one of a few constant words."""
@@ -379,6 +387,15 @@ class NodeMetrics:
         """How many prefill nodes have a circuit breaker in which state now."""
         for name in BREAKER_STATES:
             self._series("breakers", state=name).set(states.get(name, 0))
+
+    def call_refused(self, method: str) -> None:
+        """Somebody called whose certificate does not allow it; `method` is one that the server has."""
+        self._series("refused_calls", method=method).inc()
+
+    def certificate(self, *, not_after_s: float, is_stale: bool) -> None:
+        """This node's certificate: when it expires, in seconds since 1970, and whether newer files cannot be used."""
+        self._series("certificate_expiry_timestamp_seconds").set(not_after_s)
+        self._series("certificate_stale").set(is_stale)
 
     def queue_seconds(self, seconds: float) -> None:
         """A request got room after it had waited this long."""

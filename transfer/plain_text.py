@@ -20,11 +20,7 @@ CLIENT_WARNING: Final = "without TLS (--insecure): whoever sits between here and
 
 def is_loopback(address: str) -> bool:
     """Whether a host, or the host of host:port, is on this machine for certain; of names only `localhost` is."""
-    host = address
-    if address.startswith("["):
-        host = address[1:].partition("]")[0]
-    elif address.count(":") == 1:
-        host = address.partition(":")[0]
+    host = host_of(address)
     try:
         found = ipaddress.ip_address(host)
     except ValueError:
@@ -34,15 +30,27 @@ def is_loopback(address: str) -> bool:
     return found.is_loopback
 
 
+def host_of(address: str) -> str:
+    """The host of host or host:port, without brackets."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.partition(":")[0] if address.count(":") == 1 else address
+
+
 def check_plain_text(config: ProcessConfig) -> str | None:
-    """Check that a node or a command may do without TLS where it is to; returns the warning to print, None where it has TLS.
+    """Check that a node or a command may do without TLS, where it is to; returns the warning to print, None where it has TLS.
 
     Raises:
         ConfigError: It may not; one line for each address.
     """
     is_node = isinstance(config, NodeConfig)
+    if config.tls.is_set_up:
+        return None
     if not config.tls.insecure:
-        raise ConfigError("TLS is not set up; do without it on this machine with --insecure (tls.insecure)")
+        raise ConfigError(
+            "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or do "
+            "without it on this machine with --insecure"
+        )
     problems = []
     if config.tls.insecure < ANYWHERE and isinstance(config, NodeConfig):
         named = [("server.host", config.server.host), ("server.advertise_host", config.server.advertise_host)]

@@ -100,7 +100,10 @@ def test_nobody_listens(arguments: tuple[str, ...], dead_address: str) -> None:
     assert time.monotonic() - begun_s < 5
 
 
-NO_TLS = "TLS is not set up; do without it on this machine with --insecure (tls.insecure)"
+NO_TLS = (
+    "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or do without it on "
+    "this machine with --insecure"
+)
 FAR = "--target is 10.0.0.1:1, which is no loopback address; without TLS it needs --insecure twice (tls.insecure: 2)"
 
 

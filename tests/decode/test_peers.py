@@ -342,8 +342,11 @@ class StalledCall:
 
 async def test_a_stall_of_this_side_is_not_taken_for_the_other_side_s_death(monkeypatch: pytest.MonkeyPatch) -> None:
     call = StalledCall()
-    stub = SimpleNamespace(Join=lambda question: call)
-    monkeypatch.setattr(PrefillPeer, "stub", property(lambda peer: stub))
+
+    async def stub(peer: PrefillPeer) -> SimpleNamespace:
+        return SimpleNamespace(Join=lambda question: call)
+
+    monkeypatch.setattr(PrefillPeer, "stub", stub)
     one = Tier(["127.0.0.1:1"], cast(PrefillNode, None))
     one.peers.start()
     await until(lambda: call.num_read >= 6 or one.lost)

@@ -34,6 +34,7 @@ MEMORY_PLAN = tuple(f"transfer/memory/{name}.py" for name in ("__init__", "confi
 L0 = (
     "transfer/__init__.py",
     "transfer/errors.py",
+    "transfer/peer_names.py",
     "transfer/layout.py",
     "transfer/layer_groups.py",
     "transfer/chunk.py",

@@ -31,9 +31,9 @@ CUT = Cut(plan=ChunkPlan(chunk_tokens=8, layers_per_group=1), largest_piece_byte
 class Served:
     """A prefill leader whose one rank attaches to whatever it is told to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, insecure: int = 2) -> None:
         daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY))
-        self.node = PrefillNode(daemon, prefill_config(folder, server={"host": "127.0.0.1"}))
+        self.node = PrefillNode(daemon, prefill_config(folder, server={"host": "127.0.0.1"}, tls={"insecure": insecure}))
         self.lost: list[str] = []
         self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
         self.node._life = cast(Any, SimpleNamespace(joins=self.joins, instance=instance(3)))
@@ -129,6 +129,19 @@ async def test_a_bad_join_is_refused_in_one_line(served: Served, changes: dict[s
     assert complaint in (refusal.value.details() or "")
     assert refusal.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
     assert not list(served.joins)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"decode_address": "127.0.0.1:1"}, {"decode_address": "localhost:1", "rank_addresses": ["10.0.0.1:1"]}]
+)
+async def test_without_tls_nobody_is_called_beyond_loopback(tmp_path: Path, changes: dict[str, Any]) -> None:
+    one = Served(tmp_path, insecure=1)
+    one.channel = open_channel(await one.node.open())
+    with pytest.raises(grpc.aio.AioRpcError, match="which is no loopback address; without TLS it needs --insecure twice"):
+        await kind(one.join(**changes))
+    assert not list(one.joins)
+    await one.channel.close()
+    await one.node.close()
 
 
 async def test_a_decode_node_that_does_not_fit_is_spoken_of_once_for_each_reason(served: Served) -> None:

@@ -55,7 +55,7 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
     assert leader.node._channels == {NOWHERE: channel}, "the other join has that address as well"
     leader.life.joins.leave(joins[1], PeerUnreachable("it left"))
     await asyncio.gather(*leader.node._closing)
-    assert leader.node._channels == {} and channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+    assert leader.node._channels == {} and channel.current.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 class Context:

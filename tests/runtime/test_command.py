@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from decode_node.__main__ import app as decode_app
 from node_runtime import command, exit_codes
 from prefill_node.__main__ import app as prefill_app
+from tests.authority import Authority, Files
 from transfer.config import NodeConfig
 from transfer.plain_text import NODE_WARNING
 
@@ -31,6 +32,9 @@ FLAGS = {
     "ready_file": "ready.json",
     "log.level": "error",
     "log.format": "json",
+    "tls.cert_file": "tls.crt",
+    "tls.key_file": "tls.key",
+    "tls.ca_file": "ca.crt",
 }
 NAMES = {path: f"--{name.replace('_', '-')}" for name, path in command.SETTING_OF_FLAG.items()}
 
@@ -49,6 +53,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[NodeConfig]:
     return configs
 
 
+NO_TLS = (
+    "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or do without it on "
+    "this machine with --insecure"
+)
 TWICE = "without TLS it needs --insecure twice (tls.insecure: 2)"
 HEAVY = ("torch", "transformers", "grpc", "numpy", "ucxx")
 
@@ -160,7 +168,7 @@ def test_a_decode_node_without_prefill_nodes_is_warned_of(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "refusals"),
     [
-        ((), ["TLS is not set up; do without it on this machine with --insecure (tls.insecure)"]),
+        ((), [NO_TLS]),
         (("--insecure", "--host", "10.1.2.3"), ["server.host is 10.1.2.3, which is no loopback address; " + TWICE]),
         (
             ("--set", "tls.insecure=1", "--host", "::", "--set", "server.advertise_host=node.example"),
@@ -278,3 +286,58 @@ def test_a_decode_node_needs_a_tokenizer(model: Path) -> None:
     ended = check(decode_app, model)
     assert ended.exit_code == exit_codes.BAD_CONFIG and "it has no tokenizer.json" in ended.output
     assert check(prefill_app, model).exit_code == exit_codes.OK
+
+
+def tls_flags(files: Files) -> tuple[str, ...]:
+    return "--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)
+
+
+@APPS
+def test_certificates_are_looked_at_before_anything_starts(app: Typer, model: Path, tmp_path: Path) -> None:
+    files = Authority().files(tmp_path / "tls", "node.example")
+    serve = ["serve", "--check-config", "--model", str(model), "--host", "10.1.2.3", *tls_flags(files)]
+    names = ["--peer-name", "a.example", "--peer-name", "*.b.example", "--client-name", "spiffe://c.example/ops"]
+    ended = CliRunner().invoke(app, [*serve, *names])
+    assert ended.exit_code == exit_codes.OK and "TLS" not in ended.stderr
+    swapped = Authority().files(tmp_path / "other", "node.example")
+    for damage, complaint in (
+        (lambda: files.key.chmod(0o604), "which everybody on this machine may read or write (mode 604)"),
+        (lambda: files.put(ca=swapped.ca.read_bytes()), "is not accepted with tls.ca_file"),
+        (lambda: files.put(key=swapped.key.read_bytes()), "is not the key of the certificate"),
+        (lambda: files.cert.unlink(), "cannot be read: No such file or directory"),
+    ):
+        damage()
+        ended = CliRunner().invoke(app, [*serve, *names])
+        assert ended.exit_code == exit_codes.BAD_CONFIG and complaint in ended.stderr
+        assert len([line for line in ended.stderr.splitlines() if "peers.prefill_nodes" not in line]) == 1
+        if files.key.stat().st_mode & 0o4:
+            files.key.chmod(0o600)
+
+
+def test_a_node_that_would_let_nobody_in_does_not_start(model: Path, tmp_path: Path) -> None:
+    serve = ["serve", "--check-config", "--model", str(model), *tls_flags(Authority().files(tmp_path / "tls", "node.example"))]
+    ended = CliRunner().invoke(prefill_app, serve)
+    assert (
+        ended.exit_code == exit_codes.BAD_CONFIG and "tls.peer_names is empty; it must have the names of the dec" in ended.stderr
+    )
+    assert CliRunner().invoke(prefill_app, [*serve, "--peer-name", "a.example"]).exit_code == exit_codes.OK
+    ended = CliRunner().invoke(decode_app, [*serve, "--peer-name", "a.example"])
+    assert ended.exit_code == exit_codes.BAD_CONFIG and "tls.client_names is empty; " in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--tls-cert", "c"), "tls.cert_file is c and key_file is missing; TLS needs cert_file, key_file and ca_file"),
+        (
+            ("--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a", "--insecure"),
+            "tls.insecure is 1 and cert_file is c; set one of them",
+        ),
+        (("--peer-name", "10.0.0.1"), "'10.0.0.1' is no name; it must be a DNS name"),
+        (("--set", "tls.client_names=a.example,b c"), "'b c' is no name; it must be a DNS name"),
+        (("--insecure", "--insecure", "--insecure"), "tls.insecure is 3"),
+    ],
+)
+def test_settings_of_tls_that_make_no_sense(model: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    ended = CliRunner().invoke(prefill_app, ["serve", "--check-config", "--model", str(model), *arguments])
+    assert ended.exit_code == exit_codes.BAD_CONFIG and complaint in ended.stderr and len(ended.stderr.splitlines()) == 1

@@ -11,16 +11,19 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from node_runtime import leader_service
 from node_runtime.daemon import Daemon, NodeState
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.rank_report import RankMemory
+from tests.authority import Authority
 from tests.runtime import rank_entries
-from tests.runtime.instances import instance, prefill_config
+from tests.runtime.instances import instance, prefill_config, until
 from transfer.config import PrefillNodeConfig
 from transfer.errors import TransferError
 from transfer.instance import Instance
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import MutualTls
 
 
 @dataclass
@@ -127,3 +130,36 @@ def test_a_status_says_whether_the_node_is_ready_as_readyz_does(leader: Leader[P
     assert (idle.ready, idle.not_ready_reason) == (False, "no prefill node is joined")
     cast(Any, leader._daemon).ready = Readiness(is_ready=True, reason="the node is draining")
     assert leader._status(peers=[], links=[]).not_ready_reason == ""
+
+
+async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.05)
+    authority = Authority()
+    files = authority.files(tmp_path / "tls", "node.example")
+    tls = files.tls(peer_names=("peer.example",))
+    one: Leader[PrefillNodeConfig, Life] = Leader(
+        cast(Daemon, SimpleNamespace(state=NodeState.STARTING, num_restarts=0)),
+        prefill_config(tmp_path, tls=tls.model_dump()),
+        entry=rank_entries.obedient,
+        codec=rank_entries.CODEC,
+        on_rank_message=lambda rank, message: None,
+    )
+    await one._listen()
+    assert isinstance(one.security, MutualTls)
+    expiry = "kvferry_certificate_expiry_timestamp_seconds"
+
+    def shown(name: str) -> float:
+        page = one._render_metrics({}).decode()
+        return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+    before, old = shown(expiry), one.security.files._current
+    try:
+        cert, key = authority.issue("node.example", days=5)
+        files.put(key=key)
+        await until(lambda: one.security.files.problem)  # type: ignore[union-attr]
+        assert shown("kvferry_certificate_stale") == 1 and shown(expiry) == before
+        files.put(cert=cert)
+        await until(lambda: one.security.files._current is not old)  # type: ignore[union-attr]
+        assert shown("kvferry_certificate_stale") == 0 and shown(expiry) > before + 86_400
+    finally:
+        await one.close()

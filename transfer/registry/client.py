@@ -24,6 +24,8 @@ from transfer.registry.convert import (
     watermark_from_proto,
 )
 from transfer.registry.options import CHANNEL_OPTIONS
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of
 from transfer.ring import Watermark
 
@@ -31,14 +33,11 @@ if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import TransferControlAsyncStub
 
 
-def open_channel(address: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to host:port; it connects when it is first used, and again with a back-off of 0.1 to 2 s.
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to host:port, in plain text; it connects when it is first used, and again with a back-off of 0.1 to 2 s.
 
-    Args:
-        credentials: TLS; plain text without.
+    For what knows that it may: everything else uses `PeerChannel`.
     """
-    if credentials is not None:
-        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
@@ -47,13 +46,18 @@ class TransferControlClient:
 
     Args:
         address: host:port of the rank's `TransferControl`.
-        credentials: TLS; plain text without.
+        security: How it is spoken to; None: in plain text on a loopback address.
+
+    Raises:
+        ConfigError: Not in plain text.
     """
 
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(self, address: str, *, security: Security | None = None) -> None:
         self.address = address
-        self._channel = open_channel(address, credentials=credentials)
-        self._stub = cast("TransferControlAsyncStub", pb_grpc.TransferControlStub(self._channel))
+        self._channel = PeerChannel(address, PlainText() if security is None else security)
+
+    def _stub(self, channel: grpc.aio.Channel) -> TransferControlAsyncStub:
+        return cast("TransferControlAsyncStub", pb_grpc.TransferControlStub(channel))
 
     async def attach(self, request: AttachRequest, *, timeout_s: float) -> AttachResponse:
         """Open a session; `watch()` must follow within three beats, or the decode rank takes it for lost.
@@ -64,8 +68,9 @@ class TransferControlClient:
             TransportTimeout: `timeout_s` passed.
             RemoteProtocolError: The answer breaks a rule.
         """
+        stub = self._stub(await self._channel.ready(timeout_s=timeout_s))
         try:
-            answer = await self._stub.Attach(attach_request_to_proto(request), timeout=timeout_s)
+            answer = await stub.Attach(attach_request_to_proto(request), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=self.address) from error
         response = attach_response_from_proto(answer)
@@ -97,7 +102,7 @@ class TransferControlClient:
             on_lost: Called exactly once, with why, unless `SessionWatch.close()` came first.
         """
         return SessionWatch(
-            self._stub,
+            self._stub(self._channel.current),
             peer=self.address,
             session_id=session_id,
             ring_capacity_bytes=ring_capacity_bytes,

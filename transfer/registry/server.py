@@ -24,7 +24,9 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.beats import MISSED_BEATS, BeatWatch
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
+from transfer.registry.guard import Refusal
 from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_sessions
+from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.status import end_call, end_with
 from transfer.registry.streams import QuietStreams
 from transfer.ring import Watermark
@@ -72,19 +74,26 @@ async def serve(
     transfer_control: pb_grpc.TransferControlServicer | None = None,
     prefill_control: pb_grpc.PrefillControlServicer | None = None,
     decode_control: pb_grpc.DecodeControlServicer | None = None,
-    credentials: grpc.ServerCredentials | None = None,
+    security: Security | None = None,
+    on_refused: Callable[[Refusal], None] | None = None,
 ) -> RegistryServer:
     """Serve the given services with health (NOT_SERVING until `set_serving`) and reflection.
 
     Args:
         host: Address or name to bind.
         port: 0 takes a free one.
-        credentials: TLS; plain text without.
+        security: How it is spoken to; None: in plain text on a loopback address.
+        on_refused: Hears of calls that the caller's certificate does not allow.
 
     Raises:
-        ConfigError: The address cannot be bound; it is named.
+        ConfigError: The address cannot be bound, or not in plain text; it is named.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=[QuietStreams()])
+    security = PlainText() if security is None else security
+    security.check("server address", host_port(host, port))
+    interceptors: list[grpc.aio.ServerInterceptor] = [QuietStreams()]
+    if isinstance(security, MutualTls):
+        interceptors.insert(0, security.guard(on_refused or (lambda refusal: None)))
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=interceptors)
     services = pb.DESCRIPTOR.services_by_name
     names: list[str] = []
     if transfer_control is not None:
@@ -102,7 +111,10 @@ async def serve(
     address = host_port(host, port)
     _check_free(host, port)
     try:
-        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        if isinstance(security, MutualTls):
+            bound = server.add_secure_port(address, security.server_credentials())
+        else:
+            bound = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"server address is {address}; it cannot be bound (in use, or not of this machine)") from error
     if bound == 0:

@@ -1,0 +1,202 @@
+"""A two-tier cluster of processes over mutual TLS: tokens, rotation under load, and who is not let in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.cluster_spec import child_environment
+from kvferry.local_cluster import ClusterSpec, ClusterTls, LocalCluster, TierSpec, TlsFiles
+from kvferry.node_client import NodeClient
+from tests.authority import Authority, Files
+from tests.cluster.calls import Reference, prompt, until
+from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
+from transfer.errors import ConfigError, PeerUnreachable, TransferError
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.certificates import CertificateFiles
+from transfer.registry.security import MutualTls
+
+pytestmark = pytest.mark.timeout(300)
+
+NAMES = {
+    "prefill": ("prefill-0.example", "spiffe://cluster.example/prefill"),
+    "decode": ("decode-0.example",),
+    "client": ("spiffe://cluster.example/operator",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """A running cluster and the files of everybody in it."""
+
+    cluster: LocalCluster
+    authority: Authority
+    files: dict[str, Files]
+    folder: Path
+
+    def client(self, files: Files | None = None) -> NodeClient:
+        return NodeClient(self.cluster.decode.address, security=self.security(files or self.files["client"]))
+
+    def security(self, files: Files) -> MutualTls:
+        return MutualTls(
+            files=CertificateFiles(files.tls(), is_server=False), peer_names=(NAMES["prefill"][1], NAMES["decode"][0])
+        )
+
+
+@pytest.fixture(scope="module")
+def sides(model: Path, start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    folder, authority = tmp_path_factory.mktemp("tls"), Authority()
+    files = {side: authority.files(folder / side, *names) for side, names in NAMES.items()}
+    known = {
+        side: TlsFiles(cert_file=one.cert, key_file=one.key, ca_file=one.ca, names=NAMES[side][-1:])
+        for side, one in files.items()
+    }
+    settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 10}
+    spec = ClusterSpec(
+        prefill=TierSpec(model=model, tp_size=2, pool_tokens=POOL_TOKENS, settings=settings),
+        decode=TierSpec(model=model, tp_size=1, page_size=32, pool_tokens=POOL_TOKENS, settings=settings),
+        tls=ClusterTls(prefill=known["prefill"], decode=known["decode"], client=known["client"]),
+        heartbeat_s=HEARTBEAT_S,
+        start_timeout_s=START_TIMEOUT_S,
+    )
+    with start(spec) as cluster:
+        yield Sides(cluster=cluster, authority=authority, files=files, folder=folder)
+
+
+async def generate(client: NodeClient, token_ids: list[int], max_new_tokens: int = 12) -> list[int]:
+    question = pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids), max_new_tokens=max_new_tokens, ignore_eos=True)
+    tokens: list[int] = []
+    async for event in client.generate(question, accept_timeout_s=60, timeout_s=120):
+        tokens += event.tokens.token_ids
+    return tokens
+
+
+async def test_tokens_over_tls_are_those_of_one_process(sides: Sides, reference: Reference) -> None:
+    async with sides.client() as client:
+        for variant, length in enumerate((1, 129, 400)):
+            token_ids = prompt(length, variant)
+            assert await generate(client, token_ids) == reference.tokens(token_ids, 12)
+    for node in sides.cluster.nodes:
+        assert (await node.status()).ready
+        assert not list(node.log.events("insecure"))
+
+
+async def test_who_is_in_no_list_is_refused_counted_and_spoken_of_once(sides: Sides) -> None:
+    stranger = sides.authority.files(sides.folder / "stranger", "stranger.example", *NAMES["decode"])
+    async with sides.client(stranger) as client:  # a decode node, as it were: no client
+        for _ in range(3):
+            with pytest.raises(
+                ConfigError, match=r"may not call DecodeControl/Status: it is not in tls\.client_names of this node"
+            ):
+                await client.status(timeout_s=30)
+        with pytest.raises(ConfigError, match=r"may not call DecodeControl/Generate"):
+            await generate(client, [1, 2, 3])
+    _, page = await sides.cluster.decode.http("/metrics")
+    assert 'kvferry_refused_calls_total{method="DecodeControl/Status",role="decode"} 3.0' in page
+    assert 'kvferry_certificate_stale{role="decode"} 0.0' in page and "kvferry_certificate_expiry_timestamp_seconds" in page
+    assert "example" not in page, "whoever reads the metrics learns no names"
+    said = [line for line in sides.cluster.decode.log.events("call_refused") if line["method"] == "DecodeControl/Status"]
+    assert len(said) == 1 and "stranger.example" in said[0]["caller"]
+
+
+def kvferry(sides: Sides, *arguments: str) -> subprocess.CompletedProcess[str]:
+    files = sides.files["client"]
+    tls = [
+        "--tls-cert",
+        str(files.cert),
+        "--tls-key",
+        str(files.key),
+        "--tls-ca",
+        str(files.ca),
+        "--peer-name",
+        NAMES["decode"][0],
+    ]
+    command = [sys.executable, "-m", "kvferry", arguments[0], "--target", sides.cluster.decode.address, *tls, *arguments[1:]]
+    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_commands_over_tls(sides: Sides) -> None:
+    shown = kvferry(sides, "status", "--json")
+    assert shown.returncode == 0 and '"ready": true' in shown.stdout and not shown.stderr, shown.stderr
+    said = kvferry(sides, "generate", "--token-ids", "1,2,3", "--max-new-tokens", "4", "--ignore-eos", "--json")
+    assert said.returncode == 0 and '"finish_reason": "length"' in said.stdout and not said.stderr, said.stderr
+
+
+async def test_a_new_authority_under_load_and_what_comes_after(sides: Sides, reference: Reference) -> None:
+    """Trust both, renew everything, trust the new one alone: nobody notices. Then ranks die, and connect with what is new."""
+    new, is_over = Authority(), asyncio.Event()
+    own, token_ids = sides.security(sides.files["client"]), prompt(200, 7)
+    num_answers = 0
+
+    async def ask() -> None:
+        nonlocal num_answers
+        while not is_over.is_set():
+            # A connection each time, so that all kinds of certificates meet; of one process, which keeps what it had.
+            async with NodeClient(sides.cluster.decode.address, security=own) as client:
+                assert await generate(client, token_ids, 8) == reference.tokens(token_ids, 8)
+            num_answers += 1
+
+    async def settle() -> None:
+        enough = num_answers + 3
+        await until(lambda: num_answers >= enough or any(one.done() for one in load), "answers go on", within_s=120)
+        assert not any(one.done() for one in load), "a request failed while certificates changed"
+
+    reference.tokens(token_ids, 8)
+    load = [asyncio.ensure_future(ask()) for _ in range(2)]
+    try:
+        await settle()
+        for files in sides.files.values():
+            files.put(ca=sides.authority.pem + new.pem)
+            await settle()
+        for side, files in sides.files.items():
+            cert, key = new.issue(*NAMES[side])
+            files.put(key=key)  # half of it: nobody takes it
+            await settle()
+            files.put(cert=cert)
+            await settle()
+        for files in sides.files.values():
+            files.put(ca=new.pem)
+            await settle()
+        is_over.set()
+        await asyncio.gather(*load)
+    finally:
+        for one in load:
+            one.cancel()
+        await asyncio.gather(*load, return_exceptions=True)
+    for node in sides.cluster.nodes:
+        _, page = await node.http("/metrics")
+        assert list(node.log.events("certificate_reloaded")), node.role
+        assert f'kvferry_certificate_stale{{role="{node.role}"}} 0.0' in page
+
+    old = sides.authority.files(sides.folder / "old", *NAMES["client"])
+    old.put(ca=sides.authority.pem + new.pem)
+    async with sides.client(old) as client:
+        with pytest.raises(PeerUnreachable, match="does not accept this side's certificate"):
+            await client.status(timeout_s=30)
+
+    incarnation = sides.cluster.prefill.incarnation
+    os.kill(sides.cluster.prefill.rank_pids[0], signal.SIGKILL)
+    await until(lambda: lives_anew(sides, incarnation), "the ranks live again", within_s=120)
+    await sides.cluster.wait_joined(120)
+
+    async def is_served() -> bool:
+        try:
+            async with sides.client() as client:
+                return await generate(client, token_ids, 8) == reference.tokens(token_ids, 8)
+        except TransferError:
+            return False  # the decode node may not have noticed yet that the life it had joined is over
+
+    await until(is_served, "a request is served by the new life", within_s=120)
+
+
+def lives_anew(sides: Sides, incarnation: int) -> bool:
+    ready = sides.cluster.prefill.ready_file
+    return ready is not None and ready.incarnation != incarnation

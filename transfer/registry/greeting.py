@@ -1,0 +1,118 @@
+"""Finding out who answers at an address, before gRPC connects to it.
+
+gRPC checks a server's certificate against one host name, and says little of what it did not like. Nodes are known by the names of
+their certificates instead, whatever their addresses are. So a TLS connection of its own comes first: it says which name answers,
+or what is wrong. gRPC is then told to accept that name only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transfer.errors import PeerUnreachable
+from transfer.peer_names import dns_name_of, first_match
+from transfer.plain_text import host_of
+from transfer.registry.certificates import Certificates, load_pair, names_of, reason_of, trust
+
+HTTP2: Final = "h2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeted:
+    """Who answered.
+
+    Args:
+        target: Address and port that did, without any name.
+        name: What gRPC is to check the certificate for; None: the host of `target`.
+        authorities: PEM certificates that gRPC is to trust.
+    """
+
+    target: str
+    name: str | None
+    authorities: bytes
+
+
+async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], timeout_s: float) -> Greeted:
+    """Connect to host:port, and look at the certificate.
+
+    Args:
+        own: What this side shows and trusts.
+        allowed: Names that the other side may have; empty: the host of `address` alone.
+        timeout_s: For all of it.
+
+    Raises:
+        PeerUnreachable: Nobody answers, it is none of those, or they do not accept each other.
+    """
+    host, port = host_of(address), address.rpartition(":")[2]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = not allowed
+    trust(context, own.authorities, "tls.ca_file")
+    load_pair(context, own.chain, own.key)
+    context.set_alpn_protocols([HTTP2])
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=host)
+            # With TLS 1.3 a server judges this side's certificate after the handshake; one that accepts it speaks first.
+            if not await reader.read(1):
+                raise ConnectionResetError
+    except TimeoutError:
+        raise PeerUnreachable(f"{address}: no answer within {timeout_s:g} s") from None
+    except ssl.SSLCertVerificationError as error:
+        raise PeerUnreachable(f"{address}: its certificate is refused: {error.verify_message} (tls.ca_file)") from None
+    except ssl.SSLError as error:
+        raise PeerUnreachable(f"{address}: {_why_no_tls(error)}") from None
+    except (ConnectionResetError, BrokenPipeError):
+        raise PeerUnreachable(
+            f"{address}: it ended the connection in the TLS handshake; a node does so that does not accept this side's "
+            "certificate (tls.cert_file): expired, or from an authority that its tls.ca_file does not have"
+        ) from None
+    except OSError as error:
+        text = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
+        raise PeerUnreachable(f"{address}: {text}") from None
+    finally:
+        found = None if writer is None else _found(writer)
+        if writer is not None:
+            writer.transport.abort()
+    assert found is not None
+    return _judged(address, found, own, allowed)
+
+
+def _found(writer: asyncio.StreamWriter) -> tuple[dict[str, Any], bytes, tuple[Any, ...]]:
+    connection = writer.get_extra_info("ssl_object")
+    return connection.getpeercert(), connection.getpeercert(binary_form=True), writer.get_extra_info("peername")
+
+
+def _judged(
+    address: str, found: tuple[dict[str, Any], bytes, tuple[Any, ...]], own: Certificates, allowed: tuple[str, ...]
+) -> Greeted:
+    certificate, encoded, peer = found
+    target = f"[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"{peer[0]}:{peer[1]}"
+    names = names_of(certificate)
+    if not allowed:
+        host = host_of(address)
+        return Greeted(target=target, name=None if _is_literal(host) else host, authorities=own.authorities)
+    name = first_match(allowed, names)
+    if name is None:
+        raise PeerUnreachable(f"{address}: {names} answers there, which is not in tls.peer_names of this side")
+    if "://" not in name:
+        return Greeted(target=target, name=name, authorities=own.authorities)
+    # gRPC checks no URIs. So it is to accept this very certificate, which was found to be good, and nothing else.
+    checked = dns_name_of(names.dns)
+    if checked is None:
+        raise PeerUnreachable(f"{address}: the certificate of {names} has no DNS name, which gRPC checks a server by")
+    return Greeted(target=target, name=checked, authorities=ssl.DER_cert_to_PEM_cert(encoded).encode())
+
+
+def _is_literal(host: str) -> bool:
+    return ":" in host or host.replace(".", "").isdigit()
+
+
+def _why_no_tls(error: ssl.SSLError) -> str:
+    if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+        return "what answers there does not speak TLS (a node with --insecure?)"
+    return f"the TLS handshake failed: {reason_of(error)}"

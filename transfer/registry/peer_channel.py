@@ -1,0 +1,108 @@
+"""A way to one address that stays, whatever becomes of connections and certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+import grpc
+
+from transfer.errors import LocalProtocolError, PeerUnreachable
+from transfer.registry.greeting import Greeted, greet
+from transfer.registry.options import CHANNEL_OPTIONS
+from transfer.registry.security import MutualTls, PlainText, Security
+
+CONNECT_TIMEOUT_S: Final = 10.0
+"""For finding out who answers, and again for gRPC to connect there."""
+
+RETIRE_S: Final = 60.0
+"""Calls that are still under way on a connection which takes no new ones may go on for so long."""
+
+
+class PeerChannel:
+    """Gives the channel for each call. Owned by one loop.
+
+    With TLS a channel lives as long as its connection: whoever answers is looked at again before each new one, with the
+    certificates as they are then. A connection that stands goes on, whatever happens to the files.
+
+    Args:
+        address: host:port.
+        security: How it is spoken to.
+
+    Raises:
+        ConfigError: Not in plain text.
+    """
+
+    def __init__(self, address: str, security: Security) -> None:
+        security.check("address", address)
+        self.address = address
+        self._security = security
+        self._lock = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._channel: grpc.aio.Channel | None = None
+        if isinstance(security, PlainText):
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    @property
+    def current(self) -> grpc.aio.Channel:
+        """The channel that `ready()` gave last."""
+        if self._channel is None:
+            raise LocalProtocolError(f"channel to {self.address} is used before it is ready")
+        return self._channel
+
+    async def ready(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> grpc.aio.Channel:
+        """The channel to make a call on, at once.
+
+        Raises:
+            PeerUnreachable: With TLS: there is no connection, and none can be made; says what is wrong.
+        """
+        if isinstance(self._security, PlainText):
+            return self.current
+        async with self._lock:
+            old = self._channel
+            if old is not None and old.get_state() is grpc.ChannelConnectivity.READY:
+                return old
+            self._channel = await self._connect(self._security, timeout_s)
+            if old is not None:
+                self._retire(old)
+            return self._channel
+
+    async def close(self) -> None:
+        """End every call and connection."""
+        for retiring in self._retiring:
+            retiring.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _connect(self, tls: MutualTls, timeout_s: float) -> grpc.aio.Channel:
+        own = tls.files.current()
+        greeted = await greet(self.address, own, allowed=tls.peer_names, timeout_s=timeout_s)
+        credentials = grpc.ssl_channel_credentials(greeted.authorities, own.key, own.chain)
+        channel = grpc.aio.secure_channel(greeted.target, credentials, options=[*CHANNEL_OPTIONS, *_checked_name(greeted)])
+        try:
+            async with asyncio.timeout(timeout_s):
+                await channel.channel_ready()
+        except TimeoutError:
+            await channel.close()
+            raise PeerUnreachable(f"{self.address}: it answered, and then took no connection within {timeout_s:g} s") from None
+        except BaseException:
+            await channel.close()
+            raise
+        return channel
+
+    def _retire(self, channel: grpc.aio.Channel) -> None:
+        retiring = asyncio.ensure_future(_close_later(channel))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
+
+
+def _checked_name(greeted: Greeted) -> tuple[tuple[str, str], ...]:
+    return () if greeted.name is None else (("grpc.ssl_target_name_override", greeted.name),)
+
+
+async def _close_later(channel: grpc.aio.Channel) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(RETIRE_S)
+    await channel.close()

@@ -1,0 +1,94 @@
+"""How a process is spoken to and speaks over gRPC: with mutual TLS, or in plain text where it was told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from transfer.config import ProcessConfig
+from transfer.errors import ConfigError
+from transfer.plain_text import ON_LOOPBACK, check_plain_text, why_not_plain_text
+from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files
+from transfer.registry.guard import Guard, Refusal
+from transfer.registry.roles import CallerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainText:
+    """No TLS: nobody knows who the other side is.
+
+    Args:
+        insecure: As `tls.insecure`.
+    """
+
+    insecure: int = ON_LOOPBACK
+
+    def check(self, what: str, address: str) -> None:
+        """Raises:
+        ConfigError: That address may not be spoken to in plain text.
+        """
+        problem = why_not_plain_text(what, address, self.insecure)
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MutualTls:
+    """TLS in which both sides show a certificate.
+
+    Args:
+        files: This side's.
+        peer_names: Whom it connects to, and who may call it as a peer; of a command that only calls, empty: the host it calls.
+        client_names: Who may call it as a client.
+    """
+
+    files: CertificateFiles
+    peer_names: tuple[str, ...]
+    client_names: tuple[str, ...] = ()
+
+    def check(self, what: str, address: str) -> None:
+        """Any address will do: it is the certificate that counts."""
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Credentials of a server; each connection has the newest files."""
+        last = self.files.current()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:  # on a thread of gRPC's, before each handshake
+            nonlocal last
+            newest = self.files.current()
+            if newest is last:
+                return None
+            last = newest
+            return _server_configuration(newest)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _server_configuration(last),
+            fetch,  # type: ignore[arg-type]  # None: as before
+            require_client_authentication=True,
+        )
+
+    def guard(self, on_refused: Callable[[Refusal], None]) -> Guard:
+        """Who may call what, for a server with these credentials."""
+        return Guard({CallerRole.PEER: self.peer_names, CallerRole.CLIENT: self.client_names}, on_refused)
+
+
+Security = PlainText | MutualTls
+
+
+def security_of(config: ProcessConfig) -> Security:
+    """What the settings say.
+
+    Raises:
+        ConfigError: They say neither, the files cannot be used, or nobody would be let in.
+    """
+    check_plain_text(config)
+    files = certificate_files(config)
+    if files is None:
+        return PlainText(insecure=config.tls.insecure)
+    return MutualTls(files=files, peer_names=config.tls.peer_names, client_names=config.tls.client_names)
+
+
+def _server_configuration(files: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.authorities)
