@@ -3,7 +3,7 @@
 #   EXTRAS=ucx-cu12,nixl-cu12,dev   the extras of pyproject.toml to install (default: ucx-cu13,nixl,dev)
 #   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
 #                         gigabytes of CUDA libraries
-#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS    passed on to `kvferry demo`, pytest and the benchmarks
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS    passed on to `kvferry demo`, pytest, the benchmarks and the mutation check
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -15,6 +15,7 @@ TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+MUTATION_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
@@ -22,7 +23,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test check lint types spelling proto proto-check proto-lint coverage bench clean
+.PHONY: help setup demo test check lint types spelling proto proto-check proto-lint coverage mutation bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +71,9 @@ CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/p
 coverage: setup ## every branch of the pure core is taken by a test
 	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=
 	@$(BIN)/coverage report --skip-covered --show-missing --fail-under=100 --include='$(CORE)'
+
+mutation: setup ## delete each statement of ring, sender and receiver: does a test notice? (half an hour)
+	@$(BIN)/python -m tests.mutation.deletions $(MUTATION_ARGS)
 
 bench: setup ## the benchmarks; they record hardware, command and numbers
 	@$(BIN)/python -m bench $(BENCH_ARGS)
