@@ -5,7 +5,7 @@
 (`make mutation`; on two quiet cores about half an hour.) A statement is what stands in the body of a function or class, at any
 depth: with a compound one goes all that is in it, and its branches and cases go one by one too. Docstrings stay. Each mutant runs
 in a process of its own, forked from one that has imported the libraries. First the tests that were written for the module, then,
-for those that survive, all of tests/protocol. What survives both must be named, with a reason, in `accepted.toml` beside this file.
+for those that survive, all of tests/protocol. What survives both must be named with a reason in `accepted.toml` beside this file.
 
 The usual tools do not delete statements: mutmut 3.8 and cosmic-ray 8.7 change operators, numbers, names and arguments.
 """
