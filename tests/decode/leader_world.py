@@ -231,8 +231,9 @@ class World:
         return next(peer.calls[name] for peer in (self.peer, self.other) if name in peer.calls)
 
     def lose(self, peer: Peer) -> None:
+        if peer.instance is not None:
+            peer.breaker.lose()
         peer.state, peer.instance = "lost", None
-        peer.breaker.lose()
         self.leader.on_peer_lost(cast(PrefillPeer, peer), "it is silent")
 
     # The ranks

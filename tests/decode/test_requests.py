@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node import requests as requests_module
-from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, RunStep, StepDone
+from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, StepDone
 from decode_node.request_state import Done, Request, Tokens
-from tests.decode.leader_world import FIRST_TOKEN, OTHER_LIFE, PAGE_SIZE, PLAN, POOL_PAGES, World, has_room, take, turns
-from tests.runtime.instances import instance, until
+from tests.decode.leader_moves import MOVES, drained, play
+from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
+from tests.runtime.instances import until
 from transfer.errors import (
     EngineError,
     IntegrityError,
@@ -44,15 +45,6 @@ async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: i
     for rank in range(2):
         world.complete(rank, name)
     return request
-
-
-async def drained(world: World) -> None:
-    async with asyncio.timeout(5):
-        while world.leader._tries:
-            await world.settle()
-            await asyncio.sleep(0)
-    await turns()
-    world.assert_nothing_is_left()
 
 
 async def test_a_request_waits_receives_generates_and_leaves(world: World) -> None:
@@ -449,76 +441,7 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0
 
 
-MOVES = (
-    *("submit", "turn", "reserve", "expected", "refused", "complete", "broken", "token", "sent", "call fails", "abort"),
-    *("step", "fail step", "release", "lose peer", "rejoin", "clock"),
-)
-
-
 @settings(max_examples=400)
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80), retries=st.integers(0, 3))
 def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]], retries: int) -> None:
-    asyncio.run(_play(moves, retries))
-
-
-async def _play(moves: list[tuple[str, int]], retries: int) -> None:
-    world = World(prefill_retries=retries)
-    for move, pick in moves:
-        await _move(world, move, pick)
-    for peer in (world.peer, world.other):
-        if peer.instance is None:
-            world.lose(peer)
-    await drained(world)
-    assert not [message for message in world.sent if isinstance(message, RunStep) and not message.parts]
-    await world.close()
-
-
-def has_ended(world: World, name: str) -> bool:
-    return any(name in peer.calls and peer.calls[name].is_over for peer in (world.peer, world.other))
-
-
-def is_started(world: World, name: str) -> bool:
-    return name in world.reserving and world.reserving[name].done() and has_room(world.reserving[name])
-
-
-async def _move(world: World, move: str, pick: int) -> None:
-    rank = pick % 2
-    live = [one.transfer_id for request in world.accepted for one in request.tries if one.transfer_id in world.leader._tries]
-    started = [name for name in live if is_started(world, name)]
-    calls = [world.call(name) for name in live if any(name in peer.calls for peer in (world.peer, world.other))]
-    match move:
-        case "submit" if world.peers.pick() is not None:
-            world.submit(f"r{len(world.accepted)}", 1 + pick % 20, new=1 + pick % 4)
-        case "turn":
-            await turns()
-        case "reserve" if names := [name for name in live if name not in world.reserving and not has_ended(world, name)]:
-            world.reserve(names[pick % len(names)])
-            await turns(2)
-        case "expected" | "refused" if names := sorted(world.ranks[rank].unanswered):
-            world.expected(rank, names[pick % len(names)], "no" if move == "refused" else "")
-        case "complete" | "broken" if names := sorted(world.ranks[rank].receiving - world.ranks[rank].unanswered):
-            if move == "complete":
-                world.complete(rank, names[pick % len(names)])
-            else:
-                world.broken(rank, names[pick % len(names)], is_data_loss=True)
-        case "token" if waiting := [call for call in map(world.call, started) if not call.has_said]:
-            waiting[pick % len(waiting)].first_token()
-        case "sent" if waiting := [call for call in calls if call.has_said == {"token"}]:
-            waiting[pick % len(waiting)].sent()
-        case "call fails" if waiting := [call for call in calls if "sent" not in call.has_said]:
-            waiting[pick % len(waiting)].fail(PeerUnreachable("prefill failed"))
-        case "abort" if live:
-            world.leader.abort(live[pick % len(live)], TransferAborted("gone"))
-        case "step" | "fail step" if world.step is not None:
-            world.finish_step() if move == "step" else world.fail_step()
-        case "release" if names := world.releasable(rank):
-            world.release(rank, names[pick % len(names)])
-        case "lose peer" if pick % 4 == 0:
-            world.lose(world.peer if pick % 8 == 0 else world.other)
-        case "rejoin":
-            for peer in (world.peer, world.other):
-                if peer.instance is None:
-                    world.num_lives += 1
-                    peer.state, peer.instance = "joined", instance(OTHER_LIFE + world.num_lives)
-        case "clock":
-            world.now_s += pick / 100
+    asyncio.run(play(moves, World(prefill_retries=retries)))

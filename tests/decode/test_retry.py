@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -13,6 +15,7 @@ from decode_node.breaker import Breaker
 from decode_node.peers import PrefillPeer
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, Request, Tokens
+from tests.decode.leader_moves import play
 from tests.decode.leader_world import BREAKER, FIRST_TOKEN, OTHER_LIFE, POOL_PAGES, Peer, World, take, turns
 from tests.runtime.instances import instance, until
 from transfer.errors import (
@@ -442,6 +445,27 @@ async def test_the_end_of_a_life_ends_both_tries(world: World) -> None:
     assert str(outcome(request)) == "rank 0 died" and world.outcomes == ["failed"]
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0
     assert all(call.is_over for peer in (world.peer, world.other) for call in peer.calls.values())
+
+
+OFTEN = (
+    *("submit", "turn", "reserve", "expected", "complete", "token", "step", "release") * 4,
+    *("sent", "lose peer", "rejoin", "clock", "call fails", "refused", "abort", "broken"),
+)
+
+
+async def test_every_request_ends_once_however_often_its_nodes_are_lost() -> None:
+    """As `test_every_request_ends_once_in_any_order_of_answers`, with moves that get requests far before they are cut off."""
+    tries: Counter[int] = Counter()
+    for seed in range(150):
+        chance = random.Random(seed)
+        world = World(prefill_retries=chance.choice((1, 2, 5)), max_running=8)
+        try:
+            await play(((chance.choice(OFTEN), chance.randrange(1000)) for _ in range(200)), world)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        tries.update(len(request.tries) for request in world.accepted)
+    assert tries[1] > 1000 and tries[2] > 500 and tries[3] > 10, f"histories that try little: {tries}"
 
 
 # Breakers
