@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -316,6 +317,29 @@ async def test_somebody_who_says_nothing(authority: Authority, tmp_path: Path) -
         await channel.ready(timeout_s=0.3)
     await channel.close()
     silent.close()
+
+
+@pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
+async def test_no_session_is_resumed(node: Node, authority: Authority, tmp_path: Path, version: str) -> None:
+    """Or a caller could come back without being asked for a certificate, when the one that it had has expired."""
+    files = authority.files(tmp_path / "caller", CLIENT)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    context.set_alpn_protocols(["h2"])
+    context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
+
+    def connect(session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+        host, port = node.address.split(":")
+        with context.wrap_socket(socket.create_connection((host, int(port)), timeout=20), session=session) as connection:
+            assert connection.recv(1)  # a ticket comes with it
+            assert not connection.session_reused
+            return connection.session
+
+    session = await asyncio.to_thread(connect, None)
+    assert session is not None and session.has_ticket
+    await asyncio.to_thread(connect, session)
 
 
 @pytest.mark.parametrize(("version", "is_spoken"), [("TLSv1", False), ("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)])

@@ -10,7 +10,7 @@ import grpc
 from transfer.config import ProcessConfig
 from transfer.errors import ConfigError
 from transfer.plain_text import ON_LOOPBACK, check_plain_text, why_not_plain_text
-from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files
+from transfer.registry.certificates import CertificateFiles, certificate_files
 from transfer.registry.guard import Guard, Refusal
 from transfer.registry.roles import CallerRole
 
@@ -52,22 +52,17 @@ class MutualTls:
         """Any address will do: it is the certificate that counts."""
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a server; each connection has the newest files."""
-        last = self.files.current()
+        """Credentials of a server; each connection has the newest files.
 
-        def fetch() -> grpc.ServerCertificateConfiguration | None:  # on a thread of gRPC's, before each handshake
-            nonlocal last
-            newest = self.files.current()
-            if newest is last:
-                return None
-            last = newest
-            return _server_configuration(newest)
+        Each also has a TLS context of its own, so that no session ticket of an earlier one is good: who resumes a session is not
+        asked for a certificate again, and the one that it had may have expired since.
+        """
 
-        return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(last),
-            fetch,  # type: ignore[arg-type]  # None: as before
-            require_client_authentication=True,
-        )
+        def newest() -> grpc.ServerCertificateConfiguration:  # on a thread of gRPC's, before each handshake
+            files = self.files.current()
+            return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.authorities)
+
+        return grpc.dynamic_ssl_server_credentials(newest(), newest, require_client_authentication=True)
 
     def guard(self, on_refused: Callable[[Refusal], None]) -> Guard:
         """Who may call what, for a server with these credentials."""
@@ -88,7 +83,3 @@ def security_of(config: ProcessConfig) -> Security:
     if files is None:
         return PlainText(insecure=config.tls.insecure)
     return MutualTls(files=files, peer_names=config.tls.peer_names, client_names=config.tls.client_names)
-
-
-def _server_configuration(files: Certificates) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.authorities)
