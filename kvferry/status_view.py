@@ -158,9 +158,9 @@ def _table(title: str, *headings: str, num_left: int = 1) -> Table:
 
 
 def _rank_table(status: pb.NodeStatus) -> Table:
-    table = _table("ranks", "rank", "pid", "requests", "sessions", "acks", "dropped")
+    table = _table("ranks", "rank", "pid", "requests", "sessions", "acks", "dropped", "refused")
     for rank in status.ranks:
-        counts = (rank.requests, rank.sessions, rank.watermark_acks, rank.dropped_messages)
+        counts = (rank.requests, rank.sessions, rank.watermark_acks, rank.dropped_messages, rank.refused_connections)
         table.add_row(str(rank.rank), str(rank.pid), *(f"{one:,}" for one in counts))
     return table
 

@@ -48,6 +48,7 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
                 ],
                 ring_capacity=1023 << 20, ring_live_bytes=1022 << 20, ring_peak_bytes=1021 << 20, watermark_position=large,
                 staging_slots=4096, staging_slots_used=4095, requests=10000, watermark_acks=12345678, dropped_messages=1234567,
+                refused_connections=7654321,
             )
         ],
         peers=[
@@ -62,11 +63,11 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     for whole in (
         "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096",
-        "10,000", "256", "12,345,678", "1,234,567",
+        "10,000", "256", "12,345,678", "1,234,567", "7,654,321",
         "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "half-open",
         "450.00 GB/s",
         "131,072", "4,096", "1,020.00 MiB",
-        "sessions", "dropped", "incarnation", "watermark",
+        "sessions", "dropped", "refused", "incarnation", "watermark",
     ):  # fmt: skip
         assert whole in text, whole
     rows = text[text.index("peers") : text.index("links")].splitlines()[2:]

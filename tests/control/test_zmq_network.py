@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import signal
 import socket
 import struct
@@ -24,6 +25,7 @@ from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH
 from transfer.control.zmq_channel import HANDSHAKE_MS, HEARTBEAT_INTERVAL_MS, REFUSED_AFTER_S, ZmqControlClient, ZmqControlServer
 from transfer.control.zmq_doorkeeper import Arrivals, new_key_pair
 from transfer.errors import ConfigError, LocalProtocolError
+from transfer.messages import MAX_MESSAGE_BYTES
 
 DEADLINE_S = 8.0
 SERVER_KEYS = new_key_pair()
@@ -64,6 +66,7 @@ class Proxy:
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.num_connections = 0
         self.seen = bytearray()
+        self.seen_on = {"up": bytearray(), "down": bytearray()}
         self.is_silent = False
         self.spoils: str | None = None  # "up" or "down": the next bytes on that way have a bit changed
         threading.Thread(target=self._accept, daemon=True).start()
@@ -84,6 +87,7 @@ class Proxy:
         try:
             while data := source.recv(65536):
                 self.seen += data
+                self.seen_on[way] += data
                 if self.spoils == way:
                     self.spoils = None
                     data = data[:-1] + bytes([data[-1] ^ 1])
@@ -413,6 +417,21 @@ def test_a_frame_above_the_limit_is_not_read_before_the_handshake(server: ZmqCon
                 pass
 
 
+def test_a_connection_without_a_key_costs_little_memory() -> None:
+    """The most that it can make libzmq keep: one message that is almost as long as one may be, and never ends."""
+    server = open_server(max_payload_bytes=MAX_MESSAGE_BYTES)
+    before = resident_bytes()
+    strangers = [socket.create_connection(("127.0.0.1", port_of(server))) for _ in range(200)]
+    for stranger in strangers:
+        stranger.sendall(greeting(b"CURVE") + b"\x06" + (MAX_MESSAGE_BYTES + 33).to_bytes(8, "big") + bytes(MAX_MESSAGE_BYTES))
+    time.sleep(1.0)
+    growth = resident_bytes() - before
+    for stranger in strangers:
+        stranger.close()
+    server.close()
+    assert growth < len(strangers) * 200 * 1024, f"{growth // len(strangers)} bytes for each"
+
+
 def test_nothing_is_readable_on_the_way(server: ZmqControlServer) -> None:
     """Neither payloads nor the session's id, which is the client's routing id."""
     proxy = Proxy(port_of(server))
@@ -453,6 +472,52 @@ def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqC
     proxy.close()
     client = open_client(server.address)
     wait_for(server, client, b"hello")
+    client.close()
+
+
+def spoilt(said: bytes, chance: random.Random) -> bytes:
+    """A handshake as it was said once, with a few bytes changed, left out, said twice or made up."""
+    changed = bytearray(said)
+    for _ in range(chance.randint(0, 4)):
+        at = chance.randrange(len(changed))
+        match chance.randrange(4):
+            case 0:
+                changed[at] ^= 1 << chance.randrange(8)
+            case 1:
+                del changed[at : at + chance.randint(1, 40)]
+            case 2:
+                changed[at:at] = changed[at : at + chance.randint(1, 300)]
+            case 3:
+                changed[at:at] = chance.randbytes(chance.randint(1, 40))
+    return bytes(changed[: chance.randint(1, len(changed))] if chance.random() < 0.3 else changed)
+
+
+def test_spoilt_handshakes_hurt_neither_end(server: ZmqControlServer) -> None:
+    """What both ends once said, said again and spoilt, to a server and to a client."""
+    chance = random.Random(7)
+    proxy = Proxy(port_of(server))
+    client = open_client(proxy.address)
+    wait_for(server, client, b"hello")
+    client.close()
+    proxy.close()
+    for _ in range(300):
+        with socket.create_connection(("127.0.0.1", port_of(server))) as stranger:
+            stranger.sendall(spoilt(bytes(proxy.seen_on["up"]), chance))
+            if chance.random() < 0.5:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with socket.create_server(("127.0.0.1", 0)) as pretender:
+        address = f"tcp://127.0.0.1:{pretender.getsockname()[1]}"
+        for _ in range(60):
+            client = open_client(address)
+            with pretender.accept()[0] as connection:
+                connection.sendall(spoilt(bytes(proxy.seen_on["down"]), chance))
+                time.sleep(0.002)
+            client.send(b"to nobody")
+            assert client.receive() is None
+            client.close()
+    assert not server.has_pending() and server.num_dropped == 0
+    client = open_client(server.address)
+    wait_for(server, client, b"still here")
     client.close()
 
 

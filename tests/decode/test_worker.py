@@ -19,7 +19,7 @@ from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
 from transfer.engine_types import SamplingParams
-from transfer.errors import LayoutError
+from transfer.errors import ChunkTooLarge, LayoutError
 from transfer.instance import AttachRequest
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, routes
@@ -87,6 +87,20 @@ async def test_an_attach_that_does_not_fit_names_the_sides_as_the_prefill_node_d
     rank = SimpleNamespace(_instance=instance(22, weights="decode's"), _transport=transport)
     request = SimpleNamespace(prefill=instance(PREFILL_LIFE, weights="prefill's"))
     with pytest.raises(LayoutError, match="prefill != decode: model weights: prefill's != decode's"):
+        await DecodeWorker._on_attach(cast(DecodeWorker, rank), cast(Any, request))
+
+
+async def test_an_attach_whose_chunks_are_above_the_ring_is_offered_nothing() -> None:
+    rank = SimpleNamespace(
+        _instance=instance(22),
+        _spec=SimpleNamespace(rank=0),
+        _transport=SimpleNamespace(accept=lambda *_: pytest.fail("the ring was offered")),
+        _receiver=SimpleNamespace(ring=SimpleNamespace(capacity_bytes=256)),
+    )
+    for name in ("_routes_from", "_wire"):
+        setattr(rank, name, getattr(DecodeWorker, name).__get__(rank))
+    request = SimpleNamespace(prefill=instance(PREFILL_LIFE), prefill_rank=0, chunk_plan=PLAN)
+    with pytest.raises(ChunkTooLarge, match=r"ring\.capacity_bytes is 256"):
         await DecodeWorker._on_attach(cast(DecodeWorker, rank), cast(Any, request))
 
 
