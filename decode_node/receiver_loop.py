@@ -137,7 +137,22 @@ class ReceiverLoop:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
+    @property
+    def num_ending(self) -> int:
+        """Sessions that are closed and not proven to be over."""
+        return len(self._ending)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is known and no grant is live."""
+        return self._receiver.is_idle
+
     def check_idle(self) -> None:
+        """Prove the invariants of ring and protocol.
+
+        Raises:
+            LocalProtocolError: One is broken; the message names it.
+        """
         self._receiver.check_invariants()
 
     # What the owner calls

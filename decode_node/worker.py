@@ -467,15 +467,24 @@ class DecodeWorker:
             "watermark_position": ring.position,
             "requests": len(self._requests) + self._receiver.num_requests,
             "sessions": self._receiver.num_sessions,
+            "ending_sessions": self._receiver.num_ending,
+            "pending_transfers": self._receiver.driver.num_watches,
             "watermark_acks": self._servicer.num_acks,
             # Strangers' messages are dropped by the channel itself, before anybody has to look at them.
             "dropped_messages": self._receiver.num_dropped + self._control.num_dropped,
             "refused_connections": self._control.num_refused,
         }
 
-    def metrics(self) -> Any:
+    def check_idle(self) -> bool:
+        if self._requests or not self._receiver.is_idle:
+            return False
+        self._receiver.check_idle()
+        self._allocator.check_idle()
+        return True
+
+    def metrics(self, status: Mapping[str, Any]) -> Any:
         self._metrics.strangers_dropped(self._control.num_dropped)
-        return self._metrics.snapshot(self.status())
+        return self._metrics.snapshot(status)
 
     async def close(self) -> None:
         self._servicer.close("the decode node shuts down")

@@ -260,6 +260,7 @@ def find_leaks(status: pb.NodeStatus) -> list[str]:
     ]
     held = (
         "pool_pages_reserved", "pool_pages_bound", "ring_live_bytes", "ring_live_grants", "ring_quarantined_bytes",
+        "pending_transfers", "ending_sessions",
         "staging_slots_used", "requests",
     )  # fmt: skip
     for rank in status.ranks:

@@ -116,7 +116,7 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
     """The node, its ranks, its peers and its links."""
     parts: list[RenderableType] = [_head(status, address)]
     if status.ranks:
-        parts += [_rank_table(status), _pool_table(status)]
+        parts += [_rank_table(status), _process_table(status), _pool_table(status)]
     if status.HasField("memory_plan"):
         parts.append(_memory_table(status.memory_plan))
     if any(rank.ring_capacity for rank in status.ranks):
@@ -162,6 +162,16 @@ def _rank_table(status: pb.NodeStatus) -> Table:
     for rank in status.ranks:
         counts = (rank.requests, rank.sessions, rank.watermark_acks, rank.dropped_messages, rank.refused_connections)
         table.add_row(str(rank.rank), str(rank.pid), *(f"{one:,}" for one in counts))
+    return table
+
+
+def _process_table(status: pb.NodeStatus) -> Table:
+    """What the ranks hold of their machine, and of transfers and sessions that are under way or ending."""
+    table = _table("processes", "rank", "files", "threads", "memory", "pending", "ending", "idle checks")
+    for rank in status.ranks:
+        counts = (rank.pending_transfers, rank.ending_sessions, rank.idle_checks)
+        memory = f"{rank.resident_bytes / 2**20:,.0f} MiB"
+        table.add_row(str(rank.rank), f"{rank.open_files:,}", f"{rank.threads:,}", memory, *(f"{one:,}" for one in counts))
     return table
 
 

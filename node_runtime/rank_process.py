@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from node_runtime import exit_codes
 from node_runtime.collector import spare_what_lives
 from node_runtime.rank_group import watch_leader
 from node_runtime.rank_link import RankAddress, RankCodec, RankLink
-from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed, process_figures
 from transfer.config import NodeConfig
 from transfer.errors import TransferError
 from transfer.logs import configure_logging
@@ -74,8 +74,16 @@ class Worker(Protocol):
         """Fields of the wire contract's RankStatus."""
         ...
 
-    def metrics(self) -> Any:
-        """Snapshot of the rank's metrics."""
+    def check_idle(self) -> bool:
+        """Prove what must hold of a rank on which nothing is in flight; False: something is, and nothing was looked at. Cheap.
+
+        Raises:
+            LocalProtocolError: An invariant is broken; the message names it.
+        """
+        ...
+
+    def metrics(self, status: Mapping[str, Any]) -> Any:
+        """Snapshot of the rank's metrics; `status` is what its report says of it."""
         ...
 
     async def close(self) -> None: ...
@@ -155,14 +163,21 @@ def _end_without_leader(folder: Path) -> None:
 
 
 async def _report(rank: int, worker: Worker, link: RankLink, stop: asyncio.Event) -> None:
-    """Send state and metrics whenever they have changed, and now and then if not, until `stop`."""
+    """Send state and metrics whenever they have changed, and now and then if not, until `stop`.
+
+    An idle rank proves its invariants before each report: state that contradicts itself is a bug that can hand out memory twice,
+    so it ends the rank here, as any other bug does.
+    """
     last: dict[str, Any] = {}
     last_s = 0.0
+    num_checks = 0
     while not stop.is_set():
         status, now_s = worker.status(), time.monotonic()
         if status != last or now_s - last_s >= SIGN_OF_LIFE_S:
             last, last_s = status, now_s
-            link.send(RankReport(rank=rank, status=status, metrics=worker.metrics()))
+            num_checks += worker.check_idle()
+            status = status | process_figures() | {"idle_checks": num_checks}
+            link.send(RankReport(rank=rank, status=status, metrics=worker.metrics(status)))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), timeout=REPORT_S)
 

@@ -132,6 +132,11 @@ class SenderLoop:
         return len(self._peers)
 
     def check_idle(self) -> None:
+        """Prove the protocol's invariants.
+
+        Raises:
+            LocalProtocolError: One is broken; the message names it.
+        """
         self._sender.check_invariants()
 
     # What the owner calls

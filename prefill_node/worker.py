@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,12 +326,20 @@ class PrefillWorker:
             "staging_slots_used": self._sender.num_slots_used,
             "requests": len(self._requests) + self._sender.num_requests,
             "sessions": self._sender.num_sessions,
+            "pending_transfers": self._sender.driver.num_watches,
             "watermark_acks": self._sessions.num_acks,
             "dropped_messages": self._sender.num_dropped,
         }
 
-    def metrics(self) -> Any:
-        return self._metrics.snapshot(self.status())
+    def check_idle(self) -> bool:
+        if self._requests or self._sender.num_requests:
+            return False
+        self._sender.check_idle()
+        self._allocator.check_idle()
+        return True
+
+    def metrics(self, status: Mapping[str, Any]) -> Any:
+        return self._metrics.snapshot(status)
 
     async def close(self) -> None:
         for attaching in list(self._attaching):

@@ -95,6 +95,12 @@ RANK_METRICS: Final = (
     _spec("counter", "rank_refused_calls", "Calls to a decode rank that the caller's certificate does not allow.", "method"),
     _spec("gauge", "rank_requests", "Requests that the rank keeps any state of."),
     _spec("gauge", "sessions", "Open sessions with ranks of the other tier."),
+    _spec("gauge", "ending_sessions", "Closed sessions whose writer may still write; see kvferry_ring_quarantined_bytes."),
+    _spec("gauge", "pending_transfers", "Writes, receives and declines that the data plane has not settled."),
+    _spec("gauge", "rank_open_files", "Open file descriptors of the rank's process."),
+    _spec("gauge", "rank_threads", "Threads of the rank's process."),
+    _spec("gauge", "rank_resident_bytes", "Bytes of the rank's process that are in memory, shared ones included."),
+    _spec("gauge", "rank_idle_checks", "Times that the rank, with no request in flight, has proven its invariants."),
     _spec(
         "gauge", "link_latency_seconds", "Latency of a small write, measured at attach.", "prefill_rank", "decode_rank", "lane"
     ),
@@ -340,6 +346,12 @@ _GAUGES_OF_STATUS: Final = {
     "watermark_position": "ring_watermark_position_bytes",
     "requests": "rank_requests",
     "sessions": "sessions",
+    "ending_sessions": "ending_sessions",
+    "pending_transfers": "pending_transfers",
+    "open_files": "rank_open_files",
+    "threads": "rank_threads",
+    "resident_bytes": "rank_resident_bytes",
+    "idle_checks": "rank_idle_checks",
 }
 
 

@@ -151,7 +151,7 @@ def test_nothing_is_compared_when_results_are_missing() -> None:
     "field",
     [
         "pool_pages_reserved", "pool_pages_bound", "ring_live_bytes", "ring_live_grants", "ring_quarantined_bytes",
-        "staging_slots_used", "requests",
+        "staging_slots_used", "requests", "pending_transfers", "ending_sessions",
     ],
 )  # fmt: skip
 def test_every_thing_that_a_rank_can_hold_is_a_leak(field: str) -> None:

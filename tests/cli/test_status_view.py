@@ -48,7 +48,8 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
                 ],
                 ring_capacity=1023 << 20, ring_live_bytes=1022 << 20, ring_peak_bytes=1021 << 20, watermark_position=large,
                 staging_slots=4096, staging_slots_used=4095, requests=10000, watermark_acks=12345678, dropped_messages=1234567,
-                refused_connections=7654321,
+                refused_connections=7654321, open_files=65536, threads=4321, resident_bytes=123456 << 20, pending_transfers=7531,
+                ending_sessions=255, idle_checks=98765432,
             )
         ],
         peers=[
@@ -63,7 +64,7 @@ def test_on_80_columns_nothing_is_cut_off() -> None:
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     for whole in (
         "4194304", "1,048,575", "1,048,574", "1,048,573", "window_131072", "1,048,572", "4,095 of 4,096",
-        "10,000", "256", "12,345,678", "1,234,567", "7,654,321",
+        "10,000", "256", "12,345,678", "1,234,567", "7,654,321", "65,536", "4,321", "123,456 MiB", "7,531", "255", "98,765,432",
         "1,022.0 MiB", "1,021.0 MiB", "1,023.0 MiB", "1,234,567,890,123", "0xffffffffffffffff", "draining", "half-open",
         "450.00 GB/s",
         "131,072", "4,096", "1,020.00 MiB",

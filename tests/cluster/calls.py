@@ -190,6 +190,8 @@ _IDLE_FIELDS = (
     "ring_quarantined_bytes",
     "staging_slots_used",
     "requests",
+    "pending_transfers",
+    "ending_sessions",
 )
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_process import RankSpec, run_rank
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
 from tests.runtime.instances import hello
-from transfer.errors import MemoryPlanError
+from transfer.errors import LocalProtocolError, MemoryPlanError
 
 SLOW_IMPORT_S = 1.0  # of `slow_preload`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a rank shall do: "echo", "raise", "exit", "freeze", "block" (its loop) or "hang" (at its close)."""
+    """What a rank shall do: "echo", "raise", "exit", "freeze", "block" (its loop), "contradict" (itself), "hang" (at close)."""
 
     what: str
 
@@ -44,6 +45,7 @@ class ObedientWorker:
         self.spec = spec
         self.link = link
         self.hangs_at_close = False
+        self.is_broken = False
 
     async def start(self) -> RankHello:
         return hello(self.spec.rank, incarnation=self.spec.incarnation, pid=os.getpid())
@@ -61,13 +63,20 @@ class ObedientWorker:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "block":
                 time.sleep(3600)
+            case "contradict":
+                self.is_broken = True
             case "hang":
                 self.hangs_at_close = True
 
     def status(self) -> dict[str, int]:
         return {"rank": self.spec.rank, "pid": os.getpid()}
 
-    def metrics(self) -> Any:
+    def check_idle(self) -> bool:
+        if self.is_broken:
+            raise LocalProtocolError("R5: no live grant, watermark 5, head 6")
+        return True
+
+    def metrics(self, status: Mapping[str, Any]) -> Any:
         return None
 
     async def close(self) -> None:

@@ -73,6 +73,16 @@ async def ranks_of(folder: Path, entry: Callable[[RankSpec], None], *, preload: 
         assert not ranks.folder.exists()
 
 
+async def test_an_idle_rank_that_contradicts_itself_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        ranks.supervisor.send(1, Order(what="contradict"))
+        await until(lambda: bool(ranks.lost))
+        assert ranks.lost == ["rank 1 died: exit code 1"]
+    said = capfd.readouterr()
+    assert "R5: no live grant, watermark 5, head 6" in said.out + said.err
+
+
 async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) -> None:
     async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
         hellos = await ranks.supervisor.start()
@@ -86,7 +96,10 @@ async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) ->
         # A full collection over torch would stop a rank for a tenth of a second.
         assert all(isinstance(message, Echo) and message.num_spared > 10_000 for _, message in ranks.heard)
         await until(lambda: len(ranks.supervisor.reports) == 2)
-        assert ranks.supervisor.reports[1].status == {"rank": 1, "pid": hellos[1].pid}
+        status = ranks.supervisor.reports[1].status
+        assert (status["rank"], status["pid"]) == (1, hellos[1].pid)
+        assert status["idle_checks"] >= 1 and status["open_files"] >= 3 and status["threads"] >= 1
+        assert status["resident_bytes"] > 1 << 20
         started_s = asyncio.get_running_loop().time()
         await ranks.supervisor.stop(is_graceful=True)
         assert asyncio.get_running_loop().time() - started_s < 5, "they ended when they were told to, before anyone killed them"

@@ -121,7 +121,9 @@ async def test_remove_settles_the_waiting_exactly_once(pair: Pair) -> None:
     cancelled = driver.watch(pair.target, receive, lambda _, error: heard.append(error))
     cancelled.cancel()
     await asyncio.sleep(0.01)
+    assert driver.num_watches >= 1
     driver.remove(pair.target)
+    assert driver.num_watches == 0
     driver.remove(pair.target)
     pair.target.close()
     await asyncio.sleep(0.01)

@@ -36,6 +36,12 @@ STATUS = {
     "watermark_acks": 5,
     "dropped_messages": 0,
     "refused_connections": 2,
+    "ending_sessions": 6,
+    "pending_transfers": 8,
+    "open_files": 9,
+    "threads": 10,
+    "resident_bytes": 11,
+    "idle_checks": 12,
 }
 
 
@@ -116,6 +122,12 @@ def test_the_status_becomes_gauges() -> None:
         ("ring_watermark_position_bytes", 7777),
         ("rank_requests", 3),
         ("sessions", 4),
+        ("ending_sessions", 6),
+        ("pending_transfers", 8),
+        ("rank_open_files", 9),
+        ("rank_threads", 10),
+        ("rank_resident_bytes", 11),
+        ("rank_idle_checks", 12),
         ("watermark_acks_total", 5),
         ("refused_connections_total", 2),
     ):

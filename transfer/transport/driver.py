@@ -89,6 +89,11 @@ class SessionDriver:
             self._loop.add_reader(driven.fd, self._pump, driven)
         self._schedule(driven)
 
+    @property
+    def num_watches(self) -> int:
+        """Handles that somebody waits for: writes, receives and declines that are not settled."""
+        return sum(len(driven.watches) for driven in self._driven.values())
+
     def remove(self, session: Session) -> None:
         """Stop driving a session; everyone who still waits gets its error, or `TransportClosed`. Unknown sessions are ignored.
 
