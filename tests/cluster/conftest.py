@@ -35,9 +35,9 @@ def reference(model: Path) -> Iterator[Reference]:
 
 
 @contextmanager
-def running(spec: ClusterSpec) -> Iterator[LocalCluster]:
+def running(what: ClusterSpec | LocalCluster) -> Iterator[LocalCluster]:
     """A cluster that has started; killed at the end, and before it its nodes' logs are shown if something failed."""
-    cluster = LocalCluster(spec)
+    cluster = what if isinstance(what, LocalCluster) else LocalCluster(what)
     try:
         asyncio.run(cluster.start())
         yield cluster

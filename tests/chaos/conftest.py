@@ -1,0 +1,102 @@
+"""One cluster for most chaos tests: real processes, sockets and the default heartbeat; every process is ended, whatever a test does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.cluster_spec import Role
+from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from tests.chaos.faulty_node import FAULTS_FILE
+from tests.chaos.scenario import Tiers
+from tests.cluster.calls import Caller, prompt
+from tests.cluster.conftest import START_TIMEOUT_S, model, reference, running
+
+__all__ = ["model", "reference"]
+
+RING_BYTES = 1 << 20
+POOL_TOKENS = 6144
+MAX_QUEUED = 16
+
+
+class FaultySpec(ClusterSpec):
+    """Starts nodes whose ranks can be told to treat messages badly."""
+
+    def command(self, role: Role, *, port: int, prefill_address: str, ready_file: Path) -> list[str]:
+        python, module, _, *rest = super().command(role, port=port, prefill_address=prefill_address, ready_file=ready_file)
+        return [python, module, "tests.chaos.faulty_node", role, *rest]
+
+
+@dataclass(slots=True, kw_only=True)
+class Chaos(Tiers):
+    """The shared cluster; its ranks may have had several lives."""
+
+    cluster: LocalCluster
+    faults: Path
+
+    def disturb(self, **faults: Mapping[str, float]) -> None:
+        """Treat messages so from now on: "control" and "watermark" by `faulty_node.Faults`; nothing named: let them be."""
+        new = self.faults.with_suffix(".new")
+        new.write_text(json.dumps(faults))
+        new.rename(self.faults)
+
+    def done(self) -> str:
+        """What was done to messages so far: a letter for each that was lost (L), repeated (R) or held back (H)."""
+        path = Path(f"{self.faults}.done")
+        return path.read_text() if path.exists() else ""
+
+    def relaunch(self, role: Role) -> None:
+        """Start a node that was killed again, at its address."""
+        node = self.cluster.launch(role)
+        if role == "prefill":
+            self.prefill = node
+        else:
+            self.decode = node
+
+
+@pytest.fixture(scope="session")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
+    faults = tmp_path_factory.mktemp("faults") / "faults.json"
+    settings = {"restart.backoff_s": 0.1, "restart.max_restarts": 50}
+    decode_settings = settings | {"limits.max_queued_requests": MAX_QUEUED}
+    tier = TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=POOL_TOKENS, settings=settings)
+    spec = FaultySpec(
+        prefill=tier,
+        decode=TierSpec(model=model, tp_size=2, page_size=32, pool_tokens=POOL_TOKENS, settings=decode_settings),
+        ring_bytes=RING_BYTES,
+        start_timeout_s=START_TIMEOUT_S,
+    )
+    with running(LocalCluster(spec, environment={FAULTS_FILE: str(faults)})) as cluster:
+        chaos = Chaos(
+            prefill=cluster.prefill,
+            decode=cluster.decode,
+            prefill_ranks=2,
+            decode_ranks=2,
+            sessions=2,
+            cluster=cluster,
+            faults=faults,
+        )
+        asyncio.run(_warm_up(chaos))
+        yield chaos
+
+
+async def _warm_up(tiers: Tiers) -> None:
+    """Requests before the first fault: what is opened once for all is open then."""
+    async with Caller(tiers.decode.address) as caller:
+        answers = await asyncio.gather(*(caller.ask(prompt(600, variant), 20) for variant in range(4)))
+    assert all(answer.done for answer in answers), answers
+    await tiers.until_idle(within_s=30)
+    await tiers.remember_idle()
+
+
+@pytest.fixture
+def tiers(shared: Chaos) -> Iterator[Chaos]:
+    """The shared cluster, undisturbed."""
+    shared.disturb()
+    yield shared
+    shared.disturb()

@@ -1,0 +1,172 @@
+"""`python -m tests.chaos.faulty_node prefill|decode serve ...`: the real daemon, whose ranks can be told to treat messages badly.
+
+All of the product runs as it is, over its real sockets. What is put between is in the ranks only, where the owner's loop meets its
+channels: control messages of both directions and watermarks can be lost, said twice, or held back so that later ones overtake
+them; and the engine refuses a prompt that has `POISON` in it, once a part of that prompt has been computed. With nothing told
+(an empty file), everything passes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from node_runtime.rank_process import RankSpec
+
+FAULTS_FILE: Final = "CHAOS_FAULTS_FILE"
+"""Names the variable that names the file: JSON of `Faults.read`; what was done is appended to a file of the same name and ".done"."""
+
+POISON: Final = 1
+"""Token of a prompt whose prefill fails at the first step that begins behind `POISON_AFTER` tokens."""
+
+POISON_AFTER: Final = 512
+_READ_EVERY_S: Final = 0.02
+
+
+class Faults:
+    """What becomes of messages now, as the file says: shares in [0, 1] to lose, to repeat and to hold back, and for how long."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._random = random.Random(os.getpid())
+        self._read_s = 0.0
+        self._told: Mapping[str, float] = {}
+
+    def delays_s(self, kind: str) -> Sequence[float]:
+        """When the message is handed on, in seconds from now, once for each time: () is lost, (0.0, 0.0) is said twice."""
+        now_s = time.monotonic()
+        if now_s - self._read_s > _READ_EVERY_S:
+            self._read_s = now_s
+            with contextlib.suppress(FileNotFoundError):
+                self._told = json.loads(self._path.read_text() or "{}").get(kind, {})
+        if not self._told:
+            return (0.0,)
+        if self._random.random() < self._told.get("lose", 0.0):
+            self._count("L")
+            return ()
+        times = 1
+        if self._random.random() < self._told.get("repeat", 0.0):
+            self._count("R")
+            times = 2
+        delays = [0.0] * times
+        if self._random.random() < self._told.get("hold", 0.0):
+            self._count("H")
+            delays[-1] = self._random.uniform(0.0, self._told.get("hold_s", 0.3))
+        return delays
+
+    def _count(self, what: str) -> None:
+        with open(f"{self._path}.done", "a") as file:
+            file.write(what)
+
+    def pass_on(self, kind: str, hand_on: Callable[[], object]) -> None:
+        """Hand a message on as often, and as late, as the file has it."""
+        for delay_s in self.delays_s(kind):
+            if delay_s:
+                asyncio.get_running_loop().call_later(delay_s, _late, hand_on)
+            else:
+                hand_on()
+
+
+def _late(hand_on: Callable[[], object]) -> None:
+    from transfer.errors import TransportClosed
+
+    with contextlib.suppress(TransportClosed):  # the channel's end was not held back
+        hand_on()
+
+
+def _disturb_decode(faults: Faults) -> None:
+    """The control channel's server sees every control message of both directions."""
+    worker: Any = importlib.import_module("decode_node.worker")
+
+    class FaultyServer(worker.ZmqControlServer):  # type: ignore[misc]
+        def send(self, peer: int, payload: bytes) -> bool:
+            faults.pass_on("control", lambda: super(FaultyServer, self).send(peer, payload))
+            return True
+
+        def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Any], None]) -> None:
+            super().watch(loop, lambda received: faults.pass_on("control", lambda: on_received(received)))
+
+    worker.ZmqControlServer = FaultyServer
+
+
+def _disturb_prefill(faults: Faults) -> None:
+    """Watermarks on their way to the sender, and the engine."""
+    attach: Any = importlib.import_module("prefill_node.attach")
+    worker: Any = importlib.import_module("prefill_node.worker")
+
+    class FaultyClient(attach.TransferControlClient):  # type: ignore[misc]
+        def watch(self, session_id: int, *, on_watermark: Callable[[Any], None], **rest: Any) -> Any:
+            def disturbed(watermark: Any) -> None:
+                faults.pass_on("watermark", lambda: on_watermark(watermark))
+
+            return super().watch(session_id, on_watermark=disturbed, **rest)
+
+    attach.TransferControlClient = FaultyClient
+    load = worker.engine_loader
+    worker.engine_loader = lambda config: lambda *args, **kwargs: _PoisonedEngine(load(config)(*args, **kwargs))
+
+
+class _PoisonedEngine:
+    """An engine that cannot go on with a request of which a poisoned token is in the step."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def prefill(self, items: Sequence[Any], on_layers_written: Callable[..., Any]) -> Mapping[str, int]:
+        from transfer.engine_types import RequestFault
+
+        bad = [item.request_id for item in items if item.first_token >= POISON_AFTER and POISON in item.token_ids]
+        tokens: Mapping[str, int] = self._engine.prefill(items, on_layers_written)
+        if bad:
+            left = {name: token for name, token in tokens.items() if name not in bad}
+            raise RequestFault("the prompt cannot be computed: it is poisoned", request_ids=bad, tokens=left)
+        return tokens
+
+
+def run_faulty_prefill_rank(spec: RankSpec) -> None:
+    """Be a prefill rank that can be disturbed."""
+    from prefill_node.rank import run_prefill_rank
+
+    _disturb_prefill(Faults(Path(os.environ[FAULTS_FILE])))
+    run_prefill_rank(spec)
+
+
+def run_faulty_decode_rank(spec: RankSpec) -> None:
+    """Be a decode rank that can be disturbed."""
+    from decode_node.rank import run_decode_rank
+
+    _disturb_decode(Faults(Path(os.environ[FAULTS_FILE])))
+    run_decode_rank(spec)
+
+
+def main(role: str) -> None:
+    """The role's daemon with other ranks."""
+    command: Any = importlib.import_module(f"{role}_node.__main__")
+    load = command.load_leader
+
+    def load_leader() -> Any:
+        leader = load()
+        module: Any = importlib.import_module(f"{role}_node.node")
+        # By the name under which the processes of the ranks import it: this module is __main__ here.
+        faulty = importlib.import_module("tests.chaos.faulty_node")
+        setattr(module, f"run_{role}_rank", getattr(faulty, f"run_faulty_{role}_rank"))
+        return leader
+
+    command.load_leader = load_leader
+    command.main()
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1))

@@ -1,0 +1,86 @@
+"""A process that stands still for five seconds and goes on: who waits for it hears in time, and it is used again, as the same life."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvferry.cluster_spec import Role
+from tests.chaos.conftest import Chaos
+from tests.chaos.scenario import OK, UNAVAILABLE, Scenario
+from tests.cluster.calls import Reference
+
+pytestmark = pytest.mark.timeout(180)
+
+FROZEN_S = 5.0
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """The process is stopped in the block, and goes on however it ends."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
+async def test_a_rank_is_frozen(tiers: Chaos, reference: Reference, role: Role) -> None:
+    node = tiers.prefill if role == "prefill" else tiers.decode
+    lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
+    async with Scenario(tiers, reference) as scene:
+        talking = await scene.generating(300)
+        moving = await scene.arriving(2)
+        with scene.fault(), frozen(node.rank_pids[1]):
+            thaw = asyncio.ensure_future(asyncio.sleep(FROZEN_S))
+            scene.ends(moving, UNAVAILABLE)
+            answers = await scene.over(moving)
+            assert any("silent" in answer.details for answer in answers), [answer.details for answer in answers]
+            if role == "prefill":
+                # Whole already when the rank froze: it needs the prefill node for nothing any more.
+                before = len(talking.answer.tokens)
+                assert before > 0
+            await thaw
+        await scene.over([talking])
+        await tiers.cluster.wait_joined(60)
+        await scene.serves()
+    assert [(one.rank_pids, one.incarnation) for one in tiers.nodes] == lives, "the same lives go on"
+
+
+@pytest.mark.slow
+async def test_the_prefill_leader_is_frozen(tiers: Chaos, reference: Reference) -> None:
+    """Its ranks could go on; nobody can hear what becomes of a request, so it ends, and the ranks give it up."""
+    lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
+    async with Scenario(tiers, reference) as scene:
+        await scene.generating(300)
+        moving = await scene.arriving(2)
+        with scene.fault(), frozen(tiers.prefill.pid):
+            thaw = asyncio.ensure_future(asyncio.sleep(FROZEN_S))
+            scene.ends(moving, UNAVAILABLE)
+            await scene.over(moving)
+            await thaw
+        await tiers.cluster.wait_joined(60)
+        await scene.serves()
+    assert [(one.rank_pids, one.incarnation) for one in tiers.nodes] == lives, "the same lives go on"
+
+
+@pytest.mark.slow
+async def test_the_decode_leader_is_frozen(tiers: Chaos, reference: Reference) -> None:
+    """Its callers can only wait: each request ends once it goes on, by itself or because the prefill node has given it up."""
+    lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
+    async with Scenario(tiers, reference) as scene:
+        talking = await scene.generating(300)
+        moving = await scene.arriving(2)
+        with scene.fault(), frozen(tiers.decode.pid):
+            await asyncio.sleep(FROZEN_S)
+        scene.ends(moving, OK, UNAVAILABLE, within_s=30)
+        await scene.over([*moving, talking])
+        await tiers.cluster.wait_joined(60)
+        await scene.serves()
+    assert [(one.rank_pids, one.incarnation) for one in tiers.nodes] == lives, "the same lives go on"
