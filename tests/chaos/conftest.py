@@ -1,4 +1,4 @@
-"""One cluster for most chaos tests: real processes, sockets and the default heartbeat; every process is ended, whatever a test does."""
+"""One cluster for most chaos tests: real processes, sockets and the default heartbeat."""
 
 from __future__ import annotations
 
@@ -81,12 +81,13 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ch
             cluster=cluster,
             faults=faults,
         )
-        asyncio.run(_warm_up(chaos))
+        asyncio.run(warm_up(chaos))
         yield chaos
 
 
-async def _warm_up(tiers: Tiers) -> None:
+async def warm_up(tiers: Tiers) -> None:
     """Requests before the first fault: what is opened once for all is open then."""
+    await tiers.until_idle(within_s=60)
     async with Caller(tiers.decode.address) as caller:
         answers = await asyncio.gather(*(caller.ask(prompt(600, variant), 20) for variant in range(4)))
     assert all(answer.done for answer in answers), answers

@@ -1,9 +1,9 @@
 """`python -m tests.chaos.faulty_node prefill|decode serve ...`: the real daemon, whose ranks can be told to treat messages badly.
 
-All of the product runs as it is, over its real sockets. What is put between is in the ranks only, where the owner's loop meets its
-channels: control messages of both directions and watermarks can be lost, said twice, or held back so that later ones overtake
-them; and the engine refuses a prompt that has `POISON` in it, once a part of that prompt has been computed. With nothing told
-(an empty file), everything passes through.
+All of the product runs as it is, over its real sockets. What is put between is in the ranks only, where the owner's loop meets
+its channels: control messages of both directions and watermarks can be lost, said twice, or held back so that later ones
+overtake them; and the engine refuses a prompt that has `POISON` in it, once a part of that prompt has been computed. With
+nothing told (an empty file), everything passes through.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Final
 from node_runtime.rank_process import RankSpec
 
 FAULTS_FILE: Final = "CHAOS_FAULTS_FILE"
-"""Names the variable that names the file: JSON of `Faults.read`; what was done is appended to a file of the same name and ".done"."""
+"""Variable that names the file: JSON of what `Faults` does. What was done is appended to a file of that name and ".done"."""
 
 POISON: Final = 1
 """Token of a prompt whose prefill fails at the first step that begins behind `POISON_AFTER` tokens."""

@@ -11,7 +11,7 @@ from kvferry.local_cluster import ClusterNode
 from transfer.pb import kvferry_pb2 as pb
 
 MORE_FILES: Final = 8
-"""Descriptors above those of the first idle moment that are no leak: gRPC keeps some for later. A session that leaks holds twenty."""
+"""Descriptors above those of the first idle moment that are no leak: gRPC keeps some. A session that leaks holds twenty."""
 
 MORE_THREADS: Final = 12  # gRPC's pool of threads grows with the cores and ends its threads when it likes
 MORE_BYTES: Final = 96 << 20

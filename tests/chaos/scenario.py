@@ -229,7 +229,7 @@ class Scenario:
         yield
 
     def ends(self, flights: Sequence[Flight], *codes: grpc.StatusCode, within_s: float = NOTICE_S) -> None:
-        """These end with one of the statuses, so many seconds after the last fault; what the machine stood still is not counted."""
+        """These end with one of the statuses, so many seconds after the last fault; a stall of the machine is not counted."""
         for flight in flights:
             flight.codes, flight.within_s = codes, within_s
 

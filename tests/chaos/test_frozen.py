@@ -1,4 +1,4 @@
-"""A process that stands still for five seconds and goes on: who waits for it hears in time, and it is used again, as the same life."""
+"""A process that stands still for five seconds: who waits for it hears in time, and once it goes on it is used again."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,17 +44,33 @@ class Nodes:
             self._ports.append(held)
         return [held.getsockname()[1] for held in self._ports[-number:]]
 
-    def launch(self, role: Role, settings: Mapping[str, object], *prefill_nodes: str) -> ClusterNode:
-        """Start a node and do not wait for it."""
+    def launch(
+        self,
+        role: Role,
+        settings: Mapping[str, object],
+        *prefill_nodes: str,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> ClusterNode:
+        """Start a node and do not wait for it.
+
+        Args:
+            role: "prefill" or "decode".
+            settings: By path.
+            prefill_nodes: host:port of those that it joins.
+            prefix: What its command line begins with; the process that it starts must become the node.
+            environment: Variables on top of this process's.
+        """
         folder = self._folder / f"{len(self.nodes)}-{role}"
         folder.mkdir()
-        command = [sys.executable, "-m", f"{role}_node", "serve", "--ready-file", str(ClusterNode.ready_path(folder, role))]
+        command = [*prefix, sys.executable, "-m", f"{role}_node", "serve"]
+        command += ["--ready-file", str(ClusterNode.ready_path(folder, role))]
         command += ["--log-format", "json", "--insecure"]
         for address in prefill_nodes:
             command += ["--prefill-node", address]
         for path, value in settings.items():
             command += ["--set", f"{path}={value}"]
-        node = ClusterNode(role, command, self.environment(), folder)
+        node = ClusterNode(role, command, self.environment() | dict(environment or {}), folder)
         node.launch()
         self.nodes.append(node)
         return node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -290,4 +291,33 @@ async def test_a_one_sided_link_below_the_floor_is_refused(tmp_path: Path) -> No
             await one.sessions.open(instance(LIFE), (one.address,), join=1)
         assert one.sessions.of(LIFE) is None and list(sender.closed) == [1]
         one.sessions.on_session_closed(1, "it is closed")
+        await one.sessions.close_all("the test is over")
+
+
+def connections_to(port: int) -> int:
+    """TCP connections of this machine that are open to a local port."""
+    num = 0
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            num += fields[3] == "01" and int(fields[2].rpartition(":")[2], 16) == port
+    return num
+
+
+async def test_the_connection_of_a_session_that_fell_silent_is_closed_with_it(tmp_path: Path) -> None:
+    """Its call was cut off, and what gRPC has of it would wait for the garbage collector, in a rank that is idle."""
+    sender = Sender()
+    async with attaching(tmp_path, is_one_sided=True, sender=sender) as one:
+        one.gate.set()
+        port = int(one.address.rpartition(":")[2])
+        gc.collect()
+        gc.disable()
+        try:
+            for number in (1, 2, 3):
+                await one.sessions.open(instance(LIFE), (one.address,), join=number)
+                assert connections_to(port) == 1
+                one.sessions.on_session_closed(number, "the decode rank is silent")
+                await until(lambda: connections_to(port) == 0)
+        finally:
+            gc.enable()
         await one.sessions.close_all("the test is over")

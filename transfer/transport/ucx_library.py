@@ -27,6 +27,7 @@ class Ucx:
         self.Array = importlib.import_module("ucxx._lib.arr").Array
         self.any_tag, self.any_mask = lib.UCXXTag(0), lib.UCXXTagMask(0)
         self._canceling_size = _find_canceling_size()
+        self._worker_destroy = _find_worker_destroy()
 
     def drop_cancelled(self, endpoint: Any) -> None:
         """Make a closed endpoint let go of the requests that its closing cancelled.
@@ -37,6 +38,31 @@ class Ucx:
         """
         if self._canceling_size is not None:
             self._canceling_size(endpoint.ucxx_ptr)
+
+
+    def destroy(self, worker: Any) -> None:
+        """Free what UCX has of a worker that a request keeps alive which never ends; nobody may use the worker any more.
+
+        A receive of which some fragments have come when the peer falls silent (its host is cut off, its process is stopped)
+        cannot be cancelled, nor does the forced end of the endpoint complete it (UCX 1.21 over TCP). UCXX's worker keeps it, and
+        it keeps the worker: descriptors and memory of every such session would stay for the life of the process. The two small
+        objects of UCXX do stay, and keep the worker from being destroyed a second time.
+        """
+        if self._worker_destroy is not None:
+            self._worker_destroy(worker.handle)
+
+
+def _find_worker_destroy() -> Any:
+    """``ucp_worker_destroy`` of the UCX that the loaded libucxx is linked with, or None; another UCX may be in the process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")
+        if path[2].rpartition("/")[2].startswith("libucxx.so"):
+            function = getattr(ctypes.CDLL("/" + path[2]), "ucp_worker_destroy", None)
+            if function is not None:
+                function.argtypes, function.restype = [ctypes.c_void_p], None
+                return function
+    _log.warning("no ucp_worker_destroy is found: a session closed in the middle of a receive keeps its descriptors")
+    return None
 
 
 def _find_canceling_size() -> Any:

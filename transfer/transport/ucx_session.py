@@ -200,12 +200,15 @@ class UcxSession:
             self._worker.progress()  # at least once: it frees what UCXX scheduled for cancelling when the peer died
             if not any(handle.is_active for handle in handles):
                 break
+        is_kept = any(handle.is_active for handle in handles)
         self._ucx.drop_cancelled(self._endpoint)
         # `kept` outlives the worker, which may touch that memory until it is destroyed with the last of these references.
         kept = [handle.detach() for handle in handles]
         for container in (self._sends, self._expected, self._receives, self._unexpected, self._sink_requests):
             container.clear()
         self._endpoint = None
+        if is_kept:
+            self._ucx.destroy(self._worker)
         self._worker = None
         self._fd = None
         if any(memory is not None and memory.is_device for _, memory in kept):
