@@ -3,6 +3,7 @@
 #   EXTRAS=ucx-cu12,nixl-cu12,dev   the extras of pyproject.toml to install (default: ucx-cu13,nixl,dev)
 #   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
 #                         gigabytes of CUDA libraries
+#   CHAOS_RUNS=1          how often `make chaos` goes through all of it in a row (default: 3)
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS    passed on to `kvferry demo`, pytest, the benchmarks and the mutation check
 
 SHELL := bash
@@ -16,6 +17,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 MUTATION_ARGS ?=
+CHAOS_RUNS ?= 3
 
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
@@ -23,7 +25,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test check lint types spelling proto proto-check proto-lint coverage mutation bench clean
+.PHONY: help setup demo test chaos check lint types spelling proto proto-check proto-lint coverage mutation bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +46,11 @@ $(STAMP): pyproject.toml constraints.txt .ci/setup
 demo: setup ## both tiers on this machine: prompts in, tokens out, proof and report
 	@$(BIN)/kvferry demo $(DEMO_ARGS)
 
-test: setup ## every test
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+test: setup ## every test but those marked slow
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(TEST_ARGS)
+
+chaos: setup ## every fault of docs/operations.md on real processes and networks, the slow ones too, CHAOS_RUNS times
+	@for run in $$(seq $(CHAOS_RUNS)); do $(BIN)/python -m pytest tests/chaos $(TEST_ARGS); done
 
 check: setup lint types spelling proto-check proto-lint coverage ## lint, format, types, spelling, stubs; every branch of the pure core
 

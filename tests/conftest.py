@@ -20,17 +20,16 @@ settings.register_profile("soak", settings.get_profile("kvferry"), max_examples=
 settings.load_profile("ci" if os.environ.get("CI") else "kvferry")
 
 
-CLUSTERS = "tests/cluster/"
+CLUSTERS = ("tests/cluster/", "tests/chaos/")
 # The longest first, so that no worker is left with them when the others are done. Of the clusters those that are held to a time
 # come last: the other worker is then past its own clusters, and starts no dozen of processes beside them.
 FIRST = (
     "tests/cluster/test_tokens.py",
     "tests/cluster/test_bad_start.py",
     "tests/cluster/test_serving.py",
-    "tests/cluster/test_cancel.py",
     "tests/cluster/test_stop.py",
-    "tests/cluster/test_kill.py",
     "tests/cluster/test_two_prefill_nodes.py",
+    "tests/chaos/",
     "tests/cli/test_demo.py",
     "tests/cli/test_local_cluster.py",
     "tests/protocol/test_world.py",
@@ -38,9 +37,8 @@ FIRST = (
 )
 # Real processes, sockets, signals and clocks, on a machine that may stand still for seconds: in CI a test that fails has a second
 # run, and the first failure is printed even when that one passes. Tests of logic have one run everywhere, and these too at home.
-OF_THE_WORLD = tuple(
-    f"tests/{room}/" for room in ("bench", "cli", "cluster", "control", "engine", "meta", "registry", "runtime", "transport")
-)
+ROOMS_OF_THE_WORLD = ("bench", "chaos", "cli", "cluster", "control", "engine", "meta", "registry", "runtime", "transport")
+OF_THE_WORLD = tuple(f"tests/{room}/" for room in ROOMS_OF_THE_WORLD)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,7 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None])
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return CLUSTERS if nodeid.startswith(CLUSTERS) else nodeid.split("::", 1)[0]
+            return CLUSTERS[0] if nodeid.startswith(CLUSTERS) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 

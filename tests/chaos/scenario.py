@@ -57,6 +57,14 @@ class Tiers:
     def nodes(self) -> tuple[ClusterNode, ClusterNode]:
         return self.prefill, self.decode
 
+    def pids(self) -> dict[str, tuple[int, ...]]:
+        """Processes of each node that live: its leader and its ranks."""
+        return {
+            node.role: (node.pid, *ready.rank_pids) if (ready := node.ready_file) is not None else (node.pid,)
+            for node in self.nodes
+            if node.exit_code is None
+        }
+
     async def statuses(self) -> list[pb.NodeStatus] | None:
         """Of both, prefill first; None while one of them does not answer."""
         found = [await status_of(node) if node.exit_code is None and node.ready_file else None for node in self.nodes]
@@ -144,7 +152,7 @@ class Scenario:
         self._join_s = join_s
         self._caller = Caller(tiers.decode.address)
         self._flights: list[Flight] = []
-        self._stalls = StallMeter()
+        self._stalls = StallMeter(tiers.pids)
         self._variant = 0
         self.fault_s = 0.0
         """Monotonic time of the last fault."""

@@ -35,7 +35,7 @@ async def test_a_rank_is_frozen(tiers: Chaos, reference: Reference, role: Role) 
     node = tiers.prefill if role == "prefill" else tiers.decode
     lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
     async with Scenario(tiers, reference) as scene:
-        talking = await scene.generating(300)
+        talking = await scene.generating(150)
         moving = await scene.arriving(2)
         with scene.fault(), frozen(node.rank_pids[1]):
             thaw = asyncio.ensure_future(asyncio.sleep(FROZEN_S))
@@ -58,7 +58,7 @@ async def test_the_prefill_leader_is_frozen(tiers: Chaos, reference: Reference) 
     """Its ranks could go on; nobody can hear what becomes of a request, so it ends, and the ranks give it up."""
     lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
     async with Scenario(tiers, reference) as scene:
-        await scene.generating(300)
+        await scene.generating(150)
         moving = await scene.arriving(2)
         with scene.fault(), frozen(tiers.prefill.pid):
             thaw = asyncio.ensure_future(asyncio.sleep(FROZEN_S))
@@ -75,7 +75,7 @@ async def test_the_decode_leader_is_frozen(tiers: Chaos, reference: Reference) -
     """Its callers can only wait: each request ends once it goes on, by itself or because the prefill node has given it up."""
     lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
     async with Scenario(tiers, reference) as scene:
-        talking = await scene.generating(300)
+        talking = await scene.generating(150)
         moving = await scene.arriving(2)
         with scene.fault(), frozen(tiers.decode.pid):
             await asyncio.sleep(FROZEN_S)

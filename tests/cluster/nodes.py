@@ -51,6 +51,8 @@ class Nodes:
         *prefill_nodes: str,
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        kind: type[ClusterNode] = ClusterNode,
+        is_on_loopback: bool = True,
     ) -> ClusterNode:
         """Start a node and do not wait for it.
 
@@ -60,17 +62,19 @@ class Nodes:
             prefill_nodes: host:port of those that it joins.
             prefix: What its command line begins with; the process that it starts must become the node.
             environment: Variables on top of this process's.
+            kind: What speaks to it.
+            is_on_loopback: False: its addresses are not, and it is told twice that there is no TLS.
         """
         folder = self._folder / f"{len(self.nodes)}-{role}"
         folder.mkdir()
         command = [*prefix, sys.executable, "-m", f"{role}_node", "serve"]
         command += ["--ready-file", str(ClusterNode.ready_path(folder, role))]
-        command += ["--log-format", "json", "--insecure"]
+        command += ["--log-format", "json", "--insecure", *(() if is_on_loopback else ("--insecure",))]
         for address in prefill_nodes:
             command += ["--prefill-node", address]
         for path, value in settings.items():
             command += ["--set", f"{path}={value}"]
-        node = ClusterNode(role, command, self.environment() | dict(environment or {}), folder)
+        node = kind(role, command, self.environment() | dict(environment or {}), folder)
         node.launch()
         self.nodes.append(node)
         return node

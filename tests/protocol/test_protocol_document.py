@@ -57,6 +57,7 @@ def test_every_rule_has_its_tests_and_every_numbered_test_its_rule() -> None:
 def test_the_failure_table_names_tests_that_exist() -> None:
     table = rows("When things go wrong")
     with_processes = (
+        "chaos/test_*.py",
         "cluster/test_*.py",
         "registry/test_detection.py",
         "transport/test_two_processes.py",

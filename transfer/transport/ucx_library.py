@@ -39,7 +39,6 @@ class Ucx:
         if self._canceling_size is not None:
             self._canceling_size(endpoint.ucxx_ptr)
 
-
     def destroy(self, worker: Any) -> None:
         """Free what UCX has of a worker that a request keeps alive which never ends; nobody may use the worker any more.
 
