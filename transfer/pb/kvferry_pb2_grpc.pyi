@@ -7,7 +7,8 @@ Conventions
 - Every id of a life of a process ("incarnation") is a random 64-bit number above 0; a restart is another incarnation.
 - Every size is in bytes unless its name says tokens, pages or seconds.
 - Errors are gRPC statuses with one line of text; the codes are listed at each method. gRPC itself adds RESOURCE_EXHAUSTED for
-  a message above 16 MiB or a call beyond the 4096 that a server takes at once, and UNIMPLEMENTED.
+  a message above 16 MiB or a call beyond the 4096 that a server takes at once, and UNIMPLEMENTED; a node with TLS adds
+  PERMISSION_DENIED for a caller whose certificate does not allow the call, whatever it says.
 - A field that is 0 or empty means what its comment says, never "unknown".
 - A list of an InstanceInfo has at most 256 entries unless its comment says otherwise, a text 256 characters.
 """
