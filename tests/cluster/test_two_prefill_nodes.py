@@ -20,6 +20,7 @@ import grpc
 import pytest
 
 from kvferry.local_cluster import ClusterNode
+from node_runtime import exit_codes
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_arriving, until_idle
 from tests.cluster.conftest import POOL_TOKENS
 from tests.cluster.nodes import Nodes, open_nodes
@@ -42,19 +43,23 @@ class Tiers:
     decode: ClusterNode
     strict: ClusterNode
 
-    async def peer(self, prefill: ClusterNode, of: ClusterNode | None = None) -> pb.PeerStatus:
-        """What a decode node, the one that retries unless told otherwise, says of a prefill node."""
+    async def peer(self, address: str, of: ClusterNode | None = None) -> pb.PeerStatus:
+        """What a decode node, the one that retries unless told otherwise, says of the prefill node at that address."""
         status = await status_of(of or self.decode)
-        found = [peer for peer in status.peers if peer.address == prefill.address] if status is not None else []
+        found = [peer for peer in status.peers if peer.address == address] if status is not None else []
         return found[0] if found else pb.PeerStatus(state="unknown")
 
     async def are_joined(self) -> bool:
         return all(
-            [(await self.peer(prefill, of)).state == "joined" for prefill in self.prefills for of in (self.decode, self.strict)]
+            [
+                (await self.peer(prefill.address, of)).state == "joined"
+                for prefill in self.prefills
+                for of in (self.decode, self.strict)
+            ]
         )
 
     async def is_left(self, prefill: ClusterNode) -> bool:
-        return (await self.peer(prefill)).state in ("lost", "joining")
+        return (await self.peer(prefill.address)).state in ("lost", "joining")
 
     async def num_retries(self, of: ClusterNode) -> int:
         _, page = await of.http("/metrics")
@@ -86,7 +91,7 @@ async def tiers(launched: Tiers) -> AsyncIterator[Tiers]:
         async with Caller(decode.address) as caller:
 
             async def is_trusted(caller: Caller = caller, decode: ClusterNode = decode) -> bool:
-                if all([(await launched.peer(prefill, decode)).breaker == "closed" for prefill in launched.prefills]):
+                if all([(await launched.peer(prefill.address, decode)).breaker == "closed" for prefill in launched.prefills]):
                     return True
                 await caller.ask(prompt(5), 1)
                 return False
@@ -102,7 +107,7 @@ async def comes_back(tiers: Tiers, node: ClusterNode, reference: Reference) -> N
     """A node that was lost gets nothing at first, then one request that tries it, and then its share."""
 
     async def is_half_open() -> bool:
-        peer = await tiers.peer(node)
+        peer = await tiers.peer(node.address)
         return (peer.state, peer.breaker) == ("joined", "half-open")
 
     await until(is_half_open, "the node has joined again, and may be tried", within_s=60)
@@ -113,7 +118,7 @@ async def comes_back(tiers: Tiers, node: ClusterNode, reference: Reference) -> N
             reference.check(token_ids, answer)
         served = Counter(answer.done.prefill_node for answer in (trial, *others) if answer.done is not None)
         assert served[node.address] == 1, f"one tries it, the others go elsewhere: {served}"
-        assert (await tiers.peer(node)).breaker == "closed"
+        assert (await tiers.peer(node.address)).breaker == "closed"
         answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in (prompt(200, variant) for variant in range(6))))
     served = Counter(answer.done.prefill_node for answer in answers if answer.done is not None)
     assert served == {prefill.address: 3 for prefill in tiers.prefills}
@@ -198,7 +203,6 @@ async def test_a_killed_prefill_rank(tiers: Tiers, reference: Reference) -> None
 
 
 async def test_a_killed_prefill_leader(tiers: Tiers, reference: Reference) -> None:
-    """The last of this file, for its node is started again by the next test only."""
     killed, survivor = tiers.prefills
     await kill_in_mid_transfer(tiers, reference, killed.pid)
     killed.reap(10)
@@ -206,3 +210,28 @@ async def test_a_killed_prefill_leader(tiers: Tiers, reference: Reference) -> No
         answer = await caller.ask(prompt(60))
     reference.check(prompt(60), answer)
     assert answer.done is not None and (answer.done.prefill_node, answer.done.retries) == (survivor.address, 0)
+
+
+async def test_what_a_stopped_prefill_node_cuts_off_goes_on_elsewhere(tiers: Tiers, reference: Reference) -> None:
+    stopped, survivor = reversed(tiers.prefills)
+    address = stopped.address
+    prompts = [prompt(LONG, variant) for variant in range(2)]
+    async with Caller(tiers.decode.address) as caller:
+        flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
+        await until_arriving(tiers.decode)
+        stopped.terminate()
+
+        async def is_draining() -> bool:
+            return (await tiers.peer(address)).state != "joined"
+
+        await until(is_draining, "the decode node knows that it drains")
+        assert not any(flight.done() for flight in flights)
+        stopped.terminate()  # the second signal ends the wait
+        answers = await asyncio.gather(*(asyncio.wait_for(flight, 60) for flight in flights))
+    for token_ids, answer in zip(prompts, answers, strict=True):
+        reference.check(token_ids, answer)
+    assert sorted(answer.done.retries for answer in answers if answer.done) == [0, 1]
+    assert {answer.done.prefill_node for answer in answers if answer.done} == {survivor.address}
+    stopped.reap(30)
+    assert stopped.exit_code == exit_codes.NOT_DRAINED
+    assert (await tiers.peer(address)).breaker == "closed", "it said that it would go, and failed nobody"
