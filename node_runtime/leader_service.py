@@ -160,9 +160,12 @@ class Leader(Generic[ConfigT, LifeT]):
         return host_port(server.advertised_host, self._server.port)
 
     async def _look_at_certificates(self, tls: MutualTls) -> None:
+        """Says what is wrong with new files, and once a minute that the certificate in use has expired."""
         while True:
             await asyncio.sleep(CERTIFICATE_LOOK_S)
-            await asyncio.to_thread(tls.files.current)
+            certificate = await asyncio.to_thread(tls.files.current)
+            if certificate.not_after_s < time.time() and self._refused.is_due(certificate.not_after_s):
+                log.error("certificate_expired", names=str(certificate.names), problem=tls.files.problem)
 
     def _on_refused(self, refusal: Refusal) -> None:
         self.metrics.call_refused(refusal.method)

@@ -469,6 +469,9 @@ async def test_a_caller_connects_again_with_its_new_certificate(node: Node, auth
         assert (await call(await peer.ready(), "/kvferry.v1.DecodeControl/Status"))[0] is DENIED, "the connection stands"
         port = node.server.port
         await node.server.close()
+        async with asyncio.timeout(20):
+            while peer.current.get_state() is grpc.ChannelConnectivity.READY:  # gRPC hears of the end in its own time
+                await asyncio.sleep(0.01)
         with pytest.raises(PeerUnreachable):
             await peer.ready()
         node.server = await serve(
@@ -503,6 +506,27 @@ async def test_many_calls_at_once_share_one_connection(node: Node, authority: Au
     async with calling(node, authority.files(tmp_path / "caller", CLIENT)) as peer:
         channels = await asyncio.gather(*(peer.ready() for _ in range(20)))
         assert len({id(channel) for channel in channels}) == 1
+
+
+async def test_a_channel_that_is_closed_while_it_connects(
+    node: Node, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[grpc.aio.Channel] = []
+    secure_channel = grpc.aio.secure_channel
+
+    def make(*args: Any, **kwargs: Any) -> grpc.aio.Channel:
+        made.append(secure_channel(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(grpc.aio, "secure_channel", make)
+    peer = PeerChannel(node.address, tls_of(authority.files(tmp_path / "caller", CLIENT), peers=(NODE,)))
+    connecting = asyncio.ensure_future(peer.ready())
+    while not made:
+        await asyncio.sleep(0)
+    await peer.close()
+    with pytest.raises(PeerUnreachable, match="this side has closed the channel"):
+        await connecting
+    assert made[0].get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 # Without

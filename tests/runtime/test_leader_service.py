@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from node_runtime import leader_service
 from node_runtime.daemon import Daemon, NodeState
@@ -163,3 +164,23 @@ async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Pa
         assert shown("kvferry_certificate_stale") == 0 and shown(expiry) > before + 86_400
     finally:
         await one.close()
+
+
+async def test_a_leader_says_that_its_certificate_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.05)
+    tls = Authority().files(tmp_path / "tls", "node.example", days=2 / 86_400).tls(peer_names=("peer.example",))
+    one: Leader[PrefillNodeConfig, Life] = Leader(
+        cast(Daemon, SimpleNamespace(state=NodeState.STARTING, num_restarts=0)),
+        prefill_config(tmp_path, tls=tls.model_dump()),
+        entry=rank_entries.obedient,
+        codec=rank_entries.CODEC,
+        on_rank_message=lambda rank, message: None,
+    )
+    with capture_logs() as lines:
+        await one._listen()
+        try:
+            await until(lambda: lines)
+            await asyncio.sleep(0.3)
+        finally:
+            await one.close()
+    assert [(line["event"], line["names"]) for line in lines] == [("certificate_expired", "node.example")], "once a minute"

@@ -67,6 +67,7 @@ class CertificateFiles:
         self._lock = threading.Lock()
         self._seen = self._signs()
         self._problem = ""
+        self._current: Certificates | None = None
         self._current = self._load()
 
     @property
@@ -77,6 +78,7 @@ class CertificateFiles:
     def current(self) -> Certificates:
         """What the files hold; while that cannot be used, what they held before."""
         with self._lock:
+            assert self._current is not None
             try:
                 signs = self._signs()
                 if signs == self._seen and not _is_racy(signs):
@@ -111,6 +113,9 @@ class CertificateFiles:
                 f"tls.key_file is {self._key}, which everybody on this machine may read or write (mode {mode:03o}); chmod o-rw it"
             )
         chain, key, authorities = (_read(setting) for setting in self._settings())
+        last = self._current
+        if last is not None and (chain, key, authorities) == (last.chain, last.key, last.authorities):
+            return last
         own, names, not_after_s = self._try(chain, key, authorities)
         if self._is_server and not own:
             raise ConfigError(

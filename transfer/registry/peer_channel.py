@@ -41,6 +41,7 @@ class PeerChannel:
         self._lock = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
+        self._is_closed = False
         if isinstance(security, PlainText):
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
@@ -63,13 +64,18 @@ class PeerChannel:
             old = self._channel
             if old is not None and old.get_state() is grpc.ChannelConnectivity.READY:
                 return old
-            self._channel = await self._connect(self._security, timeout_s)
+            new = await self._connect(self._security, timeout_s)
+            if self._is_closed:
+                await new.close()
+                raise PeerUnreachable(f"{self.address}: this side has closed the channel")
+            self._channel = new
             if old is not None:
                 self._retire(old)
             return self._channel
 
     async def close(self) -> None:
-        """End every call and connection."""
+        """End every call and connection, one that is being made too."""
+        self._is_closed = True
         for retiring in self._retiring:
             retiring.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)
