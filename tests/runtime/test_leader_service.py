@@ -168,7 +168,7 @@ async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Pa
 
 async def test_a_leader_says_that_its_certificate_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.05)
-    tls = Authority().files(tmp_path / "tls", "node.example", days=2 / 86_400).tls(peer_names=("peer.example",))
+    tls = Authority().files(tmp_path / "tls", "node.example", days=5 / 86_400).tls(peer_names=("peer.example",))
     one: Leader[PrefillNodeConfig, Life] = Leader(
         cast(Daemon, SimpleNamespace(state=NodeState.STARTING, num_restarts=0)),
         prefill_config(tmp_path, tls=tls.model_dump()),
