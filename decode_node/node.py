@@ -68,6 +68,7 @@ class _Life:
             heartbeat_s=config.heartbeat.interval_s,
             ring_capacity_bytes=min(hello.ring_bytes for hello in hellos),
             min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
+            vocab_size=first.vocab_size,
             breaker=BreakerSettings(
                 failures=config.breaker.failures,
                 window_s=config.breaker.window_s,

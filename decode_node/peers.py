@@ -19,7 +19,15 @@ from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, 
 from node_runtime.reminders import Reminders
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
-from transfer.errors import ChunkTooLarge, LayoutError, PeerUnreachable, TransferError, TransportError, TransportTimeout
+from transfer.errors import (
+    ChunkTooLarge,
+    LayoutError,
+    PeerUnreachable,
+    RemoteProtocolError,
+    TransferError,
+    TransportError,
+    TransportTimeout,
+)
 from transfer.instance import Instance, Link, check_compatible
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -32,6 +40,7 @@ from transfer.registry.convert import (
     link_from_proto,
     sampling_to_proto,
 )
+from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of
@@ -44,6 +53,9 @@ FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 REASON_GRACE_S = 0.2
 """How long the prefill node's own reason for a loss is waited for before a decode rank's is taken, which only sees a link end."""
+
+ANY_TOKEN = 1 << 32
+MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +76,7 @@ class PrefillPeer:
     largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
     outstanding_tokens: int = 0
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
+    vocab_size: int = ANY_TOKEN
     reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
 
     async def stub(self) -> PrefillControlAsyncStub:
@@ -90,10 +103,18 @@ class PrefillPeer:
         )
         call = (await self.stub()).Prefill(question)
         try:
-            async for event in call:
+            async for answer in call:
+                event = readable(answer, method="Prefill")
+                if event.HasField("first_token") and event.first_token.token_id >= self.vocab_size:
+                    raise TransportError(
+                        f"{self.address}: first_token.token_id is {event.first_token.token_id}; ids are below the vocabulary's "
+                        f"{self.vocab_size}"  # the engine would refuse the step of every request, and end all ranks
+                    )
                 yield event
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=self.address) from error
+        except RemoteProtocolError as error:
+            raise TransportError(f"{self.address}: {error}") from error  # another node may do better
         finally:
             call.cancel()
 
@@ -110,6 +131,7 @@ class PrefillPeers:
         heartbeat_s: Seconds between beats of a join.
         ring_capacity_bytes: Size of the smallest ring of the decode ranks.
         min_bandwidth_bytes_per_s: A node with a slower link to any rank is not joined.
+        vocab_size: Tokens that the model has; a node's first token must be one of them.
         breaker: When a node is left out while there are others, and for how long.
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
         on_breaker_opened: A breaker has opened, or begun its pause anew.
@@ -127,6 +149,7 @@ class PrefillPeers:
         heartbeat_s: float,
         ring_capacity_bytes: int,
         min_bandwidth_bytes_per_s: float = 0.0,
+        vocab_size: int = ANY_TOKEN,
         breaker: BreakerSettings,
         on_lost: Callable[[PrefillPeer, int, str], None],
         on_breaker_opened: Callable[[], None],
@@ -146,7 +169,12 @@ class PrefillPeers:
         self._on_breaker_opened = on_breaker_opened
         security = PlainText() if security is None else security
         self.peers = [
-            PrefillPeer(address=address, channel=PeerChannel(address, security), breaker=Breaker(breaker, clock))
+            PrefillPeer(
+                address=address,
+                channel=PeerChannel(address, security),
+                breaker=Breaker(breaker, clock),
+                vocab_size=vocab_size,
+            )
             for address in addresses
         ]
         self._tasks: list[asyncio.Task[None]] = []
@@ -268,6 +296,8 @@ class PrefillPeers:
             event = await self._first_event(call, peer)
             if not event.HasField("joined"):
                 raise PeerUnreachable(f"{peer.address}: the first event of a join was {event.WhichOneof('event')}")
+            if len(event.joined.links) > MAX_LINKS:
+                raise RemoteProtocolError(f"links has {len(event.joined.links)} entries; there can be {MAX_LINKS}")
             links = [link_from_proto(link) for link in event.joined.links]
             self._check_bandwidth(links)
             prefill = instance_from_proto(event.joined.prefill)

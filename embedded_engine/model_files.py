@@ -284,8 +284,11 @@ def _stored_tensors(directory: Path) -> Iterator[StoredTensor]:
     if not index_path.exists():
         raise no_weights(directory)
     weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) and Path(name).name == name and name.isprintable() for name in weight_map.values())
+        or not all(map(str.isprintable, weight_map))
     ):
         raise ConfigError(f"{index_path}: weight_map must map each tensor to a file name in the same directory")
     for file_name in sorted(set(weight_map.values())):
@@ -311,12 +314,16 @@ def _file_tensors(path: Path) -> list[StoredTensor]:
             header = json.loads(file.read(header_bytes))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is not a safetensors file: its header is nested too deeply") from None
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not a safetensors file: its header is not valid JSON: {one_line(error)}") from error
     try:
         data_begin = 8 + header_bytes
+        if not all(map(str.isprintable, header)):
+            raise ValueError("a name that cannot be printed")
         tensors = [
             StoredTensor(
                 name=name,

@@ -12,6 +12,7 @@ import grpc
 from transfer.errors import ConfigError, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of
@@ -65,11 +66,12 @@ class NodeClient:
         """
         try:
             try:
-                return await (await self._decode(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
+                answer = await (await self._decode(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
-            return await (await self._prefill(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
+                answer = await (await self._prefill(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
+            return readable(answer, peer=self.address, method="Status")
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error, timeout_s) from error
 
@@ -81,7 +83,8 @@ class NodeClient:
         """
         question = pb.AbortRequest(request_id=request_id, reason=reason)
         try:
-            return (await (await self._decode(timeout_s)).Abort(question, timeout=timeout_s)).found
+            answer = await (await self._decode(timeout_s)).Abort(question, timeout=timeout_s)
+            return readable(answer, peer=self.address, method="Abort").found
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error, timeout_s) from error
 

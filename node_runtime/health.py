@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
+from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from transfer.errors import ConfigError
+
+MAX_CONNECTIONS: Final = 128
+"""At once. Probes and scrapers are a few; a stranger with more than that takes his own places, and none of the node's files."""
+
+REQUEST_S: Final = 10.0
+"""How long a new connection may take to send its request."""
+
+IDLE_S: Final = 75.0
+"""How long a connection is kept from one request to the next, its answer included: scrapers come once a minute at least."""
+
+_LINGER_S: Final = 1.0  # for the rest of a request whose answer was sent
+_STOP_S: Final = 1.0  # for answers that are under way; they take milliseconds, unless nobody reads them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +46,46 @@ class _ServerLog(logging.LoggerAdapter[logging.Logger]):
         self.log(level, msg, *args, exc_info=exc_info, **fields)
 
 
+class _BoundedServer(web.Server):
+    """Closes connections: of too many the one that was not used for longest, so that a new one is always heard; and the slow."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Any]) -> None:
+        super().__init__(handler, access_log=None, logger=_ServerLog(server_logger), lingering_time=_LINGER_S)
+        self._deadlines: dict[RequestHandler, asyncio.TimerHandle] = {}  # the longest unused first
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._allow(handler, REQUEST_S)
+        if len(self._deadlines) > MAX_CONNECTIONS:
+            self._end(next(iter(self._deadlines)))
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._forget(handler)
+
+    def used(self, handler: RequestHandler) -> None:
+        """A request has come on the connection."""
+        if handler in self._deadlines:
+            self._allow(handler, IDLE_S)
+
+    def _allow(self, handler: RequestHandler, seconds: float) -> None:
+        self._forget(handler)
+        self._deadlines[handler] = asyncio.get_running_loop().call_later(seconds, self._end, handler)
+
+    def _forget(self, handler: RequestHandler) -> None:
+        timer = self._deadlines.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _end(self, handler: RequestHandler) -> None:
+        self._forget(handler)
+        if handler.transport is not None:
+            server_logger.debug("Closed a connection that was slow, or one of too many")
+            handler.transport.abort()
+
+
 class HealthServer:
-    """Serves one node's health and metrics.
+    """Serves one node's health and metrics, to at most `MAX_CONNECTIONS` at once.
 
     Args:
         readiness: Asked at each `/readyz`.
@@ -43,11 +95,9 @@ class HealthServer:
     def __init__(self, readiness: Callable[[], Readiness], metrics: Callable[[], bytes]) -> None:
         self._readiness = readiness
         self._metrics = metrics
-        app = web.Application()
-        app.add_routes(
-            [web.get("/healthz", self._healthz), web.get("/readyz", self._readyz), web.get("/metrics", self._serve_metrics)]
-        )
-        self._runner = web.AppRunner(app, access_log=None, logger=_ServerLog(server_logger))
+        self._answers = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._serve_metrics}
+        self._server: _BoundedServer | None = None
+        self._runner: web.ServerRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port (port 0 takes a free one).
@@ -55,6 +105,8 @@ class HealthServer:
         Raises:
             ConfigError: The address cannot be bound.
         """
+        self._server = _BoundedServer(self._answer)
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_S)
         await self._runner.setup()
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -66,14 +118,25 @@ class HealthServer:
         return bound
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        if self._runner is not None:
+            await self._runner.cleanup()
 
-    async def _healthz(self, _: web.Request) -> web.Response:
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        assert self._server is not None
+        self._server.used(request.protocol)
+        answer = self._answers.get(request.path)
+        if answer is None:
+            return web.Response(text=f"known here: {', '.join(self._answers)}\n", status=404)
+        if request.method not in ("GET", "HEAD"):
+            return web.Response(text="it must be GET or HEAD\n", status=405, headers={"Allow": "GET, HEAD"})
+        return answer()
+
+    def _healthz(self) -> web.Response:
         return web.Response(text="ok\n")
 
-    async def _readyz(self, _: web.Request) -> web.Response:
+    def _readyz(self) -> web.Response:
         state = self._readiness()
         return web.Response(text="ready\n" if state.is_ready else f"{state.reason}\n", status=200 if state.is_ready else 503)
 
-    async def _serve_metrics(self, _: web.Request) -> web.Response:
+    def _serve_metrics(self) -> web.Response:
         return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})

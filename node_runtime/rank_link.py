@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from transfer.control.base import Received
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
-from transfer.errors import LocalProtocolError
+from transfer.errors import LocalProtocolError, TransferError
 
 SILENCE_MS = 10_000
 """A rank's death is seen at once, by its process; silence only tells a frozen one. On a machine with more ranks than cores a
@@ -43,10 +43,21 @@ class RankCodec:
         return packed
 
     def decode(self, payload: bytes) -> Any:
-        name, fields = msgpack.unpackb(payload, strict_map_key=False)
+        """The message.
+
+        Raises:
+            LocalProtocolError: The bytes are none that `encode` makes.
+        """
         try:
-            return self._adapters[name].validate_python(fields)
-        except (KeyError, ValidationError) as error:
+            name, fields = msgpack.unpackb(payload, strict_map_key=False)
+            adapter = self._adapters.get(name)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise LocalProtocolError(f"{len(payload)} bytes are no message of a rank link: {type(error).__name__}") from error
+        if adapter is None:
+            raise LocalProtocolError(f"message {name!r:.200} of a rank link does not fit: there is none of that name")
+        try:
+            return adapter.validate_python(fields)
+        except (ValidationError, TypeError, TransferError) as error:  # those of the classes themselves
             raise LocalProtocolError(f"message {name} of a rank link does not fit its class: {error}") from error
 
 

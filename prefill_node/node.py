@@ -46,6 +46,7 @@ from transfer.registry.convert import (
     link_to_proto,
     sampling_from_proto,
 )
+from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import Security
 from transfer.registry.status import end_with, error_of
@@ -206,7 +207,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=join.address) from error
-        return bool(answer.reserved)
+        return bool(readable(answer, peer=join.address, method="Reserve").reserved)
 
     # PrefillControl
 

@@ -54,6 +54,10 @@ _UNITS: Final = {
 }
 
 
+_MOST_DIGITS: Final = 20
+"""Of a size: 2**64 has as many, and what is reckoned with sizes stays in the range of a float."""
+
+
 def parse_size(value: object) -> object:
     """Bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``; anything that is no such text is left to the next check.
 
@@ -68,6 +72,8 @@ def parse_size(value: object) -> object:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
         raise ValueError("it must be a size, for example 4096, 64MiB or 1GB (KiB, MiB, GiB, TiB; KB, MB, GB, TB)")
+    if len(match[1]) > _MOST_DIGITS:
+        raise ValueError(f"it must be a size of at most {_MOST_DIGITS} digits")
     num_bytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
     if num_bytes != int(num_bytes):
         raise ValueError("it must be a whole number of bytes")

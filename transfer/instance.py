@@ -28,6 +28,7 @@ CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_relea
 CONTROL_KEY_BYTES: Final = 32
 """Of a public key of the control plane (Curve25519)."""
 
+_SHOWN_CHARS: Final = 200
 MAX_DIFFERENCES_CHARS: Final = 4000
 """Of the list of what differs: it goes into logs, and most of it is the peer's words."""
 
@@ -66,9 +67,9 @@ class Instance:
         if not self.transport:
             raise LayoutError("transport is empty; an instance names the one it uses")
         if not self.digests or not all(self.digests) or len(set(self.digests)) != len(self.digests):
-            raise LayoutError(f"digests is {self.digests}; it must name one or more, each once")
+            raise LayoutError(f"digests is {_shown(self.digests)}; it must name one or more, each once")
         if not self.protocol_versions or list(self.protocol_versions) != sorted(set(self.protocol_versions)):
-            raise LayoutError(f"protocol_versions is {self.protocol_versions}; it must name one or more, ascending")
+            raise LayoutError(f"protocol_versions is {_shown(self.protocol_versions)}; it must name one or more, ascending")
         self.shard.layers(self.layout)  # a stage list that does not add up to the model is refused here, not at the first route
         if self.kv_scales:
             self._check_scales()
@@ -239,7 +240,7 @@ def check_compatible(prefill: Instance, decode: Instance) -> Agreement:
     if not differences:
         differences += _scale_differences(prefill, decode)
     if differences:
-        listed = "; ".join(differences)
+        listed = " ".join("; ".join(differences).split())  # one line, whatever the peer's words are
         if len(listed) > MAX_DIFFERENCES_CHARS:
             listed = f"{listed[:MAX_DIFFERENCES_CHARS]}... ({len(differences)} differences in all)"
         raise LayoutError(
@@ -294,6 +295,12 @@ def check_id(name: str, value: int) -> None:
 def _check_rank(name: str, rank: int, instance: Instance) -> None:
     if not 0 <= rank < instance.shard.num_ranks:
         raise LayoutError(f"{name} is {rank}; the instance has {instance.shard.num_ranks} ranks")
+
+
+def _shown(values: tuple[object, ...]) -> str:
+    """A peer's list, short enough for a log line."""
+    text = str(values)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(values)} entries)"
 
 
 def _listed(values: tuple[object, ...]) -> str:

@@ -99,6 +99,9 @@ def _file_settings(file: Path, problems: list[str]) -> list[tuple[str, object]]:
     except OSError as error:
         problems.append(f"config file {file} cannot be read: {error.strerror or error}")
         return []
+    except RecursionError:
+        problems.append(f"config file {file} is nested too deeply; it must hold settings, for example 'model: DIR'")
+        return []
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problems.append(f"config file {file} is not YAML: {' '.join(str(error).split())}")
         return []

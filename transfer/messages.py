@@ -44,6 +44,9 @@ MAX_REQUEST_ID_CHARS: Final = 128
 
 _UINT64_MAX: Final = (1 << 64) - 1
 
+_SHORT_ARRAY: Final = 32  # more than any message has fields, and grants of a usual request
+_LIMITS: Final = {"use_list": False, "max_str_len": 4 * MAX_REASON_CHARS, "max_bin_len": 0, "max_map_len": 0, "max_ext_len": 0}
+
 Uint64 = Annotated[int, Field(ge=0, le=_UINT64_MAX)]
 PositiveUint64 = Annotated[int, Field(ge=1, le=_UINT64_MAX)]
 RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
@@ -243,15 +246,7 @@ def decode(payload: bytes) -> Message:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"message of {len(payload)} bytes; it can have at most {MAX_MESSAGE_BYTES}")
     try:
-        parts = msgpack.unpackb(
-            payload,
-            use_list=False,
-            max_str_len=4 * MAX_REASON_CHARS,
-            max_array_len=MAX_CHUNKS_PER_MESSAGE,
-            max_bin_len=0,
-            max_map_len=0,
-            max_ext_len=0,
-        )
+        parts = _unpacked(payload)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"message of {len(payload)} bytes is not msgpack within its limits: {_brief(error)}") from error
     if type(parts) is not tuple or len(parts) < _NUM_HEADER_PARTS:
@@ -262,6 +257,35 @@ def decode(payload: bytes) -> Message:
     if codec is None:
         raise RemoteProtocolError(f"tag is {_shown(parts[1])}; it must be one of {', '.join(map(str, _CODECS))}")
     return codec.unpack(parts)
+
+
+def _unpacked(payload: bytes) -> Any:
+    """What the bytes say. Lists are as long as a field's own may be, and only one of a message is long: its last field.
+
+    An unpacker makes room for what a list claims to hold before it has seen it, and for each list in a list anew: with one limit
+    for all of them 3 KB of claims took 8 MB.
+    """
+    try:
+        return msgpack.unpackb(payload, max_array_len=_SHORT_ARRAY, **_LIMITS)
+    except ValueError as error:
+        if "max_array_len" not in str(error):
+            raise
+    unpacker = msgpack.Unpacker(read_size=len(payload), max_buffer_size=len(payload), max_array_len=_SHORT_ARRAY, **_LIMITS)
+    unpacker.feed(payload)
+    num_parts = _array_length(unpacker, _SHORT_ARRAY)
+    parts = [unpacker.unpack() for _ in range(num_parts - 1)]
+    num_items = _array_length(unpacker, MAX_CHUNKS_PER_MESSAGE)
+    parts.append(tuple([unpacker.unpack() for _ in range(num_items)]))
+    if unpacker.tell() != len(payload):
+        raise ValueError("extra data behind the message")
+    return tuple(parts)
+
+
+def _array_length(unpacker: msgpack.Unpacker, most: int) -> int:
+    length: int = unpacker.read_array_header()
+    if length > most:
+        raise ValueError(f"{length} exceeds the {most} entries that a list can have")
+    return length
 
 
 class _Codec:

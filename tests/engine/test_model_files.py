@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,9 @@ def test_layers_that_the_engine_does_not_run_are_refused(
     ("weight_map", "named"),
     [
         ([], "weight_map must map"),
+        ({}, "weight_map must map"),
+        ({"a": "two\nlines.safetensors"}, "weight_map must map"),
+        ({"a\nb": "weights.safetensors"}, "weight_map must map"),
         ({"a": "../model.safetensors"}, "in the same directory"),
         ({"a": "gone.safetensors"}, "gone.safetensors cannot be read"),
         ({"nothing.weight": "weights.safetensors"}, "places nothing.weight in weights.safetensors"),
@@ -127,6 +131,23 @@ def test_a_wrong_index_is_refused(copied: Path, weight_map: Any, named: str) -> 
     (copied / "model.safetensors").rename(copied / "weights.safetensors")
     (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert named in message_of(ConfigError, lambda: read_model_files(copied))
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (b"[" * 100_000, "its header is nested too deeply"),
+        (
+            b'{"a\\nb": {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}}',
+            "its header is damaged: a name that cannot be printed",
+        ),
+    ],
+    ids=["nested", "unprintable"],
+)
+def test_a_hostile_header_is_refused(copied: Path, header: bytes, named: str) -> None:
+    (copied / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    message = message_of(ConfigError, lambda: read_model_files(copied))
+    assert named in message and len(message.splitlines()) == 1
 
 
 def change_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

@@ -68,11 +68,20 @@ def test_a_message_arrives_as_it_was(codec: RankCodec, message: object) -> None:
     assert codec.decode(codec.encode(message)) == message
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x92\x91\x01\x80", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"\x92\xa1x\x80\x00"],
+)
+def test_bytes_that_are_no_message_of_the_link_are_refused(payload: bytes) -> None:
+    with pytest.raises(LocalProtocolError, match=f"{len(payload)} bytes are no message of a rank link"):
+        prefill_messages.CODEC.decode(payload)
+
+
 def test_what_is_no_message_of_the_link_is_refused_on_both_ends() -> None:
     with pytest.raises(LocalProtocolError, match="RankAddress is no message of this link"):
         CODEC.encode(RankAddress(endpoint="x", token=1))
     for packed in (("Other", {}), ("Note", {"text": 5}), ("Note", {"number": 5})):
-        with pytest.raises(LocalProtocolError, match=f"message {packed[0]} of a rank link does not fit"):
+        with pytest.raises(LocalProtocolError, match=f"message '?{packed[0]}'? of a rank link does not fit"):
             CODEC.decode(msgpack.packb(packed))
     with pytest.raises(TypeError, match="Path cannot travel"):
         RankCodec(RankReport).encode(RankReport(rank=0, metrics=Path()))

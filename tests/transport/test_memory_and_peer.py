@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from transfer.errors import ConfigError
 from transfer.transport.base import ByteRange
 from transfer.transport.memory import DeviceMemory, HostMemory, memory_of
-from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of
+from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, unpack_blob
 from transfer.transport.ucx import UcxTransport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,18 @@ def test_the_device_of_a_buffer_that_is_not_torchs() -> None:
 def test_bad_device_buffers(interface: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         memory_of(_Device(**interface))
+
+
+def test_claims_in_claims_take_no_memory() -> None:
+    """With room made for what each of them claims a blob of 64 KB would take 80 MB."""
+    for claim in (b"\xdd\x00\x00\xff\x00", b"\xdf\x00\x00\xff\x00", b"\xdc\x00\x21"):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ConfigError, match="is not a kvferry offer of transport ucx version 1: not msgpack"):
+                unpack_blob(claim * 1000 + bytes(60_000), transport="ucx", version=1, role="offer")
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
 
 
 def test_identity() -> None:

@@ -118,6 +118,10 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
             "ring.capacity_bytes is 64XB (from --set); it must be a size, for example 4096, 64MiB or 1GB "
             "(KiB, MiB, GiB, TiB; KB, MB, GB, TB)",
         ),
+        (
+            f"ring.capacity_bytes={'9' * 21}",
+            f"ring.capacity_bytes is {'9' * 21} (from --set); it must be a size of at most 20 digits",
+        ),
         ("ring.capacity_bytes=1000", "ring.capacity_bytes is 1000; it must be a multiple of 256, for example 1024"),
         ("pool.pagesize=5", "pool.pagesize is no setting (from --set); did you mean pool.page_size?"),
         ("page_size=5", "page_size is no setting (from --set); did you mean pool.page_size?"),
@@ -256,6 +260,7 @@ def test_what_may_be_a_mistyped_setting_is_refused_also_if_it_is_like_kubernetes
     [
         ("a: [", "is not YAML"),
         ("- 1\n- 2\n", "holds a list; it must hold settings"),
+        ("heartbeat: " + "[" * 5000, "is nested too deeply; it must hold settings"),
         ("model: m\nmodel: n\n", "model is there twice"),
         ("pool: &a\n  page_size: *a\n", "pool"),
         ("pool: &a\n  b: *a\n", "is no setting"),

@@ -82,6 +82,20 @@ def test_layers_of_their_own_type_are_not_scaled() -> None:
     assert conversion_scales(instance(layout=layout, shard=Shard()), scaled) == {(1, False): 0.25}
 
 
+@pytest.mark.parametrize("values", [{"digests": ("x" * 256,) * 256}, {"protocol_versions": (2**32 - 1,) * 256}])
+def test_a_peers_long_lists_are_cut(values: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match=r"\.\.\. \(256 entries\); it must name one or more") as caught:
+        instance(**values)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_peers_words_stay_in_one_line() -> None:
+    theirs = instance(model_fields={"architecture": "a\nb\u2028c", "new\x0bline": "\x85"}, transport="u\rcx", digests=("x\x1cy",))
+    with pytest.raises(LayoutError, match="model architecture: LlamaForCausalLM != a b c") as caught:
+        check_compatible(instance(), theirs)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_every_difference_is_named_with_both_values_in_one_line() -> None:
     other = KVLayout.uniform(num_layers=8, num_kv_heads=6, head_dim=32, dtype=DType.BFLOAT16)
     theirs = instance(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -232,6 +233,43 @@ def test_limits_hold() -> None:
         decode(b"\x91" * 100_000 + b"\x00")  # nested beyond any stack
     with pytest.raises(RemoteProtocolError):
         decode(encode(GOLDEN[WriterDrained][0]) + b"\x00")
+
+
+def peak_of(payload: bytes) -> int:
+    """Most that Python takes while it refuses the payload."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            decode(payload)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "claim", [b"\xdc\x04\x00", b"\xdd\x00\x00\x04\x00", b"\xdd\xff\xff\xff\xff", b"\xdc\x00\x20", b"\xdf\x00\x00\xff\xff"]
+)
+def test_claims_in_claims_take_no_memory(claim: bytes) -> None:
+    """With room made for what each of them claims it would be 8 MB."""
+    for head in (b"", b"\x96\x01\x01\x07\xa1r\x01", b"\x96\x01\x01\x07\xa1r\x01\xdc\x04\x00\x92\x01"):
+        assert peak_of(head + claim * 1000) < 1 << 20
+
+
+@pytest.mark.parametrize("number", [32, 33, MAX_CHUNKS_PER_MESSAGE])
+def test_long_lists_are_read_as_short_ones(number: int) -> None:
+    message = GrantRequest(
+        incarnation=7, request_id="r", route=0, chunks=tuple(ChunkSize(chunk=chunk, num_bytes=1) for chunk in range(number))
+    )
+    payload = encode(message)
+    assert decode(payload) == message
+    for wrong, named in (
+        (payload[:-1], "is not msgpack within its limits"),
+        (payload + b"\x00", "extra data"),
+        (payload.replace(b"\x96\x01\x01", b"\x96\x01\x05", 1), "GrantRefused.reason is an array"),
+        (payload.replace(b"\x96\x01\x01", b"\xdc\x00\x29\x01\x01", 1), "is not msgpack within its limits"),
+    ):
+        with pytest.raises(RemoteProtocolError, match=named):
+            decode(wrong)
 
 
 def test_the_largest_message_fits_its_limit() -> None:

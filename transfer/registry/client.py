@@ -23,6 +23,7 @@ from transfer.registry.convert import (
     link_to_proto,
     watermark_from_proto,
 )
+from transfer.registry.malformed import readable
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
@@ -73,7 +74,7 @@ class TransferControlClient:
             answer = await stub.Attach(attach_request_to_proto(request), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=self.address) from error
-        response = attach_response_from_proto(answer)
+        response = attach_response_from_proto(readable(answer, peer=self.address, method="Attach"))
         if response.protocol_version not in request.prefill.protocol_versions:
             spoken = ", ".join(map(str, request.prefill.protocol_versions))
             raise RemoteProtocolError(
@@ -163,7 +164,8 @@ class SessionWatch:
     async def _read(self) -> None:
         reason = "the decode rank ended the stream"
         try:
-            async for ack in self._call:
+            async for answer in self._call:
+                ack = readable(answer, method="Watermarks")
                 if self._is_over:
                     return
                 self._beats.on_beat()

@@ -25,6 +25,7 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.beats import MISSED_BEATS, BeatWatch
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
 from transfer.registry.guard import Refusal
+from transfer.registry.malformed import RefuseMalformed
 from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_sessions
 from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.status import end_call, end_with
@@ -90,7 +91,7 @@ async def serve(
     """
     security = PlainText() if security is None else security
     security.check("server address", host_port(host, port))
-    interceptors: list[grpc.aio.ServerInterceptor] = [QuietStreams()]
+    interceptors: list[grpc.aio.ServerInterceptor] = [QuietStreams(), RefuseMalformed()]
     if isinstance(security, MutualTls):
         interceptors.insert(0, security.guard(on_refused or (lambda refusal: None)))
     server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=interceptors)

@@ -20,6 +20,8 @@ import msgpack
 from transfer.errors import ConfigError
 
 _MAX_BLOB_BYTES = 64 * 1024  # a UCX worker address on an eight-NIC host is about 2 KiB
+_MAX_ENTRIES = 32  # of a list or a map in it; the unpacker makes room for as many as are claimed, in each list of a list anew
+_LIMITS = {"max_array_len": _MAX_ENTRIES, "max_map_len": _MAX_ENTRIES, "max_ext_len": 0}
 _PROOF_BYTES = 16
 _T = TypeVar("_T")
 
@@ -118,7 +120,7 @@ def unpack_blob(blob: bytes, *, transport: str, version: int, role: str) -> dict
     if len(blob) > _MAX_BLOB_BYTES:
         raise ConfigError(f"blob of {len(blob)} bytes is not {wanted}: at most {_MAX_BLOB_BYTES} bytes")
     try:
-        envelope = msgpack.unpackb(blob)
+        envelope = msgpack.unpackb(blob, **_LIMITS)
     except Exception as error:  # msgpack raises ValueError, its own errors and, on deep nesting, others
         raise ConfigError(f"blob of {len(blob)} bytes is not {wanted}: not msgpack") from error
     kinds = (str, int, str, int, bytes)
@@ -131,7 +133,7 @@ def unpack_blob(blob: bytes, *, transport: str, version: int, role: str) -> dict
     if zlib.crc32(body) != checksum:
         raise ConfigError(f"blob of {len(blob)} bytes is not {wanted}: its checksum is wrong")
     try:
-        fields = msgpack.unpackb(body)
+        fields = msgpack.unpackb(body, **_LIMITS)
     except Exception as error:
         raise ConfigError(f"blob of {len(blob)} bytes is not {wanted}: its body is not msgpack") from error
     if not isinstance(fields, dict):

@@ -1,0 +1,1 @@
+"""The targets, each a module with its `TARGET`."""

@@ -1,0 +1,112 @@
+"""Fields that no honest peer sends, and HTTP that is none, at a running cluster: a sample of what is tried in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from kvferry.local_cluster import LocalCluster
+from tests.cluster.calls import Caller, Reference, prompt, until_idle
+from tests.cluster.test_serving import control_ports
+from tests.registry.hostile_messages import hostile_messages
+from tests.registry.test_hostile_fields import PLAN, RPCS, told
+from transfer.instance import AttachRequest
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import attach_request_to_proto
+
+pytestmark = pytest.mark.timeout(180)
+
+Code = grpc.StatusCode
+CLEAR = {Code.OK, Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND, Code.UNAVAILABLE}
+NOT_SERVED = {Code.UNIMPLEMENTED, Code.DEADLINE_EXCEEDED}
+CALL_S = 20.0
+HTTP_CONNECTIONS = 400
+
+
+async def outcome(channel: grpc.aio.Channel, method: str, payload: bytes) -> tuple[grpc.StatusCode, str]:
+    service, _, name = method.partition(".")
+    found = pb.DESCRIPTOR.services_by_name[service].methods_by_name[name]
+    path = f"/{found.containing_service.full_name}/{name}"
+    try:
+        if found.client_streaming:
+            call = channel.stream_stream(path)(iter([payload]), timeout=CALL_S)
+            await call.read()
+        elif found.server_streaming:
+            call = channel.unary_stream(path)(payload, timeout=CALL_S)
+            await call.read()
+        else:
+            await channel.unary_unary(path)(payload, timeout=CALL_S)
+            return Code.OK, ""
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    code = await call.code() if call.done() else Code.OK
+    call.cancel()
+    return code, ""
+
+
+async def serves(cluster: LocalCluster, reference: Reference) -> None:
+    async with Caller(cluster.decode.address) as caller:
+        reference.check(prompt(150, 5), await caller.ask(prompt(150, 5)))
+    await until_idle(cluster.prefill, cluster.decode)
+
+
+def attach() -> pb.AttachRequest:
+    return attach_request_to_proto(
+        AttachRequest(prefill=told(44), prefill_rank=0, offer=b"none", chunk_plan=PLAN, probe_bytes=4096, control_key=bytes(32))
+    )
+
+
+LEADER_CALLS = [(name, rpc) for name, rpc in RPCS.items() if not name.endswith("Drain") and not rpc.method.startswith("Transfer")]
+
+
+async def test_fields_that_no_honest_peer_sends(steady: LocalCluster, reference: Reference) -> None:
+    pids = steady.decode.rank_pids + steady.prefill.rank_pids
+    count = 0
+    for _, rpc in LEADER_CALLS:
+        node = steady.prefill if rpc.method.startswith("Prefill") else steady.decode
+        async with grpc.aio.insecure_channel(node.address) as channel:
+            for hostile in hostile_messages(cast(Callable[[Any], Any], rpc.request)(None)):
+                code, details = await outcome(channel, rpc.method, hostile.payload)
+                assert code in CLEAR, f"{rpc.method} {hostile}: {code}: {details}"
+                assert len(details.splitlines()) <= 1, f"{rpc.method} {hostile}: {details!r}"
+                count += 1
+    for port in await control_ports(steady):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            code, _ = await outcome(channel, "TransferControl.Attach", b"")
+            if code is not Code.INVALID_ARGUMENT:
+                continue  # a port of another protocol
+            for hostile in hostile_messages(attach()):
+                code, details = await outcome(channel, "TransferControl.Attach", hostile.payload)
+                assert code in CLEAR - {Code.OK}, f"Attach {hostile}: {code}: {details}"
+                count += 1
+    assert count > 300
+    assert steady.decode.rank_pids + steady.prefill.rank_pids == pids
+    await serves(steady, reference)
+
+
+async def test_http_that_is_none(steady: LocalCluster, reference: Reference) -> None:
+    """Garbage and half requests on hundreds of connections at once, which all stay open."""
+    for node in steady.nodes:
+        host, _, port = node.http_address.rpartition(":")
+        writers: list[asyncio.StreamWriter] = []
+        for number in range(HTTP_CONNECTIONS):
+            with contextlib.suppress(ConnectionError):
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), CALL_S)
+                writer.write(
+                    (b"GET /met", secrets.token_bytes(100), b"GET /healthz HTTP/1.1\r\nX: " + b"y" * 9000, b"")[number % 4]
+                )
+                writers.append(writer)
+        assert await node.http("/healthz") == (200, "ok\n")
+        assert (await node.http("/metrics"))[0] == 200
+        files = len(os.listdir(f"/proc/{node.pid}/fd"))
+        assert files < 300, f"{files} open files of the {node.role} leader, with {HTTP_CONNECTIONS} strangers at its door"
+        for writer in writers:
+            writer.close()
+    await serves(steady, reference)

@@ -1,0 +1,422 @@
+"""Every call of every service with every field as no honest peer has it: a clear status in one line, and the node serves on.
+
+The servicers are the nodes' own, behind real gRPC servers; what is not there are the ranks' processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from decode_node.node import DecodeNode
+from decode_node.node import _Life as DecodeLife
+from decode_node.worker import DecodeWorker
+from node_runtime.daemon import Daemon, NodeState
+from prefill_node.node import PrefillNode
+from prefill_node.node import _Life as PrefillLife
+from prefill_node.rank_messages import AttachDecode, DecodeAttached
+from tests.registry.hostile_messages import HUGE_LIST, HUGE_TEXT, Hostile, hostile_messages
+from tests.runtime.instances import decode_config, hello, instance, prefill_config
+from transfer.chunk import ChunkPlan
+from transfer.config import DecodeNodeConfig
+from transfer.errors import PeerUnreachable, RemoteProtocolError
+from transfer.instance import AttachRequest, AttachResponse, Instance
+from transfer.layout import DType, Shard
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import attach_request_to_proto, chunk_plan_to_proto, instance_to_proto, layout_from_proto
+from transfer.registry.server import RegistryServer, TransferControlServicer, serve
+from transfer.ring import StagingAllocator
+from transfer.staging import StagingBuffer
+from transfer.transport.inproc import InprocHub, InprocOffer, InprocTransport
+
+DAEMON = cast(
+    Daemon,
+    SimpleNamespace(
+        state=NodeState.READY, num_restarts=0, started_s=0.0, readiness=lambda: SimpleNamespace(is_ready=True, reason="")
+    ),
+)
+PREFILL_LIFE, DECODE_LIFE, JOINED_LIFE = 11, 22, 33
+PLAN = ChunkPlan(chunk_tokens=16)
+RING_BYTES = 1 << 16
+NOWHERE = "127.0.0.1:1"
+CALL_S = 20.0
+TAKEN_BYTES, TAKEN_PER_BYTE = 4 << 20, 24
+ENDS_WITHIN_S = 0.1
+SESSION = 77
+
+Code = grpc.StatusCode
+REFUSED = {Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rpc:
+    """One method: an honest request with something in every field, and what it may end in when a field is not honest.
+
+    Args:
+        codes: Beside `REFUSED` and OK: what the method says of what is right and not known here, see docs/protocol.md.
+        needs_session: Whether there has to be a session `SESSION`.
+    """
+
+    method: str
+    request: Callable[[Nodes], Any]
+    codes: set[grpc.StatusCode] = field(default_factory=set)
+    needs_session: bool = False
+
+
+class Nodes:
+    """Both leaders and a decode rank's `TransferControl`, each behind a server of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+        self.complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
+        self.prefill = PrefillNode(DAEMON, prefill_config(folder, transport={"name": "inproc"}))
+        self.prefill._life = self.prefill_life = PrefillLife(self.prefill, (hello(0, incarnation=PREFILL_LIFE),))
+        self.prefill._supervisor = cast(Any, SimpleNamespace(broadcast=self._to_prefill_rank, reports={}, lose=self._lost))
+        self.decode = DecodeNode(DAEMON, decode_config(folder, transport={"name": "inproc"}))
+        self.decode._life = DecodeLife(self.decode, (hello(0, incarnation=DECODE_LIFE),), NOWHERE)
+        self.decode._supervisor = cast(Any, SimpleNamespace(broadcast=lambda message: None, reports={}, lose=self._lost))
+        self.hub = InprocHub()
+        self.offers: list[InprocOffer] = []  # one that is dropped cannot be accepted
+        self.rank = self._rank()
+        self.transfer = TransferControlServicer(
+            watermark=StagingAllocator(RING_BYTES, incarnation=DECODE_LIFE).watermark(),
+            ring_capacity_bytes=RING_BYTES,
+            heartbeat_s=10.0,
+            on_attach=self._attach,
+            on_session_lost=lambda session, reason: None,
+            on_link=lambda session, link: None,
+        )
+        self.servers: list[RegistryServer] = []
+        self.channels: dict[str, grpc.aio.Channel] = {}
+
+    async def _attach(self, request: AttachRequest) -> AttachResponse:
+        return replace(await self.rank._on_attach(request), session_id=SESSION)
+
+    def offer(self) -> bytes:
+        self.offers.append(InprocTransport(self.hub, one_sided=True).offer())
+        return self.offers[-1].blob
+
+    def _accept(self, transport: InprocTransport, blob: bytes, memory: Any) -> Any:
+        """An offer is accepted once; here the honest one is as good as new each time."""
+        return transport.accept(self.offer() if any(blob == offer.blob for offer in self.offers) else blob, memory)
+
+    def _lost(self, reason: str) -> None:
+        self.complaints.append({"message": reason})
+
+    def _to_prefill_rank(self, message: object) -> None:
+        """The rank attaches at once."""
+        if isinstance(message, AttachDecode):
+            answer = DecodeAttached(join=message.join, incarnation=message.instance.incarnation, links=(), ring_bytes=RING_BYTES)
+            asyncio.get_running_loop().call_soon(self.prefill_life.joins.on_attached, 0, answer)
+
+    def _rank(self) -> DecodeWorker:
+        """A decode rank, as far as an attach goes."""
+        transport = InprocTransport(self.hub, one_sided=True)
+        kept: list[Coroutine[Any, Any, None]] = []
+        rank = SimpleNamespace(
+            _instance=instance(DECODE_LIFE),
+            _spec=SimpleNamespace(rank=0),
+            _config=DecodeNodeConfig(model=Path("unused")),
+            _engine=SimpleNamespace(pool=SimpleNamespace(device=torch.device("cpu"))),
+            _transport=SimpleNamespace(accept=partial(self._accept, transport), is_one_sided=True),
+            _writers={},
+            _receiver=SimpleNamespace(
+                ring=SimpleNamespace(capacity_bytes=RING_BYTES),
+                memory=transport.register(StagingBuffer(num_bytes=RING_BYTES).tensor),
+                copier=None,
+                driver=SimpleNamespace(add=lambda session: None),
+                open_session=lambda number, session, **values: None,
+            ),
+            _control=SimpleNamespace(address="inproc", public_key=bytes(32)),
+            _keep=lambda work: (kept.append(work), work.close()),
+            _crash=pytest.fail,
+        )
+        for name in ("_routes_from", "_wire", "_warm_up", "_on_attach"):
+            setattr(rank, name, getattr(DecodeWorker, name).__get__(rank))
+        return cast(DecodeWorker, rank)
+
+    async def open(self) -> None:
+        self.prefill_life.requests.start()
+        await self.prefill_life.joins.open(instance(JOINED_LIFE), NOWHERE, (NOWHERE,))
+        for name, services in (
+            ("PrefillControl", {"prefill_control": self.prefill}),
+            ("DecodeControl", {"decode_control": self.decode}),
+            ("TransferControl", {"transfer_control": self.transfer}),
+        ):
+            server = await serve("127.0.0.1", 0, **cast(Any, services))
+            self.servers.append(server)
+            self.channels[name] = grpc.aio.insecure_channel(
+                server.address, options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+            )
+
+    async def close(self) -> None:
+        self.transfer.close("the test is over")
+        for channel in self.channels.values():
+            await channel.close()
+        await self.prefill.end_life(PeerUnreachable("the test is over"))
+        await self.decode.end_life(PeerUnreachable("the test is over"))
+        for server in self.servers:
+            await server.close()
+
+    async def call(self, rpc: Rpc, payload: bytes) -> tuple[grpc.StatusCode, str]:
+        """How a call with these bytes ends; a stream that goes on after its first answer is one that is served."""
+        method = rpc.method
+        self.transfer.close_session(SESSION, "the next call begins")
+        if rpc.needs_session:
+            assert (await self.call(RPCS["Attach"], attach(self).SerializeToString()))[0] is Code.OK
+        service, _, name = method.partition(".")
+        found = pb.DESCRIPTOR.services_by_name[service].methods_by_name[name]
+        path, channel = f"/{found.containing_service.full_name}/{name}", self.channels[service]
+        try:
+            async with asyncio.timeout(CALL_S):
+                if found.client_streaming:
+                    call = channel.stream_stream(path)(held(payload))
+                    if await call.read() is not grpc.aio.EOF:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(call.code())), ENDS_WITHIN_S)
+                elif found.server_streaming:
+                    call = channel.unary_stream(path)(payload)
+                    await call.read()
+                else:
+                    await channel.unary_unary(path)(payload)
+                    return Code.OK, ""
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+        if call.done():
+            return await call.code(), await call.details() or ""
+        call.cancel()
+        return Code.OK, ""
+
+    async def are_serving(self) -> None:
+        """Both leaders and the rank answer what is honest."""
+        for method in ("PrefillControl.Status", "DecodeControl.Status"):
+            assert (await self.call(Rpc(method=method, request=beat), b""))[0] is Code.OK
+        assert (await self.call(RPCS["Watermarks"], beat(self).SerializeToString()))[0] is Code.OK
+        assert self.complaints == []
+
+
+async def held(payload: bytes) -> AsyncIterator[bytes]:
+    """A stream that stays open."""
+    yield payload
+    await asyncio.sleep(CALL_S)
+
+
+def told(incarnation: int, tp_size: int = 1) -> Instance:
+    """An instance with something in every field."""
+    shard = Shard(tp_size=tp_size, dtype=DType.FLOAT8_E4M3, stage_layers=(2,))
+    plain = instance(incarnation)
+    return replace(plain, shard=shard, kv_scales=((0.5, 2.0), (1.0, 1.0)), capabilities=frozenset({"layer_groups"}), version="1")
+
+
+def join(_: Nodes) -> pb.JoinRequest:
+    return pb.JoinRequest(
+        decode=instance_to_proto(told(55)), decode_address=NOWHERE, rank_addresses=["127.0.0.1:2"], heartbeat_s=0.5
+    )
+
+
+def attach(nodes: Nodes) -> pb.AttachRequest:
+    return attach_request_to_proto(
+        AttachRequest(
+            prefill=told(44, tp_size=2),
+            prefill_rank=1,
+            offer=nodes.offer(),
+            chunk_plan=PLAN,
+            probe_bytes=4096,
+            control_key=bytes(32),
+        )
+    )
+
+
+def sampling() -> pb.SamplingParams:
+    return pb.SamplingParams(temperature=0.5, top_p=0.9, top_k=5, seed=7)
+
+
+def prefill(_: Nodes) -> pb.PrefillRequest:
+    return pb.PrefillRequest(
+        request_id="a.1", token_ids=[1, 2, 3], start_token=1, decode_incarnation=JOINED_LIFE, sampling=sampling()
+    )
+
+
+def generate(_: Nodes) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id="a",
+        token_ids=pb.TokenIds(ids=[1, 2]),
+        max_new_tokens=4,
+        sampling=sampling(),
+        stop_token_ids=[3],
+        ignore_eos=True,
+    )
+
+
+def generate_text(_: Nodes) -> pb.GenerateRequest:
+    return pb.GenerateRequest(request_id="a", prompt="a a", max_new_tokens=4)
+
+
+def reserve(_: Nodes) -> pb.ReserveRequest:
+    return pb.ReserveRequest(
+        request_id="a.1", prefill_incarnation=PREFILL_LIFE, decode_incarnation=DECODE_LIFE, chunk_plan=chunk_plan_to_proto(PLAN)
+    )
+
+
+def abort(_: Nodes) -> pb.AbortRequest:
+    return pb.AbortRequest(request_id="a", reason="no")
+
+
+def beat(_: Nodes) -> pb.WriterBeat:
+    link = pb.LinkStatus(prefill_rank=1, decode_rank=1, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+    return pb.WriterBeat(session_id=SESSION, link=link)
+
+
+RPCS = {
+    "Join": Rpc(method="PrefillControl.Join", request=join),
+    "Prefill": Rpc(method="PrefillControl.Prefill", request=prefill, codes={Code.UNAVAILABLE}),
+    "prefill's Abort": Rpc(method="PrefillControl.Abort", request=abort),
+    "prefill's Status": Rpc(method="PrefillControl.Status", request=lambda _: pb.StatusRequest()),
+    "Generate": Rpc(method="DecodeControl.Generate", request=generate, codes={Code.UNAVAILABLE}),
+    "Generate of text": Rpc(method="DecodeControl.Generate", request=generate_text, codes={Code.UNAVAILABLE}),
+    "Reserve": Rpc(method="DecodeControl.Reserve", request=reserve, codes={Code.UNAVAILABLE, Code.NOT_FOUND}),
+    "decode's Abort": Rpc(method="DecodeControl.Abort", request=abort),
+    "decode's Status": Rpc(method="DecodeControl.Status", request=lambda _: pb.StatusRequest()),
+    "Attach": Rpc(method="TransferControl.Attach", request=attach),
+    "Watermarks": Rpc(
+        method="TransferControl.Watermarks", request=beat, codes={Code.NOT_FOUND, Code.UNAVAILABLE}, needs_session=True
+    ),
+    # Last, for they take no more requests after it.
+    "prefill's Drain": Rpc(method="PrefillControl.Drain", request=lambda _: pb.DrainRequest()),
+    "decode's Drain": Rpc(method="DecodeControl.Drain", request=lambda _: pb.DrainRequest()),
+}
+
+ALIASES = {
+    "incarnation": ("incarnation", "instance"),
+    "k_head_dim": ("head dims", "latent"),
+    "v_head_dim": ("head dims", "V dim"),
+    "num_layers": ("layers",),
+    "runs": ("layers", "head dims"),
+    "ids": ("token_ids", "prompt"),
+    "token_ids": ("token_ids", "prompt"),
+    "input": ("prompt",),
+    "k": ("kv_scales",),
+    "v": ("kv_scales",),
+    "offer": ("offer", "blob"),
+    "layout": ("layout", "layers"),
+    "protocol_versions": ("protocol_versions", "protocol version"),
+    "model_fields": ("model_fields", "model_fingerprint", "model "),
+}
+"""What a message calls a field, where it is not by its name."""
+
+
+NEVER_RIGHT = {"nan", "inf", "-inf", "no UTF-8", f"{HUGE_LIST} entries", f"str of {HUGE_TEXT}", f"bytes of {HUGE_TEXT}"}
+"""What no field has: refused, unless the field is one of `UNREAD`."""
+
+UNREAD = {
+    ("PrefillControl.Abort", "request_id"),
+    ("PrefillControl.Abort", "reason"),
+    ("DecodeControl.Abort", "request_id"),
+    ("DecodeControl.Abort", "reason"),
+    ("DecodeControl.Reserve", "request_id"),
+    ("TransferControl.Watermarks", "link.lane"),
+}
+"""Texts that are only compared, or cut: an id that is not known names nothing, however long it is."""
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    one = Nodes(tmp_path)
+    await one.open()
+    yield one
+    await one.close()
+
+
+def retell(request: Any) -> None:
+    """Fingerprints that agree with what they are of; without it the other fields of an instance would hardly be looked at."""
+    told = (
+        request.decode
+        if isinstance(request, pb.JoinRequest)
+        else request.prefill
+        if isinstance(request, pb.AttachRequest)
+        else None
+    )
+    if told is None:
+        return
+    try:
+        told.layout_fingerprint = layout_from_proto(told.layout).fingerprint()
+    except RemoteProtocolError:
+        return
+    told.model_fingerprint = replace(instance(1), model_fields=dict(told.model_fields)).model_fingerprint()
+
+
+def names(hostile: Hostile) -> set[str]:
+    """Words of which one has to be in the line: the field, what it lies in, or what lies in it."""
+    return {word for part in (*hostile.path.split("."), *hostile.inner) for word in ALIASES.get(part, (part,))}
+
+
+def test_every_method_is_here() -> None:
+    services = pb.DESCRIPTOR.services_by_name.values()
+    assert {rpc.method for rpc in RPCS.values()} == {f"{one.name}.{method.name}" for one in services for method in one.methods}
+
+
+@pytest.mark.parametrize("name", RPCS)
+async def test_every_field_as_no_honest_peer_has_it(nodes: Nodes, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    rpc = RPCS[name]
+    caplog.set_level(logging.ERROR)
+    request = rpc.request(nodes)
+    empty = {one.name for one in request.DESCRIPTOR.fields if one.containing_oneof is None} - {
+        one.name for one, _ in request.ListFields()
+    }
+    assert not empty or name == "Generate of text", f"the honest request has nothing in {empty}"
+    wrong: list[str] = []
+    count = 0
+    for hostile in hostile_messages(request, retell):
+        count += 1
+        code, details = await nodes.call(rpc, hostile.payload)
+        is_clear = len(details.splitlines()) <= 1 and len(details) <= 2000
+        if code in REFUSED and hostile.path and "cannot be read" not in details:
+            is_clear = is_clear and any(word in details for word in names(hostile))
+        if hostile.what in NEVER_RIGHT and (rpc.method, hostile.path) not in UNREAD:
+            is_clear = is_clear and code in REFUSED | ({Code.UNAVAILABLE} if rpc.needs_session else set())
+        if code not in REFUSED | {Code.OK} | rpc.codes or not is_clear:
+            wrong.append(f"{hostile}: {code}: {details}")
+    assert wrong == [], "\n".join(wrong)
+    assert count >= 3
+    assert (await nodes.call(rpc, request.SerializeToString()))[0] in {Code.OK} | rpc.codes
+    if "Drain" not in name:
+        await nodes.are_serving()
+    assert nodes.complaints == []
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("grpc")] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["Join", "Prefill", "Generate", "Generate of text", "Reserve", "decode's Abort", "Attach", "Watermarks"]
+)
+async def test_memory_goes_by_what_was_sent_and_not_by_what_it_claims(nodes: Nodes, name: str) -> None:
+    """The peak of what Python takes for a call, both of its ends in this process."""
+    rpc = RPCS[name]
+    request = rpc.request(nodes)
+    await nodes.call(rpc, request.SerializeToString())
+    tracemalloc.start()
+    try:
+        for hostile in hostile_messages(request, retell):
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            await nodes.call(rpc, hostile.payload)
+            taken = tracemalloc.get_traced_memory()[1] - before
+            assert taken < TAKEN_BYTES + TAKEN_PER_BYTE * len(hostile.payload), (
+                f"{hostile}: {len(hostile.payload)} bytes took {taken}"
+            )
+    finally:
+        tracemalloc.stop()

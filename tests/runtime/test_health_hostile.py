@@ -1,0 +1,199 @@
+"""The plain HTTP port under everything that is no scraper: it answers the next one, and takes no more than its share of files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import pytest
+
+from node_runtime import health
+from node_runtime.health import MAX_CONNECTIONS, HealthServer, Readiness
+
+PAGE = b"# TYPE a gauge\na 1\n" * 200_000
+"""Far more than the buffers of a connection hold."""
+
+CONNECTIONS = 2000
+ALIVE_S = 30.0
+
+
+class Node:
+    def __init__(self) -> None:
+        self.page = b"# TYPE a gauge\na 1\n"
+        self.server = HealthServer(lambda: Readiness(is_ready=True), lambda: self.page)
+        self.port = 0
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def is_well(self) -> None:
+        """Every path is answered, on connections of their own."""
+        for path in ("/healthz", "/readyz", "/metrics"):
+            url = f"http://127.0.0.1:{self.port}{path}"
+            async with asyncio.timeout(ALIVE_S), aiohttp.ClientSession() as session, session.get(url) as response:
+                assert response.status == 200 and await response.read()
+
+    @property
+    def num_connections(self) -> int:
+        assert self.server._server is not None
+        return len(self.server._server.connections)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    one = Node()
+    one.port = await one.server.start("127.0.0.1", 0)
+    yield one
+    await one.server.stop()
+
+
+async def until(is_true: Callable[[], bool], what: str) -> None:
+    async with asyncio.timeout(ALIVE_S):
+        while not is_true():
+            await asyncio.sleep(0.02)
+    assert is_true(), what
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What was still said before the connection was closed."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(-1), ALIVE_S)
+    return b""
+
+
+GARBAGE = {
+    "binary": secrets.token_bytes(4096),
+    "zeros": bytes(4096),
+    "endless line": b"GET /" + b"a" * 1_000_000,
+    "endless header": b"GET /healthz HTTP/1.1\r\nA: " + b"x" * 1_000_000,
+    "many headers": b"GET /healthz HTTP/1.1\r\n" + b"".join(b"H%d: v\r\n" % number for number in range(20_000)) + b"\r\n",
+    "unknown method": b"BREW /healthz HTTP/1.1\r\nHost: a\r\n\r\n",
+    "method of garbage": b"\x01\x02 /healthz HTTP/1.1\r\nHost: a\r\n\r\n",
+    "negative length": b"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    "huge length": b"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999\r\n\r\n" + bytes(100_000),
+    "two lengths": b"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+    "huge chunk": b"POST /healthz HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\nx",
+    "no version": b"GET /healthz\r\n\r\n",
+    "absolute": b"GET http://example.org:99999999/ HTTP/1.1\r\nHost: a\r\n\r\n",
+    "traversal": b"GET /../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n",
+    "upgrade": b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    + secrets.token_bytes(500),
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_garbage_is_answered_or_hung_up_on(node: Node, name: str) -> None:
+    reader, writer = await node.connect()
+    with contextlib.suppress(ConnectionError):
+        writer.write(GARBAGE[name])
+        await asyncio.wait_for(writer.drain(), ALIVE_S)
+        writer.write_eof()
+    answer = await ended(reader)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4", b"HTTP/1.1 200", b"HTTP/0.9 200")), answer[:80]
+    writer.close()
+    await node.is_well()
+    await until(lambda: node.num_connections == 0, "every connection is over")
+
+
+async def test_pipelined_requests_are_answered_in_turn(node: Node) -> None:
+    reader, writer = await node.connect()
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n" * 5000)
+    writer.write(b"GET /readyz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    answer = await ended(reader)
+    assert answer.count(b"HTTP/1.1 200 OK") == 5001 and answer.endswith(b"ready\n")
+    writer.close()
+    await node.is_well()
+
+
+async def test_half_requests_are_closed_in_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that goes on sending, a byte at a time."""
+    monkeypatch.setattr(health, "REQUEST_S", 0.5)
+    silent, half, dripping = [await node.connect() for _ in range(3)]
+    half[1].write(b"GET /healthz HTTP/1.1\r\nHo")
+    began = time.monotonic()
+
+    async def drip() -> None:
+        with contextlib.suppress(ConnectionError):
+            dripping[1].write(b"GET /healthz HTTP/1.1\r\nX: ")
+            while True:
+                dripping[1].write(b"a")
+                await dripping[1].drain()
+                await asyncio.sleep(0.05)
+
+    dripper = asyncio.ensure_future(drip())
+    for reader, _ in (silent, half, dripping):
+        assert await ended(reader) == b""
+    assert time.monotonic() - began >= 0.4
+    dripper.cancel()
+    for _, writer in (silent, half, dripping):
+        writer.close()
+    await node.is_well()
+
+
+async def test_an_answer_that_nobody_takes_is_given_up_and_holds_no_stop_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.page = PAGE
+    readers = [await node.connect() for _ in range(3)]
+    for _, writer in readers:
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+    await until(lambda: node.num_connections == 3, "the requests are under way")
+    await asyncio.sleep(0.2)
+    monkeypatch.setattr(health, "IDLE_S", 0.5)
+    last = await node.connect()
+    last[1].write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+    await until(lambda: node.num_connections == 3, "the last one was given up: the others have their old time")
+    began = time.monotonic()
+    await node.server.stop()
+    assert time.monotonic() - began < 15.0, "with a minute for each answer a stranger would decide when a node ends"
+    for _, writer in (*readers, last):
+        writer.close()
+
+
+async def test_thousands_of_connections_take_no_more_than_their_share(node: Node) -> None:
+    """The longest unused gives way, so that the next scraper is heard; descriptors are bounded all the time."""
+    before = len(os.listdir("/proc/self/fd"))
+    writers: list[asyncio.StreamWriter] = []
+    most = 0
+    for number in range(CONNECTIONS):
+        try:
+            _, writer = await asyncio.wait_for(node.connect(), ALIVE_S)
+        except ConnectionError:
+            continue
+        with contextlib.suppress(ConnectionError):
+            writer.write((b"", b"GET /he", b"\x00\xff", b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")[number % 4])
+        writers.append(writer)
+        most = max(most, node.num_connections)
+        if len(writers) > 300:
+            writers.pop(0).close()
+        if number % 500 == 499:
+            await node.is_well()
+    assert most <= MAX_CONNECTIONS + 32, "closed ones go in the next turns of the loop"
+    assert len(os.listdir("/proc/self/fd")) - before <= 301 + MAX_CONNECTIONS + 64
+    await node.is_well()
+    for writer in writers:
+        writer.close()
+    await until(lambda: node.num_connections == 0, "every connection is over")
+
+
+async def test_the_one_that_was_used_last_is_kept(node: Node) -> None:
+    async def ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+        connection[1].write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+        return await asyncio.wait_for(connection[0].readuntil(b"ok\n"), ALIVE_S)
+
+    scraper = await node.connect()
+    assert await ask(scraper)
+    idle = [await node.connect() for _ in range(MAX_CONNECTIONS - 1)]
+    await until(lambda: node.num_connections == MAX_CONNECTIONS, "all have a place")
+    assert await ask(scraper)
+    more = [await node.connect() for _ in range(5)]
+    for reader, _ in idle[:5]:
+        assert await ended(reader) == b"", "the longest unused gives way"
+    assert await ask(scraper)
+    assert not idle[5][0].at_eof()
+    for _, writer in (scraper, *idle, *more):
+        writer.close()
