@@ -21,6 +21,7 @@ model_app = typer.Typer(no_args_is_help=True, help="Model directories.")
 app.add_typer(model_app, name="model")
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with a section tls, as a node has it.")]
 TlsCert = Annotated[Path | None, typer.Option(help="PEM certificate of the caller (tls.cert_file).")]
 TlsKey = Annotated[Path | None, typer.Option(help="Its PEM private key (tls.key_file).")]
 TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities of the node's certificate (tls.ca_file).")]
@@ -181,6 +182,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same tokens.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end token.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
+    config: ConfigFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
@@ -205,7 +207,7 @@ def generate(
             ignore_eos=ignore_eos,
         )
         security = client_security(
-            "generate", target, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
+            "generate", target, file=config, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
         )
     except TransferError as error:
         _fail("generate", error)
@@ -219,6 +221,7 @@ def status(
     target: Target,
     json: JsonFlag = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    config: ConfigFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
@@ -232,7 +235,7 @@ def status(
 
     try:
         security = client_security(
-            "status", target, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
+            "status", target, file=config, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name, insecure=insecure
         )
     except TransferError as error:
         _fail("status", error)

@@ -1,4 +1,4 @@
-"""How the commands that call a node reach it: their flags over KVFERRY_TLS__... of the environment."""
+"""How the commands that call a node reach it: their flags over KVFERRY_TLS__... of the environment over a YAML file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def client_security(
     command: str,
     target: str,
     *,
+    file: Path | None = None,
     cert: Path | None = None,
     key: Path | None = None,
     ca: Path | None = None,
@@ -32,6 +33,7 @@ def client_security(
     Args:
         command: Name of the command.
         target: host:port of the node.
+        file: YAML file with a section ``tls``.
         cert, key, ca, peer_names, insecure: Its flags; None, empty and 0: not given.
 
     Raises:
@@ -45,7 +47,7 @@ def client_security(
         "tls.peer_names": peer_names or None,
         "tls.insecure": insecure or None,
     }
-    config = load_config(ClientConfig, environment=environment, flags=flags)
+    config = load_config(ClientConfig, file=file, environment=environment, flags=flags)
     warning = check_plain_text(config)
     security = security_of(config)
     security.check("--target", target)
