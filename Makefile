@@ -4,7 +4,8 @@
 #   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
 #                         gigabytes of CUDA libraries
 #   CHAOS_RUNS=1          how often `make chaos` goes through all of it in a row (default: 3)
-#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS    passed on to `kvferry demo`, pytest, the benchmarks and the mutation check
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS    passed on to `kvferry demo`, pytest, the
+#                         benchmarks, the mutation check and the model check
 #   MINUTES=10            how long `make fuzz` searches, all targets together; FUZZ_ARGS: passed on to it
 
 SHELL := bash
@@ -21,6 +22,7 @@ MUTATION_ARGS ?=
 CHAOS_RUNS ?= 3
 MINUTES ?= 10
 FUZZ_ARGS ?=
+MODEL_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
@@ -28,7 +30,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz clean
+.PHONY: help setup demo test chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +91,9 @@ bench: setup ## the benchmarks; they record hardware, command and numbers
 # At the lowest priority: it takes whatever a core has left, for as long as it is given.
 fuzz: setup ## hostile input to every decoder and both protocol machines; needs the extra `fuzz`
 	@nice -n 19 $(BIN)/python -m fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
+# Of Python only what comes with it, so no .venv; spin and gcc are asked for, and never installed.
+model: ## the protocol's models (docs/models), every state of each; needs spin and gcc
+	@$(or $(PYTHON),python3) docs/models/run.py $(MODEL_ARGS)
 
 # Stubs come from the oldest runtime that we support, so that they load under every newer one (docs/adr/0008-committed-stubs.md).
 # The tools live apart from .venv because that version of grpcio-tools holds protobuf below 6.

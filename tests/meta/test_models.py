@@ -1,0 +1,144 @@
+"""docs/models says what the code says, its runs are all that its models offer, and spin agrees where it is installed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from decode_node import receiver_state
+from docs.models import run as models
+from docs.models.run import RUNS, Outcome, Run
+from prefill_node import sender_state
+from transfer.messages import MESSAGE_TYPES
+from transfer.ring import MAX_ATTEMPTS
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "models"
+MODELS = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.pml"))}
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
+BY_ID = {run.id: run for run in RUNS}
+needs_spin = pytest.mark.skipif(
+    bool(models.missing_tools()), reason="needs spin and gcc (apt-get install spin gcc): checks the protocol's models"
+)
+
+
+def enum_of(model: str, kind: str) -> list[str]:
+    (found,) = re.findall(rf"mtype:{kind} = \{{ (.+?) \}}", MODELS[model])
+    return re.split(r",\s*", found)
+
+
+def test_the_models_have_the_stages_the_messages_and_the_attempts_of_the_code() -> None:
+    text = MODELS["transfer"]
+    assert enum_of("transfer", "sender") == [stage.name for stage in sender_state.Stage]
+    assert enum_of("transfer", "receiver") == ["T_NONE", *(f"T_{stage.name}" for stage in receiver_state.Stage)]
+    plane = text.split("/* The control plane")[1].split("#define send(m)")[0]
+    assert set(re.findall(r"#define (\w+)\(", plane)) == {kind.__name__ for kind in MESSAGE_TYPES}
+    assert re.findall(r"#define ATTEMPTS\s+(\d+)", text) == [str(MAX_ATTEMPTS)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_a_model_quotes_is_there(model: str) -> None:
+    """Documents, decisions and tests by path; methods of the code by name."""
+    for document in re.findall(r"\b(?:docs|tests)/[\w/.]+\.(?:md|py)", MODELS[model]):
+        assert (ROOT / document).is_file(), document
+    for number in re.findall(r"\bADR ([\d, ]+)", MODELS[model]):
+        for each in re.findall(r"\d{4}", number):
+            assert list((ROOT / "docs" / "adr").glob(f"{each}-*.md")), each
+    code = "".join((ROOT / "transfer" / name).read_text(encoding="utf-8") for name in ("ring.py", "ring_index.py"))
+    for kind, method in re.findall(r"\b(StagingAllocator|RingView)\.(\w+)", MODELS[model]):
+        assert f"class {kind}" in code and f"def {method}(" in code, f"{kind}.{method}"
+
+
+def test_every_rule_of_the_ring_is_asserted_and_every_model_says_what_it_leaves_out() -> None:
+    assert set(MODELS) == {run.model for run in RUNS} == {"ring", "transfer", "sessions"}
+    lines = [line for text in MODELS.values() for line in text.splitlines() if "assert(" in line]
+    asserted = {rule for line in lines for rule in re.findall(r"R[1-6]", line)}
+    assert asserted == {f"R{number}" for number in range(1, 7)}
+    for text in MODELS.values():
+        assert "What is left out, and why nothing is lost by it." in text
+
+
+def test_every_planted_bug_is_looked_for_and_every_size_is_one_of_its_model() -> None:
+    assert len(BY_ID) == len(RUNS)
+    for model, text in MODELS.items():
+        runs = [run for run in RUNS if run.model == model]
+        planted = set(re.findall(r"\bBUG_\w+", text))
+        assert planted == {size for run in runs if run.finds for size in run.sizes if size.startswith("BUG_")}
+        for run in runs:
+            for size in run.sizes:
+                assert re.search(rf"#if(n?def| defined\() ?{size.split('=')[0]}\b", text), f"{run.id}: {size}"
+            assert run.claim is None or f"ltl {run.claim} " in text
+    assert "ring.timeout" in BY_ID and BY_ID["ring.timeout"].finds  # the one that has to be found
+
+
+def test_the_table_of_results_has_every_run() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| .* \| (.+?) \|$", README, re.M)
+    assert [(name, asked) for name, asked, _ in rows] == [(run.id, run.asks) for run in RUNS]
+    for name, _, result in rows:
+        assert result.startswith("found, ") if BY_ID[name].finds else result == "holds", name
+
+
+HOLDS = Outcome(is_complete=True, error="", num_states=9, depth=3, num_steps=0, seconds=0.1)
+FINDS = replace(HOLDS, error="assertion violated (user[i]==255)", num_steps=7)
+CUT = replace(HOLDS, is_complete=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "is_expected", "words"),
+    [
+        ("ring.rules", HOLDS, True, "holds"),
+        ("ring.rules", FINDS, False, "FAILS: assertion violated (user[i]==255)"),
+        ("ring.rules", CUT, False, "NOT COMPLETE: out of time, memory or depth"),
+        ("ring.timeout", FINDS, True, "found, 7 steps"),
+        ("ring.timeout", HOLDS, False, "NOT FOUND"),
+        ("ring.timeout", CUT, False, "NOT COMPLETE: out of time, memory or depth"),
+        ("ring.range_lost", FINDS, False, "FOUND SOMETHING ELSE: assertion violated (user[i]==255)"),
+    ],
+)
+def test_a_verdict_is_good_only_when_the_search_was_whole_and_as_expected(
+    name: str, outcome: Outcome, is_expected: bool, words: str
+) -> None:
+    assert models.verdict(BY_ID[name], outcome) == (is_expected, words)
+
+
+def test_what_is_missing_is_named_and_nothing_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == "spin" else f"/usr/bin/{tool}")
+    assert models.main([]) == 2
+    said = capsys.readouterr().err
+    assert "not found: spin." in said and "apt-get install spin gcc" in said
+
+
+@needs_spin
+def test_a_small_model_holds_and_the_planted_release_on_timeout_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert models.main(["--only", "transfer.two_sided", "--quick", "--jobs", "1"]) == 0
+    assert models.main(["--only", "ring.timeout"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"transfer\.two_sided .* holds\n", said)
+    assert re.search(r"ring\.timeout .* found, \d+ steps\n", said)
+
+
+@needs_spin
+def test_a_search_that_is_cut_short_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run: Run = BY_ID["transfer.two_sided"]
+    assert models.main(["--only", run.id, "--quick", "--memory-mb", "2"]) == 1
+    assert "NOT COMPLETE" in capsys.readouterr().out
+    for name, options in (("depth", {"limit_s": 600.0}), ("time", {"limit_s": 0.0})):
+        folder = tmp_path / name
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models, "MAX_DEPTH", 20 if name == "depth" else 100_000)
+            assert not models.search(run, folder, memory_mb=500, **options).is_complete, name
+
+
+@needs_spin
+def test_a_model_without_its_bug_is_told_apart_from_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug that is not found is an error of the run, as is a rule that does not hold."""
+    honest, planted = BY_ID["transfer.one_sided"], BY_ID["transfer.one_sided.no_drain"]
+    monkeypatch.setattr(models, "RUNS", (replace(planted, sizes=honest.sizes), replace(honest, sizes=planted.sizes)))
+    assert models.main(["--jobs", "1", "--only", planted.id]) == 1
+    assert models.main(["--jobs", "1", "--only", honest.id]) == 1
