@@ -8,7 +8,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ class Outcome:
     target: str
     about: str
     seconds: float
+    cpu_s: float
     executions: int
     executions_per_s: float
     edges: int
@@ -91,7 +91,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of all targets together")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="TARGET", help=f"some of: {', '.join(NAMES)}")
-    parser.add_argument("--keep", action="store_true", help="put what adds a branch, minimised, into the committed corpus")
+    parser.add_argument("--keep", action="store_true", help="put what takes a new way, minimised, into the committed corpus")
     parser.add_argument("--json", metavar="FILE", help="write the record")
     parser.add_argument("--hardware", default="", help="what the record calls the machine")
     parser.add_argument("--replay", nargs="+", metavar=("TARGET", "FILE"), help="run these inputs again, without atheris")
@@ -114,10 +114,10 @@ def _search(name: str, seconds: float) -> Outcome:
             f"-max_total_time={max(1, int(seconds))}", f"-timeout={_INPUT_LIMIT_S}", "-rss_limit_mb=4096", "-print_final_stats=1",
             f"-artifact_prefix={found}/", "-verbosity=1",
         ]  # fmt: skip
-        began = time.monotonic()
+        began, cpu_before = time.monotonic(), _cpu_s()
         before = {path.name for path in found.iterdir()}
         ended = _run(command, scratch, limit_s=seconds + _START_LIMIT_S)
-        took = time.monotonic() - began
+        took, cpu_s = time.monotonic() - began, _cpu_s() - cpu_before
     new = sorted(path.name for path in found.iterdir() if path.name not in before)
     is_broken = ended.returncode != 0 or bool(new)
     if is_broken:
@@ -128,6 +128,7 @@ def _search(name: str, seconds: float) -> Outcome:
         target=name,
         about=load(name).about if not _is_heavy(name) else "safetensors headers and their index (JSON)",
         seconds=took,
+        cpu_s=cpu_s,
         executions=_stat(ended.stderr, "number_of_executed_units"),
         executions_per_s=_stat(ended.stderr, "number_of_executed_units") / took,
         edges=int(coverage[-1][0]) if coverage else 0,
@@ -166,34 +167,19 @@ def _stat(text: str, name: str) -> int:
 
 
 def _minimise(name: str) -> None:
-    """The fewest inputs that take every branch which the grown and the committed ones take, as the committed corpus."""
-    committed = CORPUS / name
-    committed.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kvferry-fuzz-") as scratch:
-        merged, seeds = Path(scratch) / "merged", Path(scratch) / "seeds"
-        merged.mkdir()
-        seeds.mkdir()
-        _write_seeds(name, seeds)
-        sources = [str(seeds), str(committed), str(FOUND / "corpus" / name)]
-        # By branches and not by how often each is taken: a corpus that the tests run in seconds.
-        command = [
-            sys.executable,
-            "-m",
-            "fuzz.search",
-            name,
-            "-merge=1",
-            "-use_value_profile=0",
-            "-use_counters=0",
-            str(merged),
-            *sources,
-        ]
-        ended = _run(command, scratch, limit_s=900)
-        if ended.returncode:
-            raise SystemExit(f"{name}: the corpus cannot be minimised:\n{ended.stderr[-3000:]}")
-        for path in committed.iterdir():
-            path.unlink()
-        for path in sorted(merged.iterdir()):
-            shutil.copy(path, committed / path.name[:16])
+    """Put the fewest inputs that take every way which the grown and the committed ones take into the committed corpus."""
+    code = (
+        "import sys; from pathlib import Path; from fuzz.plain import minimised; from fuzz.target import load\n"
+        "target, folders = load(sys.argv[1]), [Path(one) for one in sys.argv[2:]]\n"
+        "inputs = [path.read_bytes() for folder in folders for path in folder.glob('*') if path.is_file()]\n"
+        "kept = minimised(target, [*target.seeds(), *inputs])\n"
+        "target.corpus.mkdir(parents=True, exist_ok=True)\n"
+        "[path.unlink() for path in target.corpus.iterdir()]\n"
+        "import hashlib\n"
+        "[(target.corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data) for data in kept]"
+    )
+    folders = [str(CORPUS / name), str(FOUND / "corpus" / name)]
+    subprocess.run([sys.executable, "-c", code, name, *folders], check=True)
 
 
 def _print(outcomes: list[Outcome]) -> None:
@@ -215,8 +201,13 @@ def _print(outcomes: list[Outcome]) -> None:
     for one in outcomes:
         for file in one.found:
             print(f"{one.target}: found {file}; python -m fuzz --replay {one.target} {file}")
+    print(f"CPU time {sum(one.cpu_s for one in outcomes):.0f} s")
+
+
+def _cpu_s() -> float:
+    """CPU time of all children that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"CPU time {children.ru_utime + children.ru_stime:.0f} s")
+    return children.ru_utime + children.ru_stime
 
 
 if __name__ == "__main__":

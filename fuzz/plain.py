@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from fuzz.target import Target
 
@@ -44,6 +47,50 @@ def search(target: Target, *, executions: int, seed: int = 0, inputs: Iterable[b
         if is_taken and len(taken) < 500:
             taken.append(data)
     return None
+
+
+def minimised(target: Target, inputs: Iterable[bytes]) -> list[bytes]:
+    """Of the inputs, the shortest first, those that step from a line of the target's modules to another as none before did."""
+    kept: list[bytes] = []
+    known: set[tuple[str, int, int]] = set()
+    for data in sorted(set(inputs), key=lambda one: (len(one), one)):
+        taken = _ways(target, data)
+        if not taken <= known:
+            known |= taken
+            kept.append(data)
+    return kept
+
+
+def _ways(target: Target, data: bytes) -> set[tuple[str, int, int]]:
+    """Every step from one line to the next that an input takes in the target's modules."""
+    files = {
+        str(module.__file__)
+        for name, module in sys.modules.items()
+        if any(name == one or name.startswith(f"{one}.") for one in target.modules)
+    }
+    taken: set[tuple[str, int, int]] = set()
+
+    def call(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        name = frame.f_code.co_filename
+        if name not in files:
+            return None
+        before = 0
+
+        def line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            nonlocal before
+            taken.add((name, before, frame.f_lineno))
+            before = frame.f_lineno
+            return line
+
+        return line
+
+    outer = sys.gettrace()
+    sys.settrace(call)
+    try:
+        target.execute(data)
+    finally:
+        sys.settrace(outer)
+    return taken
 
 
 def replay(target: Target, path: Path) -> None:
