@@ -71,6 +71,10 @@ class Hosts:
         """What a command line begins with to run in the namespace; the process keeps its id."""
         return ("ip", "netns", "exec", self._names[role])
 
+    def name(self, role: Role) -> str:
+        """Of the namespace."""
+        return self._names[role]
+
     def open(self) -> None:
         """Make the namespaces and join them."""
         first, second = (self._names[role] for role in ROLES)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 class RemotePeer:
     """Handle on a `tests.transport.peer_process`."""
 
-    def __init__(self, lane: str, role: str, num_bytes: int, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, lane: str, role: str, num_bytes: int, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transport.peer_process", lane, role, str(num_bytes)],
+            [*prefix, sys.executable, "-m", "tests.transport.peer_process", lane, role, str(num_bytes)],
             cwd=ROOT,
             env=os.environ | (environment or {}),
             stdin=subprocess.PIPE,

@@ -1,0 +1,29 @@
+"""A receive that a cut network stops in the middle, which UCX can neither complete nor cancel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.hosts import DATA, open_hosts, why_not
+
+WHY_NOT = why_not()
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
+def test_a_session_that_a_cut_stopped_in_mid_receive_leaves_no_descriptor() -> None:
+    """UCXX keeps such a receive, and it would keep the session's worker with all that it has open."""
+    with open_hosts() as hosts:
+        command = [*hosts.prefix("decode"), sys.executable, "-m", "tests.transport.cut_receive", hosts.name("prefill"), DATA]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["whole"] == 0, "the cut came too late"
+    assert found["left"] <= found["idle"] + 4, found  # UCX opens three of its own once; a worker that stays has four and more
