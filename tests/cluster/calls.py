@@ -19,6 +19,8 @@ from kvferry.node_client import NodeClient
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.plain_text import ANYWHERE
+from transfer.registry.security import PlainText
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub, PrefillControlAsyncStub, TransferControlAsyncStub
@@ -176,7 +178,7 @@ async def until(is_true: Callable[[], bool | Awaitable[bool]], what: str, *, wit
 async def status_of(node: ClusterNode) -> pb.NodeStatus | None:
     """The node's status; None when it cannot be had."""
     try:
-        async with NodeClient(node.address) as client:
+        async with NodeClient(node.address, security=node.security or PlainText(insecure=ANYWHERE)) as client:
             return await client.status(timeout_s=5.0)
     except TransferError:
         return None
