@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
@@ -55,6 +56,17 @@ def _run(*command: str, given: str | None = None) -> None:
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
 
 
+def _until_running(name: str) -> None:
+    """Wait for the link: the kernel says late that it is up, and UCX sees no device before that."""
+    ends_s = time.monotonic() + 10
+    while (
+        "state UP"
+        not in subprocess.run(["ip", "-n", name, "link", "show", DATA], capture_output=True, text=True, check=False).stdout
+    ):
+        assert time.monotonic() < ends_s, f"{DATA} of {name} does not come up"
+        time.sleep(0.02)
+
+
 class Hosts:
     """One namespace for each role. Use `open_hosts()`."""
 
@@ -92,6 +104,8 @@ class Hosts:
             _run("ip", "-n", name, "addr", "add", f"{network}.2/24", "dev", MANAGE)
             _run("ip", "-n", name, "link", "set", MANAGE, "up")
             _run("ip", "route", "add", f"{self.address(role)}/32", "via", f"{network}.2")
+        for name in (first, second):
+            _until_running(name)
 
     def close(self) -> None:
         """Take them away, and with them every interface that they had a part in."""

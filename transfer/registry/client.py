@@ -221,5 +221,7 @@ class SessionWatch:
         self._ticker.cancel()
         self._wake.set()
         self._call.cancel()
+        if asyncio.current_task() is not self._writer:
+            self._writer.cancel()  # a beat that the other end took no more would wait for ever
         if reason is not None:
             self._on_lost(reason)
