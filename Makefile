@@ -91,6 +91,7 @@ bench: setup ## the benchmarks; they record hardware, command and numbers
 # At the lowest priority: it takes whatever a core has left, for as long as it is given.
 fuzz: setup ## hostile input to every decoder and both protocol machines; needs the extra `fuzz`
 	@nice -n 19 $(BIN)/python -m fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
+
 # Of Python only what comes with it, so no .venv; spin and gcc are asked for, and never installed.
 model: ## the protocol's models (docs/models), every state of each; needs spin and gcc
 	@$(or $(PYTHON),python3) docs/models/run.py $(MODEL_ARGS)

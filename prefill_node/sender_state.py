@@ -160,7 +160,7 @@ class SessionState:
     is_direct: bool = False  # gathers store into the ring itself
     num_gathering: int = 0
     waiting: WaitingGrants[Grant, Piece] = field(init=False)  # granted and computed, not begun
-    written: set[Piece] = field(default_factory=set)
+    written: dict[Piece, None] = field(default_factory=dict)  # a set in the order of writing: the same events, the same actions
     held: set[int] = field(default_factory=set)  # where the grants of living pieces begin; a peer must not issue one twice
     # Keys that were written or declined for requests that failed, and their grants, until these are heard to be released: late
     # and repeated messages about them must not be answered with a second decline, which no receive would ever match.
@@ -177,13 +177,13 @@ class SessionState:
 
     def add_written(self, piece: Piece) -> None:
         """The piece was written, and its grant is not released yet."""
-        self.written.add(piece)
+        self.written[piece] = None
         self._watched.add(piece.granted.end - 1, piece)
 
     def discard_written(self, piece: Piece) -> None:
         """The piece is written again, or was given up; one that was not written is ignored."""
         if piece in self.written:
-            self.written.remove(piece)
+            del self.written[piece]
             self._watched.remove(piece.granted.end - 1, piece)
 
     def spend(self, key: int, grant: Grant) -> None:
@@ -208,7 +208,7 @@ class SessionState:
             self.waiting.wake(begin, end)
             for one in self._watched.take(begin, end):
                 if isinstance(one, Piece):
-                    self.written.remove(one)
+                    del self.written[one]
                     released.append(one)
                 else:
                     del self.spent[one]

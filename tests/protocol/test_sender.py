@@ -549,3 +549,16 @@ def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
     asked = sorted(piece.chunk.index for piece in Request.of(outgoing).pieces())
     assert asked == sorted(index for _, index in IncomingState.of(incoming).sizes)
     assert 0 not in asked and 4 in asked
+
+
+def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
+    """The same events, the same actions: nothing depends on where objects lie in memory."""
+    sender = SenderHand(ring_cells=16, num_slots=8, grants_ahead=8)
+    sender.start(num_tokens=32)
+    sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(8)})
+    slots = {action.chunk.index: action.slot for chunk in range(8) for action in of_type(sender.compute(chunk), tx.StartGather)}
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    for chunk in order:
+        sender.gathered(slots[chunk])
+        sender.written(slots[chunk])
+    assert [ready.chunk for ready in messages(sender.tell(tx.Tick(), now_s=2.0), ChunkReady)] == order
