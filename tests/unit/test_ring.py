@@ -625,4 +625,4 @@ def test_long_range_lists_agree_with_the_oracle(seed: int, num_cells: int) -> No
                 assert ring.is_writable(grant) is oracle.is_writable(grant)
                 assert not view.is_released(grant)
                 assert not view.is_writable(grant) or oracle.is_writable(grant)
-        ring.check_invariants()
+            ring.check_invariants()
