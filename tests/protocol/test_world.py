@@ -20,6 +20,8 @@ from tests.protocol.memory import RingMemory, Tag, WorldError
 from tests.protocol.world import World, WorldConfig
 from transfer.ring import Grant, RingView, StagingAllocator
 
+pytestmark = pytest.mark.timeout(600)  # hundreds of histories each: half a minute on a quiet machine
+
 SHAPES = [(4, 2), (2, 4), (3, 2), (1, 1)]
 
 
