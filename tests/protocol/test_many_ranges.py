@@ -1,7 +1,7 @@
 """Sender and receiver of a ring with more released ranges than one watermark has room for.
 
-Found by docs/models/ring.pml: a range that no watermark ever names holds the staging slot of its writer, and the grant that
-everything waits for may be in need of that slot.
+Found while docs/models/ring.pml was written, which shows it as `ring.lowest_ranges_only`: a range that no watermark ever names
+holds the staging slot of its writer, and the grant that everything waits for may be in need of that slot.
 """
 
 from __future__ import annotations
