@@ -180,9 +180,9 @@ class Leader(Generic[ConfigT, LifeT]):
             self._supervisor.broadcast(message)
 
     def lose(self, reason: str) -> None:
-        """Give this life of the ranks up."""
+        """Give this life of the ranks up. Where a rank has died, whose end another one heard of first, that is the reason."""
         if self._supervisor is not None:
-            self._supervisor.lose(reason)
+            self._supervisor.lose_soon(reason)
 
     async def _life_or_end(self, context: grpc.aio.ServicerContext[Any, Any], *, is_new_work: bool) -> LifeT:
         """The life that a call is for; without one, or where a draining node is asked for new work, the call ends."""

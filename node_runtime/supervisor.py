@@ -135,13 +135,13 @@ class RankSupervisor:
             self.lose(f"a message to the ranks cannot be sent: {error}")
             raise
         if not is_taken:
-            self._lose_soon("a rank does not take messages")
+            self.lose_soon("a rank does not take messages")
 
     def send(self, rank: int, message: object) -> None:
         if self._link is not None and not self._link.send(rank, message):
-            self._lose_soon(f"rank {rank} does not take messages")
+            self.lose_soon(f"rank {rank} does not take messages")
 
-    def _lose_soon(self, reason: str) -> None:
+    def lose_soon(self, reason: str) -> None:
         """Give the life up, but let the exit of a process that died come first: it says which rank it was, and how."""
         asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._lose_life, self.incarnation, reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,8 +96,13 @@ async def warm_up(tiers: Tiers) -> None:
 
 
 @pytest.fixture
-def tiers(shared: Chaos) -> Iterator[Chaos]:
-    """The shared cluster, undisturbed."""
+async def tiers(shared: Chaos) -> AsyncIterator[Chaos]:
+    """The shared cluster, undisturbed and joined, whatever the test before this one did to it."""
     shared.disturb()
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for role, node in zip(roles, shared.nodes, strict=True):
+        if node.exit_code is not None:
+            shared.relaunch(role)
+    await shared.cluster.wait_joined(START_TIMEOUT_S)
     yield shared
     shared.disturb()
