@@ -102,7 +102,7 @@ async def test_a_group_that_broke_ends_its_requests_as_unreachable_and_one_faile
     leader: Leader, is_fatal: bool
 ) -> None:
     lost: list[str] = []
-    leader.node._supervisor = cast(Any, SimpleNamespace(lose=lost.append, broadcast=lambda message: None))
+    leader.node._supervisor = cast(Any, SimpleNamespace(lose_soon=lost.append, broadcast=lambda message: None))
     request = leader.life.requests.submit("a", (1, 2), 0, SamplingParams(), await leader.joined(1))
     failed = StepFailed(step=1, request_ids=("a",), reason="connection closed by peer", is_fatal=is_fatal)
     leader.node._on_rank_message(0, failed)
