@@ -86,10 +86,10 @@ class Nodes:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
         self.prefill = PrefillNode(DAEMON, prefill_config(folder, transport={"name": "inproc"}))
         self.prefill._life = self.prefill_life = PrefillLife(self.prefill, (hello(0, incarnation=PREFILL_LIFE),))
-        self.prefill._supervisor = cast(Any, SimpleNamespace(broadcast=self._to_prefill_rank, reports={}, lose=self._lost))
+        self.prefill._supervisor = cast(Any, SimpleNamespace(broadcast=self._to_prefill_rank, reports={}, lose_soon=self._lost))
         self.decode = DecodeNode(DAEMON, decode_config(folder, transport={"name": "inproc"}))
         self.decode._life = DecodeLife(self.decode, (hello(0, incarnation=DECODE_LIFE),), NOWHERE)
-        self.decode._supervisor = cast(Any, SimpleNamespace(broadcast=lambda message: None, reports={}, lose=self._lost))
+        self.decode._supervisor = cast(Any, SimpleNamespace(broadcast=lambda message: None, reports={}, lose_soon=self._lost))
         self.hub = InprocHub()
         self.offers: list[InprocOffer] = []  # one that is dropped cannot be accepted
         self.rank = self._rank()
