@@ -4,8 +4,8 @@
 #   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
 #                         gigabytes of CUDA libraries
 #   CHAOS_RUNS=1          how often `make chaos` goes through all of it in a row (default: 3)
-#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS    passed on to `kvferry demo`, pytest, the
-#                         benchmarks, the mutation check and the model check
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS, RDMA_ARGS    passed on to `kvferry demo`, pytest, the
+#                         benchmarks, the mutation check, the model check and the guest of `make test-rdma`
 #   MINUTES=10            how long `make fuzz` searches, all targets together; FUZZ_ARGS: passed on to it
 
 SHELL := bash
@@ -23,6 +23,7 @@ CHAOS_RUNS ?= 3
 MINUTES ?= 10
 FUZZ_ARGS ?=
 MODEL_ARGS ?=
+RDMA_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
@@ -30,7 +31,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo test test-rdma chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +54,9 @@ demo: setup ## both tiers on this machine: prompts in, tokens out, proof and rep
 
 test: setup ## every test but those marked slow
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(TEST_ARGS)
+
+test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with soft-RoCE; needs QEMU
+	@$(BIN)/python tests/rdma/boot.py $(RDMA_ARGS) $(TEST_ARGS)
 
 chaos: setup ## every fault of docs/operations.md on real processes and networks, the slow ones too, CHAOS_RUNS times
 	@for run in $$(seq $(CHAOS_RUNS)); do $(BIN)/python -m pytest tests/chaos $(TEST_ARGS); done
@@ -82,7 +86,7 @@ coverage: setup ## every branch of the pure core is taken by a test
 	@$(BIN)/python -m pytest -q -n 2 $(CORE_TESTS) --cov --cov-branch --cov-report=
 	@$(BIN)/coverage report --skip-covered --show-missing --fail-under=100 --include='$(CORE)'
 
-mutation: setup ## delete each statement of ring, sender and receiver: does a test notice? (half an hour)
+mutation: setup ## delete each statement of ring, sender, receiver and their state: does a test notice? (half an hour)
 	@$(BIN)/python -m tests.mutation.deletions $(MUTATION_ARGS)
 
 bench: setup ## the benchmarks; they record hardware, command and numbers
@@ -121,5 +125,5 @@ proto-lint: $(PROTO_STAMP)
 	$(PROTO_VENV)/bin/buf lint proto
 
 clean: ## remove .venv, tools, caches and build outputs (not model folders made by hand)
-	rm -rf .venv $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
+	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,7 +47,7 @@ _CUDA = ("--device", "cuda")
 _TINY_POOL = ("--mb", "1", "--in-flight", "1", "--chunk-tokens", "4", "--ring-mb", "4", "--rounds", "1")
 
 PARTS = (
-    Part(name="kernels", run=Run(module="kernels", timeout_s=110.0), rehearsed=("--quick",)),
+    Part(name="kernels", run=Run(module="kernels", timeout_s=75.0), rehearsed=("--quick",)),
     Part(
         name="pool to pool",
         run=Run(
@@ -97,7 +97,7 @@ PARTS = (
                 *(*_CUDA, "--lanes", "cuda_ipc/fused", "nixl", "--mb", "16", "64"),
                 *("--in-flight", "1", "16", "64", "--rounds", "6"),
             ),
-            timeout_s=80.0,
+            timeout_s=130.0,
         ),
         rehearsed=("--lanes", "ucx", *_TINY_POOL, "--mb", "1", "2"),
     ),

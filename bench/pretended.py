@@ -53,6 +53,9 @@ class PretendedLane:
         copy_s = piece.num_wire_bytes / self._bytes_per_s
         self._begin(copy_s, peer, lambda seconds: on_done(_DIGEST, seconds), not_before_s=computed_s)
 
+    def expect(self, piece: PieceCopy, *, peer: int) -> None:
+        return
+
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
         copy_s = piece.num_wire_bytes / self._bytes_per_s / SCATTER_SPEED
         self._begin(copy_s, peer, lambda seconds: on_done(digest == _DIGEST, seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -38,7 +39,7 @@ from node_runtime.prompt import checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
 from node_runtime.transfer_ids import check_request_id
 from transfer.config import DecodeNodeConfig
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, StagingError, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
@@ -77,6 +78,7 @@ class _Life:
             ),
             on_lost=self._on_peer_lost,
             on_breaker_opened=node.metrics.breaker_opened,
+            on_fault=node.metrics.join_broke,
         )
         self.requests = DecodeRequests(
             admission=Admission(
@@ -87,6 +89,7 @@ class _Life:
             peers=self.peers,
             text=node.text,
             num_ranks=len(hellos),
+            num_layers=first.instance.layout.num_layers,
             incarnation=first.instance.incarnation,
             max_queued=config.limits.max_queued_requests,
             queue_timeout_s=config.limits.queue_timeout_s,
@@ -119,6 +122,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         self.text = TextCodec(config.model)
         self._address = ""
         self._in_flight: set[str] = set()  # request ids of clients
+        self._tokenising: set[asyncio.Future[tuple[int, ...]]] = set()
 
     # Role
 
@@ -232,7 +236,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             case "prompt":
                 if not request.prompt:  # the tokenizer may add a token that begins every text
                     raise ConfigError("prompt is empty; it must have at least one character")
-                given = await self.text.encode(request.prompt, max_tokens=life.max_context_tokens)
+                given = await self._tokenise(request.prompt, max_tokens=life.max_context_tokens)
             case "token_ids":
                 given = request.token_ids.ids
             case _:
@@ -255,6 +259,21 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         accepted = life.requests.submit(request_id, token_ids, request.max_new_tokens, sampling, end_ids)
         self._in_flight.add(request_id)
         return accepted, request_id
+
+    async def _tokenise(self, text: str, *, max_tokens: int) -> tuple[int, ...]:
+        """As `TextCodec.encode`, with a bound on the texts that wait for it: each can be as long as a message.
+
+        Raises:
+            StagingError: As many wait as requests may be queued.
+        """
+        most = self.config.limits.max_queued_requests
+        if len(self._tokenising) >= most:
+            raise StagingError(f"{most} prompts wait to be tokenised, as many as requests may wait (limits.max_queued_requests)")
+        work = asyncio.ensure_future(self.text.encode(text, max_tokens=max_tokens))
+        self._tokenising.add(work)
+        work.add_done_callback(self._tokenising.discard)
+        # When its caller goes away it goes on: a thread that has begun cannot be stopped, and what waits for one stays queued.
+        return await asyncio.shield(work)
 
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
         life = await self._life_or_end(context, is_new_work=False)

@@ -21,6 +21,7 @@ from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     ChunkTooLarge,
+    EngineError,
     LayoutError,
     PeerUnreachable,
     RemoteProtocolError,
@@ -43,7 +44,7 @@ from transfer.registry.convert import (
 from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
-from transfer.registry.status import error_of
+from transfer.registry.status import error_of, tier_error_of
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import PrefillControlAsyncStub
@@ -112,7 +113,7 @@ class PrefillPeer:
                     )
                 yield event
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, peer=self.address) from error
+            raise tier_error_of(error, peer=self.address) from error
         except RemoteProtocolError as error:
             raise TransportError(f"{self.address}: {error}") from error  # another node may do better
         finally:
@@ -135,6 +136,7 @@ class PrefillPeers:
         breaker: When a node is left out while there are others, and for how long.
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
         on_breaker_opened: A breaker has opened, or begun its pause anew.
+        on_fault: A join has ended in an error that nobody expected; it was logged, and the node will be joined again.
         clock: The breakers' seconds.
     """
 
@@ -153,6 +155,7 @@ class PrefillPeers:
         breaker: BreakerSettings,
         on_lost: Callable[[PrefillPeer, int, str], None],
         on_breaker_opened: Callable[[], None],
+        on_fault: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._own = own
@@ -167,6 +170,7 @@ class PrefillPeers:
         self._min_bandwidth_bytes_per_s = min_bandwidth_bytes_per_s
         self._on_lost = on_lost
         self._on_breaker_opened = on_breaker_opened
+        self._on_fault = on_fault
         security = PlainText() if security is None else security
         self.peers = [
             PrefillPeer(
@@ -278,7 +282,7 @@ class PrefillPeers:
         while True:
             peer.state = "joining"
             try:
-                await self._join_once(peer)
+                await self._join_once_or_say_why(peer)
             except TransferError as error:
                 was_joined = peer.instance is not None
                 self._lose(peer, error)
@@ -288,6 +292,19 @@ class PrefillPeers:
                 else:
                     backoff_s = FIRST_BACKOFF_S if was_joined else min(2 * backoff_s, MAX_BACKOFF_S)
             await asyncio.sleep(backoff_s)
+
+    async def _join_once_or_say_why(self, peer: PrefillPeer) -> NoReturn:
+        """As `_join_once`. A bug, perhaps in reading what one node says, must not keep that node from ever being joined again."""
+        try:
+            await self._join_once(peer)
+        except TransferError:
+            raise
+        except Exception as error:
+            self._on_fault()
+            news = f"{type(error).__name__}: {error}"
+            if peer.reminders.is_due(news):
+                log.critical("join_broke", address=peer.address, error=news, exc_info=error)
+            raise EngineError(f"{peer.address}: unexpected {type(error).__name__}; see the log of this node") from error
 
     async def _join_once(self, peer: PrefillPeer) -> NoReturn:
         """Stay joined for as long as it lasts; always raises in the end."""

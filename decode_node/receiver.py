@@ -22,6 +22,7 @@ from decode_node.receiver_events import (
     MessageArrived,
     MessageDropped,
     PostReceive,
+    PrepareScatter,
     PublishWatermark,
     ReceiveFailed,
     ReceiverSettings,
@@ -336,8 +337,17 @@ class Receiver:
         # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
         self._may_publish = self._may_publish or grant.begin != head
         self.ring_peak_bytes = max(self.ring_peak_bytes, min(self._ring.live_bytes, self._ring.capacity_bytes))
-        self._waiting.wake(head, piece.grant.begin)  # padding is free at once
         self._waiting.add(piece.grant, piece)
+        self._actions.append(
+            PrepareScatter(
+                session=piece.route.session,
+                grant=grant,
+                request_id=request.request_id,
+                route=piece.route.route,
+                chunk=chunk,
+                num_tokens=request.incoming.num_tokens,
+            )
+        )
         return piece
 
     def _free_writable(self) -> None:
@@ -521,8 +531,6 @@ class Receiver:
     def _remind(self, request: Request, route: RouteState) -> None:
         """Tell a drained writer again of what it may never have heard: it declines what it has not written."""
         waiting = [p for p in request.unreleased() if p.route is route.incoming and p.stage is Stage.GRANTED]
-        if not waiting:
-            return
         route.asked_s = self._now_s
         for piece in waiting:
             if piece.attempt:

@@ -165,8 +165,12 @@ class PostReceive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartScatter:
-    """Check the digest of the grant's bytes and scatter them; answer with `ScatterFinished`."""
+class GrantedPiece:
+    """A piece that has its place in the ring.
+
+    Args:
+        num_tokens: Of the whole prompt.
+    """
 
     session: int
     grant: Grant
@@ -174,6 +178,20 @@ class StartScatter:
     route: Route
     chunk: Chunk
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareScatter(GrantedPiece):
+    """A piece was granted: its scatter can be made ready while its bytes are on their way.
+
+    Nothing has to come of it, and whatever was made ready is void once the request is over.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartScatter(GrantedPiece):
+    """Check the digest of the grant's bytes and scatter them; answer with `ScatterFinished`."""
+
     num_bytes: int
     digest: int
 
@@ -240,6 +258,7 @@ class ChunkBroken:
 Action = (
     Send
     | PostReceive
+    | PrepareScatter
     | StartScatter
     | PublishWatermark
     | RequestComplete

@@ -31,7 +31,7 @@ from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Tr
 from decode_node.text import TextCodec
 from node_runtime.step_watch import StepWatch
 from node_runtime.transfer_ids import new_transfer_id
-from transfer.chunk import ChunkPlan
+from transfer.chunk import ChunkPlan, check_num_chunks
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -57,6 +57,7 @@ class DecodeRequests:
         peers: Prefill nodes.
         text: Between text and tokens.
         num_ranks: Ranks of this instance.
+        num_layers: Layers of the model.
         incarnation: This life of theirs.
         max_queued: Requests that may wait.
         queue_timeout_s: How long one may.
@@ -75,6 +76,7 @@ class DecodeRequests:
         peers: PrefillPeers,
         text: TextCodec,
         num_ranks: int,
+        num_layers: int,
         incarnation: int,
         max_queued: int,
         queue_timeout_s: float,
@@ -89,6 +91,7 @@ class DecodeRequests:
         self._peers = peers
         self._text = text
         self._num_ranks = num_ranks
+        self._num_layers = num_layers
         self._incarnation = incarnation
         self._max_queued = max_queued
         self._queue_timeout_s = queue_timeout_s
@@ -318,6 +321,7 @@ class DecodeRequests:
         Raises:
             TransportClosed: The try does not wait here.
             PeerUnreachable: A rank cannot receive it.
+            LayoutError: The plan cuts it into too many chunks.
         """
         a_try = self._tries.get(request_id)
         if a_try is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:
@@ -325,6 +329,7 @@ class DecodeRequests:
         if a_try.peer.instance is None or prefill_incarnation != a_try.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         request = a_try.request
+        check_num_chunks(plan, num_tokens=len(request.token_ids), num_layers=self._num_layers)
         if not self._admission.reserve(request_id, request.reserved_tokens):
             return False
         self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)

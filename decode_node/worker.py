@@ -49,7 +49,7 @@ from transfer.config import DecodeNodeConfig
 from transfer.control.zmq_channel import ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
-from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, TransferError
+from transfer.errors import ChunkTooLarge, EngineError, LocalProtocolError, StagingError, TransferError
 from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
 from transfer.layout import DType, Route, routes, wire_dtype
 from transfer.memory.node_plan import ring_capacity_bytes
@@ -57,6 +57,7 @@ from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.registry.guard import Refusal
+from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import security_of
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
 from transfer.ring import Watermark
@@ -205,6 +206,12 @@ class DecodeWorker:
                 f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._spec.rank}; a chunk of "
                 f"{request.chunk_plan.chunk_tokens} tokens and {request.chunk_plan.layers_per_group or 'all'} layers has {most} "
                 "bytes: raise it, or lower chunk.chunk_tokens or chunk.layers_per_group of the prefill node"
+            )
+        if self._receiver.num_ending >= MAX_SESSIONS:
+            # Those that are open have a limit of their own, which a writer that comes, goes and lets go of nothing never meets.
+            raise StagingError(
+                f"{self._receiver.num_ending} sessions of decode rank {self._spec.rank} are closed, and their writers may still "
+                f"write; there can be {MAX_SESSIONS}: end the processes of those prefill ranks"
             )
         session, answer = self._transport.accept(request.offer, self._receiver.memory)
         number = secrets.randbits(62) + 1
@@ -435,7 +442,7 @@ class DecodeWorker:
     # What the receiver says
 
     def tables_up_to(self, request_id: str, num_tokens: int) -> Sequence[Sequence[int]]:
-        """The request's tables up to `num_tokens`; pages are bound only now, when data is there to fill them."""
+        """The request's tables up to `num_tokens`; pages are bound only now, when their data may be written."""
         return self._allocator.cover(request_id, num_tokens)
 
     def on_complete(self, request_id: str) -> None:

@@ -328,10 +328,10 @@ def _file_tensors(path: Path) -> list[StoredTensor]:
             StoredTensor(
                 name=name,
                 dtype=str(entry["dtype"]),
-                shape=tuple(int(size) for size in entry["shape"]),
+                shape=tuple(_whole(size) for size in entry["shape"]),
                 file=path,
-                begin=data_begin + int(entry["data_offsets"][0]),
-                end=data_begin + int(entry["data_offsets"][1]),
+                begin=data_begin + _whole(entry["data_offsets"][0]),
+                end=data_begin + _whole(entry["data_offsets"][1]),
             )
             for name, entry in header.items()
             if name != "__metadata__"
@@ -346,6 +346,13 @@ def _file_tensors(path: Path) -> list[StoredTensor]:
     if not tensors:
         raise ConfigError(f"{path} holds no tensors; must hold the model's weights")
     return tensors
+
+
+def _whole(value: object) -> int:
+    """A size or an offset; JSON as Python reads it also has fractions, infinities and texts in their places."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.100} where a size or an offset belongs")
+    return value
 
 
 def _digested_ranges(tensor: StoredTensor, *, is_whole: bool) -> list[tuple[int, int]]:

@@ -29,6 +29,7 @@ from transfer.metrics import RankMetrics
 from transfer.page_allocator import PageAllocator
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
+from transfer.transport.base import Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 NUM_PAGES, NUM_SLOTS = 128, 3
@@ -63,7 +64,7 @@ class Pages:
 class SendingRank:
     """A prefill rank; a `prefill_node.sender_loop.SenderOwner`."""
 
-    def __init__(self, layout: KVLayout, shard: Shard, rank: int, transport: InprocTransport, slot_bytes: int) -> None:
+    def __init__(self, layout: KVLayout, shard: Shard, rank: int, transport: Transport, slot_bytes: int) -> None:
         self.pages = Pages(layout, shard, rank)
         self.sent: dict[str, SentStats] = {}
         self.failed: dict[str, str] = {}
@@ -106,7 +107,7 @@ class ReceivingRank:
         layout: KVLayout,
         shard: Shard,
         rank: int,
-        transport: InprocTransport,
+        transport: Transport,
         ring_bytes: int,
         *,
         loop_type: type[ReceiverLoop] = ReceiverLoop,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
@@ -30,6 +30,8 @@ LAYOUT = KVLayout(
 CUTS = ((1, 1), (1, 2), (2, 1), (2, 2))
 TOKENS = (1, 4, 8, 11, 20)
 IDS = ("r0", "r1", "r2", "r3", "nobody", "x" * 128)
+PREFILL_LIFE, DECODE_LIFE = 11, 22
+MAX_SESSIONS = 12
 
 
 class Step:
@@ -49,10 +51,26 @@ class Step:
         """A choice among `end`."""
         return self.number() % end
 
+    def unsigned(self) -> int:
+        """A number of a message: 64 bits, without a sign."""
+        return self.number() % 2**64
+
+    def seconds(self) -> float:
+        """Time that passes: less than a beat, three beats, or more than a write may take."""
+        return (0.1, 1.5, 31.0)[self.below(3)]
+
     def position(self) -> int:
         """A position of a ring: small numbers count cells, larger ones bytes."""
         value = self.number()
         return value * ALIGNMENT_BYTES if 0 <= value < 256 else value % 2**64
+
+    def head(self, *, peer: int, own: int) -> dict[str, Any]:
+        """What a message of the peer begins with: its life, as a rule the right one; a request; a route."""
+        return {
+            "incarnation": (peer, peer, peer, own, 2**64 - 1)[self.below(5)],
+            "request_id": IDS[self.below(len(IDS))],
+            "route": self.unsigned(),
+        }
 
     def list(self) -> list[Step]:
         """A nested list of steps, at most 64."""
@@ -70,6 +88,29 @@ def read(data: bytes) -> tuple[Step, list[tuple[str, Step]]]:
     items = [item for item in tree if isinstance(item, list)] if isinstance(tree, list) else []
     head, steps = (items[0], items[1:]) if items else ([], [])
     return Step(head), [(item[0], Step(item[1:])) for item in steps[:MAX_STEPS] if item and isinstance(item[0], str)]
+
+
+class Played(Protocol):
+    """A machine with all that is around it."""
+
+    def play(self, name: str, step: Step) -> None:
+        """Take one step; a name that is none of this side's is something that the peer says."""
+
+    def end(self) -> None:
+        """The peer is gone, and what is under way settles; raises `Finding` where something is left."""
+
+
+def check_with(world: Callable[[Step], Played]) -> Callable[[bytes], None]:
+    """The check of a target: a whole history in a world of its own."""
+
+    def check(data: bytes) -> None:
+        setting, steps = read(data)
+        played = world(setting)
+        for name, step in steps:
+            played.play(name, step)
+        played.end()
+
+    return check
 
 
 def routes_of(cut: int) -> tuple[Route, ...]:

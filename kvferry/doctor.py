@@ -11,7 +11,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -29,6 +29,7 @@ MIN_OPEN_FILES: Final = FILES_OF_A_RANK + MAX_SESSIONS * FILES_PER_SESSION
 """For as many sessions as a decode rank ever takes."""
 SLOW_BYTES_PER_S: Final = 0.5e9  # UCX over loopback TCP gives 1 to 2.7 GB/s, shared memory 4 to 7
 NEEDED: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "numpy", "msgpack", "xxhash")
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 _RDMA: Final = re.compile(r"\b(?:rc|ud|dc|mlx5|rdmacm|srd|efa|gga)[a-z_0-9]*/")
 
 
@@ -87,12 +88,11 @@ def examine() -> Iterator[Finding]:
     """Everything, one after the other; the transfer between two processes takes a few seconds."""
     yield check_python(sys.version_info[:3])
     yield check_packages(installed_version)
-    devices = ucx_devices()
-    yield devices
-    has_rdma = bool(_RDMA.search(devices.text))
+    rdma_devices = sorted(path.name for path in _RDMA_DEVICES.glob("*"))
+    yield ucx_devices(rdma_devices)
     yield check_shared_memory(*_shared_memory())
     yield check_ptrace_scope(_read(Path("/proc/sys/kernel/yama/ptrace_scope")))
-    yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_rdma=has_rdma)
+    yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_rdma=bool(rdma_devices))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # the hard limit, to which each rank raises its own
     yield check_ports()
     has_gpu = bool(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -127,8 +127,12 @@ def check_packages(version_of: Callable[[str], str | None]) -> Finding:
     return Finding(name="packages", state=State.OK, text=text)
 
 
-def ucx_devices() -> Finding:
-    """UCX and UCXX: versions, and what UCX can send over here."""
+def ucx_devices(rdma_devices: Sequence[str]) -> Finding:
+    """UCX and UCXX: versions, and what UCX can send over here.
+
+    Args:
+        rdma_devices: Those that the kernel has.
+    """
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:
@@ -142,12 +146,21 @@ def ucx_devices() -> Finding:
             name="ucx", state=State.FAIL, text=text, mend="pip install 'kvferry[ucx-cu13]' (or ucx-cu12; no GPU needed)"
         )
     wrapper = installed_version("ucxx-cu13") or installed_version("ucxx-cu12") or "of unknown version"
-    text = f"UCX {version}, ucxx {wrapper}; sees {', '.join(names)}"
-    if _RDMA.search(text) is None:
-        text += "; no RDMA device, hosts would talk over TCP"
+    return check_ucx(f"UCX {version}, ucxx {wrapper}", names, rdma_devices)
+
+
+def check_ucx(what: str, names: Sequence[str], rdma_devices: Sequence[str]) -> Finding:
+    """`what` and the resources that it sees, ``transport/device`` each; its wheels are built without RDMA."""
+    text = f"{what}; sees {', '.join(names)}"
     if not any(name.startswith(("tcp/", "self/")) for name in names):
         return Finding(name="ucx", state=State.FAIL, text=text, mend="unset UCX_TLS UCX_NET_DEVICES")
-    return Finding(name="ucx", state=State.OK, text=text)
+    if any(_RDMA.match(name) for name in names):
+        return Finding(name="ucx", state=State.OK, text=text)
+    if not rdma_devices:
+        return Finding(name="ucx", state=State.OK, text=f"{text}; no RDMA device, hosts would talk over TCP")
+    text += f"; none of the RDMA devices {', '.join(rdma_devices)}, hosts would talk over TCP"
+    mend = "transport.name: nixl; or a UCX with verbs, RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/operations.md, RDMA)"
+    return Finding(name="ucx", state=State.WARN, text=text, mend=mend)
 
 
 def parse_ucx_resources(info: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Self, cast
 
 import grpc
 
-from transfer.errors import ConfigError, RemoteProtocolError, TransferError, TransportTimeout
+from transfer.errors import ConfigError, PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.malformed import readable
@@ -40,7 +40,9 @@ class NodeClient:
         if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
             raise ConfigError(f"target is {address!r}; it must be host:port with a port from 1 to 65535")
         self.address = address
-        self._channel = PeerChannel(address, PlainText() if security is None else security)
+        security = PlainText() if security is None else security
+        self._is_plain = isinstance(security, PlainText)
+        self._channel = PeerChannel(address, security)
 
     async def __aenter__(self) -> Self:
         return self
@@ -126,4 +128,11 @@ class NodeClient:
         """What a failed call is for the caller; our own deadline in words, for gRPC calls it a removed stream."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             return TransportTimeout(f"{self.address}: {what} within {timeout_s:g} s")
+        details = error.details() or ""
+        # Accepted, and closed before gRPC's first frame was answered: a port that waits for a TLS handshake does that.
+        if self._is_plain and "failed to connect" in details and "Socket closed" in details:
+            return PeerUnreachable(
+                f"{self.address}: it closes connections that do not speak TLS; give a certificate (--tls-cert, --tls-key, "
+                "--tls-ca) instead of --insecure, or look at what listens there"
+            )
         return error_of(error, peer=self.address)

@@ -16,6 +16,7 @@ import transfer
 from node_runtime import exit_codes
 from node_runtime.collector import spare_what_lives
 from node_runtime.daemon import Daemon, Role
+from node_runtime.open_files import raise_open_files
 from node_runtime.rank_setup import check_before_start
 from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
@@ -151,11 +152,12 @@ def run_daemon(
 
 
 def prepare_process(config: NodeConfig) -> None:
-    """What only a daemon may do to its process: logging, and the environment of libraries that read nothing else.
+    """What only a daemon may do to its process: logging, open files, and the environment of libraries that read nothing else.
 
     Called before those libraries are loaded.
     """
     configure_logging(config.log, role=config.role)
+    raise_open_files()
     # UCX writes its own log to standard output, and warns about peers that have died, which this node notices by itself.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     # gRPC's core writes lines of its own form to standard error, of what its callers are told anyway; it reads this when loaded.

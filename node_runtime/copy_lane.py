@@ -46,6 +46,10 @@ class CopyLane(Protocol):
         """
         ...
 
+    def expect(self, piece: PieceCopy, *, peer: int) -> None:
+        """A copy of the piece is going to be asked for: bring ahead of it what it needs besides the wire's bytes."""
+        ...
+
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
         """Bring wire bytes into the piece's pages. Bytes without the announced digest may have been copied: only into the pages
         of their own request, which is not told to go on until they have come again and agreed."""

@@ -46,6 +46,9 @@ class HostCopyLane:
 
         self._lane.submit(work, lambda result: on_done(*result))
 
+    def expect(self, piece: PieceCopy, *, peer: int) -> None:
+        return
+
     def scatter(self, piece: PieceCopy, source: Tensor, *, algorithm: str, digest: int, peer: int, on_done: OnScattered) -> None:
         def work() -> tuple[bool, float]:
             started = time.monotonic()

@@ -139,6 +139,11 @@ class PieceCopy:
         """Do what is missing for `is_ready`, without a copy: on any thread, while other pieces are copied; nothing twice."""
         self.plan.make_ready(wire, is_gather=is_gather, has_digest=has_digest)
 
+    def upload(self) -> None:
+        """Queue, on the current stream, what is new in the page tables; copies on that stream then need not do it."""
+        for part in self.parts:
+            _ = part.pages
+
     def gather(self, out: WireMemory, digest: Digest | None = None) -> None:
         """From the pages into the first bytes of `out`, see `CopyPlan.gather`; the digest is of all bytes of the piece."""
         inside = digest if self.plan.can_digest else None

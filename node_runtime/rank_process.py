@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -23,6 +22,7 @@ import structlog
 
 from node_runtime import exit_codes
 from node_runtime.collector import spare_what_lives
+from node_runtime.open_files import raise_open_files
 from node_runtime.rank_group import watch_leader
 from node_runtime.rank_link import RankAddress, RankCodec, RankLink
 from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed, process_figures
@@ -32,7 +32,6 @@ from transfer.logs import configure_logging
 
 REPORT_S = 0.25
 SIGN_OF_LIFE_S = 1.0  # a rank of which nothing changes says at least this often that it is there
-MAX_OPEN_FILES = 65_536
 SWITCH_INTERVAL_S = 0.0005  # the engine's thread holds the interpreter lock for long stretches; the owner's loop must get in
 
 log = structlog.get_logger(__name__)
@@ -110,17 +109,6 @@ def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> No
         sys.stderr.flush()
         # Not sys.exit: a thread that is stuck in a collective must not keep the process.
         os._exit(code)
-
-
-def raise_open_files() -> None:
-    """Raise the limit of open files to what this process may have (at most `MAX_OPEN_FILES`): each session takes some twenty.
-
-    The soft limit is 1024 on most machines for the sake of programs that use select(), which nothing here does.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from dataclasses import dataclass, field
@@ -88,13 +89,21 @@ class RankShutdown:
 
 
 def process_figures() -> dict[str, int]:
-    """What RankStatus says of the calling process, as /proc has it: what grows here without end is a leak."""
-    resident_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
-    return {
-        "open_files": len(os.listdir("/proc/self/fd")) - 1,  # the one that lists them is none of its own
-        "threads": len(os.listdir("/proc/self/task")),
-        "resident_bytes": resident_pages * resource.getpagesize(),
-    }
+    """What RankStatus says of the calling process, as /proc has it: what grows here without end is a leak.
+
+    Where no file can be opened, because whoever connects has taken all of them, that is all that it says.
+    """
+    try:
+        resident_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+        return {
+            "open_files": len(os.listdir("/proc/self/fd")) - 1,  # the one that lists them is none of its own
+            "threads": len(os.listdir("/proc/self/task")),
+            "resident_bytes": resident_pages * resource.getpagesize(),
+        }
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return {"open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
 
 
 def pool_status(allocator: GroupAllocator) -> dict[str, Any]:

@@ -277,7 +277,11 @@ class RequestTables:
 
     def forget(self, request_id: str) -> None:
         """Use what the request's table had for others. Every copy that was prepared with it must have run, or never will: the
-        host has seen its end. Does nothing twice."""
+        host has seen its end. Does nothing twice.
+
+        An upload ahead of copies that never came may still be queued. It does no harm: it writes an array that belongs to its
+        stream, and whoever takes that one next fills it on the same stream, behind it.
+        """
         table = self._tables.pop(request_id, None)
         if table is not None:
             table.entries.clear()

@@ -32,6 +32,7 @@ from prefill_node.rank_messages import (
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
+from transfer.chunk import check_num_chunks
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
 from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance, check_compatible
@@ -49,7 +50,7 @@ from transfer.registry.convert import (
 from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import Security
-from transfer.registry.status import end_with, error_of
+from transfer.registry.status import end_with, tier_error_of
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
@@ -206,7 +207,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         try:
             answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, peer=join.address) from error
+            raise tier_error_of(error, peer=join.address) from error
         return bool(readable(answer, peer=join.address, method="Reserve").reserved)
 
     # PrefillControl
@@ -293,6 +294,9 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         if join is None:
             # Perhaps it had, a moment ago: it joins again by itself, so this is no misfit.
             raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill node")
+        check_num_chunks(
+            join.plan, num_tokens=len(token_ids), num_layers=life.instance.layout.num_layers, start_token=request.start_token
+        )
         return life.requests.submit(
             request.request_id, token_ids, request.start_token, sampling_from_proto(request.sampling), join
         )

@@ -77,8 +77,8 @@ class Sender:
         self._slots = StagingSlots(settings.num_slots)
         self._actions: list[Action] = []
         self._now_s = 0.0
-        self._eager: dict[int, SessionState] = {}  # sessions with a piece that may begin, but for a slot
-        self._turn = 0
+        # Sessions with a piece that may begin, but for a slot; who had a slot last comes last.
+        self._eager: dict[int, SessionState] = {}
 
     @property
     def num_requests(self) -> int:
@@ -150,8 +150,7 @@ class Sender:
         self._sessions[event.session] = SessionState(view=view, is_direct=event.is_direct)
 
     def _on_session_lost(self, event: SessionLost) -> None:
-        if self._sessions.pop(event.session, None) is None:
-            return
+        self._sessions.pop(event.session, None)  # said twice, it changes nothing
         self._eager.pop(event.session, None)
         for request in list(self._requests.values()):
             lost = [piece for piece in request.pieces() if piece.route.session == event.session]
@@ -267,13 +266,8 @@ class Sender:
         A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older grant
         that is waited for (rule 2, and docs/adr/0010).
         """
-        if not self._eager:
-            return
         is_last_kept: bool | None = None
-        numbers = list(self._eager)
-        for step in range(len(numbers)):
-            number = numbers[(self._turn + step) % len(numbers)]
-            session = self._eager[number]
+        for number, session in list(self._eager.items()):
             waiting = session.waiting
             while waiting.has_free:
                 if session.is_direct:
@@ -286,9 +280,9 @@ class Sender:
                     if is_last_kept:
                         break
                 self._begin(waiting.pop(), session)
+                self._eager[number] = self._eager.pop(number)  # now it comes after the others
             if not waiting.has_free:
                 del self._eager[number]
-        self._turn += 1
 
     def _is_last_slot_kept(self) -> bool:
         """Whether the last free slot is kept for a session that has grants and no slot at all.
@@ -383,11 +377,11 @@ class Sender:
             self._finish_failed(request)
             return
         session = self._sessions[piece.route.session]
-        session.add_written(piece)
         self._send_ready(piece)
         if session.view.is_released(grant):
-            session.discard_written(piece)
             self._release(piece)
+        else:
+            session.add_written(piece)
 
     def _send_ready(self, piece: Piece) -> None:
         message = ChunkReady(

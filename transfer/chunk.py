@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from transfer.errors import LayoutError
 from transfer.layout import DType, KVLayout, Route, Span, wire_bytes
@@ -36,6 +37,26 @@ class ChunkPlan:
             raise LayoutError(f"chunk_tokens is {self.chunk_tokens}; it must be at least 1")
         if self.layers_per_group < 0:
             raise LayoutError(f"layers_per_group is {self.layers_per_group}; it must be 0 (all layers) or more")
+
+
+MAX_CHUNKS: Final = 1 << 15
+"""Chunks of one request. To prepare one costs each rank some 30 us on its loop, and the plan of a decode rank is its peer's."""
+
+
+def check_num_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> None:
+    """Refuse a plan that cuts tokens [start_token, num_tokens) into more chunks than a rank can prepare at once.
+
+    Raises:
+        LayoutError: There are more than `MAX_CHUNKS`; the numbers are named.
+    """
+    num_ranges = -(-num_tokens // plan.chunk_tokens) - start_token // plan.chunk_tokens
+    num_groups = -(-num_layers // (plan.layers_per_group or num_layers))
+    if num_ranges * num_groups > MAX_CHUNKS:
+        raise LayoutError(
+            f"{num_tokens - start_token} tokens in chunks of {plan.chunk_tokens} tokens and {plan.layers_per_group or 'all'} "
+            f"layers are {num_ranges * num_groups} chunks; a request can have {MAX_CHUNKS}: raise chunk.chunk_tokens, "
+            "chunk.piece_bytes or chunk.layers_per_group of the prefill node"
+        )
 
 
 def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> tuple[Chunk, ...]:

@@ -124,6 +124,11 @@ NODE_METRICS: Final = (
     _spec("gauge", "running_requests", "Requests computed, transferred or generated."),
     _spec("gauge", "peers", "Nodes of the other tier by state.", "state"),
     _spec("gauge", "breakers", "Prefill nodes by the state of their circuit breakers.", "state"),
+    _spec(
+        "counter",
+        "join_faults",
+        "Joins that a bug of this node ended; its log has it, and they are tried again.",
+    ),
     _spec("counter", "breaker_openings", "Times that a circuit breaker opened: a prefill node was lost, or failed requests."),
     _spec("gauge", "largest_piece_bytes", "Most bytes of a chunk between two ranks, over all joined nodes of the other tier."),
     _spec("gauge", "node_state", "1 for the node's state, 0 for the others.", "state"),
@@ -373,6 +378,7 @@ class NodeMetrics:
             self._series("time_per_output_token_seconds")
             self._series("retries")
             self._series("breaker_openings")
+            self._series("join_faults")
             self.breakers({})
         self._series("build_info", version=transfer.__version__, python=platform.python_version()).set(1)
         self.node_state(state="starting", queued=0, running=0, peers={}, restarts=0)
@@ -394,6 +400,10 @@ class NodeMetrics:
     def breaker_opened(self) -> None:
         """A prefill node is left out for a while."""
         self._series("breaker_openings").inc()
+
+    def join_broke(self) -> None:
+        """An error that nobody expected has ended a join."""
+        self._series("join_faults").inc()
 
     def breakers(self, states: Mapping[str, int]) -> None:
         """How many prefill nodes have a circuit breaker in which state now."""

@@ -1,4 +1,4 @@
-"""Pages of a KV pool: reserved by count, bound when data comes, released with their owner.
+"""Pages of a KV pool: reserved by count, bound when data is about to come, released with their owner.
 
 A reservation promises pages without naming them. Because all of a request's pages are reserved before its first byte is granted,
 binding can never fail and pool and ring cannot wait for each other; because they are bound late, a request that still waits

@@ -74,13 +74,12 @@ def _blocker_of(grant: Grant, *, position: int, capacity_bytes: int, unreleased_
     """The highest unreleased position before `grant` that shares a byte with it; None: the grant may be written.
 
     Looks only where the grant's bytes were in earlier rounds of the ring, and skips the rounds that a released range covers.
+    Nothing unreleased is a whole round older than a grant that ends within a round of the watermark.
 
     Args:
         position: Watermark position.
         unreleased_edge: Given a position above the watermark's, one past the highest unreleased position below it.
     """
-    if grant.end - position <= capacity_bytes:
-        return None  # nothing unreleased is a whole round older
     size = grant.end - grant.begin
     window = grant.begin - capacity_bytes
     while window + size > position:
@@ -175,8 +174,6 @@ class StagingAllocator:
         begin = self._head
         if begin % capacity + size > capacity:
             begin += capacity - begin % capacity
-        if not self._quarantined:
-            return begin
         plain, limit = begin, begin + 2 * capacity
         while begin < limit:
             offset = begin % capacity
@@ -253,6 +250,9 @@ class StagingAllocator:
         Raises:
             LocalProtocolError: A rule is broken; the message names it.
         """
+        _require(
+            bool(self._live) or self._position == self._head, f"R5: no live grant, watermark {self._position}, head {self._head}"
+        )
         edge = self._position
         ranges = [(begin, self._end_of.get(begin, begin)) for begin in self._range_begins]
         for begin, end in ranges:
@@ -269,9 +269,6 @@ class StagingAllocator:
         _require(
             self._quarantined_bytes == sum(g.end - g.begin for g in self._quarantined.values()),
             "quarantined bytes are counted right",
-        )
-        _require(
-            bool(self._live) or self._position == self._head, f"R5: no live grant, watermark {self._position}, head {self._head}"
         )
         live = (Grant(begin, end) for begin, end in self._live.items())
         writable = sorted((g.begin % self.capacity_bytes, g.begin, g) for g in live if self.is_writable(g))

@@ -118,8 +118,6 @@ class PositionIndex(Generic[_T]):
 
     def take(self, begin: int, end: int) -> list[_T]:
         """What is at positions [begin, end), taken out, in their order."""
-        if not self._things:
-            return []
         return [thing for position in self._positions.take(begin, end) for thing in self._things.pop(position)]
 
 

@@ -68,6 +68,14 @@ class Outcome:
     seconds: float
 
 
+RULES = {"ring": "R1 R2 R4 R5 R6", "sessions": "R1 R4 R6"}
+
+
+def rules(model: str, name: str, *sizes: str, is_quick: bool = False) -> Run:
+    """A run of all of a model's rules, in which nothing may get stuck either."""
+    return Run(model=model, name=name, asks=f"{RULES[model]}, no deadlock", sizes=sizes, ends=True, is_quick=is_quick)
+
+
 def bug(model: str, name: str, asks: str, finds: str, *sizes: str, claim: str | None = None, ends: bool = False) -> Run:
     """A run with the bug ``BUG_<NAME>`` planted."""
     sizes = (*sizes, f"BUG_{name.upper()}")
@@ -84,34 +92,14 @@ def bug(model: str, name: str, asks: str, finds: str, *sizes: str, claim: str | 
     )
 
 
-RULES = "R1 R2 R4 R5 R6"
 FOUR = ("PIECES=4", "OF_FIRST=2")
 ONE_WRITER = ("PIECES=4", "OF_FIRST=4", "AHEAD=4", "CAP=4", "MAX_CELLS=1", "MAX_ABORTS=0", "ONE_RANGE")
 
 RUNS = (
-    Run(model="ring", name="rules", asks=f"{RULES}, no deadlock", sizes=FOUR, ends=True),
-    Run(
-        model="ring",
-        name="five_pieces",
-        asks=f"{RULES}, no deadlock",
-        sizes=("PIECES=5", "OF_FIRST=3", "MAX_ABORTS=0"),
-        ends=True,
-    ),
-    Run(
-        model="ring",
-        name="late_acks",
-        asks=f"{RULES}, no deadlock",
-        sizes=("PIECES=3", "OF_FIRST=2", "LATE_ACKS"),
-        ends=True,
-    ),
-    Run(
-        model="ring",
-        name="one_range",
-        asks=f"{RULES}, no deadlock",
-        sizes=("PIECES=5", "OF_FIRST=4", "AHEAD=4", "CAP=4", "MAX_CELLS=1", "ONE_RANGE"),
-        ends=True,
-        is_quick=True,
-    ),
+    rules("ring", "rules", *FOUR),
+    rules("ring", "five_pieces", "PIECES=5", "OF_FIRST=3", "MAX_ABORTS=0"),
+    rules("ring", "late_acks", "PIECES=3", "OF_FIRST=2", "LATE_ACKS"),
+    rules("ring", "one_range", "PIECES=5", "OF_FIRST=4", "AHEAD=4", "CAP=4", "MAX_CELLS=1", "ONE_RANGE", is_quick=True),
     Run(model="ring", name="released", asks="every grant is released", sizes=FOUR, claim="every_grant_is_released"),
     Run(
         model="ring",
@@ -175,8 +163,8 @@ RUNS = (
         "PATIENT",
         claim="everything_ends",
     ),
-    Run(model="sessions", name="rules", asks="R1 R4 R6, no deadlock", ends=True),
-    Run(model="sessions", name="revocable", asks="R1 R4 R6, no deadlock", sizes=("REVOCABLE",), ends=True),
+    rules("sessions", "rules"),
+    rules("sessions", "revocable", "REVOCABLE"),
     Run(
         model="sessions",
         name="released",

@@ -12,7 +12,23 @@ from pydantic import ValidationError
 
 from decode_node import receiver_events as rx
 from decode_node.receiver import Receiver
-from fuzz.histories import IDS, LAYOUT, MAX_BYTES, PLAN, TOKENS, Step, history, listed, mutator, numbers, read, routes_of
+from fuzz.histories import (
+    DECODE_LIFE,
+    IDS,
+    LAYOUT,
+    MAX_BYTES,
+    MAX_SESSIONS,
+    PLAN,
+    PREFILL_LIFE,
+    TOKENS,
+    Step,
+    check_with,
+    history,
+    listed,
+    mutator,
+    numbers,
+    routes_of,
+)
 from fuzz.target import Target, require
 from transfer.chunk import pieces_of_request
 from transfer.messages import (
@@ -30,9 +46,6 @@ from transfer.messages import (
 )
 from transfer.ring import ALIGNMENT_BYTES, MAX_PUBLISHED_RANGES, Grant, StagingAllocator, Watermark
 
-LIFE, PEER_LIFE = 22, 11
-MAX_SESSIONS = 12
-
 
 class World:
     """This side of a `Receiver`: its receives, its scatters, and what it owes an outcome."""
@@ -40,7 +53,7 @@ class World:
     def __init__(self, setting: Step) -> None:
         self.is_one_sided = bool(setting.below(2))
         self.routes = tuple(route for route in routes_of(setting.number()) if route.decode_rank == 0)
-        self.ring = StagingAllocator((1 + setting.below(64)) * ALIGNMENT_BYTES, incarnation=LIFE)
+        self.ring = StagingAllocator((1 + setting.below(64)) * ALIGNMENT_BYTES, incarnation=DECODE_LIFE)
         self.machine = Receiver(rx.ReceiverSettings(is_one_sided=self.is_one_sided), self.ring)
         self.now_s = 0.0
         self.num_opened = 0
@@ -63,7 +76,7 @@ class World:
         self.num_opened += 1
         self.session_of[prefill_rank] = self.num_opened
         self.open.add(self.num_opened)
-        self.tell(rx.SessionOpened(session=self.num_opened, incarnation=PEER_LIFE))
+        self.tell(rx.SessionOpened(session=self.num_opened, incarnation=PREFILL_LIFE))
 
     def lose(self, session: int, *, is_over: bool, reason: str = "lost") -> None:
         if session not in self.open:
@@ -187,6 +200,38 @@ class World:
         require(self.machine.ring_peak_bytes <= self.ring.capacity_bytes, "more of a ring than there is")
         require(self.machine.num_requests <= len(IDS), "requests that nobody expects")
 
+    def play(self, name: str, step: Step) -> None:
+        """One step."""
+        match name:
+            case "expect":
+                tokens = TOKENS[step.below(len(TOKENS))]
+                self.expect(IDS[step.below(4)], tokens, step.below(tokens))
+            case "cancel":
+                self.cancel(IDS[step.below(4)])
+            case "settled":
+                if self.posted:
+                    self.settle(sorted(self.posted)[step.below(len(self.posted))], step.below(4))
+            case "scattered":
+                if self.scattering:
+                    self.end_scatter(sorted(self.scattering)[step.below(len(self.scattering))], is_intact=step.below(4) != 3)
+            case "tick":
+                self.now_s += step.seconds()
+                self.tell(rx.Tick())
+            case "lose":
+                self.lose(1 + step.below(MAX_SESSIONS), is_over=bool(step.below(2)))
+            case "over":
+                if self.ending:
+                    self.end_session(sorted(self.ending)[step.below(len(self.ending))])
+            case "open":
+                self.open_session(self.routes[step.below(len(self.routes))].prefill_rank)
+            case _:
+                session = 1 + step.below(4)
+                try:
+                    message = _message(name, step, self)
+                except ValidationError:
+                    return  # refused where it is read
+                self.tell(rx.MessageArrived(session=session, message=message))
+
     def end(self) -> None:
         """The peer is gone, what is under way settles: nothing may be left."""
         for session in list(self.open):
@@ -203,20 +248,16 @@ class World:
 
 def _message(name: str, step: Step, world: World) -> Message:
     """What the peer says; raises ValidationError for what cannot be said."""
-    head: dict[str, Any] = {
-        "incarnation": (PEER_LIFE, PEER_LIFE, PEER_LIFE, LIFE, 2**64 - 1)[step.below(5)],
-        "request_id": IDS[step.below(len(IDS))],
-        "route": step.number() % 2**64,
-    }
+    head = step.head(peer=PREFILL_LIFE, own=DECODE_LIFE)
     match name:
         case "request":
             chunks = {}
             for item in step.list():
-                chunk, size = item.number() % 2**64, item.number()
+                chunk, size = item.unsigned(), item.number()
                 chunks[chunk] = ChunkSize(chunk=chunk, num_bytes=_size(world, head, chunk) if size == 0 else size % 2**64)
             return GrantRequest(**head, chunks=tuple(chunks.values()))
         case "ready":
-            chunk, begin, size, attempt = step.number() % 2**64, step.position(), step.number(), step.number() % 2**64
+            chunk, begin, size, attempt = step.unsigned(), step.position(), step.number(), step.unsigned()
             if begin == 0:  # where the chunk's grant is, if it has one
                 begin = _begin(world, head, chunk)
             num_bytes = _size(world, head, chunk) if size == 0 else size % 2**64
@@ -242,47 +283,6 @@ def _begin(world: World, head: dict[str, Any], chunk: int) -> int:
     request = world.machine._requests.get(head["request_id"])
     piece = request.pieces.get((head["route"], chunk)) if request is not None else None
     return piece.grant.begin if piece is not None else 0
-
-
-def play(world: World, name: str, step: Step) -> None:
-    """One step."""
-    match name:
-        case "expect":
-            tokens = TOKENS[step.below(len(TOKENS))]
-            world.expect(IDS[step.below(4)], tokens, step.below(tokens))
-        case "cancel":
-            world.cancel(IDS[step.below(4)])
-        case "settled":
-            if world.posted:
-                world.settle(sorted(world.posted)[step.below(len(world.posted))], step.below(4))
-        case "scattered":
-            if world.scattering:
-                world.end_scatter(sorted(world.scattering)[step.below(len(world.scattering))], is_intact=step.below(4) != 3)
-        case "tick":
-            world.now_s += (0.1, 1.5, 31.0)[step.below(3)]
-            world.tell(rx.Tick())
-        case "lose":
-            world.lose(1 + step.below(MAX_SESSIONS), is_over=bool(step.below(2)))
-        case "over":
-            if world.ending:
-                world.end_session(sorted(world.ending)[step.below(len(world.ending))])
-        case "open":
-            world.open_session(world.routes[step.below(len(world.routes))].prefill_rank)
-        case _:
-            session = 1 + step.below(4)
-            try:
-                message = _message(name, step, world)
-            except ValidationError:
-                return  # refused where it is read
-            world.tell(rx.MessageArrived(session=session, message=message))
-
-
-def check(data: bytes) -> None:
-    setting, steps = read(data)
-    world = World(setting)
-    for name, step in steps:
-        play(world, name, step)
-    world.end()
 
 
 KINDS = {
@@ -323,7 +323,7 @@ TARGET = Target(
     name="receiver",
     about="the target's protocol machine",
     modules=("decode_node.receiver", "decode_node.receiver_state", "transfer.ring", "transfer.ring_index"),
-    check=check,
+    check=check_with(World),
     mutate=mutator(KINDS),
     seeds=seeds,
     max_bytes=MAX_BYTES,

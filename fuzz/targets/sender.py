@@ -7,11 +7,25 @@ nothing may be left.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import ValidationError
 
-from fuzz.histories import IDS, LAYOUT, MAX_BYTES, PLAN, TOKENS, Step, history, listed, mutator, numbers, read, routes_of
+from fuzz.histories import (
+    DECODE_LIFE,
+    IDS,
+    LAYOUT,
+    MAX_BYTES,
+    MAX_SESSIONS,
+    PLAN,
+    PREFILL_LIFE,
+    TOKENS,
+    Step,
+    check_with,
+    history,
+    listed,
+    mutator,
+    numbers,
+    routes_of,
+)
 from fuzz.target import Target, require
 from prefill_node import sender_events as tx
 from prefill_node.sender import MAX_DIRECT_GATHERS, MAX_SPENT_KEYS, Sender
@@ -33,9 +47,6 @@ from transfer.messages import (
 )
 from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, Grant, Watermark
 
-LIFE, PEER_LIFE = 11, 22
-MAX_SESSIONS = 12
-
 
 class World:
     """This side of a `Sender`: what it gathers and writes, and what it owes an outcome."""
@@ -43,7 +54,7 @@ class World:
     def __init__(self, setting: Step) -> None:
         self.num_slots = 1 + setting.below(4)
         settings = tx.SenderSettings(num_slots=self.num_slots, grants_ahead=1 + setting.below(8), write_timeout_s=30.0)
-        self.machine = Sender(settings, incarnation=LIFE)
+        self.machine = Sender(settings, incarnation=PREFILL_LIFE)
         every = routes_of(setting.number())
         self.routes = tuple(route for route in every if route.prefill_rank == 0)
         self.cells = 1 + setting.below(64)
@@ -72,7 +83,7 @@ class World:
         is_direct = bool(self.direct >> number & 1)
         self.session_of[decode_rank], self.open[number] = number, is_direct
         capacity = self.cells * ALIGNMENT_BYTES
-        self.tell(tx.SessionOpened(session=number, incarnation=PEER_LIFE, ring_capacity_bytes=capacity, is_direct=is_direct))
+        self.tell(tx.SessionOpened(session=number, incarnation=DECODE_LIFE, ring_capacity_bytes=capacity, is_direct=is_direct))
 
     def lose(self, session: int, reason: str = "lost") -> None:
         if self.open.pop(session, None) is None:
@@ -181,6 +192,48 @@ class World:
             require(len(session.waiting) <= pieces, "endless waiting")
         require(len(self.machine._requests) <= len(IDS), "requests that nobody started")
 
+    def play(self, name: str, step: Step) -> None:
+        """One step."""
+        match name:
+            case "start":
+                tokens = TOKENS[step.below(len(TOKENS))]
+                self.start(IDS[step.below(4)], tokens, step.below(tokens))
+            case "compute":
+                self.compute(IDS[step.below(4)])
+            case "gathered":
+                if self.gathering:
+                    self.end_gather(sorted(self.gathering)[step.below(len(self.gathering))])
+            case "written":
+                if self.writing:
+                    self.end_write(sorted(self.writing)[step.below(len(self.writing))], is_failed=step.number() == 5)
+            case "tick":
+                self.now_s += step.seconds()
+                self.tell(tx.Tick())
+            case "give_up":
+                self.tell(tx.RequestAborted(request_id=IDS[step.below(5)], reason="the engine failed"))
+            case "lose":
+                self.lose(1 + step.below(MAX_SESSIONS))
+            case "open":
+                self.open_session(self.routes[step.below(len(self.routes))].decode_rank)
+            case "watermark":
+                session = 1 + step.below(4)
+                self.sequence += step.below(3)
+                life = DECODE_LIFE if step.below(8) else PREFILL_LIFE
+                try:
+                    position = step.position()
+                    ranges = tuple(Grant(item.position(), item.position()) for item in step.list())
+                    mark = Watermark(incarnation=life, sequence=self.sequence, position=position, released=ranges)
+                except (LocalProtocolError, RemoteProtocolError):
+                    return  # refused where it is read
+                self.tell(tx.WatermarkArrived(session=session, watermark=mark))
+            case _:
+                session = 1 + step.below(4)
+                try:
+                    message = _message(name, step)
+                except ValidationError:
+                    return  # refused where it is read
+                self.tell(tx.MessageArrived(session=session, message=message))
+
     def end(self) -> None:
         """The peer is gone, what is under way settles: nothing may be left."""
         for session in list(self.open):
@@ -194,84 +247,29 @@ class World:
 
 def _message(name: str, step: Step) -> Message:
     """What the peer says; raises ValidationError for what cannot be said."""
-    head: dict[str, Any] = {
-        "incarnation": (PEER_LIFE, PEER_LIFE, PEER_LIFE, LIFE, 2**64 - 1)[step.below(5)],
-        "request_id": IDS[step.below(len(IDS))],
-        "route": step.number() % 2**64,
-    }
+    head = step.head(peer=DECODE_LIFE, own=PREFILL_LIFE)
     match name:
         case "grants":
             grants = {}
             for item in step.list():
-                chunk, begin, end = item.number() % 2**64, item.position(), item.position()
+                chunk, begin, end = item.unsigned(), item.position(), item.position()
                 if begin < end:
                     grants[chunk] = IssuedGrant(chunk=chunk, begin=begin, end=end)
             return GrantsIssued(**head, grants=tuple(grants.values()))
         case "refused":
             return GrantRefused(**head, reason="no")
         case "rejected":
-            chunk, begin, attempt = step.number() % 2**64, step.position(), step.number() % 2**64
+            chunk, begin, attempt = step.unsigned(), step.position(), step.unsigned()
             return ChunkRejected(**head, chunk=chunk, begin=begin, attempt=attempt, reason="digest")
         case "aborted":
             return AbortTransfer(**head, reason="given up")
         case "drained":
             return WriterDrained(**head)
         case "ready":
-            chunk, begin = step.number() % 2**64, step.position()
+            chunk, begin = step.unsigned(), step.position()
             return ChunkReady(**head, chunk=chunk, begin=begin, num_bytes=256, digest=0, attempt=0)
         case _:
-            return GrantRequest(**head, chunks=(ChunkSize(chunk=step.number() % 2**64, num_bytes=256),))
-
-
-def play(world: World, name: str, step: Step) -> None:
-    """One step."""
-    match name:
-        case "start":
-            tokens = TOKENS[step.below(len(TOKENS))]
-            world.start(IDS[step.below(4)], tokens, step.below(tokens))
-        case "compute":
-            world.compute(IDS[step.below(4)])
-        case "gathered":
-            if world.gathering:
-                world.end_gather(sorted(world.gathering)[step.below(len(world.gathering))])
-        case "written":
-            if world.writing:
-                world.end_write(sorted(world.writing)[step.below(len(world.writing))], is_failed=step.number() == 5)
-        case "tick":
-            world.now_s += (0.1, 1.5, 31.0)[step.below(3)]
-            world.tell(tx.Tick())
-        case "give_up":
-            world.tell(tx.RequestAborted(request_id=IDS[step.below(5)], reason="the engine failed"))
-        case "lose":
-            world.lose(1 + step.below(MAX_SESSIONS))
-        case "open":
-            world.open_session(world.routes[step.below(len(world.routes))].decode_rank)
-        case "watermark":
-            session = 1 + step.below(4)
-            world.sequence += step.below(3)
-            life = PEER_LIFE if step.below(8) else LIFE
-            try:
-                position = step.position()
-                ranges = tuple(Grant(item.position(), item.position()) for item in step.list())
-                mark = Watermark(incarnation=life, sequence=world.sequence, position=position, released=ranges)
-            except (LocalProtocolError, RemoteProtocolError):
-                return  # refused where it is read
-            world.tell(tx.WatermarkArrived(session=session, watermark=mark))
-        case _:
-            session = 1 + step.below(4)
-            try:
-                message = _message(name, step)
-            except ValidationError:
-                return  # refused where it is read
-            world.tell(tx.MessageArrived(session=session, message=message))
-
-
-def check(data: bytes) -> None:
-    setting, steps = read(data)
-    world = World(setting)
-    for name, step in steps:
-        play(world, name, step)
-    world.end()
+            return GrantRequest(**head, chunks=(ChunkSize(chunk=step.unsigned(), num_bytes=256),))
 
 
 KINDS = {
@@ -322,7 +320,7 @@ TARGET = Target(
     name="sender",
     about="the writer's protocol machine",
     modules=("prefill_node.sender", "prefill_node.sender_state", "transfer.ring", "transfer.ring_index"),
-    check=check,
+    check=check_with(World),
     mutate=mutator(KINDS),
     seeds=seeds,
     max_bytes=MAX_BYTES,

@@ -85,6 +85,11 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ch
         yield chaos
 
 
+def reached_at(model: Path, host: str, port: int) -> dict[str, object]:
+    """Settings of a node of one rank, whose peers are told to connect to this address."""
+    return {"model": model, "pool.num_tokens": POOL_TOKENS, "server.advertise_host": host, "server.port": port}
+
+
 async def warm_up(tiers: Tiers) -> None:
     """Requests before the first fault: what is opened once for all is open then."""
     await tiers.until_idle(within_s=60)

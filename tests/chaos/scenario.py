@@ -48,9 +48,9 @@ class Tiers:
 
     prefill: ClusterNode
     decode: ClusterNode
-    prefill_ranks: int
-    decode_ranks: int
-    sessions: int
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    sessions: int = 1
     idle: dict[str, Figures] = field(default_factory=dict)
 
     @property
@@ -64,6 +64,10 @@ class Tiers:
             for node in self.nodes
             if node.exit_code is None
         }
+
+    def lives(self) -> list[tuple[tuple[int, ...], int]]:
+        """Rank processes and incarnation of each: the same ones as long as nothing was started anew."""
+        return [(node.rank_pids, node.incarnation) for node in self.nodes]
 
     async def statuses(self) -> list[pb.NodeStatus] | None:
         """Of both, prefill first; None while one of them does not answer."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.local_cluster import ClusterNode
-from tests.chaos.conftest import warm_up
+from tests.chaos.conftest import reached_at, warm_up
 from tests.chaos.proxy import HOST, PROXY_HOST, ProxyNetwork
 from tests.chaos.scenario import OK, UNAVAILABLE, Scenario, Tiers
 from tests.cluster.calls import Reference, status_of, until
@@ -54,16 +54,10 @@ def relayed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
         with ProxyNetwork(pids) as network:
             for role, port in zip(("prefill", "decode"), ports, strict=True):
-                settings = {
-                    "model": model,
-                    "pool.num_tokens": 6144,
-                    "server.advertise_host": PROXY_HOST,
-                    "server.port": port,
-                }
                 others = (f"{PROXY_HOST}:{ports[0]}",) if role == "decode" else ()
-                launched.append(nodes.launch(role, settings, *others, kind=BehindProxy))
+                launched.append(nodes.launch(role, reached_at(model, PROXY_HOST, port), *others, kind=BehindProxy))
             prefill, decode = launched
-            tiers = Proxied(prefill=prefill, decode=decode, prefill_ranks=1, decode_ranks=1, sessions=1, network=network)
+            tiers = Proxied(prefill=prefill, decode=decode, network=network)
             asyncio.run(nodes.until_started(prefill, decode))
             asyncio.run(warm_up(tiers))
             yield tiers
@@ -78,7 +72,7 @@ def proxied(relayed: Proxied) -> Iterator[Proxied]:
 
 async def test_a_network_that_goes_silent(proxied: Proxied, reference: Reference) -> None:
     """Whom it hits hears in time, what has arrived goes on, and the tiers join again once it heals, as the same lives."""
-    lives = [(one.rank_pids, one.incarnation) for one in proxied.nodes]
+    lives = proxied.lives()
     async with Scenario(proxied, reference, join_s=REJOIN_S) as scene:
         await scene.generating(150)
         moving = await scene.arriving(2)
@@ -89,7 +83,7 @@ async def test_a_network_that_goes_silent(proxied: Proxied, reference: Reference
         proxied.network.heal()
         await until(proxied.is_ready, "joined again", within_s=REJOIN_S)
         await scene.serves()
-    assert [(one.rank_pids, one.incarnation) for one in proxied.nodes] == lives, "the same lives go on"
+    assert proxied.lives() == lives, "the same lives go on"
 
 
 async def test_connections_that_are_reset(proxied: Proxied, reference: Reference) -> None:

@@ -33,7 +33,7 @@ def frozen(pid: int) -> Iterator[None]:
 @pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
 async def test_a_rank_is_frozen(tiers: Chaos, reference: Reference, role: Role) -> None:
     node = tiers.prefill if role == "prefill" else tiers.decode
-    lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
+    lives = tiers.lives()
     async with Scenario(tiers, reference) as scene:
         talking = await scene.generating(150)
         moving = await scene.arriving(2)
@@ -50,13 +50,13 @@ async def test_a_rank_is_frozen(tiers: Chaos, reference: Reference, role: Role) 
         await scene.over([talking])
         await tiers.cluster.wait_joined(60)
         await scene.serves()
-    assert [(one.rank_pids, one.incarnation) for one in tiers.nodes] == lives, "the same lives go on"
+    assert tiers.lives() == lives, "the same lives go on"
 
 
 @pytest.mark.slow
 async def test_the_prefill_leader_is_frozen(tiers: Chaos, reference: Reference) -> None:
     """Its ranks could go on; nobody can hear what becomes of a request, so it ends, and the ranks give it up."""
-    lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
+    lives = tiers.lives()
     async with Scenario(tiers, reference) as scene:
         await scene.generating(150)
         moving = await scene.arriving(2)
@@ -67,13 +67,13 @@ async def test_the_prefill_leader_is_frozen(tiers: Chaos, reference: Reference) 
             await thaw
         await tiers.cluster.wait_joined(60)
         await scene.serves()
-    assert [(one.rank_pids, one.incarnation) for one in tiers.nodes] == lives, "the same lives go on"
+    assert tiers.lives() == lives, "the same lives go on"
 
 
 @pytest.mark.slow
 async def test_the_decode_leader_is_frozen(tiers: Chaos, reference: Reference) -> None:
     """Its callers can only wait: each request ends once it goes on, by itself or because the prefill node has given it up."""
-    lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
+    lives = tiers.lives()
     async with Scenario(tiers, reference) as scene:
         talking = await scene.generating(150)
         moving = await scene.arriving(2)
@@ -83,4 +83,4 @@ async def test_the_decode_leader_is_frozen(tiers: Chaos, reference: Reference) -
         await scene.over([*moving, talking])
         await tiers.cluster.wait_joined(60)
         await scene.serves()
-    assert [(one.rank_pids, one.incarnation) for one in tiers.nodes] == lives, "the same lives go on"
+    assert tiers.lives() == lives, "the same lives go on"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import warm_up
+from tests.chaos.conftest import reached_at, warm_up
 from tests.chaos.hosts import DATA, Hosts, open_hosts, why_not
 from tests.chaos.scenario import OK, UNAVAILABLE, Scenario, Tiers
 from tests.cluster.calls import Reference, status_of, until
@@ -47,21 +47,15 @@ def apart(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two
         port = 7001
         launched = []
         for role in ("prefill", "decode"):
-            settings: dict[str, object] = {
-                "model": model,
-                "pool.num_tokens": 6144,
-                "server.host": "0.0.0.0",
-                "server.advertise_host": hosts.address(role),
-                "server.port": port,
-                "transport.ucx.lane": "net",
-            }
+            settings = reached_at(model, hosts.address(role), port)
+            settings |= {"server.host": "0.0.0.0", "transport.ucx.lane": "net"}
             others = (f"{hosts.address('prefill')}:{port}",) if role == "decode" else ()
             environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DATA}
             launched.append(
                 nodes.launch(role, settings, *others, prefix=hosts.prefix(role), environment=environment, is_on_loopback=False)
             )
         prefill, decode = launched
-        tiers = TwoHosts(prefill=prefill, decode=decode, prefill_ranks=1, decode_ranks=1, sessions=1, hosts=hosts)
+        tiers = TwoHosts(prefill=prefill, decode=decode, hosts=hosts)
         asyncio.run(nodes.until_started(prefill, decode))
         asyncio.run(warm_up(tiers))
         yield tiers
@@ -76,7 +70,7 @@ def two_hosts(apart: TwoHosts) -> Iterator[TwoHosts]:
 
 async def is_cut_and_heals(tiers: TwoHosts, reference: Reference, how: str) -> None:
     """In mid-transfer: whom it hits hears in time, both ends let go, what has arrived goes on; then they join again."""
-    lives = [(one.rank_pids, one.incarnation) for one in tiers.nodes]
+    lives = tiers.lives()
     async with Scenario(tiers, reference, join_s=REJOIN_S) as scene:
         await scene.generating(150)
         moving = await scene.arriving(2)
@@ -91,7 +85,7 @@ async def is_cut_and_heals(tiers: TwoHosts, reference: Reference, how: str) -> N
         tiers.hosts.heal()
         await until(lambda: is_ready(tiers), "joined again", within_s=REJOIN_S)
         await scene.serves()
-    assert [(one.rank_pids, one.incarnation) for one in tiers.nodes] == lives, "the same lives go on"
+    assert tiers.lives() == lives, "the same lives go on"
 
 
 async def is_ready(tiers: Tiers) -> bool:

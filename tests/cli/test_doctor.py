@@ -60,6 +60,10 @@ def test_resources_of_ucx_are_found_in_its_description() -> None:
         (doctor.check_python((3, 10, 12)), State.FAIL),
         (doctor.check_packages(lambda name: "1"), State.OK),
         (doctor.check_packages(lambda name: None if name == "triton" else "1"), State.FAIL),
+        (doctor.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], []), State.OK),
+        (doctor.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], ["mlx5_0"]), State.WARN),
+        (doctor.check_ucx("UCX 1", ["self/memory", "rc_mlx5/mlx5_0:1"], ["mlx5_0"]), State.OK),
+        (doctor.check_ucx("UCX 1", ["cma/memory"], []), State.FAIL),
         (doctor.check_shared_memory(1 << 30, 1 << 30), State.OK),
         (doctor.check_shared_memory(64 << 20, 64 << 20), State.WARN),
         (doctor.check_ptrace_scope(None), State.OK),
@@ -84,6 +88,13 @@ def test_each_check_tells_right_from_wrong(finding: Finding, state: State) -> No
 def test_missing_packages_are_named() -> None:
     finding = doctor.check_packages(lambda name: None if name in ("triton", "pyzmq") else "1")
     assert finding.mend.endswith("triton pyzmq")
+
+
+def test_rdma_devices_that_ucx_cannot_use_are_named() -> None:
+    """Its wheels are built without verbs, so that a host full of network cards would quietly talk over TCP."""
+    finding = doctor.check_ucx("UCX 1", ["self/memory", "tcp/eth0"], ["mlx5_0", "mlx5_1"])
+    assert finding.text.endswith("none of the RDMA devices mlx5_0, mlx5_1, hosts would talk over TCP")
+    assert "nixl" in finding.mend
 
 
 def test_a_slow_transfer_warns_and_a_failed_one_fails() -> None:

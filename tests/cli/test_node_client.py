@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,9 +18,12 @@ from kvferry.generate import make_request, run_generate
 from kvferry.node_client import NodeClient
 from kvferry.signals import run_until_signalled
 from kvferry.status_view import run_status, status_to_json
-from transfer.errors import RemoteProtocolError, TransportTimeout
+from tests.authority import Authority
+from transfer.errors import PeerUnreachable, RemoteProtocolError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.certificates import CertificateFiles
+from transfer.registry.security import MutualTls
 from transfer.registry.server import serve
 
 STATUS = pb.NodeStatus(
@@ -210,6 +214,18 @@ async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None
     for text in ("ready", "0x00000000000000ff", "512.0 KiB", "1.0 MiB", "1 -> 0", "ucx/shm", "2.15 GB/s", "[bold]it died[/bold]"):
         assert text in shown
     assert "capabilities: layer_groups, resend_once" in shown
+
+
+async def test_plain_text_to_a_port_of_TLS_says_what_to_do(tmp_path: Path) -> None:
+    files = Authority().files(tmp_path, "node.example")
+    tls = MutualTls(files=CertificateFiles(files.tls(), is_server=True), peer_names=())
+    server = await serve("127.0.0.1", 0, decode_control=FakeDecode(), security=tls)
+    try:
+        async with NodeClient(f"127.0.0.1:{server.port}") as client:
+            with pytest.raises(PeerUnreachable, match=r"do not speak TLS; give a certificate \(.*instead of --insecure"):
+                await client.status()
+    finally:
+        await server.close(grace_s=0)
 
 
 async def test_a_status_that_does_not_come_is_a_timeout_in_words() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
+import socket
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ import grpc
 import pytest
 
 from kvferry.local_cluster import LocalCluster
+from node_runtime.open_files import MAX_OPEN_FILES
 from tests.cluster.calls import Caller, Reference, prompt, until_idle
 from tests.cluster.test_serving import control_ports
 from tests.registry.hostile_messages import hostile_messages
@@ -112,3 +115,25 @@ async def test_http_that_is_none(steady: LocalCluster, reference: Reference) -> 
         for writer in writers:
             writer.close()
     await serves(steady, reference)
+
+
+async def test_hundreds_of_connections_that_say_nothing_on_every_port(steady: LocalCluster, reference: Reference) -> None:
+    """They take files of the process that listens, which has enough of them, and nothing else."""
+    pids = steady.decode.rank_pids + steady.prefill.rank_pids
+    ports = await control_ports(steady) + [int(node.address.rpartition(":")[2]) for node in steady.nodes]
+    for node in steady.nodes:
+        soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        assert soft == min(hard, MAX_OPEN_FILES)
+    for port in ports:
+        crowd = [socket.socket() for _ in range(600)]
+        for one in crowd:
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(("127.0.0.1", port))
+        await asyncio.sleep(0.5)
+        for node in steady.nodes:
+            assert await node.http("/healthz") == (200, "ok\n")
+        for one in crowd:
+            one.close()
+    await serves(steady, reference)
+    assert steady.decode.rank_pids + steady.prefill.rank_pids == pids

@@ -35,13 +35,15 @@ from tests.cluster.calls import (
 from tests.cluster.conftest import HEARTBEAT_S
 from transfer import messages
 from transfer.chunk import ChunkPlan
+from transfer.control.base import KeyPair
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import TransportError
-from transfer.instance import AttachRequest, AttachResponse
+from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.client import TransferControlClient
 from transfer.registry.convert import instance_from_proto
+from transfer.transport.base import Offer
 from transfer.transport.ucx import UcxTransport
 
 pytestmark = pytest.mark.timeout(180)
@@ -290,6 +292,17 @@ async def test_strangers_on_every_port_change_nothing(steady: LocalCluster, refe
     await until(are_counted, "the strangers refused and counted", within_s=30)
 
 
+def attach_request(prefill: Instance, rank: int, offer: Offer, keys: KeyPair) -> AttachRequest:
+    return AttachRequest(
+        prefill=prefill,
+        prefill_rank=rank,
+        offer=offer.blob,
+        chunk_plan=ChunkPlan(chunk_tokens=128),
+        probe_bytes=4096,
+        control_key=keys.public,
+    )
+
+
 async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: LocalCluster, reference: Reference) -> None:
     """It attaches as any prefill rank does, and then sends garbage, lies about its life, and asks for what nobody expects."""
     status = await status_of(steady.prefill)
@@ -298,14 +311,7 @@ async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: L
     transport = UcxTransport(lane="auto")
     offer = transport.offer()
     keys = new_key_pair()
-    request = AttachRequest(
-        prefill=rogue,
-        prefill_rank=0,
-        offer=offer.blob,
-        chunk_plan=ChunkPlan(chunk_tokens=128),
-        probe_bytes=4096,
-        control_key=keys.public,
-    )
+    request = attach_request(rogue, 0, offer, keys)
     before = await num_dropped(steady)
     token_ids = prompt(300, 90)
     async with Caller(steady.decode.address) as caller:
@@ -345,14 +351,7 @@ async def test_a_silent_stranger_in_the_nodes_own_name_breaks_no_join(steady: Lo
     transport = UcxTransport(lane="auto")
     offer = transport.offer()
     keys = new_key_pair()
-    request = AttachRequest(
-        prefill=stranger,
-        prefill_rank=3,
-        offer=offer.blob,
-        chunk_plan=ChunkPlan(chunk_tokens=128),
-        probe_bytes=4096,
-        control_key=keys.public,
-    )
+    request = attach_request(stranger, 3, offer, keys)
     client, answer = await attach_somewhere(await control_ports(steady), request)
     session = offer.complete(answer.answer)
 

@@ -32,6 +32,7 @@ from transfer.layout import DType, KVLayout
 from transfer.pb import kvferry_pb2 as pb
 
 POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
+NUM_LAYERS = 3
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
 NEEDS = page_needs(GROUPS, PAGE_SIZE)
 PREFILL_LIFE, OTHER_LIFE, DECODE_LIFE = 11, 12, 22
@@ -164,6 +165,7 @@ class World:
             peers=self.peers,
             text=cast(TextCodec, Text()),
             num_ranks=NUM_RANKS,
+            num_layers=NUM_LAYERS,
             incarnation=DECODE_LIFE,
             max_queued=max_queued,
             queue_timeout_s=queue_timeout_s,
@@ -219,12 +221,14 @@ class World:
 
     # The prefill leader
 
-    def reserve(self, name: str, *, prefill: int | None = None, decode: int = DECODE_LIFE) -> asyncio.Task[bool]:
+    def reserve(
+        self, name: str, *, prefill: int | None = None, decode: int = DECODE_LIFE, plan: ChunkPlan = PLAN
+    ) -> asyncio.Task[bool]:
         """As the prefill leader that has the call does, unless it is said which life asks."""
         if prefill is None:
             peer = self.other if name in self.other.calls else self.peer
             prefill = PREFILL_LIFE if peer.instance is None else peer.instance.incarnation
-        task = self.reserving[name] = asyncio.ensure_future(self.leader.reserve(name, prefill, decode, PLAN))
+        task = self.reserving[name] = asyncio.ensure_future(self.leader.reserve(name, prefill, decode, plan))
         return task
 
     def call(self, name: str) -> Call:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from decode_node import node as node_module
 from decode_node.node import DecodeNode
 from decode_node.rank_messages import CODEC, PART_BYTES, RunStep, StepPart, check_step_fits
 from node_runtime.daemon import Daemon, NodeState
 from node_runtime.transfer_ids import MAX_REQUEST_ID_CHARS, new_transfer_id
 from tests.runtime.instances import decode_config
 from transfer.control.base import MAX_PAYLOAD_BYTES
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, StagingError
 
 DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY))
 MOST_RUNNING = MAX_PAYLOAD_BYTES // PART_BYTES - 1
@@ -33,3 +35,27 @@ def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> No
     longest = new_transfer_id("\U0001f600" * MAX_REQUEST_ID_CHARS)
     part = StepPart(request_id=longest, token_id=2**32 - 1, position=2**32 - 1)
     assert len(CODEC.encode(RunStep(step=2**62, parts=(part,) * MOST_RUNNING))) <= MAX_PAYLOAD_BYTES
+
+
+async def test_the_prompts_that_wait_to_be_tokenised_are_bounded_also_when_their_callers_go_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each can have 16 MB, and is not in the queue yet whose length is bounded."""
+    gate = asyncio.Event()
+
+    async def encode(text: str, *, max_tokens: int) -> tuple[int, ...]:
+        await gate.wait()
+        return tuple(map(ord, text[:max_tokens]))
+
+    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace(encode=encode))
+    node = DecodeNode(DAEMON, decode_config(tmp_path, limits={"max_queued_requests": 2}))
+    stays, leaves = (asyncio.ensure_future(node._tokenise(text, max_tokens=9)) for text in ("ab", "c"))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+    with pytest.raises(StagingError, match=r"2 prompts wait to be tokenised, .*limits\.max_queued_requests"):
+        await node._tokenise("d", max_tokens=9)
+    gate.set()
+    assert await stays == (97, 98)
+    await asyncio.sleep(0)
+    assert await node._tokenise("d", max_tokens=9) == (100,)

@@ -87,6 +87,8 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
         yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=0.5))
+        if request.request_id == "not let in":
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "decode-0 may not call PrefillControl/Prefill")
         if request.request_id == "full":
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "prefill queue is full")
         try:
@@ -102,7 +104,7 @@ class Tier:
         self.node = node
         self.lost: list[tuple[str, int, str]] = []
         self.now_s = 0.0  # of the breakers
-        self.num_openings = 0
+        self.num_openings = self.num_faults = 0
         self.peers = PrefillPeers(
             addresses,
             own=instance(7),
@@ -114,11 +116,15 @@ class Tier:
             breaker=NOBODY["breaker"],
             on_lost=lambda peer, incarnation, reason: self.lost.append((peer.address, incarnation, reason)),
             on_breaker_opened=self._count,
+            on_fault=self._count_fault,
             clock=lambda: self.now_s,
         )
 
     def _count(self) -> None:
         self.num_openings += 1
+
+    def _count_fault(self) -> None:
+        self.num_faults += 1
 
     @property
     def peer(self) -> PrefillPeer:
@@ -430,3 +436,34 @@ async def test_a_failed_call_is_an_error_of_ours() -> None:
     with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1"):
         await anext(gone.peers[0].prefill("a", (1,), decode_incarnation=7, sampling=SamplingParams()))
     await gone.close()
+
+
+async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> int:
+        raise ZeroDivisionError("nobody expected this")
+
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(peers_module, "largest_piece_bytes", broken)
+        async with tier() as one:
+            await until(lambda: one.num_faults >= 3, within_s=5.0)
+            assert one.peer.reason.endswith("unexpected ZeroDivisionError; see the log of this node")
+            patched.undo()
+            await one.until("joined")
+            assert not one.lost, "it had not been joined"
+            patched.setattr(peers_module, "_event_of", broken)  # and of one that has: its requests hear that it is lost
+            await until(lambda: bool(one.lost), within_s=5.0)
+            patched.undo()
+            await one.until("joined")
+    said = [line for line in logs if line["event"] == "join_broke"]
+    assert len(said) == 2 and all(isinstance(line["exc_info"], ZeroDivisionError) for line in said), "once, then once a minute"
+
+
+async def test_a_node_that_lets_nobody_prefill_is_to_blame_and_not_the_request() -> None:
+    """INVALID_ARGUMENT is for what the client can mend; another node may know this one."""
+    async with tier() as one:
+        await one.until("joined")
+        with pytest.raises(PeerUnreachable, match="decode-0 may not call PrefillControl/Prefill"):
+            async for _ in one.peer.prefill("not let in", (1,), decode_incarnation=7, sampling=SamplingParams()):
+                pass

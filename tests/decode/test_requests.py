@@ -15,9 +15,12 @@ from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
 from tests.runtime.instances import until
+from transfer import chunk as chunk_module
+from transfer.chunk import ChunkPlan
 from transfer.errors import (
     EngineError,
     IntegrityError,
+    LayoutError,
     LocalProtocolError,
     PeerUnreachable,
     StagingError,
@@ -190,6 +193,22 @@ async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill:
     await turns()
     with pytest.raises(TransportClosed, match="does not wait here"):
         await world.leader.reserve("a", 11, 22, PLAN)
+    await drained(world)
+
+
+async def test_a_plan_of_too_many_chunks_is_refused_before_a_rank_hears_of_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank prepares every chunk on its loop: the plan of a prefill node could have it stand still for minutes."""
+    monkeypatch.setattr(chunk_module, "MAX_CHUNKS", 8)
+    world.submit("a", num_tokens=3)
+    await turns()
+    with pytest.raises(LayoutError, match=r"3 tokens in chunks of 1 tokens and 1 layers are 9 chunks; a request can have 8"):
+        await world.reserve("a", plan=ChunkPlan(chunk_tokens=1, layers_per_group=1))
+    assert not any(isinstance(message, ExpectRequest) for message in world.sent)
+    world.reserve("a")
+    await turns()
+    assert any(isinstance(message, ExpectRequest) for message in world.sent), "one that is right is taken"
     await drained(world)
 
 

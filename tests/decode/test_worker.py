@@ -19,11 +19,12 @@ from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
 from transfer.engine_types import SamplingParams
-from transfer.errors import ChunkTooLarge, LayoutError
+from transfer.errors import ChunkTooLarge, LayoutError, StagingError
 from transfer.instance import AttachRequest
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, routes
 from transfer.page_allocator import GroupAllocator
+from transfer.registry.options import MAX_SESSIONS
 from transfer.staging import StagingBuffer
 from transfer.transport.inproc import InprocHub, InprocTransport
 
@@ -104,6 +105,21 @@ async def test_an_attach_whose_chunks_are_above_the_ring_is_offered_nothing() ->
         await DecodeWorker._on_attach(cast(DecodeWorker, rank), cast(Any, request))
 
 
+async def test_writers_that_come_and_go_and_let_go_of_nothing_are_attached_no_more() -> None:
+    """What closed sessions hold of the system, where nothing can take a writer's mapping of the ring back, has a limit too."""
+    rank = SimpleNamespace(
+        _instance=instance(22),
+        _spec=SimpleNamespace(rank=0),
+        _transport=SimpleNamespace(accept=lambda *_: pytest.fail("the ring was offered")),
+        _receiver=SimpleNamespace(ring=SimpleNamespace(capacity_bytes=1 << 16), num_ending=MAX_SESSIONS),
+    )
+    for name in ("_routes_from", "_wire"):
+        setattr(rank, name, getattr(DecodeWorker, name).__get__(rank))
+    request = SimpleNamespace(prefill=instance(PREFILL_LIFE), prefill_rank=0, chunk_plan=PLAN)
+    with pytest.raises(StagingError, match=r"256 sessions of decode rank 0 are closed, and their writers may still write"):
+        await DecodeWorker._on_attach(cast(DecodeWorker, rank), cast(Any, request))
+
+
 async def test_a_session_that_is_closed_as_soon_as_it_is_attached_harms_nobody() -> None:
     own, prefill = instance(22), instance(PREFILL_LIFE)
     hub = InprocHub()
@@ -119,6 +135,7 @@ async def test_a_session_that_is_closed_as_soon_as_it_is_attached_harms_nobody()
         _writers={},
         _receiver=SimpleNamespace(
             ring=SimpleNamespace(capacity_bytes=1 << 16),
+            num_ending=0,
             memory=memory,
             copier=None,
             driver=SimpleNamespace(add=lambda session: None),

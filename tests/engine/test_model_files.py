@@ -141,8 +141,22 @@ def test_a_wrong_index_is_refused(copied: Path, weight_map: Any, named: str) -> 
             b'{"a\\nb": {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}}',
             "its header is damaged: a name that cannot be printed",
         ),
+        *(
+            (
+                b'{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, %s]}}' % (size, end),
+                f"its header is damaged: {named} where a size or an offset belongs",
+            )
+            for size, end, named in (
+                (b"-Infinity", b"0", "-inf"),
+                (b"1.5", b"0", "1.5"),
+                (b"true", b"0", "True"),
+                (b"-1", b"0", "-1"),
+                (b"1", b"1e999", "inf"),
+                (b"1", b'"4"', "'4'"),
+            )
+        ),
     ],
-    ids=["nested", "unprintable"],
+    ids=["nested", "unprintable", "endless", "broken size", "bool", "negative", "endless offset", "text"],
 )
 def test_a_hostile_header_is_refused(copied: Path, header: bytes, named: str) -> None:
     (copied / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)

@@ -95,6 +95,7 @@ async def test_a_piece_goes_from_pool_to_pool_with_its_digest() -> None:
     for _ in range(3):  # the digest is the difference to the copy before
         found, seconds = await gathered(source, wire, None)
         assert found == digest(wire.cpu().numpy(), DIGEST_WORDS) and 0 < seconds < 10
+        target.lane.expect(target.piece(), peer=1)
         is_intact, _ = await scattered(target, wire, found)
         assert is_intact
         assert not (await scattered(target, wire, found ^ 1))[0]

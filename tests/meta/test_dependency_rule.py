@@ -49,7 +49,7 @@ L0 = (
 )
 # Layer 1: also the small libraries of L1_LIBRARIES.
 L1 = (
-    "transfer/config.py",
+    "transfer/config/*",
     "transfer/load_config.py",
     "transfer/plain_text.py",
     "transfer/messages.py",
@@ -117,7 +117,7 @@ FOREIGN: dict[str, Foreign] = {
     ),
     "pydantic": Foreign(
         distribution="pydantic",
-        allowed=("transfer/messages.py", "*config.py", "transfer/load_config.py", "node_runtime/*link*.py"),
+        allowed=("transfer/messages.py", "transfer/config/*", "transfer/load_config.py", "node_runtime/*link*.py"),
     ),
     "pydantic_settings": Foreign(distribution="pydantic-settings", allowed=("*config.py",)),
     "rich": Foreign(distribution="rich", allowed=CLI_FILES),

@@ -17,9 +17,10 @@ from prefill_node.node import PrefillNode, _Life
 from prefill_node.rank_messages import CODEC, DecodeAttached, RunStep, StepFailed, StepPart, check_step_fits
 from tests.prefill.leader_world import turns
 from tests.runtime.instances import hello, instance, prefill_config
+from transfer import chunk as chunk_module
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
-from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted
+from transfer.errors import ConfigError, EngineError, LayoutError, PeerUnreachable, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
 
 DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY))
@@ -94,6 +95,17 @@ async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader
     assert leader.life.requests.request_ids == ("a",)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
+    assert leader.life.requests.num_in_flight == 0
+
+
+async def test_a_prompt_that_would_be_cut_into_too_many_chunks_is_refused_before_it_is_queued(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await leader.joined(1)
+    monkeypatch.setattr(chunk_module, "MAX_CHUNKS", 0)
+    question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101)
+    with pytest.raises(LayoutError, match=r"2 tokens in chunks of \d+ tokens and .* layers are 2 chunks; a request can have 0"):
+        leader.node._submit(leader.life, question)
     assert leader.life.requests.num_in_flight == 0
 
 

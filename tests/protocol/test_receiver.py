@@ -25,12 +25,16 @@ def test_a_request_goes_from_expected_to_complete() -> None:
     assert (post.session, post.grant, post.num_bytes, post.key) == (1, cells(0, 2), WHOLE_CHUNK, grant_key(0, 0))
     assert not of_type(actions, rx.PublishWatermark)
     assert receiver.machine.ring_peak_bytes == 2 * CELL
+    (prepare,) = of_type(actions, rx.PrepareScatter)
+    assert (prepare.session, prepare.grant, prepare.request_id) == (1, post.grant, "r")
+    assert (prepare.chunk.index, prepare.route.index, prepare.num_tokens) == (0, 0, 4)
+    assert not of_type(receiver.ask(0), rx.PrepareScatter)  # the same grant, said again
     receiver.settled(post.grant)
     (scatter,) = of_type(receiver.ready(0, post.grant), rx.StartScatter)
     assert (scatter.request_id, scatter.chunk.index, scatter.route.index, scatter.num_tokens) == ("r", 0, 0, 4)
     (complete,) = of_type(receiver.scattered(post.grant), rx.RequestComplete)
     assert complete.request_id == "r"
-    assert receiver.machine.is_idle
+    assert receiver.machine.is_idle and receiver.machine.ring is receiver.ring
 
 
 def test_padding_is_published_for_a_grant_may_wait_for_nothing_else() -> None:
@@ -72,6 +76,15 @@ def test_a_watermark_goes_to_those_whom_it_concerns(is_one_sided: bool) -> None:
     assert arrive(0, second, writer=2) == [frozenset({2})]
     # Nobody has told the first writer yet that its next grant may be written at once.
     ask(1, writer=1, news_for=[frozenset({1})])
+
+
+def test_a_watermark_goes_to_no_session_that_is_lost() -> None:
+    receiver, ask, _ = two_writers(is_one_sided=True)
+    ask(0, writer=1), ask(0, writer=2)
+    ask(1, writer=2)  # waits for the first one's bytes, and its writer may still write
+    receiver.lose(2, is_over=False)
+    actions = receiver.drained(route=0, session=1)
+    assert [publish.sessions for publish in of_type(actions, rx.PublishWatermark)] == [frozenset({1})]
 
 
 def test_a_watermark_without_room_for_every_range_goes_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +221,7 @@ def test_a_lost_session_releases_its_grants_at_once(is_posted: bool) -> None:
     actions = receiver.tell(rx.SessionLost(session=1, reason="peer died"))
     assert {failed.request_id for failed in of_type(actions, rx.RequestFailed)} == {"first", "second"}
     assert not messages(actions, AbortTransfer)
+    assert not of_type(actions, rx.PostReceive)  # also of what waited for the bytes that are free now
     assert receiver.ring.live_bytes == 0 and receiver.machine.is_idle
     assert receiver.tell(rx.SessionLost(session=1, reason="again")) == []
 
@@ -328,7 +342,8 @@ def test_a_writer_that_asks_for_a_failed_request_is_told_to_stop() -> None:
     receiver = ReceiverHand(prefill_tp=2)
     receiver.expect(num_tokens=4)
     receiver.cancel()
-    assert messages(receiver.ask(0, num_bytes=WHOLE_CHUNK // 2), AbortTransfer)
+    actions = receiver.ask(0, num_bytes=WHOLE_CHUNK // 2)
+    assert messages(actions, AbortTransfer) and not messages(actions, GrantRefused)
     receiver.drained(route=0, session=1)
     (refused,) = messages(receiver.ask(0, num_bytes=WHOLE_CHUNK // 2), GrantRefused)  # it started late; route 1 drains still
     assert refused.reason == "client went away"
@@ -364,6 +379,8 @@ def test_the_owner_is_told_when_it_breaks_a_rule() -> None:
         receiver.scattered(grant)
     with pytest.raises(LocalProtocolError, match="not live"):
         receiver.scattered(cells(6, 7))
+    with pytest.raises(AssertionError, match="unreachable"):
+        receiver.tell("no event")  # type: ignore[arg-type]
     assert receiver.cancel("nobody") == []
     assert PREFILL_LIFE != 0
 
@@ -383,6 +400,9 @@ def test_a_spoilt_receiver_is_noticed() -> None:
     receiver.machine._requests["r"] = request
     receiver.ring.assign(CELL)
     with pytest.raises(LocalProtocolError, match="2 live grants, 1 pieces hold one"):
+        receiver.machine.check_invariants()
+    receiver.ring._live_bytes = 0
+    with pytest.raises(LocalProtocolError, match="R4"):
         receiver.machine.check_invariants()
 
 

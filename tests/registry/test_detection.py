@@ -91,6 +91,16 @@ def instance(incarnation: int) -> Instance:
     )
 
 
+ATTACH = AttachRequest(
+    prefill=instance(5),
+    prefill_rank=0,
+    offer=b"",
+    chunk_plan=ChunkPlan(chunk_tokens=8),
+    probe_bytes=4096,
+    control_key=bytes(32),
+)
+
+
 @asynccontextmanager
 async def child(code: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, *arguments, stdout=asyncio.subprocess.PIPE)
@@ -197,15 +207,7 @@ async def test_a_dead_or_frozen_decode_rank_is_noticed(how: signal.Signals, hear
     lost: asyncio.Queue[str] = asyncio.Queue()
     async with child(SERVER) as process:
         client = TransferControlClient(await line(process, "127.0.0.1:"))
-        request = AttachRequest(
-            prefill=instance(5),
-            prefill_rank=0,
-            offer=b"",
-            chunk_plan=ChunkPlan(chunk_tokens=8),
-            probe_bytes=4096,
-            control_key=bytes(32),
-        )
-        answer = await client.attach(request, timeout_s=20)
+        answer = await client.attach(ATTACH, timeout_s=20)
         client.watch(
             answer.session_id,
             ring_capacity_bytes=4096,
@@ -232,15 +234,7 @@ async def test_a_writer_that_was_away_hears_why_its_session_ended() -> None:
         try:
             assert process.stdout is not None
             client = TransferControlClient(process.stdout.readline().strip())
-            request = AttachRequest(
-                prefill=instance(5),
-                prefill_rank=0,
-                offer=b"",
-                chunk_plan=ChunkPlan(chunk_tokens=8),
-                probe_bytes=4096,
-                control_key=bytes(32),
-            )
-            answer = await client.attach(request, timeout_s=20)
+            answer = await client.attach(ATTACH, timeout_s=20)
             watch = client.watch(
                 answer.session_id,
                 ring_capacity_bytes=answer.ring_capacity_bytes,

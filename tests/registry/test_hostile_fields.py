@@ -141,6 +141,7 @@ class Nodes:
                 copier=None,
                 driver=SimpleNamespace(add=lambda session: None),
                 open_session=lambda number, session, **values: None,
+                num_ending=0,
             ),
             _control=SimpleNamespace(address="inproc", public_key=bytes(32)),
             _keep=lambda work: (kept.append(work), work.close()),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -28,6 +31,9 @@ class Counts(pb_grpc.DecodeControlServicer):
         self.sizes.append(len(request.prompt))
         await self.gate.wait()
         yield pb.GenerateEvent(done=pb.GenerateDone())
+
+    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
+        return pb.ReserveResponse(reserved=True)
 
 
 async def code_of(channel: grpc.aio.Channel, request: pb.GenerateRequest) -> grpc.StatusCode:
@@ -71,3 +77,83 @@ async def test_calls_above_the_limit_are_refused_by_grpc(monkeypatch: pytest.Mon
     finally:
         await served.close()
     assert len(node.sizes) == 3
+
+
+async def test_clients_calls_leave_room_for_the_other_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that holds all the calls it can get, answers unread, must not keep the two tiers apart."""
+    monkeypatch.setattr(server, "MAX_CLIENT_CALLS", 3)
+    monkeypatch.setattr(server, "MAX_CONCURRENT_CALLS", 5)
+    node = Counts()
+    served = await serve("127.0.0.1", 0, decode_control=node)
+    try:
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            watches = [health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+            for watch in watches:
+                await watch.read()
+            held = asyncio.ensure_future(code_of(channel, pb.GenerateRequest(prompt="x")))
+            async with asyncio.timeout(20):
+                while not node.sizes:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(grpc.aio.AioRpcError, match="3 calls of clients are in progress here") as refused:
+                await code_of(channel, pb.GenerateRequest(prompt="y"))
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            reserve = pb_grpc.DecodeControlStub(channel).Reserve
+            assert (await reserve(pb.ReserveRequest(request_id="a"), timeout=20)).reserved
+            watches[0].cancel()
+            node.gate.set()
+            assert await held is grpc.StatusCode.OK
+            assert await code_of(channel, pb.GenerateRequest(prompt="z")) is grpc.StatusCode.OK
+            watches[1].cancel()
+    finally:
+        await served.close()
+    assert node.sizes == [1, 1]
+
+
+async def held_by(address: str, number: int, seconds: float) -> int:
+    """How many of so many connections that say nothing are still open that much later."""
+    host, port = address.split(":")
+    opened = [await asyncio.open_connection(host, int(port)) for _ in range(number)]
+    await asyncio.sleep(seconds)
+    num_open = 0
+    for reader, writer in opened:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while await asyncio.wait_for(reader.read(1 << 16), 0.01):
+                pass  # what a server says before it hangs up
+            continue
+        num_open += not reader.at_eof() and reader.exception() is None
+        writer.close()
+    return num_open
+
+
+async def test_connections_above_the_limit_are_closed_and_those_that_stand_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "most_connections", lambda open_files: 12)
+    node = Counts()
+    node.gate.set()
+    served = await serve("127.0.0.1", 0, decode_control=node)
+    try:
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            assert await code_of(channel, pb.GenerateRequest(prompt="x")) is grpc.StatusCode.OK
+            assert await held_by(served.address, 60, 0.5) <= 11
+            assert await code_of(channel, pb.GenerateRequest(prompt="x")) is grpc.StatusCode.OK
+    finally:
+        await served.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = dict(server.SERVER_OPTIONS)
+    assert patient["grpc.server_handshake_timeout_ms"] == options.HANDSHAKE_MS
+    monkeypatch.setattr(server, "SERVER_OPTIONS", tuple((patient | {"grpc.server_handshake_timeout_ms": 1000}).items()))
+    served = await serve("127.0.0.1", 0, decode_control=Counts())
+    try:
+        assert await held_by(served.address, 30, 0.3) == 30
+        assert await held_by(served.address, 30, 3.0) == 0
+    finally:
+        await served.close()
+
+
+@pytest.mark.parametrize(
+    ("open_files", "most"),
+    [(1024, 256), (65_536, options.MAX_CONNECTIONS), (resource.RLIM_INFINITY, options.MAX_CONNECTIONS), (3, 1)],
+)
+def test_connections_leave_files_to_the_rest(open_files: int, most: int) -> None:
+    assert options.most_connections(open_files) == most

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,13 @@ from transfer.config import TlsConfig
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry import renewal
 from transfer.registry.certificates import CertificateFiles
 from transfer.registry.client import open_channel
 from transfer.registry.greeting import greet
 from transfer.registry.guard import Refusal
 from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.renewal import SETTLE_S
 from transfer.registry.roles import METHOD_ROLES, CallerRole
 from transfer.registry.security import MutualTls, PlainText
 from transfer.registry.server import RegistryServer, serve
@@ -274,7 +277,7 @@ async def test_an_authority_that_the_caller_does_not_know(node: Node, stranger: 
 @pytest.mark.parametrize("names", [("other.example",), ("*.example.org", "spiffe://cluster.example/other")])
 async def test_a_node_that_is_somebody_else(node: Node, authority: Authority, tmp_path: Path, names: tuple[str, ...]) -> None:
     text = await refusal(node, authority.files(tmp_path / "caller", PEER), names=names)
-    assert text == f"{SPIFFE}, {NODE} answers there, which is not in tls.peer_names of this side"
+    assert text == f"{SPIFFE}, {NODE} answers there, which is not in tls.peer_names (--peer-name) of this side"
 
 
 SOON_DAYS = 5 / 86_400
@@ -329,27 +332,80 @@ async def test_somebody_who_says_nothing(authority: Authority, tmp_path: Path) -
     silent.close()
 
 
-@pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
-async def test_no_session_is_resumed(node: Node, authority: Authority, tmp_path: Path, version: str) -> None:
-    """Or a caller could come back without being asked for a certificate, when the one that it had has expired."""
-    files = authority.files(tmp_path / "caller", CLIENT)
+def resumer(node: Node, files: Files, version: str) -> Callable[[ssl.SSLSession | None], tuple[bool, ssl.SSLSession]]:
+    """Connects, with the ticket of an earlier connection if there is one: whether that was good, and the next ticket."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(files.ca)
     context.load_cert_chain(files.cert, files.key)
     context.set_alpn_protocols(["h2"])
     context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
+    host, port = node.address.split(":")
 
-    def connect(session: ssl.SSLSession | None) -> ssl.SSLSession | None:
-        host, port = node.address.split(":")
+    def connect(session: ssl.SSLSession | None) -> tuple[bool, ssl.SSLSession]:
         with context.wrap_socket(socket.create_connection((host, int(port)), timeout=20), session=session) as connection:
             assert connection.recv(1)  # a ticket comes with it
-            assert not connection.session_reused
-            return connection.session
+            ticket = connection.session
+            assert ticket is not None and ticket.has_ticket
+            return bool(connection.session_reused), ticket
 
-    session = await asyncio.to_thread(connect, None)
-    assert session is not None and session.has_ticket
-    await asyncio.to_thread(connect, session)
+    return connect
+
+
+@pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
+async def test_no_session_is_resumed(node: Node, authority: Authority, tmp_path: Path, version: str) -> None:
+    """Or a caller could come back without being asked for a certificate, when the one that it had has expired."""
+    connect = resumer(node, authority.files(tmp_path / "caller", CLIENT), version)
+    _, ticket = await asyncio.to_thread(connect, None)
+    await asyncio.sleep(SETTLE_S)
+    is_resumed, _ = await asyncio.to_thread(connect, ticket)
+    assert not is_resumed
+
+
+async def test_handshakes_without_a_pause_keep_a_ticket_good_for_seconds_at_most(
+    node: Node, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "MAX_AGE_S", 1.0)
+    connect = resumer(node, authority.files(tmp_path / "caller", CLIENT), "TLSv1_3")
+    _, ticket = await asyncio.to_thread(connect, None)
+    began_s, is_resumed = time.monotonic(), True
+    while is_resumed and time.monotonic() - began_s < 20:
+        await asyncio.to_thread(connect, None)
+        is_resumed, _ = await asyncio.to_thread(connect, ticket)
+    assert not is_resumed
+
+
+async def test_strangers_who_connect_and_leave_at_once_do_not_end_the_process(authority: Authority, tmp_path: Path) -> None:
+    """Hundreds of connections without a certificate, opened and closed together: gRPC freed TLS contexts that it still used."""
+    files = authority.files(tmp_path / "node", NODE)
+    command = [sys.executable, "-m", "tests.registry.tls_node", str(files.cert), str(files.key), str(files.ca)]
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        address = (await asyncio.wait_for(child.stdout.readline(), 60)).decode().strip()
+        host, port = address.split(":")
+        for _ in range(5):
+            crowd = [socket.socket() for _ in range(600)]
+            for one in crowd:
+                one.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    one.connect((host, int(port)))
+            await asyncio.sleep(0.5)
+            for one in crowd:
+                one.close()
+        async with asyncio.timeout(60):
+            channel = PeerChannel(address, tls_of(authority.files(tmp_path / "caller", PEER), peers=(NODE,)))
+            code, _ = await call(await channel.ready(), "/grpc.health.v1.Health/Check")
+            await channel.close()
+            assert code is OK
+            child.stdin.close()
+            assert await child.wait() == 0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
 
 
 @pytest.mark.parametrize(("version", "is_spoken"), [("TLSv1", False), ("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)])
@@ -415,7 +471,7 @@ async def test_a_command_without_names_checks_the_host(authority: Authority, tmp
         if is_good:
             assert (await call(await channel.ready(), "/kvferry.v1.DecodeControl/Status"))[0] is OK
         else:
-            with pytest.raises(PeerUnreachable, match=r"its certificate is refused: (Hostname|IP address) mismatch"):
+            with pytest.raises(PeerUnreachable, match=r"refused: (Hostname|IP address) mismatch.*'; give .* \(--peer-name\)$"):
                 await channel.ready()
         await channel.close()
         await one.server.close()

@@ -63,18 +63,21 @@ def a_call(remaining_s: float | None = None) -> Any:
     return cast(Any, Context(remaining_s))
 
 
-@pytest.fixture
-def leader(tmp_path: Path) -> Leader[PrefillNodeConfig, Life]:
-    asked = SimpleNamespace(state=NodeState.STARTING, started_s=0.0, num_restarts=4, ready=Readiness(is_ready=True))
-    asked.readiness = lambda: asked.ready
-    daemon = cast(Daemon, asked)
-    one: Leader[PrefillNodeConfig, Life] = Leader(
-        daemon,
-        prefill_config(tmp_path),
+def leader_of(daemon: SimpleNamespace, config: PrefillNodeConfig) -> Leader[PrefillNodeConfig, Life]:
+    return Leader(
+        cast(Daemon, daemon),
+        config,
         entry=rank_entries.obedient,
         codec=rank_entries.CODEC,
         on_rank_message=lambda rank, message: None,
     )
+
+
+@pytest.fixture
+def leader(tmp_path: Path) -> Leader[PrefillNodeConfig, Life]:
+    asked = SimpleNamespace(state=NodeState.STARTING, started_s=0.0, num_restarts=4, ready=Readiness(is_ready=True))
+    asked.readiness = lambda: asked.ready
+    one = leader_of(asked, prefill_config(tmp_path))
     one._life = Life()
     return one
 
@@ -138,13 +141,7 @@ async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Pa
     authority = Authority()
     files = authority.files(tmp_path / "tls", "node.example")
     tls = files.tls(peer_names=("peer.example",))
-    one: Leader[PrefillNodeConfig, Life] = Leader(
-        cast(Daemon, SimpleNamespace(state=NodeState.STARTING, num_restarts=0)),
-        prefill_config(tmp_path, tls=tls.model_dump()),
-        entry=rank_entries.obedient,
-        codec=rank_entries.CODEC,
-        on_rank_message=lambda rank, message: None,
-    )
+    one = leader_of(SimpleNamespace(state=NodeState.STARTING, num_restarts=0), prefill_config(tmp_path, tls=tls.model_dump()))
     await one._listen()
     assert isinstance(one.security, MutualTls)
     expiry = "kvferry_certificate_expiry_timestamp_seconds"
@@ -169,13 +166,7 @@ async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Pa
 async def test_a_leader_says_that_its_certificate_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.05)
     tls = Authority().files(tmp_path / "tls", "node.example", days=5 / 86_400).tls(peer_names=("peer.example",))
-    one: Leader[PrefillNodeConfig, Life] = Leader(
-        cast(Daemon, SimpleNamespace(state=NodeState.STARTING, num_restarts=0)),
-        prefill_config(tmp_path, tls=tls.model_dump()),
-        entry=rank_entries.obedient,
-        codec=rank_entries.CODEC,
-        on_rank_message=lambda rank, message: None,
-    )
+    one = leader_of(SimpleNamespace(state=NodeState.STARTING, num_restarts=0), prefill_config(tmp_path, tls=tls.model_dump()))
     with capture_logs() as lines:
         await one._listen()
         try:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.transport.contract import KINDS, TWO_SIDED, Pair, open_pair
 from tests.transport.payload import rng
 from transfer.errors import ConfigError, TransportError, TransportTimeout
-from transfer.transport.base import FIRST_PROBE_KEY
+from transfer.transport import probe as probe_module
+from transfer.transport.base import FIRST_PROBE_KEY, ByteRange
 from transfer.transport.driver import SessionDriver
+from transfer.transport.memory import memory_of
 from transfer.transport.probe import LinkProbe, ProbePlan, probe_link, serve_probe
 
 PLAN = ProbePlan(bulk_bytes=1 << 20, small_rounds=9, bulk_rounds=2)
@@ -99,3 +104,80 @@ async def test_small_scratch_is_refused_and_fitting_fits() -> None:
 def test_plans_are_checked(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} of a probe is -1"):
         ProbePlan(**{field: -1})
+
+
+class _TimedHandle:
+    """A write that is complete at a time."""
+
+    def __init__(self, ends_s: float) -> None:
+        self._ends_s = ends_s
+
+    def poll(self) -> bool:
+        return time.monotonic() >= self._ends_s
+
+
+class _TimedSession:
+    """The writer's end of a one-sided link that moves nothing: writes follow one another, each seen `latency_s` late."""
+
+    lane = "timed"
+    is_over = False
+
+    def __init__(self, *, latency_s: float, bytes_per_s: float) -> None:
+        self._latency_s, self._bytes_per_s, self._free_s = latency_s, bytes_per_s, 0.0
+        self.num_writes = 0
+
+    def write(self, source: Any, source_range: ByteRange, target_range: ByteRange, key: int) -> _TimedHandle:
+        self.num_writes += 1
+        self._free_s = max(self._free_s, time.monotonic()) + source_range.num_bytes / self._bytes_per_s
+        return _TimedHandle(self._free_s + self._latency_s)
+
+    def fileno(self) -> None:
+        return None
+
+    def progress(self) -> bool:
+        return False
+
+    def arm(self) -> bool:
+        return True
+
+
+def _probe_timed(session: Any) -> LinkProbe:
+    async def run() -> LinkProbe:
+        driver = SessionDriver(asyncio.get_running_loop())
+        driver.add(session)
+        memory = memory_of(torch.zeros(4 << 20, dtype=torch.uint8))
+        try:
+            return await probe_link(driver, session, memory, is_one_sided=True)
+        finally:
+            driver.remove(session)
+
+    return asyncio.run(run())
+
+
+def test_bandwidth_of_a_fast_link_is_not_its_latency() -> None:
+    """4 MiB take 1 ms of this link and are seen after 4: a lone write would say a quarter of what it can do."""
+    session = _TimedSession(latency_s=3e-3, bytes_per_s=4e9)
+    found = _probe_timed(session)
+    assert found.bandwidth_bytes_per_s > 2.4e9, found
+    assert found.latency_s >= 3e-3
+
+
+async def test_a_link_whose_answers_are_slow_is_not_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the median answer took longer than a bulk write with its own: 4 MiB in no time were 4 million GB/s."""
+
+    async def send(prober: Any, key: int, num_bytes: int, *, is_one_sided: bool) -> float:
+        return 0.001 if num_bytes == 4 << 20 else 0.005
+
+    monkeypatch.setattr(probe_module._Prober, "send", send)
+    session: Any = _TimedSession(latency_s=0.0, bytes_per_s=1.0)
+    memory = memory_of(torch.zeros(4 << 20, dtype=torch.uint8))
+    found = await probe_link(SessionDriver(asyncio.get_running_loop()), session, memory)
+    assert found.bandwidth_bytes_per_s == pytest.approx((4 << 20) / 0.0005)
+
+
+def test_slow_link_is_not_given_bursts() -> None:
+    session = _TimedSession(latency_s=50e-6, bytes_per_s=200e6)
+    found = _probe_timed(session)
+    assert found.bandwidth_bytes_per_s == pytest.approx(200e6, rel=0.2)
+    plan = ProbePlan.fitting(4 << 20)
+    assert session.num_writes == plan.warmup_rounds + plan.small_rounds + plan.bulk_rounds + 1

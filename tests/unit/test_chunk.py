@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.chunk import Chunk, ChunkPlan, largest_wire_bytes, pieces_of, pieces_of_request, split_into_chunks
+from transfer import chunk as chunk_module
+from transfer.chunk import Chunk, ChunkPlan, check_num_chunks, largest_wire_bytes, pieces_of, pieces_of_request, split_into_chunks
 from transfer.errors import LayoutError
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, routes, wire_bytes
 
@@ -127,3 +128,26 @@ def test_no_piece_of_any_request_is_larger_than_the_largest(
 
 def test_without_routes_there_is_no_largest_piece() -> None:
     assert largest_wire_bytes(ChunkPlan(chunk_tokens=4), LAYOUT, (), DType.FLOAT16) == 0
+
+
+@given(
+    chunk_tokens=st.integers(1, 9),
+    layers_per_group=st.integers(0, 6),
+    num_tokens=st.integers(1, 40),
+    num_layers=st.integers(1, 6),
+    start=st.integers(0, 39),
+)
+def test_more_chunks_than_a_rank_can_prepare_are_refused_before_they_are_cut(
+    chunk_tokens: int, layers_per_group: int, num_tokens: int, num_layers: int, start: int
+) -> None:
+    """The count is that of the chunks, so a plan is refused exactly where it makes one too many."""
+    plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
+    start_token = min(start, num_tokens - 1)
+    request = {"num_tokens": num_tokens, "num_layers": num_layers, "start_token": start_token}
+    count = len(split_into_chunks(plan, **request))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(chunk_module, "MAX_CHUNKS", count)
+        check_num_chunks(plan, **request)
+        patched.setattr(chunk_module, "MAX_CHUNKS", count - 1)
+        with pytest.raises(LayoutError, match=f"are {count} chunks; a request can have {count - 1}"):
+            check_num_chunks(plan, **request)

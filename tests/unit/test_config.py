@@ -136,7 +136,7 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("nonsense", "--set nonsense: it must be path=value, for example --set pool.page_size=32"),
         (
             "server.host=0.0.0.0",
-            "server.host is 0.0.0.0, which no peer can connect to; advertise_host must name this machine",
+            "server.host is 0.0.0.0, which no peer can connect to; server.advertise_host must name this machine",
         ),
         ("server.host=a b", "server.host is a b (from --set); it must be a host name or an address, without port or brackets"),
         (

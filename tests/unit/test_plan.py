@@ -549,6 +549,11 @@ def test_what_does_not_fit_names_the_largest_terms_and_the_flags() -> None:
         ({"device_bytes": 0}, "--device-memory is 0; it must be at least 1"),
         ({"free_bytes": GIB, "page_size": 0}, "--page-size is 0; it must be at least 1"),
         ({"free_bytes": GIB, "tokens_in_flight": 0}, "tokens_in_flight is 0; it must be at least 1"),  # has no flag
+        ({"free_bytes": GIB, "page_size": 1 << 63}, f"--page-size is {1 << 63}; it must be at most {(1 << 63) - 1}"),
+        (
+            {"free_bytes": GIB, "cuda_graph_batch_sizes": (1, 1 << 63)},
+            f"--cuda-graph-bs is [1, {1 << 63}]; each must be at most {(1 << 63) - 1}",
+        ),
         ({"free_bytes": GIB, "ring_bytes": -1}, "--ring is -1; it must be at least 0"),
         ({"free_bytes": GIB, "cuda_graph_batch_sizes": (1, 0)}, "--cuda-graph-bs is [1, 0]; each must be at least 1"),
         ({"free_bytes": GIB, "static_fraction": 1.0}, "--static-fraction is 1.0; it must be between 0 and 1"),

@@ -21,7 +21,6 @@ from transfer.ring import (
     Watermark,
     grant_key,
 )
-from transfer.ring_index import SortedPositions
 
 CELL = ALIGNMENT_BYTES
 
@@ -420,25 +419,23 @@ def test_writable_grants_that_overlap_are_noticed() -> None:
         ring.check_invariants()
 
 
+def test_released_ranges_that_lie_in_each_other_are_noticed() -> None:
+    ring = ring_of(8)
+    grants = [ring.assign(CELL) for _ in range(4)]
+    for grant in grants[1:3]:
+        ring.release(grant)
+    inner = CELL + CELL // 2
+    ring._range_begins.add(inner)
+    ring._end_of[inner], ring._begin_of[3 * CELL + CELL // 2] = 3 * CELL + CELL // 2, inner
+    with pytest.raises(LocalProtocolError, match=rf"ascending and apart: \[{inner}, "):
+        ring.check_invariants()
+
+
 def test_an_empty_ring_with_a_watermark_behind_is_noticed() -> None:
     ring = ring_of(4)
     ring._head = 2 * CELL
-    set_range(ring, CELL, 3 * CELL)
-    with pytest.raises(LocalProtocolError, match="ascending"):
+    with pytest.raises(LocalProtocolError, match=r"R5: no live grant, watermark 0, head 512"):
         ring.check_invariants()
-    set_range(ring, CELL // 2, 2 * CELL)
-    with pytest.raises(LocalProtocolError, match="R4"):
-        ring.check_invariants()
-    ring._live_bytes = CELL // 2
-    with pytest.raises(LocalProtocolError, match="live bytes are counted right"):
-        ring.check_invariants()
-
-
-def set_range(ring: StagingAllocator, begin: int, end: int) -> None:
-    """Make [begin, end) the ring's only released range, true or not."""
-    ring._range_begins = SortedPositions()
-    ring._range_begins.add(begin)
-    ring._end_of, ring._begin_of = {begin: end}, {end: begin}
 
 
 # Against an oracle

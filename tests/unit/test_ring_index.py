@@ -36,6 +36,7 @@ def test_sorted_positions_agree_with_a_set(seed: int, monkeypatch: pytest.Monkey
         assert positions.cycle_from(position, 7) == [*upper, *lower][:7]
         assert positions.cycle_from(position, 1000) == [*upper, *lower]
         assert len(positions) == len(plain)
+        assert all(0 < len(block) <= 6 for block in positions._blocks)  # what one step costs at most
     assert positions.take(0, 400) == sorted(plain)
     assert (list(positions), positions.below(400), positions.take(0, 400)) == ([], None, [])
 
@@ -50,6 +51,16 @@ def test_things_are_found_by_ranges_of_positions() -> None:
     index.remove(9, "d")
     assert index.take(3, 9) == ["a", "c"]
     assert len(index) == 0
+
+
+def test_a_position_that_is_empty_again_leaves_nothing_behind() -> None:
+    """Positions are never used again: what stayed of each would grow with the ring's life."""
+    index: PositionIndex[str] = PositionIndex()
+    for position in range(10):
+        index.add(position, "a")
+        index.remove(position, "a")
+    assert not index._things and not index._positions
+    assert index.take(0, 10) == []
 
 
 def ring_of(num_cells: int) -> StagingAllocator:
@@ -88,6 +99,18 @@ def test_what_is_discarded_is_gone_whether_it_may_go_or_waits() -> None:
     assert (len(waiting), waiting.has_free) == (0, False)
 
 
+def test_what_waited_and_is_free_now_can_be_discarded() -> None:
+    ring = ring_of(1)
+    waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
+    first, second = ring.assign(CELL), ring.assign(CELL)
+    waiting.add(second, "b")
+    ring.release(first)
+    waiting.wake(first.begin, first.end)
+    assert waiting.has_free
+    waiting.discard(second)
+    assert (len(waiting), waiting.has_free) == (0, False)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_is_released_first_each_goes_as_soon_as_it_may(seed: int) -> None:
     """Random sizes, releases and losses, over many rounds; of those that wait none is free, and all that are free go."""
@@ -107,9 +130,7 @@ def test_whatever_is_released_first_each_goes_as_soon_as_it_may(seed: int) -> No
 
     for _ in range(1500):
         if len(live) < 3 * num_cells and chance.random() < 0.55:
-            head = ring.head
             grant = ring.assign(chance.randint(1, max(num_cells // 3, 1)) * CELL)
-            waiting.wake(head, grant.begin)
             waiting.add(grant, grant)
             live.append(grant)
             waits.add(grant)

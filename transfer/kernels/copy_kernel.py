@@ -1,7 +1,7 @@
 """The Triton kernel of gather and scatter: one for both directions, all token orders, page sizes and dtypes.
 
 A *row* is what is contiguous on both sides: all travelling heads of a token where they lie together in the pool (NHD), otherwise
-one head. It is cut into *pieces* of equal length (`pieces_for`). Wire pieces follow each other; a piece of the pool is found by
+one head. It is cut into *pieces* of equal length (`piece_words`). Wire pieces follow each other; a piece of the pool is found by
 strides, so NHD, HND and views of an engine's own tensors are one case. A tile is some consecutive pieces of one buffer. Words are
 as wide as every address and stride allows: 8 bytes, and 16-byte accesses where pieces begin on multiples of that.
 

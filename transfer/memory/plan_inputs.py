@@ -43,7 +43,10 @@ _FLAGS: Final = {
     "max_running_requests": "--max-running-requests", "max_seq_len": "--max-seq-len", "max_total_tokens": "--max-total-tokens",
     "weights_bytes": "--weights", "checkpoint_bytes": "checkpoint_bytes",
 }  # fmt: skip
-"""What must be at least 1, by the flags of `kvferry plan`; two have none."""
+"""What must be from 1 to `_MOST`, by the flags of `kvferry plan`; two have none."""
+
+_MOST: Final = (1 << 63) - 1
+"""Of a number or a size: more than there is of anything, and products of several stay in the range of a float."""
 
 
 class Policy(StrEnum):
@@ -154,11 +157,15 @@ class PlanInputs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise self._wrong(f"{flag} is {value}; it must be at least 1")
+            if value is not None and value > _MOST:
+                raise self._wrong(f"{flag} is {value}; it must be at most {_MOST}")
         for flag, size in (("--staging", self.staging_bytes), ("--ring", self.ring_bytes)):
             if size < 0:
                 raise self._wrong(f"{flag} is {size}; it must be at least 0")
         if min(self.cuda_graph_batch_sizes or (1,)) < 1:
             raise self._wrong(f"--cuda-graph-bs is {list(self.cuda_graph_batch_sizes or ())}; each must be at least 1")
+        if max(self.cuda_graph_batch_sizes or (1,)) > _MOST:
+            raise self._wrong(f"--cuda-graph-bs is {list(self.cuda_graph_batch_sizes or ())}; each must be at most {_MOST}")
         for flag, share in (("--static-fraction", self.static_fraction), ("--memory-ratio", self.memory_ratio)):
             if share is not None and not 0 < share < 1:
                 raise self._wrong(f"{flag} is {share}; it must be between 0 and 1")

@@ -19,6 +19,8 @@ from transfer.plain_text import host_of
 from transfer.registry.certificates import Certificates, load_pair, names_of, reason_of, trust
 
 HTTP2: Final = "h2"
+_WRONG_HOST: Final = (62, 64)
+"""OpenSSL's `X509_V_ERR_HOSTNAME_MISMATCH` and `X509_V_ERR_IP_ADDRESS_MISMATCH`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +65,14 @@ async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], ti
     except TimeoutError:
         raise PeerUnreachable(f"{address}: no answer within {timeout_s:g} s") from None
     except ssl.SSLCertVerificationError as error:
-        raise PeerUnreachable(f"{address}: its certificate is refused: {error.verify_message} (tls.ca_file)") from None
+        raise PeerUnreachable(f"{address}: its certificate is refused: {_why_refused(error)}") from None
     except ssl.SSLError as error:
         raise PeerUnreachable(f"{address}: {_why_no_tls(error)}") from None
     except (ConnectionResetError, BrokenPipeError):
         raise PeerUnreachable(
             f"{address}: it ended the connection in the TLS handshake; a node does so that does not accept this side's "
-            "certificate (tls.cert_file): expired, or from an authority that its tls.ca_file does not have"
+            "certificate (tls.cert_file): expired, or from an authority that its tls.ca_file does not have; or that has as many "
+            "connections as it takes"
         ) from None
     except OSError as error:
         text = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
@@ -80,6 +83,12 @@ async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], ti
             writer.transport.abort()
     assert found is not None
     return _judged(address, found, own, allowed)
+
+
+def _why_refused(error: ssl.SSLCertVerificationError) -> str:
+    if error.verify_code in _WRONG_HOST:  # its authority is in order; no tls.peer_names were given, so that the host counts
+        return f"{error.verify_message.rstrip('.')}; give the name that it has to have in tls.peer_names (--peer-name)"
+    return f"{error.verify_message} (tls.ca_file)"
 
 
 def _found(writer: asyncio.StreamWriter) -> tuple[dict[str, Any], bytes, tuple[Any, ...]]:
@@ -98,7 +107,7 @@ def _judged(
         return Greeted(target=target, name=None if _is_literal(host) else host, authorities=own.authorities)
     name = first_match(allowed, names)
     if name is None:
-        raise PeerUnreachable(f"{address}: {names} answers there, which is not in tls.peer_names of this side")
+        raise PeerUnreachable(f"{address}: {names} answers there, which is not in tls.peer_names (--peer-name) of this side")
     if "://" not in name:
         return Greeted(target=target, name=name, authorities=own.authorities)
     # gRPC checks no URIs. So it is to accept this very certificate, which was found to be good, and nothing else.

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from transfer.peer_names import SubjectNames, first_match
+from transfer.registry.handlers import method_of, with_method
 from transfer.registry.roles import METHOD_ROLES, CallerRole
 from transfer.registry.status import end_call
 
@@ -49,20 +50,7 @@ class Guard(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # UNIMPLEMENTED, whoever asks
-        method = handler_call_details.method
-        codec = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        match handler.request_streaming, handler.response_streaming:
-            case False, False:
-                return grpc.unary_unary_rpc_method_handler(self._guarded(method, handler.unary_unary), **codec)
-            case False, True:
-                return grpc.unary_stream_rpc_method_handler(self._guarded(method, handler.unary_stream), **codec)
-            case True, False:
-                return grpc.stream_unary_rpc_method_handler(self._guarded(method, handler.stream_unary), **codec)
-            case _:
-                return grpc.stream_stream_rpc_method_handler(self._guarded(method, handler.stream_stream), **codec)
+        return with_method(handler, self._guarded(handler_call_details.method, method_of(handler)))
 
     def _guarded(self, method: str, serve: Any) -> Any:
         if inspect.isasyncgenfunction(serve):

@@ -15,16 +15,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from transfer.errors import RemoteProtocolError
+from transfer.registry.handlers import method_of, with_method
 from transfer.registry.status import end_with
 
 _Answer = TypeVar("_Answer")
-
-_MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 
 
 def readable(answer: _Answer | None, *, method: str, peer: str = "") -> _Answer:
@@ -63,11 +57,8 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
             except DecodeError as error:
                 return RemoteProtocolError(f"request of {len(payload)} bytes cannot be read: {error}")
 
-        kind = (bool(handler.request_streaming), bool(handler.response_streaming))
-        method = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        return _MAKERS[kind](
-            _guarded(method, is_stream=kind[0]), request_deserializer=read, response_serializer=handler.response_serializer
-        )
+        guarded = _guarded(method_of(handler), is_stream=bool(handler.request_streaming))
+        return with_method(handler, guarded, read=read)
 
 
 def _guarded(method: Any, *, is_stream: bool) -> Any:

@@ -11,6 +11,15 @@ MAX_MESSAGE_BYTES: Final = 16 << 20
 MAX_CONCURRENT_CALLS: Final = 4096
 """Calls in progress before a server answers RESOURCE_EXHAUSTED by itself; streams count for as long as they live."""
 
+MAX_CLIENT_CALLS: Final = 3072
+"""Of those, calls that clients may make, health among them: what is left is the other tier's, whatever a client holds."""
+
+MAX_CONNECTIONS: Final = 4096
+"""Connections of a server; further ones are closed at once. No more calls than that can be in progress anyway."""
+
+HANDSHAKE_MS: Final = 10_000
+"""How long a new connection may take to come in, TLS included: it may be that of a stranger who says nothing."""
+
 MAX_SESSIONS: Final = 256
 """Sessions of one rank. One takes 4.6 MiB and 7 ms of the rank's loop (seen on two cores), so strangers who attach cannot
 take more than 1.2 GiB; 32 prefill nodes of 8 ranks that all write to one decode rank are served."""
@@ -24,6 +33,7 @@ FILES_OF_A_RANK: Final = 256
 
 SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),  # otherwise a second node on the same port starts without a word, and takes half of the calls
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Beats find dead peers; keepalive only frees connections that nobody beats on.
@@ -60,3 +70,10 @@ def most_sessions(open_files: int) -> int:
     if open_files == resource.RLIM_INFINITY:
         return MAX_SESSIONS
     return max(1, min(MAX_SESSIONS, (open_files - FILES_OF_A_RANK) // FILES_PER_SESSION))
+
+
+def most_connections(open_files: int) -> int:
+    """Connections that a server takes with a limit of `open_files`: strangers can hold them, and must leave files to the rest."""
+    if open_files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, open_files // 4))

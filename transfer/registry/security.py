@@ -10,8 +10,9 @@ import grpc
 from transfer.config import ProcessConfig
 from transfer.errors import ConfigError
 from transfer.plain_text import ON_LOOPBACK, check_plain_text, why_not_plain_text
-from transfer.registry.certificates import CertificateFiles, certificate_files
+from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files
 from transfer.registry.guard import Guard, Refusal
+from transfer.registry.renewal import Renewal
 from transfer.registry.roles import CallerRole
 
 
@@ -54,15 +55,18 @@ class MutualTls:
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials of a server; each connection has the newest files.
 
-        Each also has a TLS context of its own, so that no session ticket of an earlier one is good: who resumes a session is not
-        asked for a certificate again, and the one that it had may have expired since.
+        TLS contexts are shared by handshakes that come at once and by no others (`transfer.registry.renewal`), so that a session
+        ticket is good for seconds at most: who resumes a session is not asked for a certificate again.
         """
+        renewal = Renewal()
 
-        def newest() -> grpc.ServerCertificateConfiguration:  # on a thread of gRPC's, before each handshake
+        def newest() -> grpc.ServerCertificateConfiguration | None:  # on a thread of gRPC's, before each handshake
             files = self.files.current()
-            return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.authorities)
+            return _configuration(files) if renewal.is_due(files) else None
 
-        return grpc.dynamic_ssl_server_credentials(newest(), newest, require_client_authentication=True)
+        first = _configuration(self.files.current())
+        # None stands for no change, which the stubs do not know.
+        return grpc.dynamic_ssl_server_credentials(first, newest, require_client_authentication=True)  # type: ignore[arg-type]
 
     def guard(self, on_refused: Callable[[Refusal], None]) -> Guard:
         """Who may call what, for a server with these credentials."""
@@ -70,6 +74,10 @@ class MutualTls:
 
 
 Security = PlainText | MutualTls
+
+
+def _configuration(files: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.authorities)
 
 
 def security_of(config: ProcessConfig) -> Security:

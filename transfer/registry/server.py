@@ -26,8 +26,9 @@ from transfer.registry.beats import MISSED_BEATS, BeatWatch
 from transfer.registry.convert import attach_request_from_proto, attach_response_to_proto, link_from_proto, watermark_to_proto
 from transfer.registry.guard import Refusal
 from transfer.registry.malformed import RefuseMalformed
-from transfer.registry.options import MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_sessions
+from transfer.registry.options import MAX_CLIENT_CALLS, MAX_CONCURRENT_CALLS, SERVER_OPTIONS, most_connections, most_sessions
 from transfer.registry.security import MutualTls, PlainText, Security
+from transfer.registry.shares import ClientShare
 from transfer.registry.status import end_call, end_with
 from transfer.registry.streams import QuietStreams
 from transfer.ring import Watermark
@@ -91,10 +92,12 @@ async def serve(
     """
     security = PlainText() if security is None else security
     security.check("server address", host_port(host, port))
-    interceptors: list[grpc.aio.ServerInterceptor] = [QuietStreams(), RefuseMalformed()]
+    interceptors: list[grpc.aio.ServerInterceptor] = [ClientShare(MAX_CLIENT_CALLS), QuietStreams(), RefuseMalformed()]
     if isinstance(security, MutualTls):
         interceptors.insert(0, security.guard(on_refused or (lambda refusal: None)))
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=interceptors)
+    most = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", most))
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS, interceptors=interceptors)
     services = pb.DESCRIPTOR.services_by_name
     names: list[str] = []
     if transfer_control is not None:

@@ -137,3 +137,13 @@ def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
     code = error.code()
     text = clip_details(error.details() or code.name)
     return _ERRORS.get(code, TransportError)(f"{peer}: {text}")
+
+
+def tier_error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
+    """As `error_of`, for what one tier asks of the other on a client's behalf.
+
+    That the other tier does not let this node call it is no fault of the client's request, which another node may serve.
+    """
+    if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
+        return PeerUnreachable(f"{peer}: {clip_details(error.details() or error.code().name)}")
+    return error_of(error, peer=peer)

@@ -32,6 +32,12 @@ _PROGRESS_DELAY_US = 100_000
 _NO_HOOKS = {"UCX_MEM_EVENTS": "n", "UCX_RCACHE_ENABLE": "n"}
 
 
+# UCX's module for Amazon's EFA needs the system's libefa, and where that is installed (any host with Debian's ibverbs-providers)
+# it brings the system's libibverbs and libnl into a process that has those of NIXL's wheel. Two libnl-route take each other's
+# functions, and the process dies of SIGSEGV when it exits (NIXL 1.5.1; rtnl_tc_unregister under _dl_fini).
+_WITHOUT_EFA = "^efa"
+
+
 def load_nixl() -> ModuleType:
     """Import NIXL's bindings, of the CUDA major that this process's torch has where both are installed.
 
@@ -96,6 +102,12 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "srd", "gga")
 
 
+def _modules() -> dict[str, str]:
+    """What keeps UCX from loading a module that it has no device for; nothing where the environment says what to load."""
+    drivers = [(device / "device" / "driver").resolve().name for device in _RDMA_DEVICES.glob("*")]
+    return {} if "UCX_MODULES" in os.environ or "efa" in drivers else {"UCX_MODULES": _WITHOUT_EFA}
+
+
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """UCX reads its options when an agent's backend is made: NIXL has no other door for values that hold a comma."""
@@ -131,7 +143,7 @@ class Agent:
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = lib.NIXL_THREAD_SYNC_NONE  # one owner thread; NIXL locks against its own progress thread
         self._peer: Any = None
-        with _environment({f"UCX_{name}": value for name, value in options.items()} | _NO_HOOKS):
+        with _environment({f"UCX_{name}": value for name, value in options.items()} | _NO_HOOKS | _modules()):
             self._agent = lib.nixlAgent(f"kvferry-{secrets.token_hex(8)}", config)
             plugins = self._agent.getAvailPlugins()
             if backend not in plugins:

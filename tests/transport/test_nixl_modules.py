@@ -1,0 +1,59 @@
+"""NIXL's UCX loads no module for Amazon's EFA where there is no such device: it may cost the process its exit status."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from transfer.transport import nixl_library
+
+
+class Engine:
+    """NIXL's agent, as far as it makes a backend; keeps the modules that UCX was to load."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.modules: str | None = "not asked"
+
+    def getAvailPlugins(self) -> list[str]:
+        return ["UCX"]
+
+    def createBackend(self, backend: str, parameters: dict[str, str]) -> object:
+        self.modules = os.environ.get("UCX_MODULES")
+        return object()
+
+
+LIB: Any = SimpleNamespace(nixlAgentConfig=SimpleNamespace, nixlAgent=Engine, NIXL_THREAD_SYNC_NONE=0)
+
+
+def device(folder: Path, name: str, driver: str) -> None:
+    """As the kernel lists an RDMA device in /sys/class/infiniband."""
+    (folder / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+    (folder / "devices" / name / "device").mkdir(parents=True)
+    (folder / "devices" / name / "device" / "driver").symlink_to(folder / "drivers" / driver)
+
+
+@pytest.mark.parametrize(
+    ("devices", "environment", "loaded"),
+    [
+        ({}, None, "^efa"),
+        ({"mlx5_0": "mlx5_core"}, None, "^efa"),
+        ({"mlx5_0": "mlx5_core", "rdmap0s6": "efa"}, None, None),
+        ({}, "ib", "ib"),
+    ],
+)
+def test_modules_that_ucx_loads(
+    devices: dict[str, str], environment: str | None, loaded: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, driver in devices.items():
+        device(tmp_path, name, driver)
+    monkeypatch.setattr(nixl_library, "_RDMA_DEVICES", tmp_path / "devices")
+    monkeypatch.delenv("UCX_MODULES", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("UCX_MODULES", environment)
+    agent: Any = nixl_library.Agent(LIB, "UCX", {})
+    assert agent._agent.modules == loaded
+    assert os.environ.get("UCX_MODULES") == environment

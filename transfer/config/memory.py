@@ -1,0 +1,131 @@
+"""Sections of what a rank computes on and holds: its part of the model, pool, staging memory and ring."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from transfer.config.section import Section
+from transfer.config.values import Count, CountOrZero, SizeBytes, no_bool, whole
+from transfer.layout import DType, TokenOrder
+from transfer.ring import ALIGNMENT_BYTES
+
+CPU_POOL_PAGES: Final = 1024
+"""Pages of a pool on cpu that no setting sizes: a try-out should not take a laptop's whole memory."""
+
+
+class ParallelConfig(Section):
+    """How the model is spread over this node's rank processes."""
+
+    tp_size: Count = Field(default=1, description="Tensor parallel degree: rank processes of this node, one per device.")
+    pp_size: Annotated[Literal[1], BeforeValidator(whole)] = Field(
+        default=1, description="Pipeline parallel degree; the embedded engine has one stage."
+    )
+    threads_per_rank: Count = Field(default=1, description="CPU threads that a rank computes with.")
+
+
+class PoolConfig(Section):
+    """The paged KV pool of each rank."""
+
+    page_size: Count = Field(default=16, description="Tokens per page. The other tier may use another size.")
+    num_pages: Count | None = Field(
+        default=None,
+        description=(
+            "Most pages of each rank's pool; the memory plan can only lower it. Sliding windows and recurrent states get what so "
+            f"many tokens need of them. null takes what the plan has room for on cuda, and {CPU_POOL_PAGES} on cpu."
+        ),
+    )
+    num_tokens: Count | None = Field(
+        default=None, description="Most tokens of each rank's pool, rounded up to whole pages; instead of pool.num_pages."
+    )
+    order: TokenOrder = Field(default=TokenOrder.NHD, description="Order of the dimensions inside a page.")
+    dtype: DType | None = Field(default=None, description="Element type of the pool; null takes what the model computes in.")
+
+    @model_validator(mode="after")
+    def _resolve_pages(self) -> Self:
+        if self.num_tokens is not None:
+            if self.num_pages not in (None, -(-self.num_tokens // self.page_size)):
+                raise ValueError(f"num_pages is {self.num_pages} and num_tokens is {self.num_tokens}; set one of them")
+            object.__setattr__(self, "num_pages", -(-self.num_tokens // self.page_size))
+        return self
+
+
+class MemoryConfig(Section):
+    """What the memory plan of each rank goes by, see docs/memory.md."""
+
+    device_memory: SizeBytes | None = Field(
+        default=None,
+        description="Memory of a rank's device; null asks the device, and on cpu shares the machine's among the ranks.",
+    )
+    policy: Literal["static-fraction", "page-count"] = Field(
+        default="static-fraction", description="What leaves room for activations: a part of the device, or of what was free."
+    )
+    static_fraction: Annotated[float, BeforeValidator(no_bool), Field(gt=0, lt=1)] | None = Field(
+        default=None, description="Part of the device for weights and pool; null computes it from the other settings."
+    )
+    memory_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, lt=1)] = Field(
+        default=0.88, description="With the policy page-count: part of the memory free before loading for weights and pool."
+    )
+
+
+class ChunkConfig(Section):
+    """How a prompt is cut for computing and moving; decode nodes learn it when they join."""
+
+    chunk_tokens: Count = Field(default=128, description="Tokens per chunk.")
+    layers_per_group: CountOrZero | None = Field(
+        default=None,
+        description=(
+            "Layers per chunk, so that the first layers travel while the last compute; 0 for all. null chooses them for each "
+            "decode node, by chunk.piece_bytes."
+        ),
+    )
+    piece_bytes: SizeBytes | None = Field(
+        default=None,
+        description=(
+            "Most that one rank sends to another of a chunk, as far as fewer layers can make it so; instead of "
+            "chunk.layers_per_group. null goes by what the probe measured of the links: bandwidth x cost of a piece."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_one_way_to_cut(self) -> Self:
+        if self.piece_bytes is not None and self.layers_per_group is not None:
+            raise ValueError(
+                f"piece_bytes is {self.piece_bytes} and layers_per_group is {self.layers_per_group}; set one of them"
+            )
+        return self
+
+
+class StagingConfig(Section):
+    """Where a prefill rank gathers chunks before it writes them."""
+
+    num_slots: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = Field(
+        default=4,
+        description="Chunks gathered, written or awaiting their release at once; 2 is the least that overlaps.",
+    )
+    slot_bytes: SizeBytes | None = Field(
+        default=None, description="Size of a slot; null makes it as large as the largest chunk of this rank."
+    )
+
+
+class RingConfig(Section):
+    """The staging memory of a decode rank, into which prefill ranks write."""
+
+    capacity_bytes: SizeBytes | None = Field(
+        default=None,
+        description=(
+            f"Size of each rank's ring, a multiple of {ALIGNMENT_BYTES}; larger than the largest chunk. null: 64 MiB in host "
+            "memory; on a GPU 2 GiB, or a 32nd of the device where that is less."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_alignment(self) -> Self:
+        if self.capacity_bytes is not None and self.capacity_bytes % ALIGNMENT_BYTES:
+            below = self.capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            raise ValueError(
+                f"capacity_bytes is {self.capacity_bytes}; it must be a multiple of {ALIGNMENT_BYTES}, "
+                f"for example {below + ALIGNMENT_BYTES}"
+            )
+        return self

@@ -1,0 +1,124 @@
+"""All settings of a process: of each daemon, and of the commands that call a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from transfer.config.memory import (
+    CPU_POOL_PAGES,
+    ChunkConfig,
+    MemoryConfig,
+    ParallelConfig,
+    PoolConfig,
+    RingConfig,
+    StagingConfig,
+)
+from transfer.config.network import PeersConfig, ServerConfig, TlsConfig, TransportConfig
+from transfer.config.operation import (
+    BreakerConfig,
+    DecodeLimitsConfig,
+    HeartbeatConfig,
+    LimitsConfig,
+    LogConfig,
+    PrefillLimitsConfig,
+    RestartConfig,
+)
+from transfer.config.section import Section
+from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds
+
+
+class ProcessConfig(Section):
+    """What every process is set up with, also a command that only calls a node."""
+
+    role: ClassVar[str]
+
+    tls: TlsConfig = Field(default_factory=TlsConfig, description="Security of the gRPC API.")
+
+
+class ClientConfig(ProcessConfig):
+    """Settings of the commands that call a node."""
+
+    role: ClassVar[str] = "client"
+
+
+class NodeConfig(ProcessConfig):
+    """What both daemons are set up with."""
+
+    model: Path = Field(description="Hugging Face model directory: config.json, safetensors, tokenizer.")
+    engine: EngineName = Field(
+        default=EMBEDDED_ENGINE,
+        description="What loads the engine of a rank, as module:function; the engine folders of both nodes say what it gives.",
+    )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the ranks compute on; cuda: a GPU for each rank.")
+    first_device: CountOrZero = Field(
+        default=0, description="Rank 0's GPU, as CUDA counts the visible ones; the other ranks have those that follow."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="What the model computes in, the same on both nodes; null takes what its weights are stored in."
+    )
+    dummy_weights: bool = Field(
+        default=False, description="Random weights from config.json alone, the same in every cut: to try sizes and speed."
+    )
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Parallel degrees.")
+    pool: PoolConfig = Field(default_factory=PoolConfig, description="The KV pool.")
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory plan.")
+    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
+    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Beats.")
+    restart: RestartConfig = Field(default_factory=RestartConfig, description="Restarts of the rank group.")
+    log: LogConfig = Field(default_factory=LogConfig, description="The log.")
+    drain_timeout_s: Seconds = Field(
+        default=30.0, description="On SIGTERM or Drain: time that requests in flight get before they are cut off."
+    )
+    ready_file: Path | None = Field(
+        default=None, description="File that is written, as JSON with the node's addresses, once it is ready; null writes none."
+    )
+
+    @property
+    def most_pages(self) -> int | None:
+        """Pages of each rank's pool that no memory plan may go beyond; None where only the plan says how many."""
+        return self.pool.num_pages or (CPU_POOL_PAGES if self.device == "cpu" else None)
+
+
+class PrefillNodeConfig(NodeConfig):
+    """Settings of ``prefill-node``."""
+
+    role: ClassVar[str] = "prefill"
+
+    limits: PrefillLimitsConfig = Field(default_factory=PrefillLimitsConfig, description="Bounds.")
+    chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="How prompts are cut.")
+    staging: StagingConfig = Field(default_factory=StagingConfig, description="Staging memory.")
+
+    @model_validator(mode="after")
+    def _check_chunk_fits_pool(self) -> Self:
+        if self.most_pages is None:
+            return self  # sized by the memory plan
+        pool_tokens = self.most_pages * self.pool.page_size
+        if self.chunk.chunk_tokens > pool_tokens:
+            raise ValueError(
+                f"chunk.chunk_tokens is {self.chunk.chunk_tokens}; it must fit the pool's {pool_tokens} tokens "
+                f"({self.most_pages} pages of {self.pool.page_size})"
+            )
+        return self
+
+
+class DecodeNodeConfig(NodeConfig):
+    """Settings of ``decode-node``."""
+
+    role: ClassVar[str] = "decode"
+
+    cuda_graph_max_bs: CountOrZero | None = Field(
+        default=None,
+        description=(
+            "Largest decode batch that is captured into a CUDA graph; 0 captures none, null is limits.max_running_requests. "
+            "Without effect on cpu."
+        ),
+    )
+    limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")
+    ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
+    peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
+    breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Circuit breakers of the prefill nodes.")

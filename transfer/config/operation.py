@@ -1,0 +1,99 @@
+"""Sections of how a node behaves while it runs: bounds, beats, restarts, breakers, the log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from transfer.config.section import Section
+from transfer.config.values import Count, CountOrZero, Seconds, no_bool
+
+MIN_HEARTBEAT_S: Final = 0.05
+MAX_HEARTBEAT_S: Final = 10.0
+"""Faster beats are load, and slower ones notice a dead peer too late; what a peer asks for is held to the same range."""
+
+
+class LimitsConfig(Section):
+    """Bounds of what the node takes on."""
+
+    max_queued_requests: CountOrZero = Field(default=256, description="Requests that may wait; more are refused at once.")
+    max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
+    max_seq_len: Count | None = Field(
+        default=None, description="Tokens of a request, prompt and generation together, at most; null is the model's context."
+    )
+    queue_timeout_s: Seconds = Field(default=60.0, description="Longest wait for room before a request is refused.")
+    step_timeout_s: Seconds = Field(
+        default=600.0,
+        description="An engine of which no step ends for so long is taken to hang: its ranks are started again.",
+    )
+
+
+class PrefillLimitsConfig(LimitsConfig):
+    """Bounds that only a node which computes prompts has on top."""
+
+    max_step_tokens: Count = Field(default=512, description="Tokens that one step of the engine computes at most.")
+
+
+class DecodeLimitsConfig(LimitsConfig):
+    """Bounds that only a node which has prompts computed elsewhere has on top."""
+
+    prefill_retries: CountOrZero = Field(
+        default=1,
+        description=(
+            "Times that a request is tried again on another prefill node, when its own is lost before its first token has been "
+            "told; 0 never."
+        ),
+    )
+
+
+class HeartbeatConfig(Section):
+    """How a dead peer is noticed: three missed beats, on every stream."""
+
+    interval_s: Annotated[float, BeforeValidator(no_bool), Field(ge=MIN_HEARTBEAT_S, le=MAX_HEARTBEAT_S)] = Field(
+        default=0.5, description="Seconds between beats; a dead peer is noticed after 3 to 3.5 of them."
+    )
+
+
+class RestartConfig(Section):
+    """What happens when a rank process dies."""
+
+    max_restarts: CountOrZero = Field(default=3, description="Times that the ranks are started again before the node gives up.")
+    backoff_s: Seconds = Field(default=1.0, description="Pause before the first restart; doubled at each further one.")
+    max_backoff_s: Seconds = Field(default=30.0, description="Longest pause before a restart.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_backoff_s < self.backoff_s:
+            raise ValueError(f"max_backoff_s is {self.max_backoff_s}; it must be at least backoff_s, {self.backoff_s}")
+        return self
+
+
+class BreakerConfig(Section):
+    """When a prefill node is left out for a while, as long as others are joined; the loss of a node always does that."""
+
+    failures: Count = Field(
+        default=5, description="Requests that fail by a prefill node's fault, within breaker.window_s, before it is left out."
+    )
+    window_s: Seconds = Field(default=10.0, description="Seconds after which such a failure counts no more.")
+    pause_s: Seconds = Field(
+        default=1.0, description="Seconds for which a node is left out before one request tries it; doubled at each further time."
+    )
+    max_pause_s: Seconds = Field(
+        default=30.0, description="Longest such pause; a node that has served for so long begins with breaker.pause_s again."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_pause_s < self.pause_s:
+            raise ValueError(f"max_pause_s is {self.max_pause_s}; it must be at least pause_s, {self.pause_s}")
+        return self
+
+
+class LogConfig(Section):
+    """The node's log, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe that is written; debug has a line per chunk."
+    )
+    format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one JSON object per line.")

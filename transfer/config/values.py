@@ -1,0 +1,100 @@
+"""The kinds of values that settings have: what is read of the text of a file, a variable or a flag, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from transfer.peer_names import checked_entry
+
+EMBEDDED_ENGINE: Final = "embedded_engine.loading:load_engine"
+"""The engine that comes with kvferry: a transformers model over the paged pool."""
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+_MOST_DIGITS: Final = 20
+"""Of a size: 2**64 has as many, and what is reckoned with sizes stays in the range of a float."""
+
+
+def parse_size(value: object) -> object:
+    """Bytes of ``"64MiB"``, ``"1.5 GB"`` or ``4096``; anything that is no such text is left to the next check.
+
+    Raises:
+        ValueError: Text that is no size, or no whole number of bytes.
+    """
+    if isinstance(value, bool):
+        raise ValueError("it must be a size in bytes, for example 4096 or 64MiB")
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError("it must be a size, for example 4096, 64MiB or 1GB (KiB, MiB, GiB, TiB; KB, MB, GB, TB)")
+    if len(match[1]) > _MOST_DIGITS:
+        raise ValueError(f"it must be a size of at most {_MOST_DIGITS} digits")
+    num_bytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
+    if num_bytes != int(num_bytes):
+        raise ValueError("it must be a whole number of bytes")
+    return int(num_bytes)
+
+
+def no_bool(value: object) -> object:
+    """The value itself; pydantic would take True for 1."""
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
+
+
+def whole(value: object) -> object:
+    """A choice among numbers, which come as text from the environment."""
+    value = no_bool(value)
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
+def listed(value: object) -> object:
+    """A list, or its comma-separated text, which is all that the environment has."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _host_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535 or (":" in host and host[0] != "["):
+        raise ValueError("it must be host:port with a port from 1 to 65535, an IPv6 host in brackets")
+    return value
+
+
+def _host(value: str) -> str:
+    if not value or any(letter.isspace() or letter in "/[]" for letter in value):
+        raise ValueError("it must be a host name or an address, without port or brackets")
+    return value
+
+
+def _engine_name(value: str) -> str:
+    module, colon, function = value.partition(":")
+    if not colon or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"it must be module:function, for example {EMBEDDED_ENGINE}")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=86_400)]
+SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65_535)]
+Host = Annotated[str, AfterValidator(_host)]
+EngineName = Annotated[str, AfterValidator(_engine_name)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+PeerName = Annotated[str, AfterValidator(checked_entry)]
