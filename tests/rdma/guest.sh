@@ -20,8 +20,10 @@ while IFS=: read -r system carried; do
 done <<< "$SUBSTITUTES"
 
 # Verbs alone: UCX has no TCP and no shared memory left. GID 1 is the device's IPv4 address (RoCE v2). Time-outs: UCX connects by datagrams
-# (ud), and gives a peer that never answers 5 minutes if not told otherwise; a queue pair (rc) that sees no answer 7 times is dead.
-export UCX_TLS=rc_verbs,ud_verbs,self UCX_NET_DEVICES=rxe0:1 UCX_IB_GID_INDEX=1 UCX_UD_TIMEOUT=10s UCX_RC_TIMEOUT=500ms
+# (ud), and gives a peer that never answers 5 minutes if not told otherwise. A queue pair (rc) that sees no answer is dead after so many
+# retries: 6, for 7, UCX's default, soft-RoCE takes as "without end" (a card does not), and UCX's keepalive would find it after 20 s at the soonest.
+export UCX_TLS=rc_verbs,ud_verbs,self UCX_NET_DEVICES=rxe0:1 UCX_IB_GID_INDEX=1
+export UCX_UD_TIMEOUT=10s UCX_RC_TIMEOUT=500ms UCX_RC_RETRY_COUNT=6
 
 cd "$ROOT"
 eval "$COMMAND"

@@ -16,14 +16,6 @@ from transfer.transport.nixl_session import NixlHandle
 
 LANE = "nixl-net"
 DEVICE = "rxe0"
-EXPECTED = {
-    "test_the_survivor_hears_of_a_closed_peer": (
-        "a write to a peer that closed before UCX had connected to it is still pending after 20 s, whatever UCX_UD_TIMEOUT and "
-        "UCX_RC_TIMEOUT are; what ends its session is the end of the gRPC stream, or the write's own deadline"
-    ),
-}
-"""What does not hold over verbs, by the test's name, and why nothing is lost by it."""
-
 PACKET_BYTES = 4096  # the most that a RoCE packet holds of a message
 _PACKETS = Path(f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters/rcvd_pkts")
 _LOOPBACK = Path("/sys/class/net/lo/statistics/rx_bytes")
@@ -91,13 +83,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the suites of all transports, the tests of one lane; what verbs are known not to do is expected."""
+    """Of the suites of all transports, the tests of one lane."""
     left_out = [item for item in items if not _is_of_lane(item)]
     items[:] = [item for item in items if _is_of_lane(item)]
     config.hook.pytest_deselected(items=left_out)
-    for item in items:
-        if reason := EXPECTED.get(getattr(item, "originalname", "")):
-            item.add_marker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
 
 
 def _is_of_lane(item: pytest.Item) -> bool:
