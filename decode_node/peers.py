@@ -18,7 +18,7 @@ import structlog
 from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from node_runtime.reminders import Reminders
 from transfer.chunk import ChunkPlan
-from transfer.engine_types import SamplingParams
+from transfer.engine_types import GREEDY, SamplingParams
 from transfer.errors import (
     ChunkTooLarge,
     EngineError,
@@ -89,9 +89,20 @@ class PrefillPeer:
         return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(await self.channel.ready()))
 
     async def prefill(
-        self, request_id: str, token_ids: tuple[int, ...], *, decode_incarnation: int, sampling: SamplingParams
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        *,
+        decode_incarnation: int,
+        sampling: SamplingParams = GREEDY,
+        start_token: int = 0,
+        engine_request: str = "",
     ) -> AsyncIterator[pb.PrefillEvent]:
         """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
+
+        Args:
+            start_token: First token whose KV is sent.
+            engine_request: Name of the prompt in the node's engine, which has it from elsewhere; empty: the node has it computed.
 
         Raises:
             TransferError: The call failed; see `transfer.registry.status`.
@@ -101,6 +112,8 @@ class PrefillPeer:
             token_ids=token_ids,
             decode_incarnation=decode_incarnation,
             sampling=sampling_to_proto(sampling),
+            start_token=start_token,
+            engine_request=engine_request,
         )
         call = (await self.stub()).Prefill(question)
         try:

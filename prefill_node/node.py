@@ -287,6 +287,10 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     def _submit(self, life: _Life, request: pb.PrefillRequest) -> Request:
         if not 1 <= len(request.request_id) <= 128:
             raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to 128")
+        if request.engine_request:
+            raise ConfigError(
+                f"engine_request is {request.engine_request[:128]!r}; this node has prompts computed itself, so it must be empty"
+            )
         token_ids = checked_prompt(request.token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
         if request.start_token >= len(token_ids):
             raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")

@@ -53,7 +53,8 @@ class PrefillControlStub:
     """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
     means that nothing of the request may be used.
 
-    INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the two tiers do not fit each other.
+    INVALID_ARGUMENT: prompt empty, too long, ids out of range, or not the one that the engine was given; an `engine_request` that
+    this kind of node cannot have. FAILED_PRECONDITION: the two tiers do not fit each other.
     RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
     the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
     failed.
@@ -102,7 +103,8 @@ class PrefillControlAsyncStub:
     """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
     means that nothing of the request may be used.
 
-    INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the two tiers do not fit each other.
+    INVALID_ARGUMENT: prompt empty, too long, ids out of range, or not the one that the engine was given; an `engine_request` that
+    this kind of node cannot have. FAILED_PRECONDITION: the two tiers do not fit each other.
     RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
     the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
     failed.
@@ -155,7 +157,8 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         """Compute the KV of a prompt and move it into the joined decode instance. The stream ends with `sent`; an error status
         means that nothing of the request may be used.
 
-        INVALID_ARGUMENT: prompt empty, too long, ids out of range. FAILED_PRECONDITION: the two tiers do not fit each other.
+        INVALID_ARGUMENT: prompt empty, too long, ids out of range, or not the one that the engine was given; an `engine_request` that
+        this kind of node cannot have. FAILED_PRECONDITION: the two tiers do not fit each other.
         RESOURCE_EXHAUSTED: the queue is full, or its deadline passed. UNAVAILABLE: the decode instance has not joined, a rank or
         the peer died, or draining. ABORTED: the request was aborted. DATA_LOSS: bytes arrived broken twice. INTERNAL: the engine
         failed.
