@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,22 @@ class LeaderLink:
     """
 
     def __init__(self, folder: Path, num_ranks: int, codec: RankCodec) -> None:
+        endpoint = f"ipc://{folder / secrets.token_hex(4)}"
+        self._open(endpoint, [secrets.randbits(62) + 1 for _ in range(num_ranks)], codec)
+
+    @classmethod
+    def at(cls, addresses: Sequence[RankAddress], codec: RankCodec) -> LeaderLink:
+        """Where ranks look for it that nobody tells: the addresses of all ranks, with one endpoint in common."""
+        link = cls.__new__(cls)
+        link._open(addresses[0].endpoint, [address.token for address in addresses], codec)
+        return link
+
+    def _open(self, endpoint: str, tokens: list[int], codec: RankCodec) -> None:
         self._codec = codec
-        self._tokens = [secrets.randbits(62) + 1 for _ in range(num_ranks)]
-        self._ranks = {token: rank for rank, token in enumerate(self._tokens)}
-        self._server = ZmqControlServer(f"ipc://{folder / secrets.token_hex(4)}")
-        for token in self._tokens:
+        self._tokens = tokens
+        self._ranks = {token: rank for rank, token in enumerate(tokens)}
+        self._server = ZmqControlServer(endpoint)
+        for token in tokens:
             self._server.allow(token)
 
     def address_of(self, rank: int) -> RankAddress:

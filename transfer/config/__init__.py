@@ -12,6 +12,7 @@ told at once, one line each: path, value, where it came from, what would be righ
 ``python -m transfer.config`` prints docs/configuration.md.
 """
 
+from transfer.config.hosted import HostedConfig, HostedLimitsConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
     ChunkConfig,
@@ -68,6 +69,8 @@ __all__ = [
     "HeartbeatConfig",
     "Host",
     "HostPort",
+    "HostedConfig",
+    "HostedLimitsConfig",
     "LimitsConfig",
     "LogConfig",
     "MemoryConfig",

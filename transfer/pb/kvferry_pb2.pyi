@@ -167,14 +167,16 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., engine_request: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("started", "first_token", "sent")
+    __slots__ = ("started", "first_token", "sent", "note")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     first_token: FirstToken
     sent: PrefillSent
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ...) -> None: ...
+    note: EngineNote
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ..., note: _Optional[_Union[EngineNote, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("queue_s",)
@@ -189,6 +191,12 @@ class FirstToken(_message.Message):
     token_id: int
     compute_s: float
     def __init__(self, token_id: _Optional[int] = ..., compute_s: _Optional[float] = ...) -> None: ...
+
+class EngineNote(_message.Message):
+    __slots__ = ("payload",)
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    payload: bytes
+    def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
 class PrefillSent(_message.Message):
     __slots__ = ("stats",)

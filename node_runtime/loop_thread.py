@@ -1,0 +1,103 @@
+"""An asyncio loop on a thread of its own, for processes whose main thread is an engine's.
+
+An engine calls from its own threads, and neither waits for the loop nor is waited for: calls are queued in order, and what the
+loop has to tell is kept until the engine asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, ClassVar, TypeVar
+
+import structlog
+
+from transfer.errors import LocalProtocolError
+
+CLOSE_TIMEOUT_S = 5.0
+
+_T = TypeVar("_T")
+
+log = structlog.get_logger(__name__)
+
+
+class LoopThread:
+    """The loop of one process; take it with `shared()`, give it back with `release()`.
+
+    There is one: gRPC's asyncio objects of a process are best kept on one loop, and an engine may have its scheduler and a rank
+    in the same process. An exception that nobody expected ends nothing by itself, for the process is the engine's: it is logged, and
+    from then on `check()` raises it, so that the engine ends at its next call rather than go on with a kvferry that does not.
+    """
+
+    _shared: ClassVar[LoopThread | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._broken: BaseException | None = None
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._on_exception)
+        self._thread = threading.Thread(target=self._run, name="kvferry", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def shared(cls) -> LoopThread:
+        """The process's own, started where it is the first to be asked for."""
+        with cls._lock:
+            if cls._shared is None:
+                cls._shared = cls()
+            cls._shared._num_users += 1
+            return cls._shared
+
+    def release(self) -> None:
+        """The caller is done with it; the last one ends it."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+            LoopThread._shared = None
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Have the loop call it, behind what was given to it before; from any thread, at once."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Have the loop run it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def check(self) -> None:
+        """Raises LocalProtocolError when something broke that nobody expected."""
+        if self._broken is not None:
+            raise LocalProtocolError(f"kvferry cannot go on in this process: {self._broken!r}") from self._broken
+
+    def crash(self, error: BaseException) -> None:
+        """Something broke; `check()` says so from now on."""
+        log.critical("kvferry_broke", error=str(error), exc_info=error)
+        if self._broken is None:
+            self._broken = error
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None:
+            loop.default_exception_handler(context)
+        else:
+            self.crash(error)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self._end())
+            self.loop.close()
+
+    async def _end(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)

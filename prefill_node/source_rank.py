@@ -1,0 +1,330 @@
+"""One rank of a prefill side that an engine hosts: it sends the KV of prompts that the engine computes as it likes.
+
+The engine schedules, and owns its pages. It says which pages a prompt has and how much of it is computed (`progress`), and that
+it will say no more of it (`finish`). In return it is told when nothing reads those pages any more (`Free`): not before they may
+hold anything else. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.host`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from prefill_node.attach import DecodeSessions
+from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
+from prefill_node.sender_loop import SenderLoop
+from prefill_node.source_messages import (
+    AbortTransfer,
+    CloseSource,
+    FreeSource,
+    SourceIdle,
+    SourceWanted,
+    StartTransfer,
+    TransferNotSent,
+    TransferSent,
+)
+from transfer.chunk import Chunk, split_into_chunks
+from transfer.engine_types import DeviceEvent
+from transfer.errors import LocalProtocolError, TransferError
+from transfer.instance import Instance
+from transfer.layout import wire_dtype
+from transfer.messages import clip_reason
+
+log = structlog.get_logger(__name__)
+
+Tables = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A decode side waits for the prompt, from `start_token` on."""
+
+    name: str
+    start_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Nothing reads the prompt's pages any more, on any rank; the name is forgotten.
+
+    Args:
+        failure: Why its KV was not sent; empty where it was.
+    """
+
+    name: str
+    failure: str
+
+
+News = Wanted | Free
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Source:
+    """A prompt of the engine, from the first that is heard of it until both leader and engine are done with it."""
+
+    tables: Tables = ()
+    num_computed: int = 0
+    event: DeviceEvent | None = None  # behind which `num_computed` tokens are in the pool
+    transfers: dict[str, _Transfer] = field(default_factory=dict)  # those that may still read
+    paused: list[asyncio.Future[None]] = field(default_factory=list)  # who waits until nothing reads
+    is_finished: bool = False
+    is_closed: bool = False
+    is_free: bool = False
+    failure: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Transfer:
+    """A try to send it."""
+
+    chunks: tuple[Chunk, ...]
+    num_told: int = 0  # of them; they are in the order of their tokens
+    reason: str = ""  # why it was ended here
+    is_passing: bool = False
+
+
+class SourceRank:
+    """See the module's docstring; a `prefill_node.sender_loop.SenderOwner`.
+
+    Args:
+        loop: The owner's.
+        own: This instance.
+        rank: This rank of it.
+        send: To the leader.
+        on_news: Hears what the engine has to be told.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        own: Instance,
+        rank: int,
+        send: Callable[[object], None],
+        on_news: Callable[[News], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._loop = loop
+        self._own = own
+        self._rank = rank
+        self._send = send
+        self._on_news = on_news
+        self._on_crash = on_crash
+        self._sources: dict[str, _Source] = {}
+        self._names: dict[str, str] = {}  # transfer -> name, as long as the sender may ask for its tables
+        self._attaching: set[asyncio.Task[None]] = set()
+        self._sender: SenderLoop
+        self._sessions: DecodeSessions
+
+    def begin(self, sender: SenderLoop, sessions: DecodeSessions) -> None:
+        """Take over what was opened with this rank as its owner."""
+        self._sender = sender
+        self._sessions = sessions
+
+    # What the engine says
+
+    def progress(self, name: str, tables: Tables, num_computed: int, event: DeviceEvent | None) -> None:
+        """The prompt's first `num_computed` tokens are in the pool, behind `event`.
+
+        Args:
+            tables: Its page table in each group of layers, from token 0 on; what was there before stays as it was, until `pause`.
+        """
+        source = self._sources.setdefault(name, _Source())
+        source.tables, source.num_computed, source.event = tables, num_computed, event
+        for transfer_id in list(source.transfers):
+            self._tell_computed(source, transfer_id)
+
+    def finish(self, name: str) -> None:
+        """The engine is done with the prompt: no more `progress` of it follows."""
+        source = self._sources.setdefault(name, _Source())
+        source.is_finished = True
+        self._free_if_over(name, source)
+
+    def pause(self, name: str, reason: str) -> asyncio.Future[None]:
+        """The engine takes the prompt's pages back, to compute it again later: done when nothing reads them any more."""
+        idle: asyncio.Future[None] = self._loop.create_future()
+        source = self._sources.get(name)
+        if source is None:
+            idle.set_result(None)
+            return idle
+        source.num_computed, source.event = 0, None
+        source.paused.append(idle)
+        self._end_transfers(source, reason, is_passing=True)
+        self._on_reading_over(name, source)
+        return idle
+
+    # What the leader says
+
+    def on_message(self, message: Any) -> None:
+        match message:
+            case AttachDecode():
+                attaching = self._loop.create_task(self._attach(message))
+                self._attaching.add(attaching)
+                attaching.add_done_callback(self._on_attach_over)
+            case DetachDecode():
+                self._sessions.close(message.incarnation, message.reason)
+            case SourceWanted():
+                self._on_news(Wanted(name=message.name, start_token=message.start_token))
+            case StartTransfer():
+                self._start(message)
+            case AbortTransfer():
+                self._abort(message)
+            case CloseSource():
+                source = self._sources.setdefault(message.name, _Source())
+                source.is_closed, source.failure = True, message.reason
+                self._end_transfers(source, message.reason or "the prompt was given up", is_passing=False)
+                self._on_reading_over(message.name, source)
+            case FreeSource():
+                source = self._sources[message.name]
+                source.is_free = True
+                self._free_if_over(message.name, source)
+            case _:
+                raise LocalProtocolError(f"a hosted prefill rank cannot serve {type(message).__name__}")
+
+    async def _attach(self, message: AttachDecode) -> None:
+        incarnation = message.instance.incarnation
+        try:
+            links = await self._sessions.open(message.instance, message.rank_addresses, join=message.join)
+        except TransferError as error:
+            refused = not isinstance(error, self._sessions.PASSING)
+            self._send(DecodeLost(join=message.join, incarnation=incarnation, reason=str(error), is_refused=refused))
+        else:
+            peer = self._sessions.of(incarnation)
+            ring_bytes = 0 if peer is None else peer.ring_bytes
+            self._send(DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes))
+
+    def _on_attach_over(self, task: asyncio.Task[None]) -> None:
+        self._attaching.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)  # the leader would wait for an answer that never comes
+
+    def _start(self, message: StartTransfer) -> None:
+        peer = self._sessions.of(message.decode_incarnation)
+        source = self._sources.setdefault(message.name, _Source())
+        if peer is None or source.is_closed:
+            reason = "the decode instance is gone" if peer is None else "the prompt was given up"
+            self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason, is_passing=peer is None))
+            return
+        layout = self._own.layout
+        chunks = split_into_chunks(
+            message.plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
+        )
+        source.transfers[message.transfer_id] = _Transfer(chunks=chunks)
+        self._names[message.transfer_id] = message.name
+        self._sender.start_request(
+            OutgoingRequest(
+                request_id=message.transfer_id,
+                layout=layout,
+                plan=message.plan,
+                wire_dtype=wire_dtype(layout, self._own.shard, peer.instance.shard),
+                num_tokens=message.num_tokens,
+                start_token=message.start_token,
+                routes=tuple(OutgoingRoute(route=route, session=peer.sessions[route.decode_rank]) for route in peer.routes),
+                digest=peer.digest,
+                scales=peer.scales,
+            )
+        )
+        if message.transfer_id in source.transfers:
+            self._tell_computed(source, message.transfer_id)
+
+    def _tell_computed(self, source: _Source, transfer_id: str) -> None:
+        """Tell the sender of the chunks whose tokens are all there."""
+        transfer = source.transfers[transfer_id]
+        while transfer.num_told < len(transfer.chunks) and not transfer.reason:
+            chunk = transfer.chunks[transfer.num_told]
+            if chunk.tokens.end > source.num_computed:
+                return
+            transfer.num_told += 1
+            self._sender.chunk_computed(transfer_id, chunk.index, source.event)
+
+    def _abort(self, message: AbortTransfer) -> None:
+        name = self._names.get(message.transfer_id)
+        if name is not None:
+            self._end_transfer(self._sources[name], message.transfer_id, message.reason, is_passing=False)
+
+    def _end_transfers(self, source: _Source, reason: str, *, is_passing: bool) -> None:
+        for transfer_id in list(source.transfers):
+            self._end_transfer(source, transfer_id, reason, is_passing=is_passing)
+
+    def _end_transfer(self, source: _Source, transfer_id: str, reason: str, *, is_passing: bool) -> None:
+        transfer = source.transfers[transfer_id]
+        if not transfer.reason:
+            transfer.reason, transfer.is_passing = reason, is_passing
+            self._sender.abort_request(transfer_id, clip_reason(reason))
+
+    # What the sender says
+
+    def tables_of(self, request_id: str) -> Tables:
+        return self._sources[self._names[request_id]].tables
+
+    def on_source_released(self, request_id: str) -> None:
+        name = self._names.pop(request_id)
+        source = self._sources[name]
+        transfer = source.transfers.pop(request_id)
+        if transfer.reason:
+            # Its last writes may still be under way, of which `on_failed` hears; the reason is the better one here.
+            self._send(TransferNotSent(transfer_id=request_id, reason=transfer.reason, is_passing=transfer.is_passing))
+        self._on_reading_over(name, source)
+
+    def on_sent(self, request_id: str, stats: SentStats) -> None:
+        self._send(TransferSent(transfer_id=request_id, stats=stats))
+
+    def on_failed(self, request_id: str, reason: str) -> None:
+        self._send(TransferNotSent(transfer_id=request_id, reason=reason, is_passing=True))
+
+    def on_session_closed(self, session: int, reason: str) -> None:
+        self._sessions.on_session_closed(session, reason)
+
+    # Inside
+
+    def _on_reading_over(self, name: str, source: _Source) -> None:
+        """Perhaps nothing reads its pages any more."""
+        if source.transfers:
+            return
+        for idle in source.paused:
+            if not idle.done():
+                idle.set_result(None)
+        source.paused.clear()
+        if source.is_closed:
+            self._send(SourceIdle(name=name))
+
+    def _free_if_over(self, name: str, source: _Source) -> None:
+        if source.is_free and source.is_finished:
+            del self._sources[name]
+            self._on_news(Free(name=name, failure=source.failure))
+
+    # Reports and end
+
+    def status(self) -> dict[str, Any]:
+        """Fields of the wire contract's RankStatus."""
+        return {
+            "staging_slots_used": self._sender.num_slots_used,
+            "requests": len(self._sources) + self._sender.num_requests,
+            "sessions": self._sender.num_sessions,
+            "pending_transfers": self._sender.driver.num_watches,
+            "watermark_acks": self._sessions.num_acks,
+            "dropped_messages": self._sender.num_dropped,
+        }
+
+    def check_idle(self) -> bool:
+        """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
+        if self._sources or self._sender.num_requests:
+            return False
+        self._sender.check_idle()
+        return True
+
+    async def close(self) -> None:
+        for attaching in list(self._attaching):
+            attaching.cancel()
+        await self._sessions.close_all("the prefill side's engine shuts down")
+        self._sender.close()
+
+
+def sources_of(status: Mapping[str, Any]) -> int:
+    """Prompts and transfers of which the rank still keeps anything, as its status says."""
+    return int(status.get("requests", 0))

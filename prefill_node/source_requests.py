@@ -1,0 +1,479 @@
+"""The prompts of a hosted prefill side, as its leader sees them: what the engine has, who asks for it, and what becomes of that.
+
+A prompt is *offered* when the engine is given it, *begun* when the engine has pages for it, *finished* when it has computed it. A
+decode side asks for it by its transfer id, before or after each of these; what it asks for is a *transfer*, one try. A prompt is
+*closed* when it has been sent, was given up, or nobody asked in time; when then no rank reads its pages any more, it is *free*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from prefill_node.joins import Join
+from prefill_node.sender_events import SentStats
+from prefill_node.source_messages import (
+    AbortTransfer,
+    CloseSource,
+    FreeSource,
+    SourceIdle,
+    SourceWanted,
+    StartTransfer,
+    TransferNotSent,
+    TransferSent,
+)
+from transfer.config import HostedLimitsConfig
+from transfer.errors import (
+    ConfigError,
+    EngineError,
+    PeerUnreachable,
+    StagingError,
+    TransferAborted,
+    TransferError,
+)
+from transfer.messages import clip_reason
+
+RETRY_RESERVE_S: Final = 0.02
+MAX_REMEMBERED: Final = 4096  # of prompts that are closed, to tell who asks late why
+MAX_NOTE_BYTES: Final = 1 << 20
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Room is reserved on the decode side, and the ranks have been told."""
+
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What the engine has to tell the decode side's."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    token_id: int
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    stats: tuple[SentStats, ...]
+
+
+Progress = Started | Note | FirstToken | Sent | TransferError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Prompt:
+    """A prompt that the engine has."""
+
+    name: str
+    transfer_id: str
+    token_ids: tuple[int, ...]
+    offered_s: float
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    note: bytes | None = None
+    first_token: int | None = None
+    transfer: Transfer | None = None  # the one under way
+    hold: asyncio.TimerHandle | None = None  # until nobody has asked for too long
+    is_closed: bool = False
+    failure: str = ""
+    reading: set[int] = field(default_factory=set)  # ranks that may read its pages, once it is closed
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Transfer:
+    """A try; `progress` is what its caller reads, the last item is `Sent` or an error."""
+
+    transfer_id: str
+    engine_request: str
+    token_ids: tuple[int, ...]
+    start_token: int
+    join: Join
+    asked_s: float
+    progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    prompt: _Prompt | None = None
+    task: asyncio.Task[None] | None = None
+    unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
+    stats: list[SentStats] = field(default_factory=list)
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+    is_started: bool = False
+    is_over: bool = False
+
+
+class SourceRequests:
+    """Owned by the leader's loop.
+
+    Args:
+        num_ranks: Ranks of this instance.
+        limits: Bounds.
+        broadcast: Sends a message to every rank.
+        reserve: Asks the decode leader for room; False is "not yet".
+        compute: Has the engine compute a prompt that nobody has given it, under the name of the transfer; None: it cannot.
+        on_outcome: Called with "sent", "failed" or "aborted" for each transfer that ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        limits: HostedLimitsConfig,
+        broadcast: Callable[[object], None],
+        reserve: Callable[[Join, str], Awaitable[bool]],
+        compute: Callable[[Transfer], Awaitable[None]] | None = None,
+        on_outcome: Callable[[str], None],
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._limits = limits
+        self._broadcast = broadcast
+        self._reserve = reserve
+        self._compute = compute
+        self._on_outcome = on_outcome
+        self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are free
+        self._offered: dict[str, _Prompt] = {}  # by transfer id, until they are closed
+        self._waiting: dict[str, set[asyncio.Future[_Prompt]]] = {}  # by transfer id: who asks for what is not offered yet
+        self._closed: OrderedDict[str, str] = OrderedDict()  # transfer id -> why it is closed
+        self._transfers: dict[str, Transfer] = {}
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts whose pages the engine must keep."""
+        return len(self._prompts)
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._transfers)
+
+    # What the engine says
+
+    def offer(self, name: str, transfer_id: str, token_ids: tuple[int, ...]) -> None:
+        """The engine has been given the prompt."""
+        if name in self._prompts:
+            raise ValueError(f"prompt {name} is offered twice")
+        prompt = _Prompt(name=name, transfer_id=transfer_id, token_ids=token_ids, offered_s=time.monotonic())
+        self._prompts[name] = prompt
+        if transfer_id in self._offered or transfer_id in self._closed:
+            self._close(prompt, f"transfer_id {transfer_id} was used before; each prompt needs one of its own")
+            return
+        self._offered[transfer_id] = prompt
+        for waiting in self._waiting.pop(transfer_id, ()):
+            if not waiting.done():
+                waiting.set_result(prompt)
+
+    def begin(self, name: str) -> None:
+        """The engine has pages for the prompt, and computes it."""
+        prompt = self._prompts.get(name)
+        if prompt is not None:
+            prompt.begun.set()
+
+    def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
+        """The engine has computed the whole prompt; its pages stay until it is told that they are free.
+
+        Args:
+            first_token: The one after the prompt, where it is known.
+            note: For the engine of the decode side.
+        """
+        prompt = self._prompts.get(name)
+        if prompt is None or prompt.is_closed:
+            return
+        if note is not None and len(note) > MAX_NOTE_BYTES:
+            self._close(prompt, f"the engine's note has {len(note)} bytes; it can have {MAX_NOTE_BYTES}")
+            return
+        prompt.first_token, prompt.note = first_token, note
+        prompt.begun.set()
+        prompt.finished.set()
+        if prompt.transfer is None:
+            self._hold(prompt)
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """The engine gives the prompt up: who asks for it is told why. No-op for one that is closed."""
+        prompt = self._prompts.get(name)
+        if prompt is not None and not prompt.is_closed:
+            self._close(prompt, reason)
+
+    # What decode sides say
+
+    def submit(self, transfer_id: str, engine_request: str, token_ids: tuple[int, ...], start_token: int, join: Join) -> Transfer:
+        """Begin to send a prompt; see `Transfer.progress`.
+
+        Raises:
+            TransferAborted: A transfer of that id is in flight.
+            StagingError: There are too many.
+            ConfigError: The engine cannot be given prompts from here.
+        """
+        if transfer_id in self._transfers:
+            raise TransferAborted(f"request_id {transfer_id} is in flight already; ids must be unique")
+        if len(self._transfers) >= self._limits.max_transfers:
+            raise StagingError(f"{len(self._transfers)} transfers are in flight, as many as limits.max_transfers allows")
+        if not engine_request and self._compute is None:
+            raise ConfigError(
+                "engine_request is empty; prompts reach the engine of this node by a router: it must be the transfer_id of one"
+            )
+        transfer = Transfer(
+            transfer_id=transfer_id,
+            engine_request=engine_request or transfer_id,
+            token_ids=token_ids,
+            start_token=start_token,
+            join=join,
+            asked_s=time.monotonic(),
+        )
+        self._transfers[transfer_id] = transfer
+        transfer.task = asyncio.get_running_loop().create_task(self._run(transfer, is_computed_here=not engine_request))
+        transfer.task.add_done_callback(lambda task: self._on_task_over(transfer, task))
+        return transfer
+
+    def give_up(self, transfer: Transfer, error: TransferError) -> None:
+        """Its caller is gone, or an operator says so. No-op once it is over."""
+        self._fail(transfer, error)
+
+    def abort(self, request_id: str, error: TransferError) -> bool:
+        """Give a transfer up by its id; False when none of that id is in flight."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None or transfer.is_over:
+            return False
+        self._fail(transfer, error)
+        return True
+
+    def abort_join(self, join: Join, error: TransferError) -> None:
+        """The decode instance is gone, and so is every transfer to it."""
+        for transfer in list(self._transfers.values()):
+            if transfer.join is join:
+                self._fail(transfer, error)
+
+    async def close(self, error: TransferError) -> None:
+        """End every transfer with `error`, without the ranks."""
+        tasks = [transfer.task for transfer in self._transfers.values() if transfer.task is not None]
+        for transfer in list(self._transfers.values()):
+            self._end(transfer, error)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for prompt in self._prompts.values():
+            if prompt.hold is not None:
+                prompt.hold.cancel()
+
+    # What the ranks say
+
+    def on_sent(self, rank: int, message: TransferSent) -> None:
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is None:
+            return
+        transfer.unsent.discard(rank)
+        transfer.stats.append(message.stats)
+        if not transfer.unsent:
+            transfer.sent.set()
+
+    def on_not_sent(self, rank: int, message: TransferNotSent) -> None:
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is not None:
+            kind = PeerUnreachable if message.is_passing else TransferAborted
+            self._fail(transfer, kind(f"prefill rank {rank}: {message.reason}"))
+
+    def on_idle(self, rank: int, message: SourceIdle) -> None:
+        prompt = self._prompts.get(message.name)
+        if prompt is None:
+            return
+        prompt.reading.discard(rank)
+        if not prompt.reading:
+            del self._prompts[message.name]
+            self._broadcast(FreeSource(name=message.name))
+
+    # A transfer
+
+    async def _run(self, transfer: Transfer, *, is_computed_here: bool) -> None:
+        try:
+            if is_computed_here and self._compute is not None:
+                await self._compute(transfer)
+            prompt = await self._begun_prompt(transfer)
+            await self._take_room(transfer)
+            self._start(transfer, prompt)
+            await transfer.sent.wait()
+            await self._tell_rest(transfer, prompt, is_token_needed=is_computed_here)
+        except TransferError as error:
+            self._fail(transfer, error)
+
+    async def _begun_prompt(self, transfer: Transfer) -> _Prompt:
+        """As `_meet`, once the engine has begun to compute it. Raises StagingError when that takes too long, too."""
+        try:
+            async with asyncio.timeout(self._limits.meet_timeout_s):
+                prompt = await self._meet(transfer)
+                await prompt.begun.wait()
+                return prompt
+        except TimeoutError:
+            what = "has not begun" if transfer.prompt is not None else "was not given"
+            raise StagingError(
+                f"the prefill side's engine {what} prompt {transfer.engine_request} within {self._limits.meet_timeout_s:g} s "
+                "(limits.meet_timeout_s)"
+            ) from None
+
+    async def _meet(self, transfer: Transfer) -> _Prompt:
+        """The engine's prompt that the transfer is for, once the engine has it.
+
+        Raises:
+            TransferAborted: It is over.
+            ConfigError: It is another prompt.
+        """
+        name = transfer.engine_request
+        if name in self._closed:
+            raise TransferAborted(f"prompt {name} is over: {self._closed[name]}")
+        prompt = self._offered.get(name)
+        if prompt is None:
+            prompt = await self._next_offer(name)
+        _check_same_prompt(prompt.token_ids, transfer.token_ids)
+        if prompt.transfer is not None:
+            raise TransferAborted(f"prompt {name} is being sent already, as {prompt.transfer.transfer_id}")
+        prompt.transfer, transfer.prompt = transfer, prompt
+        if prompt.hold is not None:
+            prompt.hold.cancel()
+        self._broadcast(SourceWanted(name=prompt.name, start_token=transfer.start_token))
+        return prompt
+
+    async def _next_offer(self, name: str) -> _Prompt:
+        waiting: asyncio.Future[_Prompt] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, set()).add(waiting)
+        try:
+            return await waiting
+        finally:
+            others = self._waiting.get(name)
+            if others is not None:
+                others.discard(waiting)
+                if not others:
+                    del self._waiting[name]
+
+    async def _take_room(self, transfer: Transfer) -> None:
+        """Wait until the decode side has room: for as long as pages would be held for one that does not ask at all.
+
+        Raises:
+            StagingError: It had none.
+        """
+        try:
+            async with asyncio.timeout(self._limits.hold_s):
+                while not await self._reserve(transfer.join, transfer.transfer_id):
+                    await asyncio.sleep(RETRY_RESERVE_S)
+        except TimeoutError:
+            raise StagingError(
+                f"the decode side had no room for {transfer.transfer_id} within {self._limits.hold_s:g} s (limits.hold_s)"
+            ) from None
+
+    def _start(self, transfer: Transfer, prompt: _Prompt) -> None:
+        if transfer.is_over:
+            return
+        transfer.unsent = set(range(self._num_ranks))
+        transfer.is_started = True
+        self._broadcast(
+            StartTransfer(
+                transfer_id=transfer.transfer_id,
+                name=prompt.name,
+                decode_incarnation=transfer.join.incarnation,
+                num_tokens=len(prompt.token_ids),
+                start_token=transfer.start_token,
+                plan=transfer.join.plan,
+            )
+        )
+        transfer.progress.put_nowait(Started(queue_s=time.monotonic() - transfer.asked_s))
+
+    async def _tell_rest(self, transfer: Transfer, prompt: _Prompt, *, is_token_needed: bool) -> None:
+        """All KV is there: what else the decode side gets, and the end."""
+        await prompt.finished.wait()  # the last chunk was computed in the engine's last step of it, which ends in a moment
+        if is_token_needed and prompt.first_token is None:
+            raise EngineError(f"the engine has ended prompt {prompt.name} without a token")
+        if prompt.first_token is not None:
+            compute_s = time.monotonic() - prompt.offered_s
+            transfer.progress.put_nowait(FirstToken(token_id=prompt.first_token, compute_s=compute_s))
+        if prompt.note is not None:
+            transfer.progress.put_nowait(Note(payload=prompt.note))
+        if transfer.is_over:
+            return
+        transfer.is_over = True
+        transfer.progress.put_nowait(Sent(stats=tuple(transfer.stats)))
+        self._on_outcome("sent")
+        self._forget(transfer)
+        self._close(prompt, "")
+
+    def _fail(self, transfer: Transfer, error: TransferError) -> None:
+        if transfer.is_over:
+            return
+        self._end(transfer, error)
+        if transfer.is_started:
+            self._broadcast(AbortTransfer(transfer_id=transfer.transfer_id, reason=clip_reason(str(error))))
+        self._forget(transfer)
+
+    def _end(self, transfer: Transfer, error: TransferError) -> None:
+        if not transfer.is_over:
+            transfer.is_over = True
+            transfer.progress.put_nowait(error)
+            self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+
+    def _forget(self, transfer: Transfer) -> None:
+        """The prompt waits for another try, but not for ever."""
+        self._transfers.pop(transfer.transfer_id, None)
+        prompt = transfer.prompt
+        if prompt is not None and prompt.transfer is transfer:
+            prompt.transfer = None
+            if prompt.finished.is_set() and not prompt.is_closed:
+                self._hold(prompt)
+        if transfer.task is not None and transfer.task is not asyncio.current_task():
+            transfer.task.cancel()
+
+    def _on_task_over(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("transfer_broke", request_id=transfer.transfer_id, error=str(error), exc_info=error)
+            self._fail(transfer, EngineError(f"unexpected {type(error).__name__}; see the log of the prefill side"))
+
+    # A prompt
+
+    def _hold(self, prompt: _Prompt) -> None:
+        if prompt.hold is not None:
+            prompt.hold.cancel()
+        reason = f"no decode side has asked for it within {self._limits.hold_s:g} s (limits.hold_s)"
+        prompt.hold = asyncio.get_running_loop().call_later(self._limits.hold_s, self._expire, prompt, reason)
+
+    def _expire(self, prompt: _Prompt, reason: str) -> None:
+        if not prompt.is_closed and prompt.transfer is None:
+            log.warning("prompt_not_fetched", transfer_id=prompt.transfer_id, reason=reason)
+            self._close(prompt, reason)
+
+    def _close(self, prompt: _Prompt, failure: str) -> None:
+        """Send nothing more of it; `failure` is empty where it was sent."""
+        prompt.is_closed, prompt.failure = True, failure
+        if prompt.hold is not None:
+            prompt.hold.cancel()
+        if self._offered.get(prompt.transfer_id) is prompt:
+            del self._offered[prompt.transfer_id]
+            self._closed[prompt.transfer_id] = failure or "it was sent"
+            while len(self._closed) > MAX_REMEMBERED:
+                self._closed.popitem(last=False)
+        if prompt.transfer is not None:
+            self._fail(prompt.transfer, TransferAborted(f"the prefill side gave the prompt up: {failure}"))
+        prompt.reading = set(range(self._num_ranks))
+        self._broadcast(CloseSource(name=prompt.name, reason=clip_reason(failure)))
+
+
+def _check_same_prompt(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    """KV of another prompt would be taken for this one's."""
+    if ours == theirs:
+        return
+    if len(ours) != len(theirs):
+        raise ConfigError(
+            f"token_ids has {len(theirs)} tokens; the prompt that the prefill side's engine was given has {len(ours)}"
+        )
+    index = next(index for index, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
+    raise ConfigError(
+        f"token_ids[{index}] is {theirs[index]}; in the prompt that the prefill side's engine was given it is {ours[index]}"
+    )

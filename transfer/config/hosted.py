@@ -1,0 +1,67 @@
+"""Settings of a kvferry that an engine hosts in its own processes, see docs/engines.md."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from transfer.config.memory import ChunkConfig, RingConfig, StagingConfig
+from transfer.config.network import PeersConfig, ServerConfig, TransportConfig
+from transfer.config.nodes import ProcessConfig
+from transfer.config.operation import BreakerConfig, HeartbeatConfig
+from transfer.config.section import Section
+from transfer.config.values import CountOrZero, Seconds
+
+
+class HostedLimitsConfig(Section):
+    """Bounds of a hosted kvferry; what the engine computes, and how much at once, is its own affair."""
+
+    meet_timeout_s: Seconds = Field(
+        default=60.0,
+        description=(
+            "Longest that one side waits for the other: prefill for a prompt that its engine has not been given, or has not "
+            "begun, decode for a prefill node that it has not joined."
+        ),
+    )
+    hold_s: Seconds = Field(
+        default=120.0,
+        description="Prefill: time that the engine's pages of a computed prompt are held for a decode side that has not asked.",
+    )
+    prefill_retries: CountOrZero = Field(
+        default=2,
+        description="Decode: times that a transfer is tried again, while the prefill side still has the prompt; 0 never.",
+    )
+    max_transfers: CountOrZero = Field(
+        default=4096, description="Transfers in flight on one side; more are refused at once."
+    )
+
+
+class HostedConfig(ProcessConfig):
+    """Settings of a hosted kvferry, of either side or both: an engine names them where it names its connector."""
+
+    role: ClassVar[str] = "hosted"
+
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the engine has its KV; set by what hosts it.")
+    transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
+    server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Beats.")
+    limits: HostedLimitsConfig = Field(default_factory=HostedLimitsConfig, description="Bounds.")
+    chunk: ChunkConfig = Field(default_factory=ChunkConfig, description="Prefill: how prompts are cut.")
+    staging: StagingConfig = Field(default_factory=StagingConfig, description="Prefill: staging memory.")
+    ring: RingConfig = Field(default_factory=RingConfig, description="Decode: the ring.")
+    peers: PeersConfig = Field(default_factory=PeersConfig, description="Decode: the prefill tier.")
+    breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Decode: circuit breakers of the prefill nodes.")
+    join_on_request: bool = Field(
+        default=False,
+        description=(
+            "Decode: join also a prefill node that a request names and peers.prefill_nodes does not. Whoever may send requests "
+            "then has this process connect to any address."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if self.transport.name == "inproc":
+            raise ValueError("transport.name is inproc, which joins two ends of one process; an engine's ranks need another")
+        return self
