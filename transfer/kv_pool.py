@@ -88,7 +88,7 @@ class PagedKVPool:
         num_pages: Pages of every buffer.
         device: Where the pool is allocated, zeroed; on CPU that also makes the memory really there.
         buffers: The layers in order, where an engine's own tensors are the pool. Shapes as `buffer()` gives them; pages, tokens
-            and heads may be any stride apart, only a head's elements must be adjacent. `device` is then without effect.
+            and heads may be any stride apart, in host memory a head's elements too. `device` is then without effect.
         layers: Which of the rank's layers, ascending; None for all of them.
 
     Raises:
@@ -124,6 +124,9 @@ class PagedKVPool:
         self._places_of_layers = {layer: index for index, layer in enumerate(self.layers)}
         self._buffers = self._allocate(torch.device(device)) if buffers is None else self._adopt(buffers)
         self.device: torch.device = self._buffers[0].k.device
+        self.has_adjacent_elements: bool = all(
+            tensor.stride(-1) == 1 for pair in self._buffers for tensor in (pair.k, pair.v) if tensor is not None
+        )
 
     @property
     def num_slots(self) -> int:
@@ -283,10 +286,12 @@ class PagedKVPool:
                         f"{name} of layer {layer} is {tensor.dtype} {tuple(tensor.shape)}; "
                         f"must be {self.dtype} {shape} ({self.order})"
                     )
-                if tensor.stride(-1) != 1 or tensor.device != buffers[0].k.device:
+                if tensor.device != buffers[0].k.device:
+                    raise LayoutError(f"{name} of layer {layer} lies on {tensor.device}; must lie on {buffers[0].k.device}")
+                if tensor.stride(-1) != 1 and tensor.device.type != "cpu":
                     raise LayoutError(
-                        f"{name} of layer {layer} (device {tensor.device}, stride {tensor.stride()}): must lie on "
-                        f"{buffers[0].k.device} with the elements of a head adjacent"
+                        f"{name} of layer {layer} has stride {tensor.stride()} on {tensor.device}: the elements of a head must "
+                        "be adjacent there; only in host memory may they be apart"
                     )
         return list(buffers)
 
@@ -399,8 +404,8 @@ class PoolView(KVPool):
         layout: The KV of the whole model.
         shard: This rank's cut of it; its order and dtype are those of the tensors.
         buffers: The rank's layers in order, each ``[num_pages, page_size, heads, dim]`` (HND: ``[num_pages, heads, page_size,
-            dim]``; a recurrent layer: ``[requests, 1, heads, elements]``), with pages, tokens and heads any stride apart. The
-            layers of a group have equally many pages.
+            dim]``; a recurrent layer: ``[requests, 1, heads, elements]``), with pages, tokens and heads any stride apart, in host
+            memory a head's elements too. The layers of a group have equally many pages.
         num_pages: Pages of each group, as in `KVPool`. Needed by the nodes where this rank's stage has no layer of a group, whose
             pages its tensors cannot tell: the ranks of an instance count alike. None: as the tensors say, 0 for such a group.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,7 @@ from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, WORD_BYTES, HostDigest
 from transfer.kernels.digest import digest as digest_of
 from transfer.kernels.reference import ReferenceCopier, reference_words_sum
-from transfer.kv_pool import PagedKVPool, as_words
+from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PagedKVPool, as_words
 from transfer.layout import (
     DType,
     HeadSlice,
@@ -33,11 +33,50 @@ START = -7  # of a sum: what was there stays in it
 MARGIN_BYTES = 24  # behind the payload: must stay as it is
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the elements of an engine's own tensors lie.
+
+    Args:
+        axes: Dimensions of [page, token, head, dim] from the outermost in memory to the innermost.
+        gap: Elements between two of the innermost dimension.
+        is_packed: K and V of a page and head beside each other, K as [dim, token] and V as [token, dim]: vLLM's attention on a
+            CPU. `axes` and `gap` are then without effect.
+    """
+
+    axes: tuple[int, ...] = (0, 2, 3, 1)
+    gap: int = 0
+    is_packed: bool = False
+
+    def buffers(self, shape: Sequence[int], dims: Sequence[int], dtype: torch.dtype) -> LayerBuffers:
+        """K and V (one buffer: K alone), [page, token, head, dim] each, zeroed.
+
+        Args:
+            shape: Pages, tokens of a page, heads.
+            dims: Elements of K and V, or of K alone.
+        """
+        pages, tokens, heads = shape
+        if self.is_packed:
+            both = torch.zeros(pages, heads, tokens * sum(dims), dtype=dtype)
+            parts = both.split([tokens * dim for dim in dims], dim=2)
+            views = [parts[0].unflatten(2, (dims[0], tokens)).permute(0, 3, 1, 2)]
+            views += [part.unflatten(2, (tokens, dims[1])).permute(0, 2, 1, 3) for part in parts[1:]]
+        else:
+            views = [self._placed((pages, tokens, heads, dim), dtype) for dim in dims]
+        return LayerBuffers(k=views[0], v=views[1] if len(views) == 2 else None)
+
+    def _placed(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        sizes = [shape[axis] for axis in self.axes]
+        spaced = torch.zeros(*sizes, 1 + self.gap, dtype=dtype)[..., 0]
+        return spaced.permute([self.axes.index(axis) for axis in range(4)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
     """One pool geometry and one plan.
 
     Args:
+        placement: Where the pool's elements lie; None: as our own pools have them.
         pages: What the buffers' tokens lie in.
         tokens: Counted from the first of these pages.
         first_token: The request's token that is the first of the first page.
@@ -55,6 +94,7 @@ class Case:
     first_token: int = 0
     first_page: int = 0
     scales: Mapping[tuple[int, bool], float] = field(default_factory=dict)
+    placement: Placement | None = None
 
     @property
     def buffers(self) -> tuple[WireBuffer, ...]:
@@ -75,9 +115,18 @@ class Case:
         return implementation(pool, heads=self.heads, wire_dtype=self.wire_dtype, scales=self.scales).plan(self.buffers)
 
     def pool(self, device: str, seed: int) -> PagedKVPool:
-        pool = PagedKVPool(layout=self.layout, shard=self.shard, num_pages=self.num_pages, device=device)
+        buffers = None if self.placement is None else [self._placed(spec, self.placement) for spec in self.layout.layers]
+        pool = PagedKVPool(layout=self.layout, shard=self.shard, num_pages=self.num_pages, device=device, buffers=buffers)
         fill(pool, seed)
         return pool
+
+    def _placed(self, spec: LayerSpec, placement: Placement) -> LayerBuffers:
+        shape = (self.num_pages, self.shard.page_size, spec.num_kv_heads)
+        dims = (spec.k_head_dim, spec.v_head_dim)[: spec.num_buffers]
+        found = placement.buffers(shape, dims, TORCH_DTYPES[self.layout.dtype])
+        if self.shard.order is TokenOrder.NHD:
+            return found
+        return LayerBuffers(k=found.k.transpose(1, 2), v=None if found.v is None else found.v.transpose(1, 2))
 
     def table(self, device: str) -> Tensor:
         return torch.tensor((*(-1,) * self.first_page, *self.pages), dtype=torch.int64, device=device)
@@ -112,10 +161,12 @@ def tensors(pool: PagedKVPool) -> list[Tensor]:
 def assert_same_pools(left: PagedKVPool, right: PagedKVPool) -> None:
     for ours, theirs in zip(tensors(left), tensors(right), strict=True):
         assert torch.equal(as_words(ours), as_words(theirs))
+    for mine, other in zip(left.storages(), right.storages(), strict=True):
+        assert torch.equal(*(torch.empty(0, dtype=torch.uint8, device=left.device).set_(memory) for memory in (mine, other)))
 
 
 def assert_agrees(case: Case, implementation: type[HeadSliceCopier], device: str = "cpu", *, has_kernels: bool = False) -> None:
-    """Gather and scatter of `implementation` give the reference's bytes and digest, and leave every other byte alone.
+    """Gather and scatter of `implementation` give the reference's bytes and digest, and leave every other byte alone, gaps too.
 
     Args:
         has_kernels: Whether its digests are tensors, and not `HostDigest`s.
@@ -203,3 +254,9 @@ def cases(draw: st.DrawFn, *, max_page_size: int = 20, max_pages: int = 9, max_d
         num_tokens=end + draw(st.sampled_from((0, 0, 30))),
         scales=draw(st.one_of(st.just({}), scales)),
     )
+
+
+def placements() -> st.SearchStrategy[Placement]:
+    """Every order of the dimensions, with and without gaps, and vLLM's."""
+    placed = st.builds(Placement, axes=st.permutations(range(4)).map(tuple), gap=st.integers(0, 2))
+    return st.one_of(st.just(Placement(is_packed=True)), st.just(Placement()), placed)

@@ -168,9 +168,11 @@ def test_given_tensors_are_checked() -> None:
         adopt(LayerBuffers(k=good.view(5, 2, 3, 6), v=good))
     with pytest.raises(LayoutError, match=r"v of layer 0 is torch\.float32"):
         adopt(LayerBuffers(k=good, v=good.float()))
-    with pytest.raises(LayoutError, match="elements of a head adjacent"):
-        adopt(LayerBuffers(k=good, v=torch.zeros(5, 3, 6, 2, dtype=torch.bfloat16).transpose(2, 3)))
-    with pytest.raises(LayoutError, match="device meta"):
+    apart = torch.zeros(5, 3, 6, 2, dtype=torch.bfloat16).transpose(2, 3)
+    assert not adopt(LayerBuffers(k=good, v=apart)).has_adjacent_elements
+    with pytest.raises(LayoutError, match=r"v of layer 0 has stride \(36, 12, 1, 2\) on meta: the elements of a head must"):
+        adopt(LayerBuffers(k=good.to("meta"), v=apart.to("meta")))
+    with pytest.raises(LayoutError, match="v of layer 0 lies on meta; must lie on cpu"):
         adopt(LayerBuffers(k=good, v=good.to("meta")))
 
 
@@ -414,7 +416,7 @@ def test_tensors_of_an_engine_are_checked() -> None:
     refused(r"k of layer 0 is \(2, 2, 10\); must have 4 dimensions", l0=LayerBuffers(k=torch.zeros(2, 2, 10), v=None))
     refused(r"k of layer 0 is \(\); must have 4 dimensions", l0=LayerBuffers(k=torch.tensor(0.0), v=None))
     refused(r"k of layer 0 is \(0, 1, 2, 10\); .* at least 1 page", l0=LayerBuffers(k=torch.zeros(0, 1, 2, 10), v=None))
-    refused(r"k of layer 4 \(device meta", l4=LayerBuffers(k=state.to("meta"), v=None))
+    refused(r"k of layer 4 lies on meta; must lie on cpu", l4=LayerBuffers(k=state.to("meta"), v=None))
     k, v = (torch.zeros(3, 3, 2, dim, dtype=torch.bfloat16, device="meta") for dim in (6, 5))
     refused("buffers lie on cpu, meta; must all lie on one device", l2=LayerBuffers(k=k, v=v))
 

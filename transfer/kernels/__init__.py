@@ -19,6 +19,7 @@ from transfer.errors import LayoutError
 from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory
 from transfer.kernels.digest import HostDigest
 from transfer.kernels.host_copy import HostCopier
+from transfer.kernels.strided_copy import StridedCopier
 from transfer.kv_pool import PagedKVPool
 from transfer.layout import DType, Span
 
@@ -49,7 +50,8 @@ def head_slice_copier(
         LayoutError: No layer of the pool has these heads, or the dtypes cannot be converted into each other.
     """
     if pool.device.type == "cpu":
-        return HostCopier(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
+        kind = HostCopier if pool.has_adjacent_elements else StridedCopier
+        return kind(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)
     from transfer.kernels.head_slice import TritonCopier
 
     return TritonCopier(pool, heads=heads, wire_dtype=wire_dtype, scales=scales)

@@ -69,13 +69,14 @@ class TokenPlan:
     wire_token: int
 
 
-def plan_tokens(pages: Tensor, slots: Span, page_size: int) -> TokenPlan:
+def plan_tokens(pages: Tensor, slots: Span, page_size: int, *, min_pages_per_run: int = MIN_PAGES_PER_RUN) -> TokenPlan:
     """Cut a token range into part pages and whole pages.
 
     Args:
         pages: int64 [n] on CPU, the page table.
         slots: The tokens, counted from the start of the page table; not empty.
         page_size: Tokens per page.
+        min_pages_per_run: Below that many on average the whole pages are left in no order; 1 makes runs of them all.
     """
     whole_begin, whole_end = -(-slots.begin // page_size), slots.end // page_size
     runs: list[PageRun] = []
@@ -90,7 +91,7 @@ def plan_tokens(pages: Tensor, slots: Span, page_size: int) -> TokenPlan:
         return TokenPlan(runs=tuple(runs), scattered=None, wire_token=0)
     whole, token = pages[whole_begin:whole_end], whole_begin * page_size - slots.begin
     starts = _run_starts(whole)
-    if len(starts) * MIN_PAGES_PER_RUN > len(whole) and len(starts) > 1:
+    if len(starts) * min_pages_per_run > len(whole) and len(starts) > 1:
         return TokenPlan(runs=tuple(runs), scattered=whole, wire_token=token)
     for begin, end in zip(starts, [*starts[1:], len(whole)], strict=True):
         run = PageRun(page=int(whole[begin]), num_pages=end - begin, begin=0, end=page_size, wire_token=token + begin * page_size)
