@@ -76,6 +76,7 @@ class PrefillPeer:
     plan: ChunkPlan | None = None  # while it is joined: how requests are cut, as far as it has said
     largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
     outstanding_tokens: int = 0
+    joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it has an instance
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
     vocab_size: int = ANY_TOKEN
     reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
@@ -184,20 +185,34 @@ class PrefillPeers:
         self._on_lost = on_lost
         self._on_breaker_opened = on_breaker_opened
         self._on_fault = on_fault
-        security = PlainText() if security is None else security
-        self.peers = [
-            PrefillPeer(
-                address=address,
-                channel=PeerChannel(address, security),
-                breaker=Breaker(breaker, clock),
-                vocab_size=vocab_size,
-            )
-            for address in addresses
-        ]
+        self._security = PlainText() if security is None else security
+        self._breaker = breaker
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self.peers = [self._peer_at(address) for address in addresses]
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _peer_at(self, address: str) -> PrefillPeer:
+        return PrefillPeer(
+            address=address,
+            channel=PeerChannel(address, self._security),
+            breaker=Breaker(self._breaker, self._clock),
+            vocab_size=self._vocab_size,
+        )
 
     def start(self) -> None:
         self._tasks = [asyncio.get_running_loop().create_task(self._keep_joined(peer)) for peer in self.peers]
+
+    def find(self, address: str) -> PrefillPeer | None:
+        """The prefill node of that host:port, joined or not."""
+        return next((peer for peer in self.peers if peer.address == address), None)
+
+    def add(self, address: str) -> PrefillPeer:
+        """Use one more prefill node, from now on."""
+        peer = self._peer_at(address)
+        self.peers.append(peer)
+        self._tasks.append(asyncio.get_running_loop().create_task(self._keep_joined(peer)))
+        return peer
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -334,6 +349,7 @@ class PrefillPeers:
             check_compatible(prefill, self._own)
             self._set_plan(peer, prefill, chunk_plan_from_proto(event.joined.chunk_plan))
             peer.instance, peer.links = prefill, links
+            peer.joined.set()
             peer.state, peer.reason = "joined", ""
             peer.reminders.clear()
             broken = peer.broken = asyncio.get_running_loop().create_future()
@@ -393,6 +409,7 @@ class PrefillPeers:
 
     def _lose(self, peer: PrefillPeer, error: TransferError) -> None:
         instance, peer.instance, peer.broken = peer.instance, None, None
+        peer.joined.clear()
         is_leaving = peer.state == "draining"
         peer.state, peer.reason, peer.links = "lost", str(error), []
         peer.plan, peer.largest_piece_bytes = None, 0

@@ -40,6 +40,7 @@ from transfer.errors import (
 from transfer.messages import clip_reason
 
 RETRY_RESERVE_S: Final = 0.02
+LOOK_S: Final = 0.01
 MAX_REMEMBERED: Final = 4096  # of prompts that are closed, to tell who asks late why
 MAX_NOTE_BYTES: Final = 1 << 20
 
@@ -336,8 +337,10 @@ class SourceRequests:
         if prompt is None:
             prompt = await self._next_offer(name)
         _check_same_prompt(prompt.token_ids, transfer.token_ids)
-        if prompt.transfer is not None:
-            raise TransferAborted(f"prompt {name} is being sent already, as {prompt.transfer.transfer_id}")
+        while prompt.transfer is not None:  # a try that its decode side has given up, and of whose end this side is about to hear
+            await asyncio.sleep(LOOK_S)
+        if prompt.is_closed:
+            raise TransferAborted(f"prompt {name} is over: {prompt.failure or 'it was sent'}")
         prompt.transfer, transfer.prompt = transfer, prompt
         if prompt.hold is not None:
             prompt.hold.cancel()

@@ -1,0 +1,489 @@
+"""The prompts that a hosted decode side fetches, as its leader sees them.
+
+The engine *wants* a prompt's KV. Its leader asks the prefill side for it; when that is about to send, the prompt is *ready*:
+only now does the engine have to take pages, and *bind* them. Then the ranks receive, and when all of them have all of it, or none
+writes any more, the prompt is *settled*. A transfer is one try; another one follows where the prefill side still has the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
+
+import structlog
+
+from decode_node.breaker import Permit, Verdict
+from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
+from decode_node.request_state import is_retried, verdict_of
+from decode_node.target_messages import (
+    CancelTransfer,
+    ExpectTransfer,
+    SettlePrompt,
+    TransferBroken,
+    TransferDrained,
+    TransferExpected,
+    TransferWhole,
+)
+from node_runtime.transfer_ids import new_transfer_id
+from transfer.chunk import ChunkPlan, check_num_chunks
+from transfer.config import HostedLimitsConfig
+from transfer.errors import (
+    EngineError,
+    IntegrityError,
+    LocalProtocolError,
+    PeerUnreachable,
+    StagingError,
+    TransferAborted,
+    TransferError,
+    TransportClosed,
+)
+from transfer.messages import clip_reason
+
+BIND_WAIT_S: Final = 1.0
+"""How long a question for room waits for the engine, which looks once a step, before it is answered "not yet"."""
+
+RETRY_PAUSE_S: Final = 0.05
+
+log = structlog.get_logger(__name__)
+
+
+class PromptState(Enum):
+    WAITING = auto()  # for the prefill side: it pins nothing here
+    READY = auto()  # the prefill side is about to send, or has tried to: bind pages
+    BOUND = auto()
+    FAILED = auto()  # before it was bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptView:
+    """What the engine is told of a prompt that is not settled."""
+
+    state: PromptState
+    failure: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Transfer:
+    """A try."""
+
+    transfer_id: str
+    prompt: _Prompt
+    peer: PrefillPeer
+    incarnation: int  # of the prefill instance
+    permit: Permit | None
+    is_expected: bool = False  # the ranks have been told
+    answering: set[int] = field(default_factory=set)  # ranks that have not answered that
+    expected: asyncio.Future[None] | None = None
+    receiving: set[int] = field(default_factory=set)  # ranks whose part is not whole
+    draining: set[int] = field(default_factory=set)  # ranks that may write to the pages, once it was cancelled
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    outcome: asyncio.Future[None]  # done when it is whole; its exception says why it never will be
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Prompt:
+    name: str
+    transfer_id: str  # that the router gave it; empty: the prefill side is to compute it
+    source: str
+    token_ids: tuple[int, ...]
+    start_token: int
+    needs_note: bool
+    view: PromptView = PromptView(state=PromptState.WAITING)
+    tables: tuple[tuple[int, ...], ...] | None = None
+    bound: asyncio.Event = field(default_factory=asyncio.Event)
+    transfer: _Transfer | None = None
+    note: bytes | None = None
+    task: asyncio.Task[None] | None = None
+    given_up: TransferError | None = None
+
+
+class TargetRequests:
+    """Owned by the leader's loop, but for `view`, which any thread may ask.
+
+    Args:
+        peers: Prefill nodes.
+        limits: Bounds.
+        incarnation: Of this instance.
+        num_ranks: Ranks of this instance.
+        num_layers: Layers of the model.
+        may_join: Whether a prompt may name a prefill node that is not known yet.
+        broadcast: Sends a message to every rank.
+        on_outcome: Called with "done", "failed" or "aborted" for each prompt.
+        on_retry: A prompt is tried again.
+    """
+
+    def __init__(
+        self,
+        *,
+        peers: PrefillPeers,
+        limits: HostedLimitsConfig,
+        incarnation: int,
+        num_ranks: int,
+        num_layers: int,
+        may_join: bool,
+        broadcast: Callable[[object], None],
+        on_outcome: Callable[[str], None],
+        on_retry: Callable[[], None],
+    ) -> None:
+        self._peers = peers
+        self._limits = limits
+        self._incarnation = incarnation
+        self._num_ranks = num_ranks
+        self._num_layers = num_layers
+        self._may_join = may_join
+        self._broadcast = broadcast
+        self._on_outcome = on_outcome
+        self._on_retry = on_retry
+        self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are settled
+        self._transfers: dict[str, _Transfer] = {}
+        self._following: set[asyncio.Task[None]] = set()  # calls of prefill nodes that are not at their end
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._transfers)
+
+    def view(self, name: str) -> PromptView | None:
+        """How far a prompt is; None: not wanted, or settled."""
+        prompt = self._prompts.get(name)
+        return None if prompt is None else prompt.view
+
+    # What the engine says
+
+    def want(
+        self,
+        name: str,
+        transfer_id: str,
+        source: str,
+        token_ids: tuple[int, ...],
+        start_token: int,
+        needs_note: bool = False,
+    ) -> None:
+        """Fetch the KV of tokens [start_token, end) of a prompt.
+
+        Args:
+            transfer_id: What the prefill side's engine knows it by; empty: it is to compute it.
+            source: host:port of the prefill node; empty: any that is joined.
+            needs_note: Nothing is whole without what the prefill side's engine has to tell.
+        """
+        if name in self._prompts:
+            raise ValueError(f"prompt {name} is wanted twice")
+        prompt = _Prompt(
+            name=name,
+            transfer_id=transfer_id,
+            source=source,
+            token_ids=token_ids,
+            start_token=start_token,
+            needs_note=needs_note,
+        )
+        self._prompts[name] = prompt
+        prompt.task = asyncio.get_running_loop().create_task(self._fetch(prompt))
+        prompt.task.add_done_callback(lambda task: self._on_task_over(prompt, task))
+
+    def bind(self, name: str, tables: tuple[tuple[int, ...], ...]) -> None:
+        """The engine has taken pages for the whole prompt; they are its again when it is settled.
+
+        Args:
+            tables: Its page table in each group of layers, from token 0 on.
+        """
+        prompt = self._prompts[name]
+        before, prompt.view = prompt.view, PromptView(state=PromptState.BOUND)
+        prompt.tables = tables
+        prompt.bound.set()
+        if before.state is PromptState.FAILED:
+            self._settle(prompt, before.failure)
+
+    def cancel(self, name: str, reason: str) -> None:
+        """The engine gives the prompt up. One that is bound is settled soon, of others nothing more is heard."""
+        prompt = self._prompts.get(name)
+        if prompt is None or prompt.given_up is not None:
+            return
+        prompt.given_up = TransferAborted(reason)
+        if prompt.view.state is PromptState.FAILED:
+            self._forget(prompt)
+        elif prompt.transfer is not None:
+            self._fail(prompt.transfer, prompt.given_up)  # not the task, which has to see the ranks drain
+        elif prompt.task is not None:
+            prompt.task.cancel()
+
+    def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
+        for transfer in list(self._transfers.values()):
+            if transfer.peer is peer:
+                self._fail(transfer, PeerUnreachable(f"prefill node {peer.address} is lost: {reason}"))
+
+    def abort(self, request_id: str, error: TransferError) -> bool:
+        """Give up the prompt that has the transfer of that id; False where there is none."""
+        transfer = self._transfers.get(request_id)
+        if transfer is None or transfer.outcome.done():
+            return False
+        self._fail(transfer, error)
+        return True
+
+    async def close(self) -> None:
+        tasks = [*self._following, *(prompt.task for prompt in self._prompts.values() if prompt.task is not None)]
+        for task in tasks:
+            task.cancel()
+        for transfer in self._transfers.values():
+            transfer.drained.set()  # the ranks end, too
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # A prompt's way
+
+    async def _fetch(self, prompt: _Prompt) -> None:
+        error: TransferError
+        try:
+            for attempt in range(self._limits.prefill_retries + 1):
+                if attempt:
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    self._on_retry()
+                try:
+                    await self._try(prompt)
+                    self._settle(prompt, "")
+                    return
+                except TransferError as failure:
+                    error = failure
+                    log.info("transfer_failed", name=prompt.name, attempt=attempt, reason=str(error))
+                    if not is_retried(failure) or prompt.given_up is not None:
+                        break
+        except asyncio.CancelledError:
+            if prompt.given_up is None:
+                raise  # this side shuts down
+            error = prompt.given_up
+        self._give_up(prompt, prompt.given_up or error)
+
+    async def _try(self, prompt: _Prompt) -> None:
+        """One transfer, to its end; nothing of it touches the prompt's pages afterwards.
+
+        Raises:
+            TransferError: It failed.
+        """
+        peer = await self._joined_peer(prompt)
+        assert peer.instance is not None
+        transfer = _Transfer(
+            transfer_id=new_transfer_id(prompt.transfer_id or prompt.name),
+            prompt=prompt,
+            peer=peer,
+            incarnation=peer.instance.incarnation,
+            permit=self._peers.begin(peer),
+            outcome=asyncio.get_running_loop().create_future(),
+        )
+        self._transfers[transfer.transfer_id] = transfer
+        prompt.transfer = transfer
+        peer.outstanding_tokens += len(prompt.token_ids)
+        following = asyncio.ensure_future(self._follow(transfer))
+        self._following.add(following)
+        following.add_done_callback(lambda task: self._on_call_over(transfer, task))
+        try:
+            await transfer.outcome
+            self._judge(transfer, Verdict.SUCCESS)
+            if prompt.needs_note and prompt.note is None:
+                await following
+        except TransferError as error:
+            self._judge(transfer, verdict_of(error), str(error))
+            # Where all has come, the prefill side's call goes on to its end: that is how it learns that it may forget the prompt.
+            following.cancel()
+            raise
+        finally:
+            self._judge(transfer, Verdict.NOTHING)
+            peer.outstanding_tokens -= len(prompt.token_ids)
+            await self._drain(transfer)
+            prompt.transfer = None
+            del self._transfers[transfer.transfer_id]
+
+    def _on_call_over(self, transfer: _Transfer, task: asyncio.Task[None]) -> None:
+        self._following.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, TransferError):
+            log.critical("prefill_call_broke", request_id=transfer.transfer_id, error=str(error), exc_info=error)
+            error = EngineError(f"unexpected {type(error).__name__}; see the log of the decode side")
+        self._fail(transfer, error)
+
+    async def _joined_peer(self, prompt: _Prompt) -> PrefillPeer:
+        """The prefill node that has the prompt, once it is joined.
+
+        Raises:
+            PeerUnreachable: It is none of those that this side uses, or is not joined in time.
+        """
+        peer = self._peers.find(prompt.source) if prompt.source else self._peers.pick()
+        if peer is None and prompt.source:
+            if not self._may_join:
+                raise TransferAborted(
+                    f"the prompt's prefill node is {prompt.source}, which is not in peers.prefill_nodes; it must be one of them "
+                    "(join_on_request allows others)"
+                )
+            peer = self._peers.add(prompt.source)
+        if peer is None:
+            raise PeerUnreachable(self._peers.why_none())
+        try:
+            async with asyncio.timeout(self._limits.meet_timeout_s):
+                await peer.joined.wait()
+        except TimeoutError:
+            raise StagingError(f"prefill node {peer.address} is {peer.state}: {peer.reason}") from None
+        return peer
+
+    async def _follow(self, transfer: _Transfer) -> None:
+        """Follow the prefill node's call to its end."""
+        prompt = transfer.prompt
+        call = transfer.peer.prefill(
+            transfer.transfer_id,
+            prompt.token_ids,
+            decode_incarnation=self._incarnation,
+            start_token=prompt.start_token,
+            engine_request=prompt.transfer_id,
+        )
+        is_sent = False
+        async for event in call:
+            match event.WhichOneof("event"):
+                case "note":
+                    prompt.note = event.note.payload
+                case "sent":
+                    is_sent = True
+        if not is_sent:
+            raise PeerUnreachable(f"{transfer.peer.address} ended the call early")
+
+    async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> bool:
+        """A prefill leader is about to send: have the ranks expect it, once the engine has bound pages; False is "not yet".
+
+        Raises:
+            TransportClosed: The transfer does not wait here.
+            PeerUnreachable: A rank cannot receive it.
+            LayoutError: The plan cuts it into too many chunks.
+        """
+        transfer = self._transfers.get(request_id)
+        if transfer is None or transfer.outcome.done() or decode_incarnation != self._incarnation:
+            raise TransportClosed(f"request {request_id} does not wait here for room")
+        if prefill_incarnation != transfer.incarnation:
+            raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
+        prompt = transfer.prompt
+        num_tokens = len(prompt.token_ids)
+        check_num_chunks(plan, num_tokens=num_tokens, num_layers=self._num_layers, start_token=prompt.start_token)
+        if prompt.view.state is PromptState.WAITING:
+            prompt.view = PromptView(state=PromptState.READY)
+        try:
+            async with asyncio.timeout(BIND_WAIT_S):
+                await prompt.bound.wait()
+        except TimeoutError:
+            return False
+        if transfer.outcome.done():
+            raise TransportClosed(f"request {request_id} is over")
+        if transfer.expected is None:
+            self._expect(prompt, transfer, plan)
+        assert transfer.expected is not None
+        await asyncio.shield(transfer.expected)
+        return True
+
+    def _expect(self, prompt: _Prompt, transfer: _Transfer, plan: ChunkPlan) -> None:
+        assert prompt.tables is not None
+        ranks = set(range(self._num_ranks))
+        transfer.answering, transfer.receiving, transfer.draining = set(ranks), set(ranks), set(ranks)
+        transfer.expected = asyncio.get_running_loop().create_future()
+        transfer.is_expected = True
+        self._broadcast(
+            ExpectTransfer(
+                transfer_id=transfer.transfer_id,
+                name=prompt.name,
+                prefill_incarnation=transfer.incarnation,
+                num_tokens=len(prompt.token_ids),
+                start_token=prompt.start_token,
+                plan=plan,
+                tables=prompt.tables,
+            )
+        )
+
+    # What the ranks say
+
+    def on_expected(self, rank: int, message: TransferExpected) -> None:
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is None or transfer.expected is None or transfer.expected.done():
+            return
+        transfer.answering.discard(rank)
+        if message.reason:
+            error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
+            transfer.expected.set_exception(error)
+            transfer.expected.exception()  # also where nobody waits for it any more
+            self._fail(transfer, error)
+        elif not transfer.answering:
+            transfer.expected.set_result(None)
+
+    def on_whole(self, rank: int, message: TransferWhole) -> None:
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is None:
+            return
+        transfer.receiving.discard(rank)
+        if not transfer.receiving and not transfer.outcome.done():
+            transfer.draining.clear()  # nothing of it is under way anywhere
+            transfer.outcome.set_result(None)
+
+    def on_broken(self, rank: int, message: TransferBroken) -> None:
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is None:
+            return
+        if message.is_data_loss:
+            self._fail(transfer, IntegrityError(f"decode rank {rank}: {message.reason}"))
+            return
+        # A rank only sees that its writer gave up or went away. Why, the prefill node's call is about to say.
+        error = PeerUnreachable(f"decode rank {rank}: {message.reason}")
+        asyncio.get_running_loop().call_later(REASON_GRACE_S, self._fail, transfer, error)
+
+    def on_drained(self, rank: int, message: TransferDrained) -> None:
+        transfer = self._transfers.get(message.transfer_id)
+        if transfer is not None:
+            transfer.draining.discard(rank)
+            if not transfer.draining:
+                transfer.drained.set()
+
+    # Ends
+
+    def _fail(self, transfer: _Transfer, error: TransferError) -> None:
+        if not transfer.outcome.done():
+            transfer.outcome.set_exception(error)
+            transfer.outcome.exception()  # also where its task was cancelled meanwhile
+
+    def _judge(self, transfer: _Transfer, verdict: Verdict, reason: str = "") -> None:
+        permit, transfer.permit = transfer.permit, None
+        if permit is not None:
+            self._peers.end(transfer.peer, permit, verdict, reason)
+
+    async def _drain(self, transfer: _Transfer) -> None:
+        """Have the ranks give it up, where it is not whole, and wait until none touches its pages."""
+        if transfer.expected is not None and not transfer.expected.done():
+            transfer.expected.set_exception(TransportClosed(f"request {transfer.transfer_id} is over"))
+            transfer.expected.exception()
+        if not transfer.draining:
+            return
+        failure = transfer.outcome.exception() if transfer.outcome.done() and not transfer.outcome.cancelled() else None
+        reason = clip_reason(str(failure or "the prompt was given up"))
+        self._broadcast(CancelTransfer(transfer_id=transfer.transfer_id, reason=reason))
+        await transfer.drained.wait()
+
+    def _give_up(self, prompt: _Prompt, error: TransferError) -> None:
+        if prompt.view.state is PromptState.BOUND:
+            self._settle(prompt, str(error) or type(error).__name__)
+        elif prompt.given_up is not None:
+            self._forget(prompt)
+        else:
+            self._on_outcome("failed")
+            prompt.view = PromptView(state=PromptState.FAILED, failure=str(error))
+
+    def _settle(self, prompt: _Prompt, failure: str) -> None:
+        if self._prompts.get(prompt.name) is not prompt:
+            raise LocalProtocolError(f"prompt {prompt.name} is settled twice")
+        self._on_outcome(("aborted" if prompt.given_up is not None else "failed") if failure else "done")
+        del self._prompts[prompt.name]
+        self._broadcast(SettlePrompt(name=prompt.name, failure=clip_reason(failure), note=prompt.note or b""))
+
+    def _forget(self, prompt: _Prompt) -> None:
+        self._on_outcome("aborted")
+        self._prompts.pop(prompt.name, None)
+
+    def _on_task_over(self, prompt: _Prompt, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("prompt_broke", name=prompt.name, error=str(error), exc_info=error)
+            self._give_up(prompt, EngineError(f"unexpected {type(error).__name__}; see the log of the decode side"))
