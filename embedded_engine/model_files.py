@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,22 +121,9 @@ class ModelFiles:
 
     @cached_property
     def weights_digest(self) -> str:
-        """32 hex digits (xxh3-128) of the weights; the same however the files are named or split.
-
-        Models up to 64 MiB are read whole. Of larger ones every tensor's name, dtype and shape is taken and 16 blocks of 4 KiB
-        spread evenly over it, first and last bytes included: enough to tell two models or two fine-tunes apart in a second, not
-        enough to notice one flipped bit in a terabyte.
-        """
+        """See `weights_digest`."""
         assert self.dummy_seed is None
-        digest = xxhash.xxh3_128()
-        is_whole = sum(tensor.num_bytes for tensor in self.tensors) <= WHOLE_DIGEST_LIMIT_BYTES
-        for tensor in sorted(self.tensors, key=lambda tensor: tensor.name):
-            digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
-            with tensor.file.open("rb") as file:
-                for begin, end in _digested_ranges(tensor, is_whole=is_whole):
-                    file.seek(begin)
-                    digest.update(file.read(end - begin))
-        return digest.hexdigest()
+        return weights_digest(self.tensors)
 
     @cached_property
     def fields(self) -> dict[str, str]:
@@ -186,7 +173,7 @@ def read_model_files(directory: Path | str, *, dummy_seed: int | None = None) ->
         directory=directory,
         architecture=architecture,
         config=config,
-        tensors=tuple(_stored_tensors(directory)) if dummy_seed is None else (),
+        tensors=tuple(stored_tensors(directory)) if dummy_seed is None else (),
         eos_token_ids=_eos_token_ids(directory, raw),
         dummy_seed=dummy_seed,
     )
@@ -276,7 +263,31 @@ def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _stored_tensors(directory: Path) -> Iterator[StoredTensor]:
+def weights_digest(tensors: Iterable[StoredTensor]) -> str:
+    """32 hex digits (xxh3-128) of the weights; the same however the files are named or split.
+
+    Models up to 64 MiB are read whole. Of larger ones every tensor's name, dtype and shape is taken and 16 blocks of 4 KiB
+    spread evenly over it, first and last bytes included: enough to tell two models or two fine-tunes apart in a second, not
+    enough to notice one flipped bit in a terabyte.
+    """
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
+    digest = xxhash.xxh3_128()
+    is_whole = sum(tensor.num_bytes for tensor in tensors) <= WHOLE_DIGEST_LIMIT_BYTES
+    for tensor in tensors:
+        digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
+        with tensor.file.open("rb") as file:
+            for begin, end in _digested_ranges(tensor, is_whole=is_whole):
+                file.seek(begin)
+                digest.update(file.read(end - begin))
+    return digest.hexdigest()
+
+
+def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
+    """Where the tensors of a model directory's safetensors files lie.
+
+    Raises:
+        ConfigError: There are no such files, or one of them is damaged.
+    """
     index_path = directory / INDEX_NAME
     if (directory / WEIGHTS_NAME).exists():
         yield from _file_tensors(directory / WEIGHTS_NAME)

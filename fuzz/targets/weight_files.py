@@ -7,7 +7,7 @@ import random
 import struct
 from typing import Any
 
-from embedded_engine.model_files import StoredTensor, _stored_tensors
+from embedded_engine.model_files import StoredTensor, stored_tensors
 from fuzz.target import Target, require, scratch_folder
 from fuzz.trees import BORDERS, BYTE_SHARE, changed_bytes, changed_tree
 from transfer.errors import ConfigError
@@ -24,7 +24,7 @@ def check(data: bytes) -> None:
     index, weights = data[2 : 2 + split], data[2 + split :]
     (_FOLDER / INDEX_NAME).write_bytes(index)
     (_FOLDER / _WEIGHTS).write_bytes(weights)
-    tensors = list(_stored_tensors(_FOLDER))
+    tensors = list(stored_tensors(_FOLDER))
     require(tensors, "a model without tensors")
     for tensor in tensors:
         _check_tensor(tensor, len(weights))
