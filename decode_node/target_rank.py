@@ -2,7 +2,7 @@
 
 The leader says what comes and into which pages. It decides for all ranks at once what has become of a prompt, and the engine
 hears only that (`Settled`): KV is used when every rank has all of it, and pages are the engine's again when no rank writes to
-them any more. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.host`.
+them any more. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.hosted_rank`.
 """
 
 from __future__ import annotations

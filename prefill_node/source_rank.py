@@ -2,7 +2,7 @@
 
 The engine schedules, and owns its pages. It says which pages a prompt has and how much of it is computed (`progress`), and that
 it will say no more of it (`finish`). In return it is told when nothing reads those pages any more (`Free`): not before they may
-hold anything else. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.host`.
+hold anything else. Owned by the loop of its process; the engine's threads come in through `kvferry.engines.hosted_rank`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,195 @@
+"""The leader of a decode side that an engine hosts: joins prefill nodes, and serves what they ask of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+import structlog
+
+from decode_node.breaker import BreakerSettings
+from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
+from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
+from decode_node.target_requests import TargetRequests
+from node_runtime.rank_report import RankHello, RankReport
+from node_runtime.transfer_ids import is_try_of
+from transfer.config import HostedConfig
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.messages import clip_reason
+from transfer.metrics import NodeMetrics
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.convert import chunk_plan_from_proto, chunk_plan_to_proto, instance_to_proto, link_to_proto
+from transfer.registry.security import Security
+from transfer.registry.status import end_with
+
+log = structlog.get_logger(__name__)
+
+
+class TargetLeader(pb_grpc.DecodeControlServicer):
+    """See the module's docstring. Owned by its process's loop. Its `Generate` is none: requests come by the engine's own front.
+
+    Args:
+        config: Settings.
+        hellos: What the ranks said of themselves.
+        security: How prefill nodes are spoken to.
+        broadcast: Sends a message to every rank.
+        reports: What the ranks said last.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: HostedConfig,
+        hellos: tuple[RankHello, ...],
+        security: Security,
+        broadcast: Callable[[object], None],
+        reports: Callable[[], Iterable[RankReport]],
+    ) -> None:
+        first = hellos[0]
+        self._instance = first.instance
+        self._config = config
+        self._hellos = hellos
+        self._security = security
+        self._broadcast = broadcast
+        self._reports = reports
+        self._started_s = time.monotonic()
+        self.metrics = NodeMetrics(role="decode")
+        self.peers: PrefillPeers
+        self.requests: TargetRequests
+        self._is_started = False
+
+    def start(self, address: str) -> None:
+        """Join the prefill nodes that are set.
+
+        Args:
+            address: Where their leaders reach this servicer.
+        """
+        config, hellos = self._config, self._hellos
+        self.peers = PrefillPeers(
+            list(config.peers.prefill_nodes),
+            own=self._instance,
+            security=self._security,
+            decode_address=address,
+            rank_addresses=tuple(hello.address for hello in hellos),
+            heartbeat_s=config.heartbeat.interval_s,
+            ring_capacity_bytes=min(hello.ring_bytes for hello in hellos),
+            min_bandwidth_bytes_per_s=config.transport.min_bandwidth_bytes_per_s,
+            vocab_size=hellos[0].vocab_size,
+            breaker=BreakerSettings(
+                failures=config.breaker.failures,
+                window_s=config.breaker.window_s,
+                pause_s=config.breaker.pause_s,
+                max_pause_s=config.breaker.max_pause_s,
+            ),
+            on_lost=self._on_peer_lost,
+            on_breaker_opened=self.metrics.breaker_opened,
+            on_fault=self.metrics.join_broke,
+        )
+        self.requests = TargetRequests(
+            peers=self.peers,
+            limits=config.limits,
+            incarnation=self._instance.incarnation,
+            num_ranks=len(hellos),
+            num_layers=self._instance.layout.num_layers,
+            may_join=config.join_on_request,
+            broadcast=self._broadcast,
+            on_outcome=self.metrics.request_ended,
+            on_retry=self.metrics.request_retried,
+        )
+        self._is_started = True
+        self.peers.start()
+
+    async def close(self) -> None:
+        if self._is_started:
+            await self.requests.close()
+            await self.peers.close()
+
+    def on_rank_message(self, rank: int, message: Any) -> None:
+        match message:
+            case TransferExpected():
+                self.requests.on_expected(rank, message)
+            case TransferWhole():
+                self.requests.on_whole(rank, message)
+            case TransferBroken():
+                self.requests.on_broken(rank, message)
+            case TransferDrained():
+                self.requests.on_drained(rank, message)
+            case WriterLost():
+                self.peers.break_join(
+                    message.incarnation, prefill_rank=message.prefill_rank, decode_rank=rank, reason=message.reason
+                )
+            case LinkProbed():
+                pass  # the join brings every link's measure
+            case _:
+                raise LocalProtocolError(f"a hosted decode leader cannot serve {type(message).__name__}")
+
+    def render_metrics(self) -> bytes:
+        peers = self.peers.peers
+        self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
+        self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
+        self.metrics.node_state(
+            state="ready", queued=0, running=self.requests.num_prompts, peers=Counter(peer.state for peer in peers), restarts=0
+        )
+        return self.metrics.render([report.metrics for report in self._reports()])
+
+    def _on_peer_lost(self, peer: PrefillPeer, incarnation: int, reason: str) -> None:
+        self._broadcast(ForgetPrefill(incarnation=incarnation, reason=reason))
+        self.requests.on_peer_lost(peer, reason)
+
+    # DecodeControl
+
+    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ReserveResponse:
+        try:
+            if not self._is_started:
+                raise PeerUnreachable("the decode side is starting")
+            if not request.HasField("chunk_plan"):
+                raise ConfigError("chunk_plan is missing; the prefill side decides how a request is cut")
+            plan = chunk_plan_from_proto(request.chunk_plan)
+            self.peers.check_plan(request.prefill_incarnation, plan)
+            reserved = await self.requests.reserve(
+                request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
+            )
+        except TransferError as error:
+            await end_with(context, error)
+        return pb.ReserveResponse(reserved=reserved)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
+        reason = clip_reason(request.reason) or "aborted by an operator"
+        known = self.requests.request_ids if self._is_started else ()
+        tries = [name for name in known if is_try_of(name, request.request_id)]
+        found = [self.requests.abort(name, TransferAborted(reason)) for name in tries]
+        return pb.AbortResponse(found=any(found))
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
+        peers = self.peers.peers if self._is_started else []
+        return pb.NodeStatus(
+            role="decode",
+            state="ready",
+            instance=instance_to_proto(self._instance),
+            uptime_s=time.monotonic() - self._started_s,
+            running_requests=self.requests.num_prompts if self._is_started else 0,
+            ranks=[pb.RankStatus(**report.status) for report in self._reports()],
+            peers=[_peer_to_proto(peer) for peer in peers],
+            links=[link_to_proto(link) for peer in peers for link in peer.links],
+            ready=self._is_started,
+            not_ready_reason="" if self._is_started else "it is starting",
+        )
+
+
+def _peer_to_proto(peer: PrefillPeer) -> pb.PeerStatus:
+    return pb.PeerStatus(
+        address=peer.address,
+        incarnation=peer.instance.incarnation if peer.instance is not None else 0,
+        state=peer.state,
+        reason=peer.reason,
+        chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
+        largest_piece_bytes=peer.largest_piece_bytes,
+        breaker=peer.breaker.state.value,
+        breaker_reason=peer.breaker_reason,
+        breaker_pause_s=peer.breaker.pause_left_s,
+    )

@@ -1,0 +1,120 @@
+"""What the leader and the ranks of a hosted instance have in common: its sides, its engine, and the messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Final
+
+import structlog
+
+from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
+from decode_node.target_messages import TARGET_MESSAGES, CancelTransfer, ExpectTransfer, SettlePrompt
+from node_runtime.rank_link import RankCodec
+from node_runtime.rank_report import RankHello, RankReport, RankStartFailed
+from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
+from prefill_node.source_messages import SOURCE_MESSAGES
+from transfer.config import HostedConfig
+from transfer.kv_pool import KVPool
+from transfer.layout import KVLayout, Shard
+from transfer.registry.security import Security, security_of_tier
+
+CLOSE_TIMEOUT_S: Final = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+class Sides(Flag):
+    """What an instance does with KV."""
+
+    SOURCE = auto()  # computes prompts, and sends their KV
+    TARGET = auto()  # receives KV, and generates
+
+
+SOURCE, TARGET = Sides.SOURCE, Sides.TARGET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedEngine:
+    """What a rank's engine says of itself.
+
+    Args:
+        layout: The KV of the whole model.
+        shard: This rank's cut of it.
+        pool: The engine's own tensors, as a `transfer.kv_pool.PoolView`, or a pool of that layout and shard.
+        model_fields: Everything of the model that must be equal on both sides, by name.
+        max_context_tokens: Longest prompt.
+        vocab_size: Token ids are below it.
+        kv_scales: For pools of 8-bit floats; see `transfer.instance.Instance`.
+    """
+
+    layout: KVLayout
+    shard: Shard
+    pool: KVPool
+    model_fields: Mapping[str, str]
+    max_context_tokens: int
+    vocab_size: int
+    kv_scales: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWaiting:
+    """Rank -> leader: the rank is there, and needs to know which life this is."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeBegins:
+    """Leader -> rank."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideReport:
+    """Rank -> leader: state and metrics of one side of the rank."""
+
+    side: int
+    report: RankReport
+
+
+CODEC = RankCodec(
+    RankWaiting,
+    LifeBegins,
+    SideReport,
+    RankHello,
+    RankStartFailed,
+    AttachDecode,
+    DetachDecode,
+    DecodeAttached,
+    DecodeLost,
+    *SOURCE_MESSAGES,
+    ForgetPrefill,
+    WriterLost,
+    LinkProbed,
+    *TARGET_MESSAGES,
+)
+
+TO_TARGET = (ExpectTransfer, CancelTransfer, SettlePrompt, ForgetPrefill)
+FROM_TARGET = (WriterLost, LinkProbed, *TARGET_MESSAGES)
+
+
+def security_for(config: HostedConfig, sides: Sides) -> Security:
+    """How the other tier is spoken to. Raises ConfigError when TLS, or plain text, cannot be had as set."""
+    named: list[tuple[str, str | None]] = [
+        ("server.host", config.server.host),
+        ("server.advertise_host", config.server.advertise_host),
+        *(("peers.prefill_nodes", address) for address in config.peers.prefill_nodes),
+    ]
+    return security_of_tier(config.tls, other_tier="decode" if SOURCE in sides else "prefill", named=named)
+
+
+def wait_for_close(future: Future[None]) -> None:
+    """Some seconds, and no longer: an engine that shuts down has other things to end."""
+    try:
+        future.result(CLOSE_TIMEOUT_S)
+    except TimeoutError:
+        log.warning("close_took_too_long", seconds=CLOSE_TIMEOUT_S)

@@ -1,0 +1,327 @@
+"""kvferry inside an engine that schedules by itself: what its processes call, from their own threads.
+
+One process of an instance has the `HostedLeader`, each rank's process a `HostedRank` (a process may have both). They find each
+other by the instance's name. No call waits for the network, but for `HostedLeader.start`, `pause` and `close`.
+
+    rank = HostedRank(config, instance="i-1", rank=0, sides=SOURCE, engine=HostedEngine(...))       # each rank
+    leader = HostedLeader(config, instance="i-1", num_ranks=1, sides=SOURCE)                        # one of them
+    leader.start()
+    leader.offer("a", "transfer-1", token_ids)      # the engine was given the prompt
+    leader.begin("a")                               # ... begins to compute it
+    rank.progress("a", [pages], 128, event)         # ... has computed 128 tokens of it
+    rank.finish("a"); leader.finish("a")            # ... is done with it
+    rank.take_news() -> [Free(name="a", ...)]       # its pages may be used for something else
+
+and on the other side
+
+    leader.want("b", "transfer-1", "host:port", token_ids, start_token=0)
+    leader.view("b").state is PromptState.READY     # the other side is about to send: take pages
+    leader.bind("b", [pages])
+    rank.take_news() -> [Settled(name="b", failure="", ...)]    # on every rank: all KV is there, on all ranks
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import structlog
+
+from decode_node.target_leader import TargetLeader
+from decode_node.target_requests import PromptState, PromptView
+from kvferry.engines.hosted import (
+    CLOSE_TIMEOUT_S,
+    CODEC,
+    FROM_TARGET,
+    SOURCE,
+    TARGET,
+    LifeBegins,
+    RankWaiting,
+    SideReport,
+    Sides,
+    security_for,
+    wait_for_close,
+)
+from node_runtime.health import HealthServer, Readiness
+from node_runtime.hosted_link import hosted_address
+from node_runtime.loop_thread import LoopThread
+from node_runtime.open_files import raise_open_files
+from node_runtime.rank_link import LeaderLink
+from node_runtime.rank_report import RankHello, RankReport, RankStartFailed
+from node_runtime.supervisor import check_alike
+from prefill_node.source_leader import SourceLeader
+from prefill_node.source_requests import Transfer
+from transfer.config import HostedConfig
+from transfer.errors import ConfigError, LocalProtocolError
+from transfer.registry.server import RegistryServer, host_port, serve
+
+START_TIMEOUT_S: Final = 60.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Opened:
+    """What a leader has once all ranks are there."""
+
+    source: SourceLeader | None = None
+    target: TargetLeader | None = None
+    server: RegistryServer
+    health: HealthServer | None = None
+    http_port: int = 0
+    hellos: tuple[RankHello, ...] = ()
+
+
+class HostedLeader:
+    """The one of an instance that speaks to the other tier's leaders.
+
+    Args:
+        config: Settings.
+        instance: Name of this life of the instance, as its ranks have it.
+        num_ranks: Of the instance.
+        sides: What the instance does.
+        compute: Has the engine compute a prompt for a decode node that no router has told of it; see `SourceRequests`.
+
+    Raises:
+        ConfigError: TLS, or plain text, cannot be had as set; or the name is another's, who lives.
+    """
+
+    def __init__(
+        self,
+        config: HostedConfig,
+        *,
+        instance: str,
+        num_ranks: int,
+        sides: Sides,
+        compute: Callable[[Transfer], Awaitable[None]] | None = None,
+    ) -> None:
+        self._config = config
+        self._num_ranks = num_ranks
+        self._sides = sides
+        self._compute = compute
+        self._security = security_for(config, sides)
+        self._addresses = [hosted_address(instance, rank) for rank in range(num_ranks)]
+        self._lock = _locked(self._addresses[0].endpoint.removeprefix("ipc://") + ".lock", instance)
+        self._incarnation = secrets.randbits(63) + 1
+        self._reports: dict[Sides, dict[int, RankReport]] = {SOURCE: {}, TARGET: {}}
+        self._hellos: dict[int, RankHello] = {}
+        self._wanted: set[str] = set()  # what the loop may not have heard of yet
+        self._all_there: asyncio.Future[None]
+        self._link: LeaderLink
+        self._opened: _Opened | None = None
+        self._is_closed = False
+        self.address = ""
+        """host:port of this instance's gRPC API, once it is started."""
+        self.http_address = ""
+        """host:port of /healthz, /readyz and /metrics."""
+        self._thread = LoopThread.shared()
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait for all ranks, and serve.
+
+        Raises:
+            ConfigError: A rank cannot start, or has not come; a port cannot be had.
+            TransferError: The ranks do not fit each other.
+        """
+        started = self._thread.start(self._open(timeout_s))
+        started.result(timeout_s + CLOSE_TIMEOUT_S)
+
+    # What the engine calls, of prompts that it computes
+
+    def offer(self, name: str, transfer_id: str, token_ids: Sequence[int]) -> None:
+        """The engine was given a prompt whose KV is to go to a decode side.
+
+        Args:
+            name: The engine's own, not in use.
+            transfer_id: By which the decode side asks for it.
+        """
+        self._thread.call(self._source.requests.offer, name, transfer_id, tuple(token_ids))
+
+    def begin(self, name: str) -> None:
+        """The engine has pages for it and is about to compute it."""
+        self._thread.call(self._source.requests.begin, name)
+
+    def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
+        """The engine has computed all of it; see `SourceRequests.finish`."""
+        self._thread.call(lambda: self._source.requests.finish(name, first_token=first_token, note=note))
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """The engine gives it up. No-op for one that was sent."""
+        self._thread.call(self._source.requests.withdraw, name, reason)
+
+    # ... and of prompts that it wants
+
+    def want(
+        self,
+        name: str,
+        transfer_id: str,
+        source: str,
+        token_ids: Sequence[int],
+        *,
+        start_token: int = 0,
+        needs_note: bool = False,
+    ) -> None:
+        """Fetch the KV of a prompt's tokens from `start_token` on; see `TargetRequests.want`."""
+        self._wanted.add(name)
+        self._thread.call(self._want, name, transfer_id, source, tuple(token_ids), start_token, needs_note)
+
+    def view(self, name: str) -> PromptView | None:
+        """How far a wanted prompt is; None: it is not wanted, or settled."""
+        if name in self._wanted:
+            return PromptView(state=PromptState.WAITING)
+        return self._target.requests.view(name)
+
+    def bind(self, name: str, tables: Sequence[Sequence[int]]) -> None:
+        """The engine has taken pages for the whole prompt; `Settled` follows on every rank.
+
+        Args:
+            tables: Its page table in each group of layers, from token 0 on; what lies before the start token is not touched.
+        """
+        self._thread.call(self._target.requests.bind, name, tuple(tuple(table) for table in tables))
+
+    def cancel(self, name: str, reason: str) -> None:
+        """The engine gives it up: `Settled` follows if it is bound, else nothing."""
+        self._thread.call(self._target.requests.cancel, name, reason)
+
+    def check(self) -> None:
+        """Raises LocalProtocolError when something broke that nobody expected; the engine must not go on."""
+        self._thread.check()
+
+    def close(self) -> None:
+        """End everything; returns when it has, or after some seconds."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        wait_for_close(self._thread.start(self._close()))
+        self._thread.release()
+        self._lock.close()
+
+    # On the loop
+
+    def _want(
+        self, name: str, transfer_id: str, source: str, token_ids: tuple[int, ...], start_token: int, needs_note: bool
+    ) -> None:
+        self._target.requests.want(name, transfer_id, source, token_ids, start_token, needs_note)
+        self._wanted.discard(name)
+
+    @property
+    def _source(self) -> SourceLeader:
+        if self._opened is None or self._opened.source is None:
+            raise LocalProtocolError("this instance computes no prompts for others, or is not started")
+        return self._opened.source
+
+    @property
+    def _target(self) -> TargetLeader:
+        if self._opened is None or self._opened.target is None:
+            raise LocalProtocolError("this instance fetches no prompts from others, or is not started")
+        return self._opened.target
+
+    async def _open(self, timeout_s: float) -> None:
+        raise_open_files()
+        loop = self._thread.loop
+        self._all_there = loop.create_future()
+        self._link = LeaderLink.at(self._addresses, CODEC)
+        self._link.watch(loop, self._on_message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_there
+        except TimeoutError:
+            absent = sorted(set(range(self._num_ranks)) - self._hellos.keys())
+            raise ConfigError(f"ranks {absent} of the engine have not come within {timeout_s:g} s") from None
+        hellos = tuple(self._hellos[rank] for rank in range(self._num_ranks))
+        check_alike(hellos)
+        await self._serve(hellos)
+
+    async def _serve(self, hellos: tuple[RankHello, ...]) -> None:
+        config = self._config
+        source, target = None, None
+        if SOURCE in self._sides:
+            source = SourceLeader(
+                config=config,
+                hellos=hellos,
+                security=self._security,
+                broadcast=self._broadcast,
+                reports=lambda: list(self._reports[SOURCE].values()),
+                compute=self._compute,
+            )
+        if TARGET in self._sides:
+            target = TargetLeader(
+                config=config,
+                hellos=hellos,
+                security=self._security,
+                broadcast=self._broadcast,
+                reports=lambda: list(self._reports[TARGET].values()),
+            )
+        server = await serve(
+            config.server.host,
+            config.server.port,
+            prefill_control=source,
+            decode_control=target,
+            security=self._security,
+        )
+        self.address = host_port(config.server.advertised_host, server.port)
+        opened = _Opened(source=source, target=target, server=server, hellos=hellos)
+        opened.health = HealthServer(lambda: Readiness(is_ready=True), self._render_metrics)
+        opened.http_port = await opened.health.start(config.server.host, config.server.http_port)
+        self.http_address = host_port(config.server.advertised_host, opened.http_port)
+        self._opened = opened
+        await server.set_serving(True)
+        if target is not None:
+            target.start(self.address)
+        log.info("kvferry_ready", address=self.address, http=self.http_address, ranks=len(hellos))
+
+    def _broadcast(self, message: object) -> None:
+        self._link.broadcast(message)
+
+    def _on_message(self, rank: int, message: Any) -> None:
+        match message:
+            case RankWaiting():
+                self._link.send(rank, LifeBegins(incarnation=self._incarnation))
+            case RankHello():
+                self._hellos[rank] = message
+                if len(self._hellos) == self._num_ranks and not self._all_there.done():
+                    self._all_there.set_result(None)
+            case RankStartFailed():
+                if not self._all_there.done():
+                    self._all_there.set_exception(ConfigError(f"rank {rank} cannot start: {message.reason}"))
+            case SideReport():
+                self._reports[Sides(message.side)][rank] = message.report
+            case _ if isinstance(message, FROM_TARGET):
+                self._target.on_rank_message(rank, message)
+            case _:
+                self._source.on_rank_message(rank, message)
+
+    def _render_metrics(self) -> bytes:
+        if self._opened is None:
+            return b""
+        sides = (self._opened.source, self._opened.target)
+        return b"".join(side.render_metrics() for side in sides if side is not None)
+
+    async def _close(self) -> None:
+        opened = self._opened
+        if opened is not None:
+            await opened.server.close()
+            if opened.health is not None:
+                await opened.health.stop()
+            if opened.source is not None:
+                await opened.source.close()
+            if opened.target is not None:
+                await opened.target.close()
+        if hasattr(self, "_link"):
+            self._link.close()
+
+
+def _locked(path: str, instance: str) -> IO[str]:
+    """A file that is this process's as long as it is open: two leaders of one name would share one socket."""
+    file = Path(path).open("w")  # noqa: SIM115 - kept open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(f"instance {instance!r} has a leader already on this machine; each needs a name of its own") from None
+    return file

@@ -1,0 +1,306 @@
+"""The kvferry of one rank of a hosted instance, on a thread of its own beside the engine's; see `kvferry.engines.hosted_leader`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import structlog
+
+from decode_node.attach import RingMemory, WriterSessions, open_receiving
+from decode_node.rank_messages import LinkProbed, WriterLost
+from decode_node.target_rank import Settled, TargetRank
+from kvferry.engines.hosted import (
+    CODEC,
+    SOURCE,
+    TARGET,
+    TO_TARGET,
+    HostedEngine,
+    LifeBegins,
+    RankWaiting,
+    SideReport,
+    Sides,
+    security_for,
+    wait_for_close,
+)
+from node_runtime.hosted_link import hosted_address
+from node_runtime.loop_thread import LoopThread
+from node_runtime.open_files import raise_open_files
+from node_runtime.rank_link import RankLink
+from node_runtime.rank_memory import device_bytes
+from node_runtime.rank_report import RankHello, RankReport, RankStartFailed, process_figures
+from node_runtime.rank_setup import open_transport, own_instance
+from prefill_node.attach import DecodeSessions
+from prefill_node.rank_messages import DecodeLost
+from prefill_node.sender_events import SenderSettings
+from prefill_node.sender_loop import SenderLoop
+from prefill_node.source_rank import Free, SourceRank, Wanted
+from transfer.config import HostedConfig
+from transfer.engine_types import DeviceEvent
+from transfer.errors import LocalProtocolError, TransferError
+from transfer.memory.node_plan import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
+from transfer.metrics import RankMetrics
+from transfer.staging import StagingBuffer
+
+PAUSE_TIMEOUT_S: Final = 10.0
+REPORT_S: Final = 0.25
+SIGN_OF_LIFE_S: Final = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class HostedRank:
+    """One rank's kvferry, on a thread of its own beside the engine's.
+
+    Args:
+        config: Settings.
+        instance: Name of this life of the instance, the same in all its processes and no other's.
+        rank: This rank of it.
+        sides: What the instance does.
+        engine: What it serves.
+
+    Raises:
+        ConfigError: TLS, or plain text, cannot be had as set.
+    """
+
+    def __init__(self, config: HostedConfig, *, instance: str, rank: int, sides: Sides, engine: HostedEngine) -> None:
+        self._config = config
+        self._rank = rank
+        self._sides = sides
+        self._engine = engine
+        self._security = security_for(config, sides)
+        self._news: deque[Wanted | Free | Settled] = deque()
+        self._source: SourceRank | None = None
+        self._target: TargetRank | None = None
+        self._metrics: dict[Sides, RankMetrics] = {}
+        self._life: asyncio.Future[int]
+        self._link: RankLink
+        self._serving: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._thread = LoopThread.shared()
+        self._thread.call(self._begin, instance)
+
+    # What the engine calls
+
+    def progress(self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None = None) -> None:
+        """The prompt's first `num_computed` tokens are in the pool, behind `event` (None: already).
+
+        Args:
+            tables: Its page table in each group of layers, from token 0 on; a copy is not made.
+        """
+        self._thread.call(self._progress, name, tables, num_computed, event)
+
+    def finish(self, name: str) -> None:
+        """The engine is done with the prompt: no more `progress` of it follows. `Free` does, once the leader is done as well."""
+        self._thread.call(self._finish, name)
+
+    def pause(self, names: Iterable[str], reason: str) -> None:
+        """The engine takes the prompts' pages back, to compute them again later: returns when nothing reads them any more.
+
+        Raises:
+            LocalProtocolError: Something still does after a time in which every copy ends.
+        """
+        done = self._thread.start(self._pause(list(names), reason))
+        try:
+            done.result(PAUSE_TIMEOUT_S)
+        except TimeoutError:
+            raise LocalProtocolError(
+                f"pages of a prompt were still read {PAUSE_TIMEOUT_S:g} s after they were taken back"
+            ) from None
+
+    def take_news(self) -> list[Wanted | Free | Settled]:
+        """What has happened since the last call.
+
+        Raises:
+            LocalProtocolError: Something broke that nobody expected; the engine must not go on.
+        """
+        self._thread.check()
+        news: list[Wanted | Free | Settled] = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
+    def close(self) -> None:
+        """End everything; returns when it has, or after some seconds."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        wait_for_close(self._thread.start(self._close()))
+        self._thread.release()
+
+    # On the loop
+
+    def _begin(self, instance: str) -> None:
+        raise_open_files()
+        loop = self._thread.loop
+        self._life = loop.create_future()
+        self._link = RankLink(hosted_address(instance, self._rank), CODEC)
+        self._link.watch(loop, self._on_message)
+        self._link.send(RankWaiting(rank=self._rank))
+        self._serving = loop.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        incarnation = await self._life
+        try:
+            hello = await self._open(incarnation)
+        except TransferError as error:
+            log.error("rank_start_failed", rank=self._rank, error=str(error))
+            self._link.send(RankStartFailed(rank=self._rank, reason=str(error), exit_code=1))
+            return
+        self._link.send(hello)
+        log.info("rank_ready", rank=self._rank)
+        await self._report()
+
+    async def _open(self, incarnation: int) -> RankHello:
+        engine, config = self._engine, self._config
+        pool = engine.pool
+        instance, address, ring_bytes = None, "", 0
+        if SOURCE in self._sides:
+            transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
+            instance = own_instance(engine, transport, incarnation=incarnation, device_type=pool.device.type)
+            metrics = self._metrics[SOURCE] = RankMetrics(role="prefill", rank=self._rank)
+            source = SourceRank(
+                loop=self._thread.loop,
+                own=instance,
+                rank=self._rank,
+                send=self._link.send,
+                on_news=self._news.append,
+                on_crash=self._thread.crash,
+            )
+            num_slots = config.staging.num_slots
+            sender = SenderLoop(
+                loop=self._thread.loop,
+                owner=source,
+                pool=pool,
+                transport=transport,
+                staging=StagingBuffer(
+                    num_bytes=num_slots * staging_slot_bytes(config.chunk, config.staging, engine.layout, engine.shard),
+                    device=pool.device,
+                ),
+                settings=SenderSettings(num_slots=num_slots),
+                incarnation=incarnation,
+                metrics=metrics,
+                on_crash=self._thread.crash,
+            )
+            sessions = DecodeSessions(
+                loop=self._thread.loop,
+                sender=sender,
+                transport=transport,
+                own=instance,
+                rank=self._rank,
+                plan=finest_chunk_plan(config.chunk),
+                device=pool.device,
+                transport_config=config.transport,
+                security=self._security,
+                on_lost=lambda join, decode, reason: self._link.send(DecodeLost(join=join, incarnation=decode, reason=reason)),
+            )
+            source.begin(sender, sessions)
+            self._source = source
+        if TARGET in self._sides:
+            transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
+            instance = own_instance(engine, transport, incarnation=incarnation, device_type=pool.device.type)
+            metrics = self._metrics[TARGET] = RankMetrics(role="decode", rank=self._rank)
+            target = TargetRank(layout=engine.layout, send=self._link.send, on_news=self._news.append)
+            ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)
+            receiving = open_receiving(
+                loop=self._thread.loop,
+                owner=target,
+                pool=pool,
+                transport=transport,
+                memory=RingMemory.take(
+                    ring_bytes=ring_bytes,
+                    probe_bytes=config.transport.probe_bytes,
+                    device=pool.device,
+                    is_one_sided=transport.is_one_sided,
+                ),
+                server=config.server,
+                incarnation=incarnation,
+                metrics=metrics,
+                on_crash=self._thread.crash,
+            )
+            writers = WriterSessions(
+                loop=self._thread.loop,
+                receiving=receiving,
+                transport=transport,
+                own=instance,
+                rank=self._rank,
+                device=pool.device,
+                transport_config=config.transport,
+                server=config.server,
+                heartbeat_s=config.heartbeat.interval_s,
+                security=self._security,
+                metrics=metrics,
+                on_writer_lost=lambda prefill, rank, reason: self._link.send(
+                    WriterLost(incarnation=prefill, prefill_rank=rank, reason=reason)
+                ),
+                on_link_probed=lambda link: self._link.send(LinkProbed(link=link)),
+                on_crash=self._thread.crash,
+            )
+            target.begin(receiving, writers)
+            self._target = target
+            address = await writers.start()
+        assert instance is not None, "an instance has at least one side"
+        return RankHello(
+            rank=self._rank,
+            pid=os.getpid(),
+            instance=instance,
+            pool_pages=pool.num_pages,
+            max_context_tokens=engine.max_context_tokens,
+            vocab_size=engine.vocab_size,
+            address=address,
+            ring_bytes=ring_bytes,
+        )
+
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, LifeBegins):
+            if not self._life.done():
+                self._life.set_result(message.incarnation)
+        elif isinstance(message, TO_TARGET):
+            if self._target is not None:
+                self._target.on_message(message)
+        elif self._source is not None:
+            self._source.on_message(message)
+
+    def _progress(self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None) -> None:
+        if self._source is not None:
+            self._source.progress(name, tables, num_computed, event)
+
+    def _finish(self, name: str) -> None:
+        if self._source is not None:
+            self._source.finish(name)
+
+    async def _pause(self, names: list[str], reason: str) -> None:
+        if self._source is not None:
+            await asyncio.gather(*(self._source.pause(name, reason) for name in names))
+
+    async def _report(self) -> None:
+        """Tell the leader what each side is doing, and prove the invariants of one that does nothing."""
+        last: dict[Sides, dict[str, Any]] = {}
+        last_s = dict.fromkeys(self._metrics, 0.0)
+        num_checks = 0
+        while True:
+            now_s = self._thread.loop.time()
+            for side, part in ((SOURCE, self._source), (TARGET, self._target)):
+                if part is None:
+                    continue
+                status = part.status()
+                if status == last.get(side) and now_s - last_s[side] < SIGN_OF_LIFE_S:
+                    continue
+                last[side], last_s[side] = status, now_s
+                num_checks += part.check_idle()
+                told = status | process_figures() | {"rank": self._rank, "pid": os.getpid(), "idle_checks": num_checks}
+                report = RankReport(rank=self._rank, status=told, metrics=self._metrics[side].snapshot(told))
+                self._link.send(SideReport(side=side.value, report=report))
+            await asyncio.sleep(REPORT_S)
+
+    async def _close(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+        if self._source is not None:
+            await self._source.close()
+        if self._target is not None:
+            await self._target.close()
+        self._link.close()

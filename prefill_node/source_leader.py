@@ -1,0 +1,225 @@
+"""The leader of a prefill side that an engine hosts: serves PrefillControl for what the engine computes by its own schedule."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+import structlog
+
+from node_runtime.prompt import checked_prompt
+from node_runtime.rank_report import RankHello, RankReport
+from node_runtime.transfer_ids import is_try_of
+from prefill_node.cutting import choose_cut
+from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
+from prefill_node.joins import Join, Joins
+from prefill_node.rank_messages import DecodeAttached, DecodeLost
+from prefill_node.reserve_client import ReserveClient
+from prefill_node.sender_events import SentStats
+from prefill_node.source_messages import SourceIdle, TransferNotSent, TransferSent
+from prefill_node.source_requests import FirstToken, Note, Sent, SourceRequests, Started, Transfer
+from transfer.chunk import check_num_chunks
+from transfer.config import HostedConfig
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.instance import Instance
+from transfer.messages import clip_reason
+from transfer.metrics import NodeMetrics
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.convert import instance_to_proto, link_to_proto
+from transfer.registry.security import Security
+from transfer.registry.status import end_with
+
+MAX_ID_CHARS = 128
+
+log = structlog.get_logger(__name__)
+
+
+class SourceLeader(pb_grpc.PrefillControlServicer):
+    """See the module's docstring. Owned by its process's loop.
+
+    Args:
+        config: Settings.
+        hellos: What the ranks said of themselves.
+        security: How decode sides are spoken to.
+        broadcast: Sends a message to every rank.
+        reports: What the ranks said last.
+        compute: See `SourceRequests`.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: HostedConfig,
+        hellos: tuple[RankHello, ...],
+        security: Security,
+        broadcast: Callable[[object], None],
+        reports: Callable[[], Iterable[RankReport]],
+        compute: Callable[[Transfer], Awaitable[None]] | None = None,
+    ) -> None:
+        first = hellos[0]
+        self._instance: Instance = first.instance
+        self._max_context_tokens = first.max_context_tokens
+        self._vocab_size = first.vocab_size
+        self._reports = reports
+        self._started_s = time.monotonic()
+        self._draining = asyncio.Event()
+        self._join_service = JoinService(security=security, draining=self._draining)
+        self._reserve_client = ReserveClient(security)
+        self.metrics = NodeMetrics(role="prefill")
+        self.requests = SourceRequests(
+            num_ranks=len(hellos),
+            limits=config.limits,
+            broadcast=broadcast,
+            reserve=self._reserve,
+            compute=compute,
+            on_outcome=self.metrics.request_ended,
+        )
+        self._joins = Joins(
+            len(hellos),
+            broadcast,
+            self._on_join_lost,
+            lambda join: choose_cut(
+                config.chunk, self._instance, join.instance, join.links, join.ring_bytes, device=config.device
+            ),
+        )
+
+    async def close(self) -> None:
+        error = PeerUnreachable("the prefill side's engine shuts down")
+        self._joins.forget_all(error)
+        await self.requests.close(error)
+        await self._reserve_client.close()
+
+    def on_rank_message(self, rank: int, message: Any) -> None:
+        match message:
+            case TransferSent():
+                self.requests.on_sent(rank, message)
+            case TransferNotSent():
+                self.requests.on_not_sent(rank, message)
+            case SourceIdle():
+                self.requests.on_idle(rank, message)
+            case DecodeAttached():
+                self._joins.on_attached(rank, message)
+            case DecodeLost():
+                self._joins.on_rank_lost(rank, message)
+            case _:
+                raise LocalProtocolError(f"a hosted prefill leader cannot serve {type(message).__name__}")
+
+    def render_metrics(self) -> bytes:
+        joined = [join for join in self._joins if join.is_joined]
+        self.metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
+        self.metrics.node_state(
+            state="draining" if self._draining.is_set() else "ready",
+            queued=self.requests.num_prompts,
+            running=self.requests.num_transfers,
+            peers={"joined": len(joined)},
+            restarts=0,
+        )
+        return self.metrics.render([report.metrics for report in self._reports()])
+
+    def _on_join_lost(self, join: Join, error: TransferError) -> None:
+        log.warning("decode_instance_lost", address=join.address, reason=str(error))
+        self.requests.abort_join(join, error)
+        if all(other.address != join.address for other in self._joins):
+            self._reserve_client.forget_address(join.address)
+
+    async def _reserve(self, join: Join, transfer_id: str) -> bool:
+        return await self._reserve_client.reserve(join, transfer_id, prefill_incarnation=self._instance.incarnation)
+
+    # PrefillControl
+
+    async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
+        if self._draining.is_set():
+            await end_with(context, PeerUnreachable("the prefill side is draining"))
+        events = self._join_service.events(request, context, own=self._instance, joins=self._joins)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    async def Prefill(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        try:
+            transfer = self._submit(request)
+        except TransferError as error:
+            await end_with(context, error)
+        try:
+            while True:
+                match await transfer.progress.get():
+                    case Started(queue_s=queue_s):
+                        self.metrics.queue_seconds(queue_s)
+                        yield pb.PrefillEvent(started=pb.PrefillStarted(queue_s=queue_s))
+                    case FirstToken(token_id=token_id, compute_s=compute_s):
+                        yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=token_id, compute_s=compute_s))
+                    case Note(payload=payload):
+                        yield pb.PrefillEvent(note=pb.EngineNote(payload=payload))
+                    case Sent(stats=stats):
+                        yield pb.PrefillEvent(sent=pb.PrefillSent(stats=_stats_to_proto(stats)))
+                        return
+                    case TransferError() as failure:
+                        await end_with(context, failure)
+        finally:
+            self.requests.give_up(transfer, TransferAborted("the decode side gave the request up"))
+
+    def _submit(self, request: pb.PrefillRequest) -> Transfer:
+        for name, value, least in (("request_id", request.request_id, 1), ("engine_request", request.engine_request, 0)):
+            if not least <= len(value) <= MAX_ID_CHARS:
+                raise ConfigError(f"{name} has {len(value)} characters; it must have {least} to {MAX_ID_CHARS}")
+        token_ids = checked_prompt(request.token_ids, max_context_tokens=self._max_context_tokens, vocab_size=self._vocab_size)
+        if request.start_token >= len(token_ids):
+            raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
+        join = self._joins.find(request.decode_incarnation)
+        if join is None:
+            raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill side")
+        check_num_chunks(
+            join.plan, num_tokens=len(token_ids), num_layers=self._instance.layout.num_layers, start_token=request.start_token
+        )
+        return self.requests.submit(request.request_id, request.engine_request, token_ids, request.start_token, join)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
+        reason = clip_reason(request.reason) or "aborted by an operator"
+        tries = [name for name in self.requests.request_ids if is_try_of(name, request.request_id)]
+        found = [self.requests.abort(name, TransferAborted(reason)) for name in tries]
+        return pb.AbortResponse(found=any(found))
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
+        joins = list(self._joins)
+        return pb.NodeStatus(
+            role="prefill",
+            state="draining" if self._draining.is_set() else "ready",
+            instance=instance_to_proto(self._instance),
+            uptime_s=time.monotonic() - self._started_s,
+            queued_requests=self.requests.num_prompts,
+            running_requests=self.requests.num_transfers,
+            ranks=[pb.RankStatus(**report.status) for report in self._reports()],
+            peers=map(peer_status, joins),
+            links=[link_to_proto(link) for join in joins for link in join.links],
+            ready=not self._draining.is_set(),
+            not_ready_reason="the prefill side is draining" if self._draining.is_set() else "",
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
+        """Decode sides send no more requests; the engine's own front has to be drained by whoever runs it."""
+        self._draining.set()
+        budget_s = context.time_remaining()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
+                while self.requests.num_transfers:
+                    await asyncio.sleep(0.02)
+        return pb.DrainResponse(remaining=self.requests.num_transfers)
+
+
+def _stats_to_proto(parts: tuple[SentStats, ...]) -> pb.TransferStats:
+    """Over the ranks: bytes and writes add up, times are those of the slowest."""
+    return pb.TransferStats(
+        bytes=sum(part.num_bytes for part in parts),
+        writes=sum(part.writes for part in parts),
+        writes_without_staging=sum(part.writes_without_staging for part in parts),
+        transfer_s=max((part.transfer_s for part in parts), default=0.0),
+        exposed_s=max((part.exposed_s for part in parts), default=0.0),
+        resends=sum(part.resends for part in parts),
+    )
