@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from decode_node.admission import page_needs
+from decode_node.attach import WritersOfInstance
 from decode_node.rank_messages import (
     CancelRequest,
     ExpectRequest,
@@ -19,7 +20,8 @@ from decode_node.rank_messages import (
     RunStep,
     StepPart,
 )
-from decode_node.worker import DecodeWorker, _Writer
+from decode_node.receiver_events import IncomingRoute
+from decode_node.worker import DecodeWorker
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
 from transfer.chunk import ChunkPlan, split_into_chunks
@@ -56,12 +58,10 @@ class Rank:
         self.draining: set[str] = set()
         self.room = tuple(num_requests * count for count in NEEDS.peak(PROMPT + NEW).by_group)
         self.allocator = GroupAllocator(NEEDS, self.room)
-        prefill = instance(PREFILL_LIFE, layout=LAYOUT)
-        writer = _Writer(
-            instance=prefill,
-            rank=0,
-            routes=tuple(routes(LAYOUT, prefill.shard, SHARD)),
-            lane="inproc",
+        every = routes(LAYOUT, instance(PREFILL_LIFE, layout=LAYOUT).shard, SHARD)
+        writers = WritersOfInstance(
+            wire_dtype=DType.FLOAT32,
+            routes=tuple(IncomingRoute(route=route, session=51) for route in every),
             digest="xxh3-64",
             scales=None,
         )
@@ -72,9 +72,8 @@ class Rank:
         worker._engine_lane = self.lane  # type: ignore[assignment]
         worker._allocator = self.allocator
         worker._requests = {}
-        worker._writers = {51: writer}
+        worker._sessions = SimpleNamespace(writers_of=lambda _: writers)  # type: ignore[assignment]
         worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
-        worker._wire = lambda prefill: DType.FLOAT32  # type: ignore[method-assign]
         worker._receiver = SimpleNamespace(  # type: ignore[assignment]
             is_known=lambda _: False, expect_request=lambda _: None, cancel_request=self._cancel
         )

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,12 @@ from typing import Any, cast
 
 import grpc
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from decode_node.attach import Receiving, WriterSessions
 from decode_node.node import DecodeNode
 from decode_node.node import _Life as DecodeLife
-from decode_node.worker import DecodeWorker
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.node import PrefillNode
 from prefill_node.node import _Life as PrefillLife
@@ -32,12 +31,14 @@ from prefill_node.rank_messages import AttachDecode, DecodeAttached
 from tests.registry.hostile_messages import HUGE_LIST, HUGE_TEXT, Hostile, hostile_messages
 from tests.runtime.instances import decode_config, hello, instance, prefill_config
 from transfer.chunk import ChunkPlan
-from transfer.config import DecodeNodeConfig
+from transfer.config import ServerConfig, TransportConfig
 from transfer.errors import PeerUnreachable, RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.layout import DType, Shard
+from transfer.metrics import RankMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import attach_request_to_proto, chunk_plan_to_proto, instance_to_proto, layout_from_proto
+from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, TransferControlServicer, serve
 from transfer.ring import StagingAllocator
 from transfer.staging import StagingBuffer
@@ -126,32 +127,42 @@ class Nodes:
             answer = DecodeAttached(join=message.join, incarnation=message.instance.incarnation, links=(), ring_bytes=RING_BYTES)
             asyncio.get_running_loop().call_soon(self.prefill_life.joins.on_attached, 0, answer)
 
-    def _rank(self) -> DecodeWorker:
+    def _rank(self) -> WriterSessions:
         """A decode rank, as far as an attach goes."""
         transport = InprocTransport(self.hub, one_sided=True)
-        kept: list[Coroutine[Any, Any, None]] = []
-        rank = SimpleNamespace(
-            _instance=instance(DECODE_LIFE),
-            _spec=SimpleNamespace(rank=0),
-            _config=DecodeNodeConfig(model=Path("unused")),
-            _engine=SimpleNamespace(pool=SimpleNamespace(device=torch.device("cpu"))),
-            _transport=SimpleNamespace(accept=partial(self._accept, transport), is_one_sided=True),
-            _writers={},
-            _receiver=SimpleNamespace(
-                ring=SimpleNamespace(capacity_bytes=RING_BYTES),
-                memory=transport.register(StagingBuffer(num_bytes=RING_BYTES).tensor),
-                copier=None,
-                driver=SimpleNamespace(add=lambda session: None),
-                open_session=lambda number, session, **values: None,
-                num_ending=0,
+        rank = WriterSessions(
+            loop=asyncio.get_running_loop(),
+            receiving=Receiving(
+                loop=cast(
+                    Any,
+                    SimpleNamespace(
+                        ring=StagingAllocator(RING_BYTES, incarnation=DECODE_LIFE),
+                        memory=transport.register(StagingBuffer(num_bytes=RING_BYTES).tensor),
+                        copier=None,
+                        driver=SimpleNamespace(add=lambda session: None),
+                        open_session=lambda number, session, **values: None,
+                        close_session=lambda session, reason: None,
+                        num_ending=0,
+                    ),
+                ),
+                control=cast(Any, SimpleNamespace(address="inproc", public_key=bytes(32))),
+                scratch=None,
             ),
-            _control=SimpleNamespace(address="inproc", public_key=bytes(32)),
-            _keep=lambda work: (kept.append(work), work.close()),
-            _crash=pytest.fail,
+            transport=cast(Any, SimpleNamespace(accept=partial(self._accept, transport), is_one_sided=True)),
+            own=instance(DECODE_LIFE),
+            rank=0,
+            device="cpu",
+            transport_config=TransportConfig(),
+            server=ServerConfig(),
+            heartbeat_s=0.5,
+            security=PlainText(),
+            metrics=RankMetrics(role="decode", rank=0),
+            on_writer_lost=lambda *loss: None,
+            on_link_probed=lambda link: None,
+            on_crash=pytest.fail,
         )
-        for name in ("_routes_from", "_wire", "_warm_up", "_on_attach"):
-            setattr(rank, name, getattr(DecodeWorker, name).__get__(rank))
-        return cast(DecodeWorker, rank)
+        rank._keep = lambda work: work.close()  # type: ignore[method-assign]  # nothing is warmed up
+        return rank
 
     async def open(self) -> None:
         self.prefill_life.requests.start()

@@ -1,0 +1,423 @@
+"""A decode rank's side of its writers: the ring they write into, and their sessions from attach to end.
+
+The counterpart of `prefill_node.attach`. Which requests come and whose pages they fill is its owner's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+
+from decode_node.receiver_events import IncomingRoute
+from decode_node.receiver_loop import ReceiverLoop, ReceiverOwner
+from node_runtime.refusals import say_refused
+from node_runtime.reminders import Reminders
+from node_runtime.warm_up import warm_up
+from transfer.chunk import largest_wire_bytes
+from transfer.config import ServerConfig, TransportConfig
+from transfer.control.zmq_channel import ZmqControlServer
+from transfer.control.zmq_doorkeeper import new_key_pair
+from transfer.errors import ChunkTooLarge, StagingError, TransferError
+from transfer.instance import AttachRequest, AttachResponse, Instance, Link, check_compatible, conversion_scales
+from transfer.kv_pool import KVPool
+from transfer.layout import DType, Route, routes, wire_dtype
+from transfer.messages import MAX_MESSAGE_BYTES, clip_reason
+from transfer.metrics import RankMetrics
+from transfer.registry.guard import Refusal
+from transfer.registry.options import MAX_SESSIONS
+from transfer.registry.security import Security
+from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
+from transfer.ring import Watermark
+from transfer.staging import StagingBuffer
+from transfer.transport.base import LocalMemory, Session, Transport
+from transfer.transport.probe import ProbePlan, serve_probe
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingMemory:
+    """What a rank takes for what its writers send.
+
+    Args:
+        ring: The ring's bytes, and behind them `tail_bytes` more.
+        tail_bytes: Where one-sided probes write; 0 on a two-sided transport.
+        scratch: Where two-sided probes are told to write; None on a one-sided transport.
+    """
+
+    ring: StagingBuffer
+    tail_bytes: int
+    scratch: StagingBuffer | None
+
+    @classmethod
+    def take(cls, *, ring_bytes: int, probe_bytes: int, device: torch.device | str, is_one_sided: bool) -> RingMemory:
+        """`ring_bytes` of ring and `probe_bytes` for the probes, on the pool's device.
+
+        Args:
+            is_one_sided: Of the transport. A one-sided probe writes behind the ring, a two-sided one where it is told to.
+        """
+        tail_bytes = probe_bytes if is_one_sided else 0
+        return cls(
+            ring=StagingBuffer(num_bytes=ring_bytes + tail_bytes, device=device, is_shared=is_one_sided),
+            tail_bytes=tail_bytes,
+            scratch=None if is_one_sided else StagingBuffer(num_bytes=probe_bytes, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiving:
+    """A rank's open receiving end: what `WriterSessions` needs of it.
+
+    Args:
+        loop: Runs the receiver.
+        control: Its channel of control messages.
+        scratch: Where two-sided probes are told to write; None on a one-sided transport.
+    """
+
+    loop: ReceiverLoop
+    control: ZmqControlServer
+    scratch: LocalMemory | None
+
+
+def open_receiving(
+    *,
+    loop: asyncio.AbstractEventLoop,
+    owner: ReceiverOwner,
+    pool: KVPool,
+    transport: Transport,
+    memory: RingMemory,
+    server: ServerConfig,
+    incarnation: int,
+    metrics: RankMetrics,
+    on_crash: Callable[[BaseException], None],
+) -> Receiving:
+    """Open the control channel and the receiver of a rank; arguments as of `ReceiverLoop`.
+
+    Args:
+        server: Where the rank listens, and what it is called by.
+    """
+    scratch = None if memory.scratch is None else transport.register(memory.scratch.tensor)
+    control = ZmqControlServer(
+        f"tcp://{host_port(server.host, 0)}",
+        keys=new_key_pair(),  # of this life
+        advertise_host=server.advertised_host,
+        max_payload_bytes=MAX_MESSAGE_BYTES,
+    )
+    receiver = ReceiverLoop(
+        loop=loop,
+        owner=owner,
+        pool=pool,
+        transport=transport,
+        ring_memory=memory.ring,
+        control=control,
+        incarnation=incarnation,
+        metrics=metrics,
+        on_crash=on_crash,
+        probe_bytes=memory.tail_bytes,
+    )
+    return Receiving(loop=receiver, control=control, scratch=scratch)
+
+
+@dataclass(slots=True, kw_only=True)
+class Writer:
+    """An attached prefill rank."""
+
+    instance: Instance
+    rank: int
+    routes: tuple[Route, ...]  # from all ranks of its instance to this rank
+    lane: str
+    digest: str  # algorithm of payload digests
+    scales: Mapping[tuple[int, bool], float] | None
+    is_measured: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritersOfInstance:
+    """What a request from an attached prefill instance is received with; fields as of `IncomingRequest`."""
+
+    wire_dtype: DType
+    routes: tuple[IncomingRoute, ...]
+    digest: str
+    scales: Mapping[tuple[int, bool], float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unattached:
+    """Why no request of a prefill instance can be received here."""
+
+    reason: str
+
+
+class WriterSessions:
+    """The sessions of all prefill ranks that are attached to this rank.
+
+    Args:
+        loop: The owner's loop; every method is called on it.
+        receiving: Takes the sessions over; closed by the owner, after these.
+        transport: The data plane.
+        own: This rank's instance.
+        rank: This rank.
+        device: Where the pool lies.
+        transport_config: Bounds of probes and links.
+        server: Where the rank listens, and what it is called by.
+        heartbeat_s: Seconds between beats, in both directions.
+        security: How writers speak to this rank.
+        metrics: Where links and refusals are counted.
+        on_writer_lost: (prefill incarnation, prefill rank, reason), when the last session with a prefill rank is closed.
+        on_link_probed: A writer told what its probe measured.
+        on_crash: Called with an error that must end the rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        receiving: Receiving,
+        transport: Transport,
+        own: Instance,
+        rank: int,
+        device: torch.device | str,
+        transport_config: TransportConfig,
+        server: ServerConfig,
+        heartbeat_s: float,
+        security: Security,
+        metrics: RankMetrics,
+        on_writer_lost: Callable[[int, int, str], None],
+        on_link_probed: Callable[[Link], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._loop = loop
+        self._receiver = receiving.loop
+        self._control = receiving.control
+        self._scratch = receiving.scratch
+        self._transport = transport
+        self._own = own
+        self._rank = rank
+        self._device = torch.device(device)
+        self._config = transport_config
+        self._address = server
+        self._heartbeat_s = heartbeat_s
+        self._security = security
+        self._metrics = metrics
+        self._on_writer_lost = on_writer_lost
+        self._on_link_probed = on_link_probed
+        self._on_crash = on_crash
+        self._writers: dict[int, Writer] = {}  # by session
+        self._refused = Reminders()  # of callers whose certificates do not allow what they asked for
+        self._attaching: set[asyncio.Task[None]] = set()  # probes, and kernels being compiled
+        ring = self._receiver.ring
+        self._servicer = TransferControlServicer(
+            watermark=ring.watermark(),
+            ring_capacity_bytes=ring.capacity_bytes,
+            heartbeat_s=heartbeat_s,
+            on_attach=self._on_attach,
+            on_session_lost=self._receiver.close_session,
+            on_link=self._on_link,
+        )
+        self._server: RegistryServer | None = None
+
+    async def start(self) -> str:
+        """Serve attach and watermarks; returns the address that prefill ranks are told."""
+        self._server = await serve(
+            self._address.host, 0, transfer_control=self._servicer, security=self._security, on_refused=self._on_refused
+        )
+        await self._server.set_serving(True)
+        return host_port(self._address.advertised_host, self._server.port)
+
+    async def close(self, reason: str) -> None:
+        """End every session and attach no more."""
+        self._servicer.close(reason)
+        if self._server is not None:
+            await self._server.close()
+        for task in list(self._attaching):
+            task.cancel()
+
+    def _on_refused(self, refusal: Refusal) -> None:
+        self._metrics.call_refused(refusal.method)
+        say_refused(refusal, self._refused)
+
+    # For the owner
+
+    def writers_of(self, prefill_incarnation: int) -> WritersOfInstance | Unattached:
+        """The sessions by which a request of that prefill instance comes, or why it cannot come whole."""
+        writers = {
+            writer.rank: (number, writer)
+            for number, writer in self._writers.items()
+            if writer.instance.incarnation == prefill_incarnation
+        }
+        if not writers:
+            return Unattached(reason="no rank of the prefill instance is attached")
+        _, some = next(iter(writers.values()))
+        absent = sorted({route.prefill_rank for route in some.routes} - writers.keys())
+        if absent:
+            return Unattached(reason=f"prefill rank {absent[0]} is not attached")
+        return WritersOfInstance(
+            wire_dtype=self._wire(some.instance),
+            routes=tuple(IncomingRoute(route=route, session=writers[route.prefill_rank][0]) for route in some.routes),
+            digest=some.digest,
+            scales=some.scales,
+        )
+
+    def forget_prefill(self, incarnation: int, reason: str) -> None:
+        """The prefill instance is gone: end its sessions."""
+        for number, writer in list(self._writers.items()):
+            if writer.instance.incarnation == incarnation:
+                self._receiver.close_session(number, reason)
+
+    def publish(self, watermark: Watermark, sessions: frozenset[int] | None) -> None:
+        """See `ReceiverOwner.publish`."""
+        self._servicer.publish(watermark, sessions)
+
+    def on_session_closed(self, session: int, reason: str) -> None:
+        """See `ReceiverOwner.on_session_closed`."""
+        writer = self._writers.pop(session, None)
+        self._metrics.link_closed(session)
+        self._servicer.close_session(session, reason)
+        if writer is not None:
+            log.info("session_closed", prefill_rank=writer.rank, reason=reason)
+            name = (writer.instance.incarnation, writer.rank)
+            if all((other.instance.incarnation, other.rank) != name for other in self._writers.values()):
+                self._on_writer_lost(*name, clip_reason(reason))
+
+    @property
+    def num_strangers(self) -> int:
+        """Messages that the control channel dropped by itself, before anybody had to look at them."""
+        return self._control.num_dropped
+
+    def status(self) -> dict[str, Any]:
+        """Fields of the wire contract's RankStatus: of ring and sessions."""
+        ring = self._receiver.ring
+        return {
+            "ring_capacity": ring.capacity_bytes,
+            "ring_live_bytes": ring.live_bytes,
+            "ring_peak_bytes": self._receiver.ring_peak_bytes,
+            "ring_quarantined_bytes": ring.quarantined_bytes,
+            "ring_live_grants": ring.num_live_grants,
+            "watermark_position": ring.position,
+            "sessions": self._receiver.num_sessions,
+            "ending_sessions": self._receiver.num_ending,
+            "pending_transfers": self._receiver.driver.num_watches,
+            "watermark_acks": self._servicer.num_acks,
+            "dropped_messages": self._receiver.num_dropped + self.num_strangers,
+            "refused_connections": self._control.num_refused,
+        }
+
+    # Attach
+
+    async def _on_attach(self, request: AttachRequest) -> AttachResponse:
+        agreement = check_compatible(request.prefill, self._own)
+        mine = self._routes_from(request.prefill)
+        ring = self._receiver.ring
+        most = largest_wire_bytes(
+            request.chunk_plan,
+            self._own.layout,
+            [route for route in mine if route.prefill_rank == request.prefill_rank],
+            self._wire(request.prefill),
+        )
+        if most > ring.capacity_bytes:
+            raise ChunkTooLarge(
+                f"ring.capacity_bytes is {ring.capacity_bytes} on decode rank {self._rank}; a chunk of "
+                f"{request.chunk_plan.chunk_tokens} tokens and {request.chunk_plan.layers_per_group or 'all'} layers has {most} "
+                "bytes: raise it, or lower chunk.chunk_tokens or chunk.layers_per_group of the prefill node"
+            )
+        if self._receiver.num_ending >= MAX_SESSIONS:
+            # Those that are open have a limit of their own, which a writer that comes, goes and lets go of nothing never meets.
+            raise StagingError(
+                f"{self._receiver.num_ending} sessions of decode rank {self._rank} are closed, and their writers may still "
+                f"write; there can be {MAX_SESSIONS}: end the processes of those prefill ranks"
+            )
+        session, answer = self._transport.accept(request.offer, self._receiver.memory)
+        number = secrets.randbits(62) + 1
+        writer = self._writers[number] = Writer(
+            instance=request.prefill,
+            rank=request.prefill_rank,
+            routes=mine,
+            lane=session.lane,
+            digest=agreement.digest,
+            scales=conversion_scales(self._own, request.prefill),
+        )
+        self._receiver.driver.add(session)
+        self._receiver.open_session(number, session, incarnation=request.prefill.incarnation, control_key=request.control_key)
+        probe_bytes = min(request.probe_bytes, self._config.probe_bytes)
+        if self._scratch is not None:
+            probe_bytes = min(probe_bytes, ring.capacity_bytes)  # what a write names as its target must lie in what is offered
+            self._keep(self._serve_probe(number, session, self._scratch, probe_bytes))
+        self._keep(self._warm_up(writer, request))
+        log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
+        return AttachResponse(
+            session_id=number,
+            decode=self._own,
+            decode_rank=self._rank,
+            answer=answer,
+            ring_capacity_bytes=ring.capacity_bytes,
+            control_address=self._control.address,
+            control_key=self._control.public_key,
+            heartbeat_s=self._heartbeat_s,
+            protocol_version=agreement.protocol_version,
+            probe_bytes=probe_bytes,
+        )
+
+    def _routes_from(self, prefill: Instance) -> tuple[Route, ...]:
+        """From all ranks of the instance to this one; computed once per attach, for every request needs them."""
+        every = routes(self._own.layout, prefill.shard, self._own.shard)
+        return tuple(route for route in every if route.decode_rank == self._rank)
+
+    def _wire(self, prefill: Instance) -> DType:
+        return wire_dtype(self._own.layout, prefill.shard, self._own.shard)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._attaching.add(task)
+        task.add_done_callback(self._attaching.discard)
+
+    async def _warm_up(self, writer: Writer, request: AttachRequest) -> None:
+        try:
+            await warm_up(
+                self._receiver.copier,
+                [route for route in writer.routes if route.prefill_rank == writer.rank],
+                request.chunk_plan,
+                device=self._device,
+                layout=self._own.layout,
+                dtype=self._wire(request.prefill),
+                scales=writer.scales,
+                is_gather=False,
+            )
+        except Exception as error:  # whatever a compiler says; what needs the kernels would meet it again
+            self._on_crash(error)
+
+    async def _serve_probe(self, number: int, session: Session, scratch: LocalMemory, probe_bytes: int) -> None:
+        try:
+            await serve_probe(self._receiver.driver, session, scratch, plan=ProbePlan.fitting(probe_bytes))
+        except TransferError as error:
+            self._servicer.close_session(number, f"the link's probe failed: {error}")
+
+    def _on_link(self, number: int, reported: Link) -> None:
+        writer = self._writers.get(number)
+        if writer is None or writer.is_measured:
+            return  # the session was closed meanwhile; or said it before: a link is measured once, when it is attached
+        writer.is_measured = True
+        # Only the numbers are the writer's to tell: who it is and what carries its bytes is known here.
+        link = Link(
+            prefill_rank=writer.rank,
+            decode_rank=self._rank,
+            lane=writer.lane,
+            latency_s=reported.latency_s,
+            bandwidth_bytes_per_s=reported.bandwidth_bytes_per_s,
+        )
+        floor = self._config.min_bandwidth_bytes_per_s
+        if link.bandwidth_bytes_per_s < floor:
+            reason = (
+                f"link from prefill rank {link.prefill_rank} over {link.lane} makes {link.bandwidth_bytes_per_s:.3g} bytes/s; "
+                f"transport.min_bandwidth_bytes_per_s of the decode node is {floor:.3g}"
+            )
+            log.warning("link_refused", reason=reason)
+            self._receiver.close_session(number, reason)
+            return
+        self._metrics.link_measured(number, link)
+        self._on_link_probed(link)
