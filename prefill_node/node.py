@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import grpc
 import structlog
@@ -14,8 +14,8 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_report import RankHello
-from node_runtime.reminders import Reminders
 from prefill_node.cutting import choose_cut
+from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins
 from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import (
@@ -30,33 +30,18 @@ from prefill_node.rank_messages import (
     check_step_fits,
 )
 from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
+from prefill_node.reserve_client import ReserveClient
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
 from transfer.chunk import check_num_chunks
-from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S, PrefillNodeConfig
-from transfer.errors import ConfigError, LayoutError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
-from transfer.instance import Instance, check_compatible
+from transfer.config import PrefillNodeConfig
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
-from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import (
-    chunk_plan_to_proto,
-    instance_from_proto,
-    instance_to_proto,
-    link_to_proto,
-    sampling_from_proto,
-)
-from transfer.registry.malformed import readable
-from transfer.registry.peer_channel import PeerChannel
-from transfer.registry.security import Security
-from transfer.registry.status import end_with, tier_error_of
-
-if TYPE_CHECKING:
-    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
-
-RESERVE_TIMEOUT_S = 5.0
-MAX_ADDRESS_CHARS = 300  # a DNS name has at most 253
+from transfer.registry.convert import sampling_from_proto
+from transfer.registry.status import end_with
 
 log = structlog.get_logger(__name__)
 
@@ -97,7 +82,7 @@ class _Life:
             self._on_join_lost,
             lambda join: choose_cut(config, self.instance, join.instance, join.links, join.ring_bytes),
         )
-        self._forget_address = node.forget_address
+        self._forget_address = node.reserving.forget_address
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
         log.warning("decode_instance_lost", address=join.address, reason=str(error))
@@ -113,9 +98,8 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, entry=run_prefill_rank, codec=CODEC, on_rank_message=self._on_rank_message)
-        self._channels: dict[str, PeerChannel] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._refused_joins = Reminders()
+        self.reserving = ReserveClient(self.security)
+        self._join_service = JoinService(security=self.security, draining=self._draining)
 
     # Role
 
@@ -133,7 +117,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         if life is not None:
             await life.requests.close(error)
             life.joins.forget_all(error)
-        await self._close_channels()
+        await self.reserving.close()
 
     def readiness(self) -> Readiness:
         return Readiness(is_ready=not self._draining.is_set(), reason="the node is draining")
@@ -141,25 +125,12 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     def render_metrics(self) -> bytes:
         life = self._life
         joins = [join for join in life.joins if join.is_joined] if life is not None else []
-        self.metrics.largest_piece(max(map(_largest_piece_bytes, joins), default=0))
+        self.metrics.largest_piece(max(map(largest_piece_bytes, joins), default=0))
         return self._render_metrics({"joined": len(joins)})
 
     async def close(self) -> None:
-        await self._close_channels()
+        await self.reserving.close()
         await super().close()
-
-    async def _close_channels(self) -> None:
-        for address in list(self._channels):
-            self.forget_address(address)
-        await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def forget_address(self, address: str) -> None:
-        """No decode leader there is asked for room any more; calls that are under way end."""
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            closing = asyncio.ensure_future(channel.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
 
     # Ranks
 
@@ -194,71 +165,16 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         life = self._life
         if life is None:
             return False
-        if join.address not in self._channels:
-            self._channels[join.address] = PeerChannel(join.address, self.security)
-        channel = await self._channels[join.address].ready(timeout_s=RESERVE_TIMEOUT_S)
-        stub = cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(channel))
-        question = pb.ReserveRequest(
-            request_id=request_id,
-            prefill_incarnation=life.instance.incarnation,
-            decode_incarnation=join.incarnation,
-            chunk_plan=chunk_plan_to_proto(join.plan),
-        )
-        try:
-            answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise tier_error_of(error, peer=join.address) from error
-        return bool(readable(answer, peer=join.address, method="Reserve").reserved)
+        return await self.reserving.reserve(join, request_id, prefill_incarnation=life.instance.incarnation)
 
     # PrefillControl
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         life = await self._life_or_end(context, is_new_work=True)
-        try:
-            if not MIN_HEARTBEAT_S <= request.heartbeat_s <= MAX_HEARTBEAT_S:
-                raise ConfigError(
-                    f"heartbeat_s is {request.heartbeat_s}; it must be in [{MIN_HEARTBEAT_S:g}, {MAX_HEARTBEAT_S:g}]"
-                )
-            decode = instance_from_proto(request.decode)
-            check_compatible(life.instance, decode)
-            _check_addresses(request, num_ranks=decode.shard.num_ranks, security=self.security)
-            join = await life.joins.open(decode, request.decode_address, tuple(request.rank_addresses))
-        except TransferError as error:
-            news = {"address": clip_reason(request.decode_address), "reason": clip_reason(str(error))}
-            if self._refused_joins.is_due(tuple(news.values())):
-                log.error("join_refused", **news)
-            await end_with(context, error)
-        log.info(
-            "decode_instance_joined",
-            address=join.address,
-            links=len(join.links),
-            chunk_tokens=join.plan.chunk_tokens,
-            layers_per_group=join.plan.layers_per_group,
-            largest_piece_bytes=_largest_piece_bytes(join),
-        )
-        draining: asyncio.Future[Any] | None = None
-        try:
-            joined = pb.Joined(
-                prefill=instance_to_proto(life.instance),
-                chunk_plan=chunk_plan_to_proto(join.plan),
-                links=[link_to_proto(link) for link in join.links],
-            )
-            yield pb.JoinEvent(joined=joined)
-            draining = asyncio.ensure_future(self._draining.wait())
-            waiting: set[asyncio.Future[Any]] = {join.lost, draining}
-            while not join.lost.done():
-                if draining.done() and draining in waiting:
-                    waiting.discard(draining)
-                    yield pb.JoinEvent(draining=pb.Draining())
-                else:
-                    yield pb.JoinEvent(beat=pb.Beat())
-                await asyncio.wait(waiting, timeout=request.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-            await end_with(context, join.lost.result())
-        finally:
-            if draining is not None:
-                draining.cancel()
-            # The decode leader went away, or the join was lost: either way its ranks are written to no more.
-            life.joins.leave(join, PeerUnreachable("the decode leader has left"))
+        serving = self._join_service.events(request, context, own=life.instance, joins=life.joins)
+        async with contextlib.aclosing(serving) as events:
+            async for event in events:
+                yield event
 
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -307,35 +223,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
         joins = list(self._life.joins) if self._life is not None else []
-        return self._status(
-            peers=[
-                pb.PeerStatus(
-                    address=join.address,
-                    incarnation=join.incarnation,
-                    state="joined" if join.is_joined else "joining",
-                    chunk_plan=chunk_plan_to_proto(join.plan) if join.is_joined else None,
-                    largest_piece_bytes=_largest_piece_bytes(join),
-                )
-                for join in joins
-            ],
-            links=[link for join in joins for link in join.links],
-        )
-
-
-def _largest_piece_bytes(join: Join) -> int:
-    return 0 if join.cut is None else join.cut.largest_piece_bytes
-
-
-def _check_addresses(request: pb.JoinRequest, *, num_ranks: int, security: Security) -> None:
-    if len(request.rank_addresses) != num_ranks:
-        raise LayoutError(f"rank_addresses has {len(request.rank_addresses)} entries for {num_ranks} ranks")
-    named = [("decode_address", request.decode_address), *(("rank_addresses", address) for address in request.rank_addresses)]
-    for name, address in named:
-        if not 1 <= len(address) <= MAX_ADDRESS_CHARS:
-            raise ConfigError(f"{name} has {len(address)} characters; it must have 1 to {MAX_ADDRESS_CHARS}")
-        if not address.isascii():
-            raise ConfigError(f"{name} is {address!a}; it must be ASCII")
-        security.check(name, address)
+        return self._status(peers=map(peer_status, joins), links=[link for join in joins for link in join.links])
 
 
 def _stats_to_proto(stats: SentStats) -> pb.TransferStats:

@@ -50,13 +50,13 @@ async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Le
     joins = [await leader.joined(1), await leader.joined(2)]
     with pytest.raises(PeerUnreachable):
         await leader.node.reserve(joins[0], "a")
-    channel = leader.node._channels[NOWHERE]
+    channel = leader.node.reserving._channels[NOWHERE]
     leader.life.joins.leave(joins[0], PeerUnreachable("it left"))
     await turns()
-    assert leader.node._channels == {NOWHERE: channel}, "the other join has that address as well"
+    assert leader.node.reserving._channels == {NOWHERE: channel}, "the other join has that address as well"
     leader.life.joins.leave(joins[1], PeerUnreachable("it left"))
-    await asyncio.gather(*leader.node._closing)
-    assert leader.node._channels == {} and channel.current.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+    await asyncio.gather(*leader.node.reserving._closing)
+    assert leader.node.reserving._channels == {} and channel.current.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
 class Context:

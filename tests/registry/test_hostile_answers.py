@@ -142,7 +142,7 @@ async def test_what_a_decode_leader_says_of_room(node: HostileNode, tmp_path: Pa
             await leader.reserve(join, "a")
     else:
         assert await leader.reserve(join, "a") is (payload == b"\x08\x02")
-    await leader._close_channels()
+    await leader.close()
 
 
 CALLS: dict[str, Callable[[NodeClient], Any]] = {

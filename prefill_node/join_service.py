@@ -1,0 +1,123 @@
+"""Serves the stream by which a decode leader holds its join: `PrefillControl.Join`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+import structlog
+
+from node_runtime.reminders import Reminders
+from prefill_node.joins import Join, Joins
+from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
+from transfer.errors import ConfigError, LayoutError, PeerUnreachable, TransferError
+from transfer.instance import Instance, check_compatible
+from transfer.messages import clip_reason
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import chunk_plan_to_proto, instance_from_proto, instance_to_proto, link_to_proto
+from transfer.registry.security import Security
+from transfer.registry.status import end_with
+
+MAX_ADDRESS_CHARS = 300  # a DNS name has at most 253
+
+log = structlog.get_logger(__name__)
+
+
+class JoinService:
+    """See the module's docstring.
+
+    Args:
+        security: How the decode instance's leader and ranks are going to be spoken to.
+        draining: Set once the node takes no new work; told to all that have joined.
+    """
+
+    def __init__(self, *, security: Security, draining: asyncio.Event) -> None:
+        self._security = security
+        self._draining = draining
+        self._refused = Reminders()
+
+    async def events(
+        self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any], *, own: Instance, joins: Joins
+    ) -> AsyncGenerator[pb.JoinEvent, None]:
+        """The stream's events, from the join to its end; the caller closes the iterator (`contextlib.aclosing`).
+
+        Args:
+            own: The prefill instance.
+            joins: Its joins.
+        """
+        try:
+            join = await self._open(request, own, joins)
+        except TransferError as error:
+            news = {"address": clip_reason(request.decode_address), "reason": clip_reason(str(error))}
+            if self._refused.is_due(tuple(news.values())):
+                log.error("join_refused", **news)
+            await end_with(context, error)
+        log.info(
+            "decode_instance_joined",
+            address=join.address,
+            links=len(join.links),
+            chunk_tokens=join.plan.chunk_tokens,
+            layers_per_group=join.plan.layers_per_group,
+            largest_piece_bytes=largest_piece_bytes(join),
+        )
+        draining: asyncio.Future[Any] | None = None
+        try:
+            joined = pb.Joined(
+                prefill=instance_to_proto(own),
+                chunk_plan=chunk_plan_to_proto(join.plan),
+                links=[link_to_proto(link) for link in join.links],
+            )
+            yield pb.JoinEvent(joined=joined)
+            draining = asyncio.ensure_future(self._draining.wait())
+            waiting: set[asyncio.Future[Any]] = {join.lost, draining}
+            while not join.lost.done():
+                if draining.done() and draining in waiting:
+                    waiting.discard(draining)
+                    yield pb.JoinEvent(draining=pb.Draining())
+                else:
+                    yield pb.JoinEvent(beat=pb.Beat())
+                await asyncio.wait(waiting, timeout=request.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+            await end_with(context, join.lost.result())
+        finally:
+            if draining is not None:
+                draining.cancel()
+            # The decode leader went away, or the join was lost: either way its ranks are written to no more.
+            joins.leave(join, PeerUnreachable("the decode leader has left"))
+
+    async def _open(self, request: pb.JoinRequest, own: Instance, joins: Joins) -> Join:
+        if not MIN_HEARTBEAT_S <= request.heartbeat_s <= MAX_HEARTBEAT_S:
+            raise ConfigError(f"heartbeat_s is {request.heartbeat_s}; it must be in [{MIN_HEARTBEAT_S:g}, {MAX_HEARTBEAT_S:g}]")
+        decode = instance_from_proto(request.decode)
+        check_compatible(own, decode)
+        _check_addresses(request, num_ranks=decode.shard.num_ranks, security=self._security)
+        return await joins.open(decode, request.decode_address, tuple(request.rank_addresses))
+
+
+def peer_status(join: Join) -> pb.PeerStatus:
+    """What a node's status says of a join."""
+    return pb.PeerStatus(
+        address=join.address,
+        incarnation=join.incarnation,
+        state="joined" if join.is_joined else "joining",
+        chunk_plan=chunk_plan_to_proto(join.plan) if join.is_joined else None,
+        largest_piece_bytes=largest_piece_bytes(join),
+    )
+
+
+def largest_piece_bytes(join: Join) -> int:
+    """Most bytes of a chunk that one rank sends to another; 0 until the links have been measured."""
+    return 0 if join.cut is None else join.cut.largest_piece_bytes
+
+
+def _check_addresses(request: pb.JoinRequest, *, num_ranks: int, security: Security) -> None:
+    if len(request.rank_addresses) != num_ranks:
+        raise LayoutError(f"rank_addresses has {len(request.rank_addresses)} entries for {num_ranks} ranks")
+    named = [("decode_address", request.decode_address), *(("rank_addresses", address) for address in request.rank_addresses)]
+    for name, address in named:
+        if not 1 <= len(address) <= MAX_ADDRESS_CHARS:
+            raise ConfigError(f"{name} has {len(address)} characters; it must have 1 to {MAX_ADDRESS_CHARS}")
+        if not address.isascii():
+            raise ConfigError(f"{name} is {address!a}; it must be ASCII")
+        security.check(name, address)

@@ -1,0 +1,71 @@
+"""Asks decode leaders for room for a request that this node is about to begin."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+import grpc
+
+from prefill_node.joins import Join
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.convert import chunk_plan_to_proto
+from transfer.registry.malformed import readable
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import Security
+from transfer.registry.status import tier_error_of
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
+
+RESERVE_TIMEOUT_S = 5.0
+
+
+class ReserveClient:
+    """`DecodeControl.Reserve`, with one channel for each decode leader.
+
+    Args:
+        security: How decode leaders are spoken to.
+    """
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._channels: dict[str, PeerChannel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def reserve(self, join: Join, request_id: str, *, prefill_incarnation: int) -> bool:
+        """Ask the decode leader for room; False is "not yet".
+
+        Raises:
+            TransferError: It cannot be asked, or its answer fails the request.
+        """
+        if join.address not in self._channels:
+            self._channels[join.address] = PeerChannel(join.address, self._security)
+        channel = await self._channels[join.address].ready(timeout_s=RESERVE_TIMEOUT_S)
+        stub = cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(channel))
+        question = pb.ReserveRequest(
+            request_id=request_id,
+            prefill_incarnation=prefill_incarnation,
+            decode_incarnation=join.incarnation,
+            chunk_plan=chunk_plan_to_proto(join.plan),
+        )
+        try:
+            answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise tier_error_of(error, peer=join.address) from error
+        return bool(readable(answer, peer=join.address, method="Reserve").reserved)
+
+    def forget_address(self, address: str) -> None:
+        """No decode leader there is asked for room any more; calls that are under way end."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            closing = asyncio.ensure_future(channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """End every channel and wait until it has; a later `reserve()` opens a new one."""
+        for address in list(self._channels):
+            self.forget_address(address)
+        await asyncio.gather(*self._closing, return_exceptions=True)
