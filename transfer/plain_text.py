@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from typing import Final
 
-from transfer.config import DecodeNodeConfig, NodeConfig, ProcessConfig
+from transfer.config import DecodeNodeConfig, NodeConfig, ProcessConfig, TlsConfig
 from transfer.errors import ConfigError
 
 ON_LOOPBACK: Final = 1
@@ -44,24 +45,36 @@ def check_plain_text(config: ProcessConfig) -> str | None:
         ConfigError: It may not; one line for each address.
     """
     is_node = isinstance(config, NodeConfig)
-    if config.tls.is_set_up:
-        return None
-    if not config.tls.insecure:
+    named: list[tuple[str, str | None]] = []
+    if isinstance(config, NodeConfig):
+        named += [("server.host", config.server.host), ("server.advertise_host", config.server.advertise_host)]
+    if isinstance(config, DecodeNodeConfig):
+        named += [("peers.prefill_nodes", address) for address in config.peers.prefill_nodes]
+    is_plain = is_plain_text_right(config.tls, named)
+    return (NODE_WARNING if is_node else CLIENT_WARNING) if is_plain else None
+
+
+def is_plain_text_right(tls: TlsConfig, named: Iterable[tuple[str, str | None]]) -> bool:
+    """Whether a process does without TLS, and may; False where it has TLS.
+
+    Args:
+        named: What it listens on and connects to: name, for example of its setting, and host or host:port.
+
+    Raises:
+        ConfigError: It does and may not; one line for each address.
+    """
+    if tls.is_set_up:
+        return False
+    if not tls.insecure:
         raise ConfigError(
             "TLS is not set up; give tls.cert_file, tls.key_file and tls.ca_file (--tls-cert, --tls-key, --tls-ca), or do "
             "without it on this machine with --insecure"
         )
-    problems = []
-    if config.tls.insecure < ANYWHERE and isinstance(config, NodeConfig):
-        named = [("server.host", config.server.host), ("server.advertise_host", config.server.advertise_host)]
-        if isinstance(config, DecodeNodeConfig):
-            named += [("peers.prefill_nodes", address) for address in config.peers.prefill_nodes]
-        for setting, address in named:
-            if address is not None:
-                problems += [problem for problem in [why_not_plain_text(setting, address, config.tls.insecure)] if problem]
+    found = [why_not_plain_text(what, address, tls.insecure) for what, address in named if address is not None]
+    problems = [problem for problem in found if problem is not None]
     if problems:
         raise ConfigError("\n".join(problems))
-    return NODE_WARNING if is_node else CLIENT_WARNING
+    return True
 
 
 def why_not_plain_text(what: str, address: str, insecure: int) -> str | None:

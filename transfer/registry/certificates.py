@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 
@@ -170,14 +170,27 @@ def certificate_files(config: ProcessConfig) -> CertificateFiles | None:
     tls = config.tls
     if not tls.is_set_up:
         return None
-    if isinstance(config, NodeConfig) and not tls.peer_names:
-        other = "prefill" if isinstance(config, DecodeNodeConfig) else "decode"
-        raise ConfigError(f"tls.peer_names is empty; it must have the names of the {other} nodes' certificates (--peer-name)")
-    if isinstance(config, DecodeNodeConfig) and not tls.client_names:
+    if not isinstance(config, NodeConfig):
+        return CertificateFiles(tls, is_server=False)
+    is_decode = isinstance(config, DecodeNodeConfig)
+    if is_decode and tls.peer_names and not tls.client_names:
         raise ConfigError(
             "tls.client_names is empty; it must have the names of the certificates that may generate (--client-name)"
         )
-    return CertificateFiles(tls, is_server=isinstance(config, NodeConfig))
+    return tier_certificate_files(tls, other_tier="prefill" if is_decode else "decode")
+
+
+def tier_certificate_files(tls: TlsConfig, *, other_tier: Literal["prefill", "decode"]) -> CertificateFiles:
+    """The files of a process that serves the other tier, and calls it.
+
+    Raises:
+        ConfigError: They cannot be used, or nobody would be let in.
+    """
+    if not tls.peer_names:
+        raise ConfigError(
+            f"tls.peer_names is empty; it must have the names of the {other_tier} nodes' certificates (--peer-name)"
+        )
+    return CertificateFiles(tls, is_server=True)
 
 
 def trust(context: ssl.SSLContext, authorities: bytes, what: str) -> None:

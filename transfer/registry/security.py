@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import grpc
 
-from transfer.config import ProcessConfig
+from transfer.config import ProcessConfig, TlsConfig
 from transfer.errors import ConfigError
-from transfer.plain_text import ON_LOOPBACK, check_plain_text, why_not_plain_text
-from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files
+from transfer.plain_text import ON_LOOPBACK, check_plain_text, is_plain_text_right, why_not_plain_text
+from transfer.registry.certificates import CertificateFiles, Certificates, certificate_files, tier_certificate_files
 from transfer.registry.guard import Guard, Refusal
 from transfer.registry.renewal import Renewal
 from transfer.registry.roles import CallerRole
@@ -91,3 +92,21 @@ def security_of(config: ProcessConfig) -> Security:
     if files is None:
         return PlainText(insecure=config.tls.insecure)
     return MutualTls(files=files, peer_names=config.tls.peer_names, client_names=config.tls.client_names)
+
+
+def security_of_tier(
+    tls: TlsConfig, *, other_tier: Literal["prefill", "decode"], named: Iterable[tuple[str, str | None]]
+) -> Security:
+    """What the settings say to a process that is one tier inside an engine, and no node.
+
+    Args:
+        other_tier: Whom it serves and calls.
+        named: What it listens on and connects to: name, for example of its setting, and host or host:port.
+
+    Raises:
+        ConfigError: They say neither, the files cannot be used, or nobody would be let in.
+    """
+    if is_plain_text_right(tls, named):
+        return PlainText(insecure=tls.insecure)
+    files = tier_certificate_files(tls, other_tier=other_tier)
+    return MutualTls(files=files, peer_names=tls.peer_names, client_names=tls.client_names)
