@@ -85,9 +85,9 @@ def _late(hand_on: Callable[[], object]) -> None:
 
 def _disturb_decode(faults: Faults) -> None:
     """The control channel's server sees every control message of both directions."""
-    worker: Any = importlib.import_module("decode_node.worker")
+    attach: Any = importlib.import_module("decode_node.attach")
 
-    class FaultyServer(worker.ZmqControlServer):  # type: ignore[misc]
+    class FaultyServer(attach.ZmqControlServer):  # type: ignore[misc]
         def send(self, peer: int, payload: bytes) -> bool:
             faults.pass_on("control", lambda: super(FaultyServer, self).send(peer, payload))
             return True
@@ -95,7 +95,7 @@ def _disturb_decode(faults: Faults) -> None:
         def watch(self, loop: asyncio.AbstractEventLoop, on_received: Callable[[Any], None]) -> None:
             super().watch(loop, lambda received: faults.pass_on("control", lambda: on_received(received)))
 
-    worker.ZmqControlServer = FaultyServer
+    attach.ZmqControlServer = FaultyServer
 
 
 def _disturb_prefill(faults: Faults) -> None:

@@ -110,11 +110,11 @@ async def test_no_transport_is_ever_given_a_byte_of_a_pool(kind: str, monkeypatc
 
 REGISTERED = {
     ("decode_node/receiver_loop.py", "ring_memory.tensor"),
-    ("decode_node/worker.py", "StagingBuffer(num_bytes=probe_bytes, device=pool.device).tensor"),
+    ("decode_node/attach.py", "memory.scratch.tensor"),
     ("prefill_node/attach.py", "scratch.tensor"),
     ("prefill_node/sender_loop.py", "staging.tensor"),
 }
-EXPORTED = {("decode_node/worker.py", "self._receiver.memory")}
+EXPORTED = {("decode_node/attach.py", "self._receiver.memory")}
 
 
 def test_nodes_register_and_export_in_these_places_alone() -> None:
