@@ -163,7 +163,7 @@ class PrefillEnd:
         self._sent: dict[str, asyncio.Future[SentStats]] = {}
         self._transport, open_lane = _data_plane(setting, lane, device)
         self._instance = own_instance(setting, setting.prefill_shard, self._transport)
-        slot_bytes = staging_slot_bytes(setting.config, setting.layout, setting.prefill_shard)
+        slot_bytes = staging_slot_bytes(setting.config.chunk, setting.config.staging, setting.layout, setting.prefill_shard)
         self._sender = SenderLoop(
             loop=loop,
             owner=self,
@@ -182,9 +182,9 @@ class PrefillEnd:
             transport=self._transport,
             own=self._instance,
             rank=0,
-            plan=finest_chunk_plan(setting.config),
+            plan=finest_chunk_plan(setting.config.chunk),
             device=device,
-            config=setting.config,
+            transport_config=setting.config.transport,
             on_lost=lambda join, incarnation, reason: self._give_up(reason),
         )
         self._session = 0
@@ -199,7 +199,9 @@ class PrefillEnd:
         self._session, self._digest = peer.sessions[0], peer.digest
         for case in self._setting.cases:
             config = self._setting.config_of(case)
-            self._plans[case] = choose_cut(config, self._instance, decode, [link], self._setting.ring_bytes).plan
+            self._plans[case] = choose_cut(
+                config.chunk, self._instance, decode, [link], self._setting.ring_bytes, device=config.device
+            ).plan
         return link, self._plans
 
     async def send(self, request_ids: Sequence[str], case: Case) -> tuple[list[float], list[SentStats]]:

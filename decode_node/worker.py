@@ -88,7 +88,9 @@ class DecodeWorker:
         self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
         pool = engine.pool
         probe_bytes = config.transport.probe_bytes
-        ring_bytes = ring_capacity_bytes(config, config.memory.device_memory or device_bytes(pool.device))
+        ring_bytes = ring_capacity_bytes(
+            config.ring, config.memory.device_memory or device_bytes(pool.device), device=config.device
+        )
         ring_memory = RingMemory.take(
             ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, is_one_sided=transport.is_one_sided
         )

@@ -49,7 +49,9 @@ def load_engine(config: NodeConfig, *, rank: int, rendezvous: Path) -> EmbeddedE
         device=device,
         dtype=None if config.dtype is None else DType(config.dtype),
         group=group,
-        layers_per_group=(finest_chunk_plan(config).layers_per_group or None) if isinstance(config, PrefillNodeConfig) else None,
+        layers_per_group=(finest_chunk_plan(config.chunk).layers_per_group or None)
+        if isinstance(config, PrefillNodeConfig)
+        else None,
         num_threads=config.parallel.threads_per_rank,
         max_seq_len=config.limits.max_seq_len,
         max_running_requests=None if decode is None else decode.limits.max_running_requests,

@@ -15,7 +15,7 @@ import torch
 from node_runtime.warm_up import warm_up
 from prefill_node.sender_loop import SenderLoop
 from transfer.chunk import ChunkPlan
-from transfer.config import NodeConfig
+from transfer.config import TransportConfig
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import PeerUnreachable, StagingError, TransportError
@@ -77,6 +77,7 @@ class DecodeSessions:
         own: This rank's instance.
         plan: The finest way in which requests are cut.
         device: Where the pool lies; what the probe sends lies there too.
+        transport_config: Bounds of probes and links.
         security: How decode ranks are spoken to; None: in plain text on loopback addresses.
         on_lost: (join, decode incarnation, reason), once, when an open instance loses a session.
     """
@@ -94,7 +95,7 @@ class DecodeSessions:
         rank: int,
         plan: ChunkPlan,
         device: torch.device | str,
-        config: NodeConfig,
+        transport_config: TransportConfig,
         security: Security | None = None,
         on_lost: Callable[[int, int, str], None],
     ) -> None:
@@ -104,7 +105,7 @@ class DecodeSessions:
         self._own = own
         self._rank = rank
         self._plan = plan
-        self._config = config
+        self._config = transport_config
         self._security = security
         self._on_lost = on_lost
         self._peers: dict[int, DecodePeer] = {}
@@ -113,7 +114,7 @@ class DecodeSessions:
         self._past_acks = 0
         self._keys = new_key_pair()  # of this life, for every session
         self._device = torch.device(device)
-        scratch = StagingBuffer(num_bytes=config.transport.probe_bytes, device=device)
+        scratch = StagingBuffer(num_bytes=transport_config.probe_bytes, device=device)
         self._scratch = transport.register(scratch.tensor)
         self._probe_turn = asyncio.Lock()  # links are measured one at a time, or each would see the others' traffic
 
@@ -226,7 +227,7 @@ class DecodeSessions:
             latency_s=probe.latency_s,
             bandwidth_bytes_per_s=probe.bandwidth_bytes_per_s,
         )
-        floor = self._config.transport.min_bandwidth_bytes_per_s
+        floor = self._config.min_bandwidth_bytes_per_s
         if link.bandwidth_bytes_per_s < floor:
             raise TransportError(
                 f"link to decode rank {decode_rank} over {link.lane} makes {link.bandwidth_bytes_per_s:.3g} bytes/s; "
@@ -266,7 +267,7 @@ class DecodeSessions:
                 prefill_rank=self._rank,
                 offer=offer.blob,
                 chunk_plan=self._plan,
-                probe_bytes=self._config.transport.probe_bytes,
+                probe_bytes=self._config.probe_bytes,
                 control_key=self._keys.public,
             )
             answer = await client.attach(request, timeout_s=ATTACH_TIMEOUT_S)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transfer.chunk import ChunkPlan
-from transfer.config import PrefillNodeConfig
+from transfer.config import ChunkConfig
 from transfer.instance import Instance, Link
 from transfer.memory.node_plan import chunk_plan
 from transfer.piece_size import largest_piece_bytes, piece_bytes_for, plan_with_pieces
@@ -23,18 +23,21 @@ class Cut:
     largest_piece_bytes: int
 
 
-def choose_cut(config: PrefillNodeConfig, own: Instance, decode: Instance, links: Sequence[Link], ring_bytes: int) -> Cut:
+def choose_cut(
+    chunk: ChunkConfig, own: Instance, decode: Instance, links: Sequence[Link], ring_bytes: int, *, device: str
+) -> Cut:
     """As `chunk.layers_per_group` says, or as coarse as `chunk.piece_bytes` allows, or as is good for the links.
 
     Args:
         own: The prefill instance.
         links: All links to the decode instance.
         ring_bytes: Size of its smallest ring.
+        device: What the prefill ranks compute on, as the setting `device`.
     """
-    plan = chunk_plan(config)
-    if config.chunk.layers_per_group is None:
-        wanted = config.chunk.piece_bytes
+    plan = chunk_plan(chunk)
+    if chunk.layers_per_group is None:
+        wanted = chunk.piece_bytes
         if wanted is None:
-            wanted = piece_bytes_for(links, device_type=config.device, ring_bytes=ring_bytes)
+            wanted = piece_bytes_for(links, device_type=device, ring_bytes=ring_bytes)
         plan = plan_with_pieces(plan, own, decode, piece_bytes=min(wanted, ring_bytes))
     return Cut(plan=plan, largest_piece_bytes=largest_piece_bytes(own, decode, plan))

@@ -80,7 +80,9 @@ class _Life:
             len(hellos),
             node.broadcast,
             self._on_join_lost,
-            lambda join: choose_cut(config, self.instance, join.instance, join.links, join.ring_bytes),
+            lambda join: choose_cut(
+                config.chunk, self.instance, join.instance, join.links, join.ring_bytes, device=config.device
+            ),
         )
         self._forget_address = node.reserving.forget_address
 

@@ -102,7 +102,8 @@ class PrefillWorker:
         )
         num_slots = self._config.staging.num_slots
         staging = StagingBuffer(
-            num_bytes=num_slots * staging_slot_bytes(self._config, engine.layout, engine.shard), device=pool.device
+            num_bytes=num_slots * staging_slot_bytes(self._config.chunk, self._config.staging, engine.layout, engine.shard),
+            device=pool.device,
         )
         memory = rank_memory(engine, {"staging": staging.num_bytes + self._config.transport.probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
@@ -123,9 +124,9 @@ class PrefillWorker:
             transport=transport,
             own=self._instance,
             rank=self._spec.rank,
-            plan=finest_chunk_plan(self._config),
+            plan=finest_chunk_plan(self._config.chunk),
             device=pool.device,
-            config=self._config,
+            transport_config=self._config.transport,
             security=security_of(self._config),
             on_lost=lambda join, incarnation, reason: self._link.send(
                 DecodeLost(join=join, incarnation=incarnation, reason=reason)

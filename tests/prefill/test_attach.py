@@ -14,8 +14,9 @@ import pytest
 from prefill_node import attach as attach_module
 from prefill_node.attach import DecodeSessions
 from prefill_node.sender_loop import SenderLoop
-from tests.runtime.instances import instance, prefill_config, until
+from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
+from transfer.config import TransportConfig
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, StagingError, TransferError, TransportError
@@ -66,7 +67,7 @@ class Attaching:
             rank=0,
             plan=ChunkPlan(chunk_tokens=4),
             device="cpu",
-            config=prefill_config(folder, transport={"probe_bytes": PROBE_BYTES, "min_bandwidth_bytes_per_s": floor}),
+            transport_config=TransportConfig(probe_bytes=PROBE_BYTES, min_bandwidth_bytes_per_s=floor),
             on_lost=lambda *loss: self.lost.append(loss),
         )
         self.address = ""

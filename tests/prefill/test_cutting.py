@@ -23,7 +23,8 @@ RING_BYTES = 64 << 20
 
 def chosen(folder: Path, ring_bytes: int = RING_BYTES, **chunk: Any) -> Cut:
     one = instance(1, layout=LAYOUT)
-    return choose_cut(prefill_config(folder, chunk={"chunk_tokens": 128, **chunk}), one, one, [LINK], ring_bytes)
+    config = prefill_config(folder, chunk={"chunk_tokens": 128, **chunk})
+    return choose_cut(config.chunk, one, one, [LINK], ring_bytes, device=config.device)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,8 @@ def test_a_setting_is_stronger_than_the_links(
 def test_memory_is_sized_by_the_coarsest_plan_and_attach_by_the_finest(tmp_path: Path) -> None:
     for layers, coarsest, finest in ((None, 0, 1), (0, 0, 0), (5, 5, 5)):
         config = prefill_config(tmp_path, chunk={"chunk_tokens": 128, "layers_per_group": layers})
-        assert chunk_plan(config) == ChunkPlan(chunk_tokens=128, layers_per_group=coarsest)
-        assert finest_chunk_plan(config) == ChunkPlan(chunk_tokens=128, layers_per_group=finest)
+        assert chunk_plan(config.chunk) == ChunkPlan(chunk_tokens=128, layers_per_group=coarsest)
+        assert finest_chunk_plan(config.chunk) == ChunkPlan(chunk_tokens=128, layers_per_group=finest)
 
 
 def test_two_ways_to_cut_are_refused(tmp_path: Path) -> None:

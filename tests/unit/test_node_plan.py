@@ -155,15 +155,15 @@ def test_a_slot_holds_the_largest_piece_and_says_when_it_cannot() -> None:
     config = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3})
     layout, shard = MODEL.shape.layout(), Shard(tp_size=2, tp_rank=1)
     mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == 1]
-    most = largest_wire_bytes(chunk_plan(config), layout, mine, DType.BFLOAT16)
+    most = largest_wire_bytes(chunk_plan(config.chunk), layout, mine, DType.BFLOAT16)
     assert most == 100 * 3 * 2 * 4 * 64 * 2
-    slot = staging_slot_bytes(config, layout, shard)
+    slot = staging_slot_bytes(config.chunk, config.staging, layout, shard)
     assert slot - REGION_ALIGNMENT_BYTES < most <= slot and slot % REGION_ALIGNMENT_BYTES == 0
     small = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": most - 1})
     with pytest.raises(MemoryPlanError, match=f"staging.slot_bytes is {most - 1}; a chunk of 100 tokens has up to {most} bytes"):
-        staging_slot_bytes(small, layout, shard)
+        staging_slot_bytes(small.chunk, small.staging, layout, shard)
     large = prefill(chunk={"chunk_tokens": 100, "layers_per_group": 3}, staging={"slot_bytes": 5 * most})
-    assert staging_slot_bytes(large, layout, shard) >= 5 * most
+    assert staging_slot_bytes(large.chunk, large.staging, layout, shard) >= 5 * most
 
 
 @pytest.mark.parametrize(("total", "free"), [(10, 0), (10, 11)])
@@ -268,4 +268,5 @@ def test_a_system_that_does_not_say_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_ring_capacity(settings: dict[str, Any], device_bytes: int, wanted: int) -> None:
-    assert ring_capacity_bytes(decode(**settings), device_bytes) == wanted
+    config = decode(**settings)
+    assert ring_capacity_bytes(config.ring, device_bytes, device=config.device) == wanted

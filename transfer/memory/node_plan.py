@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from transfer.chunk import ChunkPlan, largest_wire_bytes
-from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.config import ChunkConfig, DecodeNodeConfig, NodeConfig, PrefillNodeConfig, RingConfig, StagingConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import PREFILL_STEPS_IN_FLIGHT
 from transfer.layout import DType, KVLayout, Shard, routes
@@ -103,24 +103,24 @@ class DeviceMemory:
         return DeviceMemory(total_bytes=num_bytes, free_bytes=max(1, num_bytes - in_use), is_cpu=self.is_cpu)
 
 
-def staging_slot_bytes(config: PrefillNodeConfig, layout: KVLayout, shard: Shard) -> int:
+def staging_slot_bytes(chunk: ChunkConfig, staging: StagingConfig, layout: KVLayout, shard: Shard) -> int:
     """Size of a staging slot: room for the largest grant, which is this rank's whole share of a chunk.
 
     Raises:
         MemoryPlanError: `staging.slot_bytes` is smaller than that.
     """
     mine = [route for route in routes(layout, shard, shard) if route.prefill_rank == shard.rank]
-    most = largest_wire_bytes(chunk_plan(config), layout, mine, shard.pool_dtype(layout))
-    asked = config.staging.slot_bytes
+    most = largest_wire_bytes(chunk_plan(chunk), layout, mine, shard.pool_dtype(layout))
+    asked = staging.slot_bytes
     if asked is not None and asked < most:
         raise MemoryPlanError(
-            f"staging.slot_bytes is {asked}; a chunk of {config.chunk.chunk_tokens} tokens has up to {most} bytes here: "
+            f"staging.slot_bytes is {asked}; a chunk of {chunk.chunk_tokens} tokens has up to {most} bytes here: "
             "raise it, or lower chunk.chunk_tokens"
         )
     return -(-(most if asked is None else asked) // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
 
 
-def ring_capacity_bytes(config: DecodeNodeConfig, device_bytes: int) -> int:
+def ring_capacity_bytes(ring: RingConfig, device_bytes: int, *, device: str) -> int:
     """Size of a rank's ring: as set, or what the device has room for.
 
     A piece stays in the ring from its grant until its release is heard of, for 2 to 3 ms between two GPUs, in which an NVLink
@@ -128,10 +128,11 @@ def ring_capacity_bytes(config: DecodeNodeConfig, device_bytes: int) -> int:
 
     Args:
         device_bytes: Size of the rank's device, as far as it is counted on; 0, or of no matter, in host memory.
+        device: What the rank computes on, as the setting `device`.
     """
-    if config.ring.capacity_bytes is not None:
-        return config.ring.capacity_bytes
-    if config.device == "cpu" or not device_bytes:  # an engine may keep its pool on the host, whatever it computes on
+    if ring.capacity_bytes is not None:
+        return ring.capacity_bytes
+    if device == "cpu" or not device_bytes:  # an engine may keep its pool on the host, whatever it computes on
         return HOST_RING_BYTES
     return min(GPU_RING_BYTES, device_bytes // GPU_RING_PART // REGION_ALIGNMENT_BYTES * REGION_ALIGNMENT_BYTES)
 
@@ -145,15 +146,15 @@ def graph_batch_sizes(config: DecodeNodeConfig) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if 0 < size <= most}))
 
 
-def chunk_plan(config: PrefillNodeConfig) -> ChunkPlan:
+def chunk_plan(chunk: ChunkConfig) -> ChunkPlan:
     """The coarsest way in which the node cuts prompts: what memory is sized by."""
-    return ChunkPlan(chunk_tokens=config.chunk.chunk_tokens, layers_per_group=config.chunk.layers_per_group or 0)
+    return ChunkPlan(chunk_tokens=chunk.chunk_tokens, layers_per_group=chunk.layers_per_group or 0)
 
 
-def finest_chunk_plan(config: PrefillNodeConfig) -> ChunkPlan:
+def finest_chunk_plan(chunk: ChunkConfig) -> ChunkPlan:
     """The finest way in which the node cuts prompts: a decode node that has no room for its chunks has room for none."""
-    layers = config.chunk.layers_per_group
-    return ChunkPlan(chunk_tokens=config.chunk.chunk_tokens, layers_per_group=1 if layers is None else layers)
+    layers = chunk.layers_per_group
+    return ChunkPlan(chunk_tokens=chunk.chunk_tokens, layers_per_group=1 if layers is None else layers)
 
 
 def node_plan_inputs(
@@ -178,11 +179,13 @@ def node_plan_inputs(
     graphs: tuple[int, ...] = ()
     has_page_tables = False
     if isinstance(config, PrefillNodeConfig):
-        staging_bytes = config.staging.num_slots * staging_slot_bytes(config, model.shape.layout(dtype), shard)
+        staging_bytes = config.staging.num_slots * staging_slot_bytes(
+            config.chunk, config.staging, model.shape.layout(dtype), shard
+        )
         staging_bytes += config.transport.probe_bytes  # what probes send lies on the same device
         step_tokens = max(config.limits.max_step_tokens, config.chunk.chunk_tokens)  # at least one chunk is always taken
     elif isinstance(config, DecodeNodeConfig):
-        ring_bytes = ring_capacity_bytes(config, counted.total_bytes) + config.transport.probe_bytes
+        ring_bytes = ring_capacity_bytes(config.ring, counted.total_bytes, device=config.device) + config.transport.probe_bytes
         graphs = () if device.is_cpu else graph_batch_sizes(config)
         has_page_tables = not device.is_cpu
     most_pages = config.most_pages
