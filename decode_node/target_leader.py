@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -158,6 +160,27 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             await end_with(context, error)
         return pb.ReserveResponse(reserved=reserved)
 
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "this decode side is inside an engine: ask the engine's own API to generate"
+        )
+        yield pb.GenerateEvent()  # never: it makes this a stream
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
+        """Waits; whoever runs the engine's front sends it no more requests."""
+        budget_s = context.time_remaining()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
+                while self._num_prompts:
+                    await asyncio.sleep(0.02)
+        return pb.DrainResponse(remaining=self._num_prompts)
+
+    @property
+    def _num_prompts(self) -> int:
+        return self.requests.num_prompts if self._is_started else 0
+
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"
         known = self.requests.request_ids if self._is_started else ()
@@ -172,7 +195,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             state="ready",
             instance=instance_to_proto(self._instance),
             uptime_s=time.monotonic() - self._started_s,
-            running_requests=self.requests.num_prompts if self._is_started else 0,
+            running_requests=self._num_prompts,
             ranks=[pb.RankStatus(**report.status) for report in self._reports()],
             peers=[_peer_to_proto(peer) for peer in peers],
             links=[link_to_proto(link) for peer in peers for link in peer.links],

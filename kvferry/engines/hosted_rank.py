@@ -1,4 +1,4 @@
-"""The kvferry of one rank of a hosted instance, on a thread of its own beside the engine's; see `kvferry.engines.hosted_leader`."""
+"""The kvferry of one rank of a hosted instance, on a thread beside the engine's own; see `kvferry.engines.hosted_leader`."""
 
 from __future__ import annotations
 
