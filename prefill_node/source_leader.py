@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
 import grpc
@@ -30,7 +30,7 @@ from transfer.messages import clip_reason
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import instance_to_proto, link_to_proto
+from transfer.registry.convert import instance_to_proto, link_to_proto, sampling_from_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 
@@ -59,7 +59,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         security: Security,
         broadcast: Callable[[object], None],
         reports: Callable[[], Iterable[RankReport]],
-        compute: Callable[[Transfer], Awaitable[None]] | None = None,
+        compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         first = hellos[0]
         self._instance: Instance = first.instance
@@ -178,7 +178,8 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         check_num_chunks(
             join.plan, num_tokens=len(token_ids), num_layers=self._instance.layout.num_layers, start_token=request.start_token
         )
-        return self.requests.submit(request.request_id, request.engine_request, token_ids, request.start_token, join)
+        sampling = sampling_from_proto(request.sampling)
+        return self.requests.submit(request.request_id, request.engine_request, token_ids, request.start_token, sampling, join)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"

@@ -8,11 +8,12 @@ decode side asks for it by its transfer id, before or after each of these; what 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -29,6 +30,7 @@ from prefill_node.source_messages import (
     TransferSent,
 )
 from transfer.config import HostedLimitsConfig
+from transfer.engine_types import SamplingParams
 from transfer.errors import (
     ConfigError,
     EngineError,
@@ -102,11 +104,13 @@ class Transfer:
     engine_request: str
     token_ids: tuple[int, ...]
     start_token: int
+    sampling: SamplingParams
     join: Join
     asked_s: float
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
     prompt: _Prompt | None = None
     task: asyncio.Task[None] | None = None
+    computing: asyncio.Task[None] | None = None
     unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
     stats: list[SentStats] = field(default_factory=list)
     sent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -122,7 +126,8 @@ class SourceRequests:
         limits: Bounds.
         broadcast: Sends a message to every rank.
         reserve: Asks the decode leader for room; False is "not yet".
-        compute: Has the engine compute a prompt that nobody has given it, under the name of the transfer; None: it cannot.
+        compute: Has the engine given a prompt that it does not have, as `Transfer.engine_request`, and ends when that has been
+            computed; cancelled when the transfer is over. None: it cannot be done.
         on_outcome: Called with "sent", "failed" or "aborted" for each transfer that ends.
     """
 
@@ -133,7 +138,7 @@ class SourceRequests:
         limits: HostedLimitsConfig,
         broadcast: Callable[[object], None],
         reserve: Callable[[Join, str], Awaitable[bool]],
-        compute: Callable[[Transfer], Awaitable[None]] | None = None,
+        compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
         on_outcome: Callable[[str], None],
     ) -> None:
         self._num_ranks = num_ranks
@@ -210,8 +215,19 @@ class SourceRequests:
 
     # What decode sides say
 
-    def submit(self, transfer_id: str, engine_request: str, token_ids: tuple[int, ...], start_token: int, join: Join) -> Transfer:
+    def submit(
+        self,
+        transfer_id: str,
+        engine_request: str,
+        token_ids: tuple[int, ...],
+        start_token: int,
+        sampling: SamplingParams,
+        join: Join,
+    ) -> Transfer:
         """Begin to send a prompt; see `Transfer.progress`.
+
+        Args:
+            sampling: How its first token is chosen, where it is computed for this transfer.
 
         Raises:
             TransferAborted: A transfer of that id is in flight.
@@ -228,14 +244,19 @@ class SourceRequests:
             )
         transfer = Transfer(
             transfer_id=transfer_id,
-            engine_request=engine_request or transfer_id,
+            engine_request=engine_request or secrets.token_hex(16),
             token_ids=token_ids,
             start_token=start_token,
+            sampling=sampling,
             join=join,
             asked_s=time.monotonic(),
         )
         self._transfers[transfer_id] = transfer
-        transfer.task = asyncio.get_running_loop().create_task(self._run(transfer, is_computed_here=not engine_request))
+        loop = asyncio.get_running_loop()
+        if not engine_request and self._compute is not None:
+            transfer.computing = loop.create_task(self._compute(transfer))
+            transfer.computing.add_done_callback(lambda task: self._on_task_over(transfer, task))
+        transfer.task = loop.create_task(self._run(transfer, is_computed_here=not engine_request))
         transfer.task.add_done_callback(lambda task: self._on_task_over(transfer, task))
         return transfer
 
@@ -299,8 +320,6 @@ class SourceRequests:
 
     async def _run(self, transfer: Transfer, *, is_computed_here: bool) -> None:
         try:
-            if is_computed_here and self._compute is not None:
-                await self._compute(transfer)
             prompt = await self._begun_prompt(transfer)
             await self._take_room(transfer)
             self._start(transfer, prompt)
@@ -431,11 +450,15 @@ class SourceRequests:
             prompt.transfer = None
             if prompt.finished.is_set() and not prompt.is_closed:
                 self._hold(prompt)
-        if transfer.task is not None and transfer.task is not asyncio.current_task():
-            transfer.task.cancel()
+        for task in (transfer.task, transfer.computing):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
 
     def _on_task_over(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, TransferError):
+                self._fail(transfer, error)
+                return
             log.critical("transfer_broke", request_id=transfer.transfer_id, error=str(error), exc_info=error)
             self._fail(transfer, EngineError(f"unexpected {type(error).__name__}; see the log of the prefill side"))
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from transfer.config import (
     ENVIRONMENT_PREFIX,
     DecodeNodeConfig,
+    NodeConfig,
     PrefillNodeConfig,
     ProcessConfig,
     section_type,
@@ -42,11 +43,13 @@ def load_config(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
+    given: Mapping[str, Mapping[str, object]] | None = None,
 ) -> AnyConfig:
     """A node's settings, or a command's, from all sources.
 
     Args:
         file: YAML file.
+        given: Settings that the process has from elsewhere, nested or by path, by the name of that place; as strong as a file.
         environment: Variables of the process; those that do not begin with `ENVIRONMENT_PREFIX` are ignored, and those that
             Kubernetes makes of a Service whose name begins so.
         flags: Values of the daemon's own flags by path; None means that the flag was not given.
@@ -55,22 +58,25 @@ def load_config(
     Raises:
         ConfigError: Something is wrong; one line for each problem.
     """
-    given = _Given(config_type)
-    problems, tree, sources = given.problems, given.tree, given.sources
+    found = _Given(config_type)
+    problems, tree, sources = found.problems, found.tree, found.sources
     if file is not None:
         for path, value in _file_settings(file, problems):
-            given.put(path, value, str(file))
-    for path, value, source in _environment_settings(environment or {}, given.sections):
-        given.put(path, value, source)
+            found.put(path, value, str(file))
+    for place, content in (given or {}).items():
+        for path, value in _leaves(content, ""):
+            found.put(path, value, place)
+    for path, value, source in _environment_settings(environment or {}, found.sections):
+        found.put(path, value, source)
     for path, value in (flags or {}).items():
         if value is not None:
-            given.put(path, value, "flag")
+            found.put(path, value, "flag")
     for override in overrides:
         path, separator, text = override.partition("=")
         if not separator or not path:
             problems.append(f"--set {override}: it must be path=value, for example --set pool.page_size=32")
             continue
-        given.put(path.strip(), _text_value(text), "--set")
+        found.put(path.strip(), _text_value(text), "--set")
     _drop_empty_sections(config_type, tree)
     if not problems:
         try:
@@ -227,7 +233,7 @@ def _unknown(config_type: type[ProcessConfig], path: str, sources: Mapping[str, 
     start = f"{given} is no setting (from {sources.get(given, 'code')})"
     for other in (PrefillNodeConfig, DecodeNodeConfig):
         if other is not config_type and any(known == given for known, _ in settings(other)):
-            of = config_type.role if config_type.role == "client" else f"{config_type.role}-node"
+            of = f"{config_type.role}-node" if issubclass(config_type, NodeConfig) else f"a {config_type.role}"
             return f"{start} of {of}; it is one of {other.role}-node"
     *parents, name = path.split(".")
     section: type[BaseModel] = config_type

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -98,7 +98,7 @@ class HostedLeader:
         instance: str,
         num_ranks: int,
         sides: Sides,
-        compute: Callable[[Transfer], Awaitable[None]] | None = None,
+        compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._config = config
         self._num_ranks = num_ranks

@@ -32,9 +32,7 @@ class HostedLimitsConfig(Section):
         default=2,
         description="Decode: times that a transfer is tried again, while the prefill side still has the prompt; 0 never.",
     )
-    max_transfers: CountOrZero = Field(
-        default=4096, description="Transfers in flight on one side; more are refused at once."
-    )
+    max_transfers: CountOrZero = Field(default=4096, description="Transfers in flight on one side; more are refused at once.")
 
 
 class HostedConfig(ProcessConfig):

@@ -1,0 +1,70 @@
+"""Gives a vLLM instance prompts by its own API: those that a decode node asks for and no router has sent."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import aiohttp
+
+from prefill_node.source_requests import Transfer
+from transfer.errors import EngineError, PeerUnreachable
+
+CONNECT_TIMEOUT_S: Final = 5.0
+_SHOWN_CHARS: Final = 300
+
+
+class ComputeByApi:
+    """See the module's docstring; `SourceRequests.compute`.
+
+    Args:
+        url: Of the OpenAI API, without a path.
+        api_key: Where it asks for one.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._model = ""
+
+    async def __call__(self, transfer: Transfer) -> None:
+        """Have the prompt computed; ends when it has been, and cancelled gives it up.
+
+        Raises:
+            PeerUnreachable: The API does not answer.
+            EngineError: It refuses.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
+                if not self._model:
+                    models = await self._answer(session.get(f"{self._url}/v1/models"))
+                    self._model = str(models["data"][0]["id"])
+                await self._answer(session.post(f"{self._url}/v1/completions", json=self._question(transfer)))
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            raise PeerUnreachable(f"the engine's API at {self._url} does not answer: {error}") from error
+        except (aiohttp.ClientError, KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"the engine's API at {self._url} gave no answer that makes sense: {error!r}") from error
+
+    def _question(self, transfer: Transfer) -> dict[str, Any]:
+        sampling = transfer.sampling
+        return {
+            "model": self._model,
+            "prompt": list(transfer.token_ids),
+            "max_tokens": 1,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "transfer_id": transfer.engine_request,
+            },
+        }
+
+    async def _answer(self, request: Any) -> Any:
+        async with request as answer:
+            if answer.status != 200:
+                text = (await answer.text())[:_SHOWN_CHARS]
+                raise EngineError(f"the engine's API at {self._url} refuses ({answer.status}): {' '.join(text.split())}")
+            return await answer.json()

@@ -1,0 +1,170 @@
+"""vLLM's KV connector for kvferry, loaded by vLLM itself:
+
+    --kv-transfer-config '{"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.engines.vllm_connector",
+                           "kv_role": "kv_producer", "kv_connector_extra_config": {"tls": {"insecure": 1}}}'
+
+vLLM makes one of these objects in its scheduler's process and one in each worker's. Here is what it calls; what is done is in
+`kvferry.engines.vllm_scheduler` and `kvferry.engines.vllm_worker`. docs/engines.md says how to run it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+from kvferry.engines.hosted_leader import HostedLeader
+from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.vllm_compute import ComputeByApi
+from kvferry.engines.vllm_layout import hosted_engine
+from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
+from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
+from kvferry.engines.vllm_worker import WorkerSide
+
+_DONE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
+
+
+@dataclass
+class KvferryMetadata(KVConnectorMetadata):
+    """What goes from the scheduler's object to the workers' with each step."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module's docstring.
+
+    Raises:
+        ConfigError: A setting is unknown or cannot be, or this vLLM is outside the tested range.
+        LayoutError: The model has layers whose KV cannot be moved; they are named.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._config = vllm_settings(transfer.kv_connector_extra_config, device=_device_type())
+        check_version(vllm.__version__, allow_untested=self._config.allow_untested_vllm)
+        self._sides = sides_of(transfer.kv_role)
+        self._instance = f"vllm-{transfer.engine_id}"
+        self._leader: HostedLeader | None = None
+        self._rank: HostedRank | None = None
+        self._scheduler: SchedulerSide
+        self._worker: WorkerSide
+        if role == KVConnectorRole.SCHEDULER:
+            parallel = vllm_config.parallel_config
+            compute = None
+            if self._config.api_url is not None:
+                compute = ComputeByApi(self._config.api_url, self._config.api_key)
+            self._leader = HostedLeader(
+                self._config,
+                instance=self._instance,
+                num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+                sides=self._sides,
+                compute=compute,
+            )
+            self._leader.start()
+            self._scheduler = SchedulerSide(
+                self._leader,
+                engine_id=transfer.engine_id,
+                recomputes=transfer.kv_load_failure_policy == "recompute",
+            )
+
+    # The scheduler's
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.added(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvferryMetadata:
+        return KvferryMetadata(plan=self._scheduler.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.received(tuple(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, is_done=request.status in _DONE)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, is_done=request.status in _DONE)
+
+    # The workers'
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        engine = hosted_engine(self._vllm_config, self._kv_cache_config, kv_caches)
+        self._rank = HostedRank(self._config, instance=self._instance, rank=engine.shard.rank, sides=self._sides, engine=engine)
+        self._worker = WorkerSide(
+            self._rank,
+            num_groups=len(self._kv_cache_config.kv_cache_groups),
+            record=_recorded_event if engine.pool.device.type == "cuda" else None,
+        )
+
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvferryMetadata)
+        return metadata.plan
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, KvferryMetadata)
+        self._worker.preempt(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: KV comes between steps, and its requests are not in one before all of it is there."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing, see `start_load_kv`."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: what the step has computed is sent behind it."""
+
+    def wait_for_save(self) -> None:
+        self._worker.computed(self._plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._worker.results()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        raise NotImplementedError("failures go with get_transfer_results; they would be lost here")
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """None: what did not come is told by request (`failed_recving`), which also models with several groups of blocks have."""
+        return set()
+
+    # Both
+
+    def shutdown(self) -> None:
+        for part in (self._leader, self._rank):
+            if part is not None:
+                part.close()
+
+
+def _device_type() -> str:
+    from vllm.platforms import current_platform
+
+    return "cuda" if current_platform.is_cuda_alike() else "cpu"
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event

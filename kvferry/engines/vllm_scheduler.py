@@ -1,0 +1,245 @@
+"""The scheduler's part of the vLLM connector: which requests are handed over, and what the workers have to know of them.
+
+Nothing of vLLM is imported: requests and scheduler outputs are used by the attributes that vLLM 0.32 gives them, so that this can
+be tested without it. Every method is called by vLLM's scheduler, on its thread, and returns at once.
+
+A request of the prefill side carries ``kv_transfer_params`` with ``do_remote_decode`` and, from a router that knows it, a
+``transfer_id``; its answer carries what a request of the decode side needs: ``do_remote_prefill``, ``transfer_id`` and
+``remote_address``. Other keys, which proxies for other connectors send along, are left alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from decode_node.target_requests import PromptState
+from kvferry.engines.hosted_leader import HostedLeader
+
+MAX_TRANSFER_ID_CHARS: Final = 96
+"""A try's id on the wire adds 17, and has 128 at most."""
+
+log = structlog.get_logger(__name__)
+
+Blocks = tuple[list[int], ...]
+"""A request's blocks in each KV cache group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceStep:
+    """What one step does to a request that is handed over.
+
+    Args:
+        name: The request's id in this vLLM.
+        blocks: New ones, in each KV cache group.
+        is_fresh: They are all that it has: it was preempted since.
+        num_computed: Tokens whose KV is in the cache after the step.
+    """
+
+    name: str
+    blocks: Blocks
+    is_fresh: bool
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceEnd:
+    """The request is finished in the scheduler. `is_held`: its blocks stay until the workers say that it was sent."""
+
+    name: str
+    is_held: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """From the scheduler to every worker, with each step; pickled on its way."""
+
+    steps: list[SourceStep] = field(default_factory=list)
+    ends: list[SourceEnd] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Source:
+    """A request whose KV another instance fetches."""
+
+    transfer_id: str
+    num_prompt_tokens: int
+    has_blocks: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wanted:
+    """A request whose KV is fetched. `name` differs from its id by a number: it is asked for anew when its start changes."""
+
+    name: str
+    start_token: int
+    num_asked: int
+    is_bound: bool = False
+
+
+class SchedulerSide:
+    """See the module's docstring.
+
+    Args:
+        leader: Of this instance, started.
+        engine_id: This vLLM's own name for itself, told to routers.
+        recomputes: Whether vLLM computes a prompt whose KV did not come, rather than fail it (``kv_load_failure_policy``).
+    """
+
+    def __init__(self, leader: HostedLeader, *, engine_id: str, recomputes: bool) -> None:
+        self._leader = leader
+        self._engine_id = engine_id
+        self._recomputes = recomputes
+        self._sources: dict[str, _Source] = {}
+        self._wanted: dict[str, _Wanted] = {}
+        self._ends: list[SourceEnd] = []
+
+    # Of requests that come
+
+    def added(self, request: Any) -> None:
+        """A request was given to the scheduler."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or request.request_id in self._sources:
+            return
+        if request.prompt_token_ids is None:
+            log.warning("request_not_handed_over", request_id=request.request_id, reason="its prompt is embeddings, not tokens")
+            return
+        transfer_id = params.get("transfer_id") or secrets.token_hex(16)
+        if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
+            log.warning(
+                "request_not_handed_over",
+                request_id=request.request_id,
+                reason=f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters",
+            )
+            return
+        self._sources[request.request_id] = _Source(transfer_id=transfer_id, num_prompt_tokens=len(request.prompt_token_ids))
+        self._leader.offer(request.request_id, transfer_id, request.prompt_token_ids)
+
+    def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """How many tokens come from elsewhere beyond those that are here; None: ask again."""
+        self._leader.check()
+        self.added(request)  # a vLLM without the hook
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return 0, False
+        num_tokens = len(request.prompt_token_ids or ())
+        if num_computed >= num_tokens:
+            self._settle_locally(request)
+            return 0, False
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound):
+            self._ask(request, num_computed)
+            return None, False
+        view = self._leader.view(wanted.name)
+        if view is None or view.state is PromptState.WAITING:
+            return None, False
+        if view.state is PromptState.FAILED and self._recomputes:
+            log.warning("prompt_recomputed", request_id=request.request_id, reason=view.failure)
+            self._settle_locally(request)
+            return 0, False
+        return num_tokens - num_computed, True  # of one that failed the workers say so, and vLLM ends the request
+
+    def _ask(self, request: Any, start_token: int) -> None:
+        before = self._wanted.get(request.request_id)
+        num_asked = 1
+        if before is not None:
+            self._leader.cancel(before.name, "its start in the prompt has changed")
+            num_asked = before.num_asked + 1
+        params = request.kv_transfer_params
+        wanted = _Wanted(name=f"{request.request_id}|{num_asked}", start_token=start_token, num_asked=num_asked)
+        self._wanted[request.request_id] = wanted
+        self._leader.want(
+            wanted.name,
+            str(params.get("transfer_id") or ""),
+            str(params.get("remote_address") or ""),
+            request.prompt_token_ids,
+            start_token=start_token,
+        )
+
+    def _settle_locally(self, request: Any) -> None:
+        """Nothing comes from elsewhere for this request any more."""
+        wanted = self._wanted.pop(request.request_id, None)
+        if wanted is not None:
+            self._leader.cancel(wanted.name, "its prompt is computed here")
+        request.kv_transfer_params["do_remote_prefill"] = False
+
+    def allocated(self, request: Any, blocks: Blocks, num_external_tokens: int) -> None:
+        """The scheduler has given the request blocks; `num_external_tokens` of it come from elsewhere."""
+        source = self._sources.get(request.request_id)
+        if source is not None and not source.has_blocks:
+            source.has_blocks = True
+            self._leader.begin(request.request_id)
+        wanted = self._wanted.get(request.request_id)
+        if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
+            wanted.is_bound = True
+            self._leader.bind(wanted.name, blocks)
+            request.kv_transfer_params["do_remote_prefill"] = False  # whatever comes of it, it is not asked for again
+
+    # Of steps
+
+    def plan(self, scheduled: Any) -> StepPlan:
+        """What the workers have to know of a step; `scheduled` is vLLM's SchedulerOutput."""
+        plan = StepPlan(ends=self._ends)
+        self._ends = []
+        if not self._sources and not plan.ends:
+            return plan
+        plan.preempted = [name for name in scheduled.preempted_req_ids or () if name in self._sources]
+        for new in scheduled.scheduled_new_reqs:
+            self._add_step(plan, scheduled, new.req_id, new.block_ids, new.num_computed_tokens, is_fresh=True)
+        cached = scheduled.scheduled_cached_reqs
+        for name, blocks, num_computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            self._add_step(plan, scheduled, name, blocks or (), num_computed, is_fresh=name in cached.resumed_req_ids)
+        return plan
+
+    def _add_step(
+        self, plan: StepPlan, scheduled: Any, name: str, blocks: Sequence[list[int]], num_computed: int, *, is_fresh: bool
+    ) -> None:
+        source = self._sources.get(name)
+        if source is not None:
+            after = num_computed + scheduled.num_scheduled_tokens[name]
+            step = SourceStep(
+                name=name, blocks=tuple(blocks), is_fresh=is_fresh, num_computed=min(after, source.num_prompt_tokens)
+            )
+            plan.steps.append(step)
+
+    # Of ends
+
+    def received(self, names: Sequence[str]) -> None:
+        """The workers have said of these requests that their KV came, or that it will not."""
+        for name in names:
+            self._wanted.pop(name, None)
+
+    def finished(self, request: Any, *, is_done: bool) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over.
+
+        Args:
+            is_done: It ended as it should, not by an abort or an error.
+
+        Returns:
+            Whether its blocks stay until the workers say that it was sent, and what its answer carries.
+        """
+        wanted = self._wanted.pop(request.request_id, None)
+        if wanted is not None:
+            self._leader.cancel(wanted.name, "the request was aborted")
+        source = self._sources.pop(request.request_id, None)
+        if source is None:
+            return False, None
+        self._ends.append(SourceEnd(name=request.request_id, is_held=source.has_blocks))
+        is_computed = is_done and source.has_blocks and request.num_computed_tokens >= source.num_prompt_tokens
+        if not is_computed:
+            self._leader.withdraw(request.request_id, f"the prefill side's engine ended the request: {request.status}")
+            return source.has_blocks, None
+        first_token = next(iter(request.output_token_ids), None)
+        self._leader.finish(request.request_id, first_token=first_token)
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": source.transfer_id,
+            "remote_address": self._leader.address,
+            "remote_engine_id": self._engine_id,
+        }

@@ -1,0 +1,85 @@
+"""Settings of the vLLM connector (`kv_connector_extra_config` of `--kv-transfer-config`), and the vLLM that it was made for."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+from pydantic import Field
+
+from kvferry.engines.hosted import SOURCE, TARGET, Sides
+from transfer.config import HostedConfig
+from transfer.errors import ConfigError
+from transfer.load_config import load_config
+
+OLDEST_VLLM: Final = (0, 32)
+NEWEST_VLLM: Final = (0, 33)
+
+_SIDES: Final = {"kv_producer": SOURCE, "kv_consumer": TARGET, "kv_both": SOURCE | TARGET}
+
+
+class VllmConfig(HostedConfig):
+    """What a vLLM instance is told of kvferry."""
+
+    role: ClassVar[str] = "connector"
+
+    allow_untested_vllm: bool = Field(
+        default=False,
+        description="Run also in a vLLM version that the connector was not tested with; its hooks may have changed.",
+    )
+    api_url: str | None = Field(
+        default=None,
+        description=(
+            "Prefill: URL of this instance's own OpenAI API, for example http://127.0.0.1:8000. With it, kvferry's own decode "
+            "nodes can have prompts computed here that no router has sent. null: prompts come by a router only."
+        ),
+    )
+    api_key: str | None = Field(default=None, description="Prefill: key of that API, where it asks for one.")
+
+
+def vllm_settings(extra_config: Mapping[str, object], *, device: str) -> VllmConfig:
+    """The settings, from the connector's extra config and the environment.
+
+    Args:
+        device: "cpu" or "cuda", where vLLM has its KV cache.
+
+    Raises:
+        ConfigError: A setting is unknown, or cannot be; one line for each.
+    """
+    return load_config(
+        VllmConfig,
+        given={"kv_connector_extra_config": extra_config},
+        environment=os.environ,
+        flags={"device": device},
+    )
+
+
+def sides_of(kv_role: str | None) -> Sides:
+    """What an instance of that role does.
+
+    Raises:
+        ConfigError: There is no such role.
+    """
+    sides = _SIDES.get(kv_role or "")
+    if sides is None:
+        raise ConfigError(f"kv_role is {kv_role}; it must be one of {', '.join(_SIDES)}")
+    return sides
+
+
+def check_version(version: str, *, allow_untested: bool) -> None:
+    """Refuse a vLLM whose hooks may be other than those that the connector was written for.
+
+    Raises:
+        ConfigError: It is outside the tested range, and `allow_untested` is False.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and OLDEST_VLLM <= (int(found[1]), int(found[2])) <= NEWEST_VLLM:
+        return
+    if not allow_untested:
+        oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST_VLLM, NEWEST_VLLM))
+        raise ConfigError(
+            f"vLLM is {version}; this connector was written for {oldest} to {newest}: install one of them, or set "
+            "allow_untested_vllm to true in kv_connector_extra_config"
+        )

@@ -1,0 +1,91 @@
+"""A worker's part of the vLLM connector: tells kvferry what has been computed, and vLLM what has been sent and received.
+
+Nothing of vLLM is imported; every method is called by vLLM's model runner, on its thread, and returns at once, but for `preempt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from decode_node.target_rank import Settled
+from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.vllm_scheduler import StepPlan
+from prefill_node.source_rank import Free
+from transfer.engine_types import DeviceEvent
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """What has ended since the last step; requests by vLLM's ids.
+
+    Args:
+        sent: Their blocks are not read any more.
+        received: Their KV is there, or will not come; nothing writes to their blocks.
+        failed: Those of `received` whose KV will not come.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class WorkerSide:
+    """See the module's docstring.
+
+    Args:
+        rank: This worker's.
+        num_groups: KV cache groups.
+        record: Makes an event behind what the device was given so far; None: the device computes while it is waited for.
+    """
+
+    def __init__(self, rank: HostedRank, *, num_groups: int, record: Callable[[], DeviceEvent] | None = None) -> None:
+        self._rank = rank
+        self._num_groups = num_groups
+        self._record = record
+        self._blocks: dict[str, list[list[int]]] = {}  # of requests that are handed over
+        self._held: set[str] = set()  # whose blocks the scheduler keeps until they are said to be sent
+
+    def preempt(self, plan: StepPlan) -> None:
+        """Before the step: blocks of these requests are about to be overwritten."""
+        if plan.preempted:
+            self._rank.pause(plan.preempted, "the prefill side's engine has preempted the request, and computes it again")
+
+    def computed(self, plan: StepPlan) -> None:
+        """After the step: its KV is in the cache, or will be behind what the device was given."""
+        event = self._record() if self._record is not None and plan.steps else None
+        for step in plan.steps:
+            blocks = self._blocks.get(step.name)
+            if blocks is None or step.is_fresh:
+                blocks = self._blocks[step.name] = [[] for _ in range(self._num_groups)]
+            for group, new in zip(blocks, step.blocks, strict=False):
+                group.extend(new)
+            self._rank.progress(step.name, blocks, step.num_computed, event)
+        for end in plan.ends:
+            self._blocks.pop(end.name, None)
+            if end.is_held:
+                self._held.add(end.name)
+            self._rank.finish(end.name)
+
+    def results(self) -> Results:
+        """What has ended since it was last asked."""
+        results = Results()
+        for news in self._rank.take_news():
+            match news:
+                case Free(name=name, failure=failure):
+                    if failure:
+                        log.warning("prompt_not_sent", request_id=name, reason=failure)
+                    if name in self._held:
+                        self._held.discard(name)
+                        results.sent.add(name)
+                case Settled(name=name, failure=failure):
+                    request_id = name.rpartition("|")[0]
+                    if failure:
+                        log.warning("prompt_not_received", request_id=request_id, reason=failure)
+                        results.failed.add(request_id)
+                    results.received.add(request_id)
+        return results
