@@ -23,10 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvferry.engines.hosted import HostedEngine
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.model_identity import model_fields
 from kvferry.engines.vllm_compute import ComputeByApi
-from kvferry.engines.vllm_layout import hosted_engine
+from kvferry.engines.vllm_layout import VllmLayout, describe, read_facts
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
 from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
 from kvferry.engines.vllm_worker import WorkerSide
@@ -61,6 +63,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         if role == KVConnectorRole.SCHEDULER:
+            layout = describe(read_facts(vllm_config, kv_cache_config))
             parallel = vllm_config.parallel_config
             compute = None
             if self._config.api_url is not None:
@@ -75,6 +78,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             self._leader.start()
             self._scheduler = SchedulerSide(
                 self._leader,
+                layout.page_tables,
                 engine_id=transfer.engine_id,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
             )

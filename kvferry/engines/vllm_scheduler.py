@@ -11,7 +11,7 @@ A request of the prefill side carries ``kv_transfer_params`` with ``do_remote_de
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -87,12 +87,21 @@ class SchedulerSide:
 
     Args:
         leader: Of this instance, started.
+        page_tables: vLLM's block ids of a request, by KV cache group -> its page tables.
         engine_id: This vLLM's own name for itself, told to routers.
         recomputes: Whether vLLM computes a prompt whose KV did not come, rather than fail it (``kv_load_failure_policy``).
     """
 
-    def __init__(self, leader: HostedLeader, *, engine_id: str, recomputes: bool) -> None:
+    def __init__(
+        self,
+        leader: HostedLeader,
+        page_tables: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
+        *,
+        engine_id: str,
+        recomputes: bool,
+    ) -> None:
         self._leader = leader
+        self._page_tables = page_tables
         self._engine_id = engine_id
         self._recomputes = recomputes
         self._sources: dict[str, _Source] = {}
@@ -177,7 +186,7 @@ class SchedulerSide:
         wanted = self._wanted.get(request.request_id)
         if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
             wanted.is_bound = True
-            self._leader.bind(wanted.name, blocks)
+            self._leader.bind(wanted.name, self._page_tables(blocks))
             request.kv_transfer_params["do_remote_prefill"] = False  # whatever comes of it, it is not asked for again
 
     # Of steps

@@ -5,7 +5,7 @@ Nothing of vLLM is imported; every method is called by vLLM's model runner, on i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -39,15 +39,21 @@ class WorkerSide:
 
     Args:
         rank: This worker's.
-        num_groups: KV cache groups.
+        page_tables: vLLM's block ids of a request, by KV cache group -> its page tables.
         record: Makes an event behind what the device was given so far; None: the device computes while it is waited for.
     """
 
-    def __init__(self, rank: HostedRank, *, num_groups: int, record: Callable[[], DeviceEvent] | None = None) -> None:
+    def __init__(
+        self,
+        rank: HostedRank,
+        page_tables: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
+        *,
+        record: Callable[[], DeviceEvent] | None = None,
+    ) -> None:
         self._rank = rank
-        self._num_groups = num_groups
+        self._page_tables = page_tables
         self._record = record
-        self._blocks: dict[str, list[list[int]]] = {}  # of requests that are handed over
+        self._tables: dict[str, list[list[int]]] = {}  # of requests that are handed over
         self._held: set[str] = set()  # whose blocks the scheduler keeps until they are said to be sent
 
     def preempt(self, plan: StepPlan) -> None:
@@ -59,14 +65,15 @@ class WorkerSide:
         """After the step: its KV is in the cache, or will be behind what the device was given."""
         event = self._record() if self._record is not None and plan.steps else None
         for step in plan.steps:
-            blocks = self._blocks.get(step.name)
-            if blocks is None or step.is_fresh:
-                blocks = self._blocks[step.name] = [[] for _ in range(self._num_groups)]
-            for group, new in zip(blocks, step.blocks, strict=False):
-                group.extend(new)
-            self._rank.progress(step.name, blocks, step.num_computed, event)
+            new = self._page_tables(step.blocks) if step.blocks else ()
+            tables = self._tables.get(step.name)
+            if tables is None or step.is_fresh:
+                tables = self._tables[step.name] = [[] for _ in new]
+            for table, pages in zip(tables, new, strict=False):
+                table.extend(pages)
+            self._rank.progress(step.name, tables, step.num_computed, event)
         for end in plan.ends:
-            self._blocks.pop(end.name, None)
+            self._tables.pop(end.name, None)
             if end.is_held:
                 self._held.add(end.name)
             self._rank.finish(end.name)
