@@ -112,12 +112,22 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     # The workers'
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        engine = hosted_engine(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._rank = HostedRank(self._config, instance=self._instance, rank=engine.shard.rank, sides=self._sides, engine=engine)
-        self._worker = WorkerSide(
-            self._rank,
-            num_groups=len(self._kv_cache_config.kv_cache_groups),
-            record=_recorded_event if engine.pool.device.type == "cuda" else None,
+        layout = describe(read_facts(self._vllm_config, self._kv_cache_config))
+        engine = self._engine(layout, kv_caches)
+        self._rank = HostedRank(self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine)
+        record = _recorded_event if engine.pool.device.type == "cuda" else None
+        self._worker = WorkerSide(self._rank, layout.page_tables, record=record)
+
+    def _engine(self, layout: VllmLayout, kv_caches: dict[str, torch.Tensor]) -> HostedEngine:
+        model = self._vllm_config.model_config
+        return HostedEngine(
+            layout=layout.layout,
+            shard=layout.shard,
+            pool=layout.pool(kv_caches),
+            model_fields=model_fields(model.model, changes={"quantization": model.quantization}),
+            max_context_tokens=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            kv_scales=layout.kv_scales,
         )
 
     def _plan(self) -> StepPlan:
