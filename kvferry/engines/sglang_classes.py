@@ -1,0 +1,420 @@
+"""The four classes that SGLang asks a transfer backend for: manager, sender, receiver and bootstrap server.
+
+Thin: what SGLang tells them goes to `kvferry.engines.sglang_transfers`, the cut and the tensors come from
+`kvferry.engines.sglang_layout`. This is the one file that needs SGLang to be imported; `kvferry.engines.sglang_backend` loads it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import structlog
+import torch
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVTransferDestination,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.utils.network import NetworkAddress
+
+from kvferry.engines.hosted import SOURCE, TARGET, HostedEngine, Sides
+from kvferry.engines.hosted_leader import HostedLeader
+from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.model_identity import model_fields
+from kvferry.engines.sglang_bootstrap import (
+    BootstrapServer,
+    PrefillInfo,
+    PrefillRank,
+    fetch_info,
+    register_dp_rank,
+    register_rank,
+)
+from kvferry.engines.sglang_layout import EngineCut, EnginePool, read_pool
+from kvferry.engines.sglang_transfers import (
+    IncomingPrompt,
+    IncomingPrompts,
+    OutgoingPrompt,
+    OutgoingPrompts,
+    Poll,
+    pack_note,
+    unpack_note,
+)
+from transfer.config import HostedConfig
+from transfer.engine_types import DeviceEvent
+from transfer.errors import ConfigError, TransferError
+from transfer.load_config import load_config
+
+CONFIG_FILE: Final = "SGLANG_KVFERRY_CONFIG"
+"""Environment variable that names a YAML file of kvferry's settings; those of the environment (KVFERRY_...) are stronger."""
+
+HOLD_S: Final = 10.0
+"""SGLang's decode asks before its prefill computes, and does not ask again: a computed prompt need not wait for long."""
+
+MAX_TOKEN_ID: Final = 2**31
+"""SGLang puts hash values in the places of images; nothing here computes with token ids, they are only compared."""
+
+log = structlog.get_logger(__name__)
+
+_queue: Any = None  # the scheduler's queue whose manager is being made
+
+
+class TransferFailed(Exception):
+    """What SGLang reads of a failed transfer."""
+
+    def __init__(self, room: int, failure: str) -> None:
+        super().__init__(f"room {room}: {failure or 'it failed on another rank'}")
+        self.failure_reason = failure
+        self.is_from_another_rank = not failure
+
+
+class KvferryManager(BaseKVManager):
+    """One scheduler's kvferry, and on the first rank its instance's leader."""
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
+        queue = _queue
+        if queue is None:
+            raise ConfigError("kvferry's plug-in did not see the scheduler's queue; SGLANG_PLUGINS must not leave it out")
+        self.kv_args = args
+        _check_supported(args, server_args, queue.scheduler)
+        is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        pool = _read_pool(queue)
+        self.is_on_gpu = pool.buffers[0].k.device.type == "cuda"
+        parallel = get_parallel()
+        sides = SOURCE if is_prefill else TARGET
+        self.rank, self.leader = _start(_config(pool), pool, sides, server_args, queue.scheduler)
+        self._rows = _MetadataRows(queue.metadata_buffers)
+        self.is_dummy_cp_rank = False
+        self.outgoing: OutgoingPrompts | None = None
+        self.incoming: IncomingPrompts | None = None
+        self.dp_rank = parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank or 0
+        self.dp_size = parallel.attn_dp_size if parallel.dp_size == 1 else parallel.dp_size
+        if is_prefill:
+            self.outgoing = OutgoingPrompts(
+                rank=self.rank,
+                leader=self.leader,
+                page_size=pool.shard.page_size,
+                read_note=self._rows.read,
+                timeout_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            )
+            self.register_to_bootstrap()
+            return
+        self.prefill_info_table: dict[str, PrefillInfo] = {}  # by bootstrap address; SGLang looks into it
+        self._executor: ThreadPoolExecutor | None = None
+        self.incoming = IncomingPrompts(
+            rank=self.rank,
+            leader=self.leader,
+            page_size=pool.shard.page_size,
+            write_note=self._rows.write,
+            timeout_s=envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+            on_failed=self._forget_prefill,
+        )
+
+    def _forget_prefill(self, bootstrap: str) -> None:
+        """A transfer from there failed: perhaps another life of the engine is behind that port by now."""
+        self.prefill_info_table.pop(bootstrap, None)
+
+    def register_to_bootstrap(self) -> None:
+        """Tell prefill's bootstrap server of this rank, as soon as that is up."""
+        parallel = get_parallel()
+        rank = PrefillRank(
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+            tp_rank=parallel.attn_tp_rank,
+            tp_size=parallel.attn_tp_size,
+            page_size=self.kv_args.page_size,
+            kv_cache_dtype=self.kv_args.kv_cache_dtype_str,
+            follows_room=parallel.load_balance_method == "follow_bootstrap_room",
+            http_port=get_serving().port,
+            address="" if self.leader is None else self.leader.address,
+        )
+        host = get_serving().host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        register_rank(NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url(), rank)
+
+    # What decode's queue calls
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether it is known how the prefill engine is cut; asks its bootstrap server where not."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        try:
+            self.prefill_info_table[bootstrap_addr] = fetch_info(f"http://{bootstrap_addr}")
+        except TransferError as error:
+            log.warning("prefill_not_known", bootstrap=bootstrap_addr, reason=str(error))
+            return False
+        return True
+
+    def _ensure_prefill_recompute_executor(self) -> ThreadPoolExecutor:
+        """Threads for SGLang's questions to bootstrap servers."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvferry-bootstrap")
+        return self._executor
+
+    def submit_prefill_recompute(self, kv_receiver: KvferryReceiver, payload: dict[str, Any]) -> None:
+        """A retracted request is not computed again by prefill: its room has been used."""
+        kv_receiver.prompt.fail("a retracted request cannot be sent back to prefill with kvferry")
+
+
+class KvferrySender(BaseKVSender):
+    """One prompt on one prefill scheduler."""
+
+    def __init__(
+        self, mgr: KvferryManager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        assert mgr.outgoing is not None
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self.prompt: OutgoingPrompt = mgr.outgoing.add(bootstrap_room)
+        self._early_send_wait_event: DeviceEvent | None = None  # SGLang sets it
+        parallel = get_parallel()
+        is_free_to_choose = parallel.load_balance_method != "follow_bootstrap_room" and not req_has_disagg_prefill_dp_rank
+        if mgr.dp_size > 1 and is_free_to_choose and parallel.attn_tp_rank == 0:
+            url, room, dp_rank = f"http://{bootstrap_addr}", bootstrap_room, mgr.dp_rank
+            threading.Thread(target=lambda: register_dp_rank(url, room=room, dp_rank=dp_rank), daemon=True).start()
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Decode waits, and the prompt is about to be computed."""
+        assert aux_index is not None
+        self.prompt.begin(int(num_kv_indices), aux_index)
+
+    def pop_decode_prefix_len(self) -> int:
+        return self.prompt.start_token
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None) -> None:
+        """The pages of the next tokens, which are computed."""
+        assert num_kv_tokens is not None
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        if event is None and self.kv_mgr.is_on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        self.prompt.send(np.asarray(kv_indices).tolist(), num_kv_tokens, event)
+
+    def poll(self) -> int:
+        return self.prompt.poll()
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric(transfer_total_bytes=self.prompt.num_pages_sent * sum(self.kv_mgr.kv_args.kv_item_lens))
+
+    def failure_exception(self) -> None:
+        self.prompt.fail("it failed on another rank")
+        raise TransferFailed(self.bootstrap_room, self.prompt.failure)
+
+    def abort(self) -> None:
+        self.prompt.fail()
+
+
+class KvferryReceiver(BaseKVReceiver):
+    """One prompt on one decode scheduler."""
+
+    require_staging = False
+    abort_notified = False  # SGLang frees the pages of a failed prompt at once: poll() says so only when nothing writes to them
+    bootstrap_infos = ()
+    supports_host_destination = False
+
+    def __init__(self, mgr: KvferryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        assert mgr.incoming is not None and bootstrap_room is not None
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self.bootstrap_addr = bootstrap_addr
+        self.prompt: IncomingPrompt = mgr.incoming.add(bootstrap_room, bootstrap_addr)
+
+    @property
+    def conclude_state(self) -> int | None:
+        state = self.prompt.state
+        return state if state in (Poll.FAILED, Poll.SUCCESS) else None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """It is known which replica of the prefill engine has the prompt."""
+        info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
+        if info is None or not 0 <= prefill_dp_rank < info.dp_size:
+            self.prompt.fail(f"prefill at {self.bootstrap_addr} is not known any more, or has no replica {prefill_dp_rank}")
+            return
+        self.prompt.meet(info.addresses[prefill_dp_rank])
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+    ) -> None:
+        """Pages are taken: fetch the KV into them."""
+        assert aux_index is not None and destination == KVTransferDestination.DEVICE
+        self.prompt.bind(np.asarray(kv_indices).tolist(), aux_index, decode_prefix_len or 0)
+
+    def poll(self) -> int:
+        return self.prompt.poll()
+
+    def failure_exception(self) -> None:
+        self.prompt.fail("it failed on another rank")
+        raise TransferFailed(self.bootstrap_room, self.prompt.failure)
+
+    def abort(self) -> None:
+        self.prompt.fail()
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Prefill is told by kvferry."""
+
+
+class KvferryBootstrapServer(BootstrapServer, BaseKVBootstrapServer):
+    """Under prefill's bootstrap port."""
+
+
+CLASSES: Final[dict[str, type]] = {
+    "manager": KvferryManager,
+    "sender": KvferrySender,
+    "receiver": KvferryReceiver,
+    "bootstrap_server": KvferryBootstrapServer,
+}
+"""By the value of SGLang's KVClassType."""
+
+
+# What a scheduler calls on its way, see kvferry.engines.sglang_backend
+
+
+def making_manager(original: Callable[..., Any], queue: Any) -> Any:
+    global _queue
+    _queue = queue
+    try:
+        return original(queue)
+    finally:
+        _queue = None
+
+
+def made_sender(original: Callable[..., bool], queue: Any, req: Any, *args: Any, **kwargs: Any) -> bool:
+    is_made = original(queue, req, *args, **kwargs)
+    if is_made and isinstance(req.disagg_kv_sender, KvferrySender):
+        req.disagg_kv_sender.prompt.offer(tuple(req.origin_input_ids))
+    return is_made
+
+
+def made_receiver(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    decode_req = original(queue, req, *args, **kwargs)
+    if isinstance(decode_req.kv_receiver, KvferryReceiver):
+        decode_req.kv_receiver.prompt.take(tuple(req.origin_input_ids))
+    return decode_req
+
+
+class _MetadataRows:
+    """SGLang's metadata buffers (the first token, its log probabilities) as rows of bytes.
+
+    Raises:
+        ConfigError: They are not in host memory.
+    """
+
+    def __init__(self, buffers: Any) -> None:
+        device = buffers.output_ids.device
+        if device.type != "cpu":
+            raise ConfigError(f"SGLang's metadata buffers are on {device}; they must be in host memory")
+        self._buffers = buffers  # keeps the memory
+        self._begins, _, self._sizes = buffers.get_buf_infos()
+
+    def read(self, index: int) -> bytes:
+        rows = zip(self._begins, self._sizes, strict=True)
+        return pack_note([ctypes.string_at(begin + index * size, size) for begin, size in rows])
+
+    def write(self, index: int, note: bytes) -> None:
+        for begin, size, row in zip(self._begins, self._sizes, unpack_note(note, self._sizes), strict=True):
+            ctypes.memmove(begin + index * size, row, size)
+
+
+# What a manager is made of
+
+
+def _check_supported(args: Any, server_args: Any, scheduler: Any) -> None:
+    """Raises ConfigError for a way to run SGLang that kvferry cannot follow yet; the setting is named."""
+    parallel, disagg = get_parallel(), get_disagg()
+    for name, value, right in (
+        ("pp_size", parallel.pp_size, 1),
+        ("nnodes", parallel.nnodes, 1),
+        ("attn_cp_size", parallel.attn_cp_size, 1),
+        ("dcp_size", parallel.attn_dcp_size, 1),
+        ("enable_kv_cache_sharding", bool(parallel.enable_kv_cache_sharding), False),
+        ("enable_hisparse", bool(getattr(scheduler, "enable_hisparse", False)), False),
+        ("enable_pd_role_switch", bool(server_args.enable_pd_role_switch), False),
+        ("disaggregation_decode_allocation_policy", disagg.disaggregation_decode_allocation_policy, "early"),
+    ):
+        if value != right:
+            raise ConfigError(f"{name} is {value}; with --disaggregation-transfer-backend kvferry it must be {right}")
+    if args.state_types:
+        states = ", ".join(str(state.value) for state in args.state_types)
+        raise ConfigError(f"the model keeps {states} beside its KV, which cannot be moved yet; must be plain attention or MLA")
+
+
+def _read_pool(queue: Any) -> EnginePool:
+    parallel, model = get_parallel(), queue.scheduler.model_config
+    cut = EngineCut(
+        num_layers=model.num_hidden_layers,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        tp_size=parallel.attn_tp_size,
+        tp_rank=parallel.attn_tp_rank,
+        pp_size=parallel.pp_size,
+        dtype=str(model.dtype),
+    )
+    return read_pool(queue.token_to_kv_pool, cut, draft_pool=queue.draft_token_to_kv_pool)
+
+
+def _config(pool: EnginePool) -> HostedConfig:
+    """kvferry's settings, and those of SGLang that mean the same.
+
+    Raises:
+        ConfigError: Some are wrong.
+    """
+    file = os.environ.get(CONFIG_FILE)
+    flags = {"device": pool.buffers[0].k.device.type, "join_on_request": True}  # SGLang's requests name their prefill engine
+    config = load_config(HostedConfig, file=Path(file) if file else None, environment=os.environ, flags=flags)
+    engines = {
+        "meet_timeout_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+        "hold_s": HOLD_S,
+        "prefill_retries": 0,  # whoever sent the request to both engines knows better where to try again
+    }
+    limits = config.limits
+    left = {name: value for name, value in engines.items() if name not in limits.model_fields_set}
+    return config.model_copy(update={"limits": limits.model_copy(update=left)})
+
+
+def _start(
+    config: HostedConfig, pool: EnginePool, sides: Sides, server_args: Any, scheduler: Any
+) -> tuple[HostedRank, HostedLeader | None]:
+    """This rank's kvferry, and on the first rank the leader; the ranks of an instance call it together."""
+    parallel = get_parallel()
+    changes = {
+        "quantization": server_args.quantization,
+        "json_model_override_args": server_args.json_model_override_args,
+    }
+    instance = parallel.attn_tp_group.broadcast_object(f"sglang-{os.getpid()}-{secrets.token_hex(8)}", src=0)
+    engine = HostedEngine(
+        layout=pool.layout,
+        shard=pool.shard,
+        pool=pool.view(),
+        model_fields=model_fields(server_args.model_path, changes=changes),
+        max_context_tokens=scheduler.model_config.context_len,
+        vocab_size=MAX_TOKEN_ID,
+    )
+    rank = HostedRank(config, instance=instance, rank=pool.shard.tp_rank, sides=sides, engine=engine)
+    atexit.register(rank.close)
+    if pool.shard.tp_rank:
+        return rank, None
+    leader = HostedLeader(config, instance=instance, num_ranks=pool.shard.tp_size, sides=sides)
+    atexit.register(leader.close)
+    leader.start()
+    return rank, leader
