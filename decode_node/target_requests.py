@@ -484,6 +484,9 @@ class TargetRequests:
         self._prompts.pop(prompt.name, None)
 
     def _on_task_over(self, prompt: _Prompt, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if prompt.given_up is not None and self._prompts.get(prompt.name) is prompt:
+                self._give_up(prompt, prompt.given_up)  # before it had begun, so that it could not do that itself
+        elif (error := task.exception()) is not None:
             log.critical("prompt_broke", name=prompt.name, error=str(error), exc_info=error)
             self._give_up(prompt, EngineError(f"unexpected {type(error).__name__}; see the log of the decode side"))

@@ -138,6 +138,12 @@ FOREIGN: dict[str, Foreign] = {
     "zmq": Foreign(distribution="pyzmq", allowed=("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
 }
 
+# Engines that load kvferry, each in an environment of its own: no dependencies of ours. Which files may import them.
+HOSTS: dict[str, tuple[str, ...]] = {
+    "sglang": ("kvferry/engines/sglang_*.py",),
+    "vllm": ("kvferry/engines/vllm_*.py",),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
@@ -188,6 +194,9 @@ def violations(path: str, source: str) -> Iterator[str]:
             reason = "pure code imports no other library"
         elif _is_one_of(path, L1) and top not in L1_LIBRARIES | {"numpy"}:
             reason = f"layer 1 may import {', '.join(sorted(L1_LIBRARIES))}"
+        elif top in HOSTS:
+            if not _is_one_of(path, HOSTS[top]):
+                reason = f"only these may: {', '.join(HOSTS[top])}"
         elif top not in FOREIGN:
             reason = "not in the table FOREIGN of this test: decide which files may import it, and declare it in pyproject.toml"
         elif not _is_one_of(path, FOREIGN[top].allowed):
@@ -256,6 +265,8 @@ def test_there_is_something_to_check() -> None:
         ("prefill_node/sender.py", "import asyncio", False),
         ("decode_node/receiver.py", "import structlog", False),
         ("kvferry/cluster.py", "import prefill_node.node, decode_node.node", True),
+        ("kvferry/engines/sglang_classes.py", "from sglang.srt.environ import envs", True),
+        ("kvferry/engines/model_identity.py", "import vllm", False),
     ],
 )
 def test_rule_tells_right_from_wrong(path: str, source: str, allowed: bool) -> None:

@@ -1,0 +1,296 @@
+"""Prompts of SGLang's schedulers: their states over real hand-offs between two instances in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvferry.engines.hosted import SOURCE, TARGET, HostedEngine, Sides
+from kvferry.engines.hosted_leader import HostedLeader
+from kvferry.engines.hosted_rank import HostedRank
+from kvferry.engines.sglang_transfers import IncomingPrompt, IncomingPrompts, OutgoingPrompts, Poll, pack_note, unpack_note
+from transfer.config import HostedConfig
+from transfer.errors import IntegrityError
+from transfer.kv_pool import LayerBuffers, PoolView
+from transfer.layout import DType, KVLayout, Shard
+from transfer.load_config import load_config
+
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT32)
+PAGES = 32
+WAIT_S = 60.0
+LIMITS = {"tls.insecure": 1, "join_on_request": True, "limits.prefill_retries": 0, "limits.hold_s": 0.5}
+
+
+class Host:
+    """One rank with its leader, as SGLang's first scheduler has them."""
+
+    def __init__(self, name: str, sides: Sides, page_size: int) -> None:
+        shape = (PAGES, page_size, 2, 8)
+        self.k = [torch.zeros(shape) for _ in range(2)]
+        self.v = [torch.zeros(shape) for _ in range(2)]
+        shard = Shard(page_size=page_size)
+        buffers = [LayerBuffers(k=k, v=v) for k, v in zip(self.k, self.v, strict=True)]
+        engine = HostedEngine(
+            layout=LAYOUT,
+            shard=shard,
+            pool=PoolView(layout=LAYOUT, shard=shard, buffers=buffers),
+            model_fields={"architecture": "numbers"},
+            max_context_tokens=400,
+            vocab_size=2**31,
+        )
+        config = load_config(HostedConfig, flags=LIMITS)
+        self.rank = HostedRank(config, instance=name, rank=0, sides=sides, engine=engine)
+        self.leader = HostedLeader(config, instance=name, num_ranks=1, sides=sides)
+        self.leader.start()
+
+    def close(self) -> None:
+        self.leader.close()
+        self.rank.close()
+
+
+@dataclass
+class Engines:
+    prefill: Host
+    decode: Host
+    outgoing: OutgoingPrompts
+    incoming: IncomingPrompts
+    notes: dict[int, bytes] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    num_rooms: int = 0
+
+    def room(self) -> int:
+        self.num_rooms += 1
+        return 2**63 + self.num_rooms
+
+    def wanted(self, room: int, token_ids: tuple[int, ...], pages: list[int], prefix_tokens: int = 0) -> IncomingPrompt:
+        """A prompt for which decode has pages, and asks."""
+        prompt = self.incoming.add(room, "bootstrap:1")
+        prompt.take(token_ids)
+        assert prompt.poll() is Poll.BOOTSTRAPPING
+        prompt.meet(self.prefill.leader.address)
+        assert prompt.poll() is Poll.WAITING_FOR_INPUT
+        prompt.bind(pages, note_index=room % 7, prefix_tokens=prefix_tokens)
+        return prompt
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    name = f"test-sglang-{time.monotonic_ns()}"
+    prefill, decode = Host(f"{name}-p", SOURCE, 4), Host(f"{name}-d", TARGET, 8)
+    notes: dict[int, bytes] = {}
+    failed: list[str] = []
+    outgoing = OutgoingPrompts(
+        rank=prefill.rank, leader=prefill.leader, page_size=4, read_note=lambda index: b"note %d" % index, timeout_s=30.0
+    )
+    incoming = IncomingPrompts(
+        rank=decode.rank,
+        leader=decode.leader,
+        page_size=8,
+        write_note=notes.__setitem__,
+        timeout_s=30.0,
+        on_failed=failed.append,
+    )
+    yield Engines(prefill=prefill, decode=decode, outgoing=outgoing, incoming=incoming, notes=notes, failed=failed)
+    decode.close()
+    prefill.close()
+
+
+def until(look: Callable[[], Poll], *wanted: Poll) -> Poll:
+    """The states on the way there; more than the wanted ones at the end is a failure."""
+    deadline = time.monotonic() + WAIT_S
+    while (state := look()) not in wanted:
+        assert time.monotonic() < deadline, state
+        assert state not in (Poll.FAILED, Poll.SUCCESS), state
+        time.sleep(0.001)
+    return state
+
+
+def fill(host: Host, pages: list[int], page_size: int, num_tokens: int) -> None:
+    for token in range(num_tokens):
+        for layer in range(2):
+            host.k[layer][pages[token // page_size], token % page_size] = token + 1000 * layer
+            host.v[layer][pages[token // page_size], token % page_size] = token + 1000 * layer + 500
+
+
+def test_a_prompt_in_chunks_into_pages_of_another_size(engines: Engines) -> None:
+    room, tokens = engines.room(), tuple(range(30))
+    out = engines.outgoing.add(room)
+    out.offer(tokens)
+    assert out.poll() is Poll.BOOTSTRAPPING
+    into = engines.wanted(room, tokens, [5, 9, 2, 7])
+    until(out.poll, Poll.WAITING_FOR_INPUT)
+    pages = [3, 1, 8, 20, 21, 11, 12, 30]
+    fill(engines.prefill, pages, 4, 30)
+    out.begin(8, note_index=4)
+    assert out.poll() is Poll.WAITING_FOR_INPUT
+    out.send(pages[:5], 20, None)
+    assert out.poll() is Poll.TRANSFERRING
+    assert into.poll() is Poll.WAITING_FOR_INPUT
+    out.send(pages[5:], 10, None)
+    until(into.poll, Poll.SUCCESS)
+    until(out.poll, Poll.SUCCESS)
+    assert engines.notes[room % 7] == b"note 4"
+    for token in range(30):
+        page = [5, 9, 2, 7][token // 8]
+        assert engines.decode.v[1][page, token % 8, 1, 3] == token + 1500
+    assert len(engines.outgoing) == len(engines.incoming) == 0
+    assert out.num_pages_sent == 8
+
+
+def test_a_prefix_that_decode_has_is_not_sent(engines: Engines) -> None:
+    room, tokens = engines.room(), tuple(range(100, 120))
+    into = engines.wanted(room, tokens, [14], prefix_tokens=16)  # of 20 tokens, two pages of 8 are there already
+    out = engines.outgoing.add(room)  # decode may ask first
+    out.offer(tokens)
+    until(out.poll, Poll.WAITING_FOR_INPUT)
+    assert out.start_token == 16
+    fill(engines.prefill, [0, 0, 0, 0, 19], 4, 20)
+    out.begin(1, note_index=0)
+    out.send([19], 4, None)
+    until(into.poll, Poll.SUCCESS)
+    assert [float(engines.decode.k[0][14, offset, 0, 0]) for offset in range(4)] == [16, 17, 18, 19]
+    until(out.poll, Poll.SUCCESS)
+
+
+def test_a_prompt_that_decode_has_whole_brings_its_note(engines: Engines) -> None:
+    room, tokens = engines.room(), tuple(range(200, 216))
+    engines.decode.k[0][6:8] = -1.0
+    into = engines.wanted(room, tokens, [], prefix_tokens=16)
+    out = engines.outgoing.add(room)
+    out.offer(tokens)
+    until(out.poll, Poll.WAITING_FOR_INPUT)
+    assert out.start_token == 8  # some KV must come: it goes to page 0, which SGLang pads with
+    out.begin(2, note_index=6)
+    out.send([2, 4], 8, None)
+    until(into.poll, Poll.SUCCESS)
+    assert engines.notes[room % 7] == b"note 6"
+    assert bool((engines.decode.k[0][6:8] == -1.0).all())
+    until(out.poll, Poll.SUCCESS)
+
+
+def test_another_prompt_under_the_same_room_fails_on_decode(engines: Engines) -> None:
+    room = engines.room()
+    out = engines.outgoing.add(room)
+    out.offer((1, 2, 3))
+    into = engines.wanted(room, (1, 2, 4), [3])
+    until(into.poll, Poll.FAILED)
+    assert "token_ids[2] is 4" in into.failure and engines.failed == ["bootstrap:1"]
+    out.fail()
+    assert out.poll() is Poll.FAILED
+    until_empty(engines)
+
+
+def test_an_abort_on_prefill_fails_decode_before_and_while_it_is_sent(engines: Engines) -> None:
+    for begun in (False, True):
+        room, tokens = engines.room(), tuple(range(40))
+        out = engines.outgoing.add(room)
+        out.offer(tokens)
+        into = engines.wanted(room, tokens, [1, 2, 3, 4, 5])
+        until(out.poll, Poll.WAITING_FOR_INPUT)
+        if begun:
+            out.begin(10, note_index=0)
+            out.send([1, 2, 3], 12, None)
+        out.fail()
+        if not begun:
+            assert out.poll() is Poll.FAILED  # it had no pages
+        until(out.poll, Poll.FAILED)
+        until(into.poll, Poll.FAILED)
+        assert "gave the request up" in into.failure
+        until_empty(engines)
+
+
+def test_an_abort_on_decode_fails_there_once_nothing_writes_and_prefill_soon(engines: Engines) -> None:
+    room, tokens = engines.room(), tuple(range(40))
+    out = engines.outgoing.add(room)
+    out.offer(tokens)
+    into = engines.wanted(room, tokens, [1, 2, 3, 4, 5])
+    until(out.poll, Poll.WAITING_FOR_INPUT)
+    out.begin(10, note_index=0)
+    out.send([1, 2, 3], 12, None)
+    into.fail("the client is gone")
+    into.fail("said twice")
+    until(into.poll, Poll.FAILED)
+    assert into.failure == "the client is gone"
+    out.send(list(range(4, 11)), 28, None)  # SGLang computes on
+    until(out.poll, Poll.FAILED)
+    until_empty(engines)
+
+
+def test_an_abort_before_pages_are_taken_is_over_at_once(engines: Engines) -> None:
+    prompt = engines.incoming.add(engines.room(), "bootstrap:1")
+    prompt.fail()
+    assert prompt.poll() is Poll.FAILED and prompt.failure == "the engine gave the request up"
+    out = engines.outgoing.add(engines.room())  # refused by the scheduler before it was offered
+    out.fail("too long")
+    assert out.poll() is Poll.FAILED and len(engines.outgoing) == 0
+
+
+def test_a_room_cannot_be_used_again(engines: Engines) -> None:
+    room, tokens = engines.room(), (5, 6, 7)
+    out = engines.outgoing.add(room)
+    out.offer(tokens)
+    into = engines.wanted(room, tokens, [3])
+    until(out.poll, Poll.WAITING_FOR_INPUT)
+    out.begin(1, note_index=0)
+    out.send([1], 3, None)
+    until(into.poll, Poll.SUCCESS)
+    until(out.poll, Poll.SUCCESS)
+
+    again = engines.outgoing.add(room)
+    again.offer(tokens)
+    into = engines.wanted(room, tokens, [3])
+    until(into.poll, Poll.FAILED)
+    assert "is over: it was sent" in into.failure
+    again.fail()
+    until_empty(engines)
+
+
+def test_nobody_asks_and_nobody_sends_end_by_their_times(engines: Engines) -> None:
+    now = [0.0]
+    engines.outgoing.clock = engines.incoming.clock = lambda: now[0]
+    try:
+        out = engines.outgoing.add(engines.room())
+        out.offer((1, 2))
+        into = engines.wanted(engines.room(), (1, 2), [3])
+        now[0] = 29.0
+        assert out.poll() is Poll.BOOTSTRAPPING and into.poll() is Poll.WAITING_FOR_INPUT
+        now[0] = 31.0
+        assert out.poll() is Poll.FAILED and out.failure == "no decode engine has asked for it within 30 s"
+        until(into.poll, Poll.FAILED)
+        assert into.failure == "its KV has not come within 30 s"
+    finally:
+        engines.outgoing.clock = engines.incoming.clock = time.monotonic
+    until_empty(engines)
+
+
+def test_a_prefix_that_ends_inside_a_page_of_prefill_is_named(engines: Engines) -> None:
+    room, tokens = engines.room(), tuple(range(12))
+    prompts = OutgoingPrompts(rank=engines.prefill.rank, leader=None, page_size=16, read_note=lambda index: b"", timeout_s=30.0)
+    out = prompts.add(room)
+    out.offer(tokens)
+    out.on_wanted(8)
+    out.begin(1, note_index=0)
+    out.send([1], 4, None)
+    assert "start_token is 8; must be a multiple of the pool's page_size, 16" in out.failure
+
+
+def until_empty(engines: Engines) -> None:
+    """Nothing is kept of any prompt, on either side."""
+    deadline = time.monotonic() + WAIT_S
+    while len(engines.outgoing) or len(engines.incoming):
+        engines.outgoing.look()
+        engines.incoming.look()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_rows_of_metadata() -> None:
+    rows = [b"first", b"", b"x" * 64]
+    assert unpack_note(pack_note(rows), [5, 0, 64]) == rows
+    for note, sizes in ((pack_note(rows), [5, 0]), (pack_note(rows)[:-1], [5, 0, 64]), (b"", [5]), (b"\xff" * 9, [5])):
+        with pytest.raises(IntegrityError, match="rows of"):
+            unpack_note(note, sizes)
