@@ -49,6 +49,15 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """The prompt will not be sent, and the engine has not finished it: it need not compute the rest. Once it says that it is done
+    with it, `Free` follows."""
+
+    name: str
+    failure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
     """Nothing reads the prompt's pages any more, on any rank; the name is forgotten.
 
@@ -60,7 +69,7 @@ class Free:
     failure: str
 
 
-News = Wanted | Free
+News = Wanted | GivenUp | Free
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -177,6 +186,8 @@ class SourceRank:
             case CloseSource():
                 source = self._sources.setdefault(message.name, _Source())
                 source.is_closed, source.failure = True, message.reason
+                if message.reason and not source.is_finished:
+                    self._on_news(GivenUp(name=message.name, failure=message.reason))
                 self._end_transfers(source, message.reason or "the prompt was given up", is_passing=False)
                 self._on_reading_over(message.name, source)
             case FreeSource():

@@ -37,7 +37,7 @@ from prefill_node.attach import DecodeSessions
 from prefill_node.rank_messages import DecodeLost
 from prefill_node.sender_events import SenderSettings
 from prefill_node.sender_loop import SenderLoop
-from prefill_node.source_rank import Free, SourceRank, Wanted
+from prefill_node.source_rank import News, SourceRank
 from transfer.config import HostedConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
@@ -72,7 +72,7 @@ class HostedRank:
         self._sides = sides
         self._engine = engine
         self._security = security_for(config, sides)
-        self._news: deque[Wanted | Free | Settled] = deque()
+        self._news: deque[News | Settled] = deque()
         self._source: SourceRank | None = None
         self._target: TargetRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
@@ -111,14 +111,14 @@ class HostedRank:
                 f"pages of a prompt were still read {PAUSE_TIMEOUT_S:g} s after they were taken back"
             ) from None
 
-    def take_news(self) -> list[Wanted | Free | Settled]:
+    def take_news(self) -> list[News | Settled]:
         """What has happened since the last call.
 
         Raises:
             LocalProtocolError: Something broke that nobody expected; the engine must not go on.
         """
         self._thread.check()
-        news: list[Wanted | Free | Settled] = []
+        news: list[News | Settled] = []
         while self._news:
             news.append(self._news.popleft())
         return news

@@ -18,7 +18,7 @@ import structlog
 
 from decode_node.target_rank import Settled
 from kvferry.engines.sglang_layout import page_table
-from prefill_node.source_rank import Free, Wanted
+from prefill_node.source_rank import Free, GivenUp, Wanted
 from transfer.engine_types import DeviceEvent
 from transfer.errors import IntegrityError, TransferError
 
@@ -158,6 +158,8 @@ class OutgoingPrompts:
             match news:
                 case Wanted():
                     prompt.on_wanted(news.start_token)
+                case GivenUp():
+                    prompt.fail(news.failure)
                 case Free():
                     del self._prompts[news.name]
                     prompt.on_free(news.failure)

@@ -245,7 +245,8 @@ def test_a_room_cannot_be_used_again(engines: Engines) -> None:
     into = engines.wanted(room, tokens, [3])
     until(into.poll, Poll.FAILED)
     assert "is over: it was sent" in into.failure
-    again.fail()
+    until(again.poll, Poll.FAILED)  # at once, and not when SGLang's time is over
+    assert "was used before" in again.failure
     until_empty(engines)
 
 
