@@ -7,6 +7,7 @@ loop has to tell is kept until the engine asks for it.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -17,6 +18,9 @@ import structlog
 from transfer.errors import LocalProtocolError
 
 CLOSE_TIMEOUT_S = 5.0
+SWITCH_INTERVAL_S = 0.0005
+"""An engine's scheduler is Python for milliseconds at a time, and a transfer takes the loop a dozen turns: with the interpreter's
+own 5 ms for each, waiting would be most of it. It costs the engine a switch where the loop has something to do, else nothing."""
 
 _T = TypeVar("_T")
 
@@ -27,14 +31,15 @@ class LoopThread:
     """The loop of one process; take it with `shared()`, give it back with `release()`.
 
     There is one: gRPC's asyncio objects of a process are best kept on one loop, and an engine may have its scheduler and a rank
-    in the same process. An exception that nobody expected ends nothing by itself, for the process is the engine's: it is logged, and
-    from then on `check()` raises it, so that the engine ends at its next call rather than go on with a kvferry that does not.
+    in the same process. An exception that nobody expected ends nothing by itself, for the process is the engine's: it is logged,
+    and from then on `check()` raises it, so that the engine ends at its next call rather than go on with a kvferry that does not.
     """
 
     _shared: ClassVar[LoopThread | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._num_users = 0
         self._broken: BaseException | None = None
         self.loop = asyncio.new_event_loop()
