@@ -1,0 +1,246 @@
+"""What vLLM says about its KV cache, as plain values: read once, on the scheduler or on a worker, and understood elsewhere.
+
+Only attributes of the objects that vLLM hands to a connector are read; vLLM itself is not imported. Names are those of vLLM 0.32
+and 0.33. `kvferry.engines.vllm_layout` says what the facts mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transfer.errors import ConfigError
+from transfer.layout import DType, LayerSpec
+from transfer.memory.model_shape import read_model_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """One layer that keeps KV, on one rank.
+
+    Args:
+        name: Of its attention module, for example ``model.layers.3.self_attn.attn``.
+        group: Index of its block table among a request's.
+        spec: Class name of its KV cache spec.
+        block_size: Tokens of a block.
+        num_kv_heads: Of this rank.
+        k_head_dim, v_head_dim: Elements per token and head; of a latent, all of it and 0.
+        dtype: torch's name for the elements' type; of an 8-bit float also ``uint8``.
+        window_tokens: Of a spec that drops what a window has passed; 0 otherwise.
+        quant_mode: vLLM's name for how it is quantised; ``NONE`` where it is not.
+        is_packed_otherwise: Whether a block holds anything but the K and V of its tokens and heads.
+        backend: vLLM's name for the attention backend; empty on the scheduler, which does not know.
+        isa: Of attention on a CPU, the instruction set for which blocks are packed; otherwise empty.
+        k_scale, v_scale: A stored 8-bit float times this is the value that the model computed.
+        num_scales: Of K; more than 1 where each head has its own.
+    """
+
+    name: str
+    group: int
+    spec: str
+    block_size: int
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    dtype: str
+    window_tokens: int = 0
+    quant_mode: str = "NONE"
+    is_packed_otherwise: bool = False
+    backend: str = ""
+    isa: str = ""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    num_scales: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFacts:
+    """One rank of a vLLM instance; on the scheduler, the first rank.
+
+    Args:
+        tp_size, tp_rank, pp_size, pp_rank: The rank's place.
+        stage_layers: The model's layers in each pipeline stage.
+        model_dtype: What the model computes in.
+        cache_dtype: The setting ``--kv-cache-dtype``.
+        cache_layout: vLLM's name for the order of layers, blocks, heads and tokens in memory, for example ``LBHNC``.
+        total_num_kv_heads: KV heads of the whole model; 1 where it keeps latents.
+        num_blocks: Blocks of the cache, the null block included.
+        has_prefix_caching: Whether blocks are kept for later prompts.
+        is_consumer: Whether the instance takes KV of others: ``kv_role`` is not ``kv_producer``.
+        features: What is switched on and changes what KV means or where it lies, as name -> value.
+        layers: Layers of this rank that keep KV, in the order of the groups.
+        shared_layers: Layers that use another's KV, as name -> name.
+        model_layers: All layers by the model's configuration, where kvferry knows its architecture; otherwise empty.
+    """
+
+    tp_size: int
+    tp_rank: int
+    pp_size: int
+    pp_rank: int
+    stage_layers: tuple[int, ...]
+    model_dtype: str
+    cache_dtype: str
+    cache_layout: str
+    total_num_kv_heads: int
+    num_blocks: int
+    has_prefix_caching: bool
+    is_consumer: bool
+    features: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[LayerFacts, ...]
+    shared_layers: Mapping[str, str] = field(default_factory=dict)
+    model_layers: tuple[LayerSpec, ...] = ()
+
+
+def read_facts(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
+    """The facts of the rank that this process is.
+
+    On a worker call it when weights are loaded and caches allocated, in ``register_kv_caches``: backends, packing and scales are
+    known from then on. On the scheduler any time; those stay empty.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: Its ``KVCacheConfig``, as a connector is given it.
+
+    Raises:
+        ConfigError: The objects are not those of a vLLM that kvferry knows: what is missing.
+    """
+    try:
+        return _read(vllm_config, kv_cache_config)
+    except AttributeError as error:
+        raise ConfigError(f"this vLLM is not one that kvferry knows (0.32 and 0.33): {error}") from error
+
+
+def _read(vllm_config: Any, kv_cache_config: Any) -> VllmFacts:
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    modules = vllm_config.compilation_config.static_forward_context
+    tp_size, pp_size = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+    rank = int(parallel.rank)
+    transfer = vllm_config.kv_transfer_config
+    dtype = torch_name(model.dtype)
+    return VllmFacts(
+        tp_size=tp_size,
+        tp_rank=rank % tp_size,
+        pp_size=pp_size,
+        pp_rank=rank // tp_size % pp_size,
+        stage_layers=tuple(_stage_layers(model, tp_size, pp_size)),
+        model_dtype=dtype,
+        cache_dtype=str(cache.cache_dtype),
+        cache_layout=str(kv_cache_config.kv_cache_layout or ""),
+        total_num_kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
+        num_blocks=int(kv_cache_config.num_blocks),
+        has_prefix_caching=bool(cache.enable_prefix_caching),
+        is_consumer=transfer is None or transfer.kv_role != "kv_producer",
+        features=dict(_features(vllm_config)),
+        layers=tuple(
+            _layer(name, group, spec, modules.get(name))
+            for group, of in enumerate(kv_cache_config.kv_cache_groups)
+            for name, spec in _specs(of)
+        ),
+        shared_layers={
+            name: target for name, module in modules.items() if (target := getattr(module, "kv_sharing_target_layer_name", None))
+        },
+        model_layers=_model_layers(model, dtype),
+    )
+
+
+def model_fields(vllm_config: Any) -> dict[str, str]:
+    """What of the model must be equal on both sides, read from its directory; see `kvferry.engines.model_identity`.
+
+    Equal to an embedded node's of the same directory, unless vLLM is told to change the model: by ``--hf-overrides``, or by a
+    quantisation that the directory's own config.json does not name.
+
+    Raises:
+        ConfigError: The model's directory is not there, or damaged.
+    """
+    from kvferry.engines import model_identity  # brings transformers
+
+    model = vllm_config.model_config
+    is_stored_quantised = getattr(model.hf_config, "quantization_config", None) is not None
+    changes = {
+        "hf_overrides": model.hf_overrides if callable(model.hf_overrides) else json.dumps(model.hf_overrides, sort_keys=True),
+        "quantization": None if is_stored_quantised else model.quantization,
+        "revision": None if Path(model.model).is_dir() else model.revision,
+    }
+    return model_identity.model_fields(str(model.model), changes=changes)
+
+
+def torch_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stage_layers(model: Any, tp_size: int, pp_size: int) -> Iterator[int]:
+    for stage in range(pp_size):
+        place = SimpleNamespace(rank=stage * tp_size, tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
+        begin, end = model.get_layers_start_end_indices(place)
+        yield int(end) - int(begin)
+
+
+def _specs(group: Any) -> Iterator[tuple[str, Any]]:
+    """Each layer of a group with its own spec; most groups have one for all."""
+    own = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    for name in group.layer_names:
+        yield str(name), own.get(name, group.kv_cache_spec)
+
+
+def _layer(name: str, group: int, spec: Any, module: Any) -> LayerFacts:
+    kind = type(spec).__name__
+    if not hasattr(spec, "head_size"):  # a recurrent state and the like: told by its class, and refused by it
+        return LayerFacts(
+            name=name,
+            group=group,
+            spec=kind,
+            block_size=int(spec.block_size),
+            num_kv_heads=0,
+            k_head_dim=0,
+            v_head_dim=0,
+            dtype="",
+        )
+    packings = (spec.num_head_slots, spec.state_content_bytes, getattr(spec, "model_version", None))
+    role = getattr(spec, "cache_role", "sparse")
+    return LayerFacts(
+        name=name,
+        group=group,
+        spec=kind,
+        block_size=int(spec.block_size),
+        num_kv_heads=int(spec.num_kv_heads),
+        k_head_dim=int(spec.head_size),
+        v_head_dim=int(spec.head_size_v),
+        dtype=torch_name(spec.dtype),
+        window_tokens=int(spec.sliding_window) if kind == "SlidingWindowSpec" else 0,
+        quant_mode=str(spec.kv_quant_mode.name),
+        is_packed_otherwise=any(value is not None for value in packings) or spec.tokens_per_state != 1 or role != "sparse",
+        backend="" if module is None else str(module.get_attn_backend().get_name()),
+        isa=str(getattr(module, "isa", "")),
+        k_scale=float(getattr(module, "_k_scale_float", 1.0)),
+        v_scale=float(getattr(module, "_v_scale_float", 1.0)),
+        num_scales=int(module._k_scale.numel()) if hasattr(module, "_k_scale") else 1,
+    )
+
+
+def _features(vllm_config: Any) -> Iterator[tuple[str, str]]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if vllm_config.lora_config is not None:
+        yield "lora", f"max_loras {vllm_config.lora_config.max_loras}"
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding", str(vllm_config.speculative_config.method)
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := int(getattr(parallel, name))) != 1:
+            yield name, str(size)
+    if model.runner_type != "generate":
+        yield "runner", str(model.runner_type)
+    if model.is_encoder_decoder:
+        yield "encoder-decoder model", str(model.architecture)
+
+
+def _model_layers(model: Any, dtype: str) -> tuple[LayerSpec, ...]:
+    """By the configuration, for a pipeline stage does not see the others and a merged spec does not tell windows."""
+    try:
+        config = model.hf_config.to_dict()
+        config.pop("quantization_config", None)  # of the weights: a layer's KV is the same
+        return read_model_shape(config).layout(DType(dtype)).layers
+    except (ConfigError, ValueError):
+        return ()

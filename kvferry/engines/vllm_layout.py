@@ -1,0 +1,421 @@
+"""vLLM's KV cache in kvferry's words: layout, cut and views of its tensors. Nothing is copied.
+
+vLLM 0.32 and 0.33 hand a connector one tensor per layer, ``[blocks, heads, block_size, content]`` with any strides (the order in
+memory is a setting of its own, ``LBNHC`` or ``LBHNC`` for most). What the content of a block and head is depends on the backend:
+
+- on GPUs each token's K, and its V behind it: ``[token, K | V]``;
+- MLA, everywhere: one head, whose content is the latent: ``[token, latent]``;
+- attention on a CPU (``CPU_ATTN``): the content of all of the block's tokens is one run of memory, first K as ``[dim, token]``,
+  then V as ``[token, dim]``. Seen with vLLM 0.32's own kernel, for its instruction sets ``vec`` and ``vec16``: those of x86 but
+  for ``amx``, which it takes for bfloat16 where the machine has it. That one keeps K and V in tiles of pairs; it is refused, and
+  so are those of other machines, which were not seen.
+
+Source: vLLM 0.32.0 and 0.33.0, ``v1/kv_cache_interface.py``, ``v1/kv_cache_layout.py``, ``v1/attention/backends/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvferry.engines.vllm_facts import LayerFacts, VllmFacts, read_facts
+from transfer.errors import ConfigError, LayoutError
+from transfer.kv_pool import TORCH_DTYPES, LayerBuffers, PoolView
+from transfer.layer_groups import NO_PAGE, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+
+__all__ = ["NULL_BLOCK", "LayerFacts", "VllmFacts", "VllmLayout", "WindowLayers", "describe", "read_facts"]
+
+NULL_BLOCK: Final = 0
+"""The block that stands in a block table where a window has passed."""
+
+PACKED_BACKENDS: Final = ("CPU_ATTN",)
+PACKED_ISAS: Final = ("vec", "vec16")
+DENSE_BACKENDS: Final = (
+    "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV",
+)  # fmt: skip
+LATENT_BACKENDS: Final = (
+    "CPU_MLA", "AMX_MLA", "TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA",
+)  # fmt: skip
+
+_KNOWN_SPECS: Final = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
+_WHY_NOT: Final = {
+    "MambaSpec": "keeps a recurrent state",
+    "CrossAttentionSpec": "attends to an encoder's output",
+    "EncoderOnlyAttentionSpec": "is an encoder's",
+    "ChunkedLocalAttentionSpec": "attends in chunks and drops blocks: start vLLM with --disable-hybrid-kv-cache-manager",
+    "SinkFullAttentionSpec": "has attention sinks in its cache",
+    "RSWASpec": "drops blocks between the prompt and a window",
+    "SlidingWindowMLASpec": "keeps a window of latents",
+}
+_PLAIN_DTYPES: Final = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+_FLOAT8_SETTINGS: Final = ("fp8", "fp8_e4m3")
+
+
+class WindowLayers(StrEnum):
+    """What of the layers that have a sliding window moves. Both sides must say the same."""
+
+    WHOLE = "whole"
+    """Every token, as of full attention. Right in any vLLM that gives these layers blocks for every token."""
+
+    LAST_WINDOW = "last_window"
+    """The last window of the prompt only, as nodes with the embedded engine do it. What lies before it stays unwritten in blocks
+    that vLLM takes to be whole: a decode instance must then keep no blocks for later prompts, which could be given them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmLayout:
+    """One rank of a vLLM instance, as a transfer sees it. Made by `describe`.
+
+    Args:
+        layout: The KV of the whole model. Layers that use another's KV are not in it.
+        shard: The rank's cut; a page is a block, and page numbers are block ids.
+        layers: This rank's layers, in the layout's order.
+        kv_scales: For 8-bit floats, (of K, of V) for each layer of the layout; otherwise empty. See `transfer.instance.Instance`.
+        block_groups: For each of `layer_groups(layout)`, the index of its block table among a vLLM request's.
+        num_blocks: Blocks of each.
+        shared_layers: Layers whose tensors are another's.
+    """
+
+    layout: KVLayout
+    shard: Shard
+    layers: tuple[LayerFacts, ...]
+    kv_scales: tuple[tuple[float, float], ...]
+    block_groups: tuple[int, ...]
+    num_blocks: int
+    shared_layers: frozenset[str]
+
+    def pool(self, kv_caches: Mapping[str, Tensor]) -> PoolView:
+        """vLLM's tensors as this rank's pool, shared and not copied.
+
+        Args:
+            kv_caches: As a connector is given them in ``register_kv_caches``.
+
+        Raises:
+            LayoutError: A tensor is missing, one too many, or not as its backend is known to keep it; the layer is named.
+        """
+        wanted = {layer.name for layer in self.layers}
+        if missing := sorted(wanted - kv_caches.keys()):
+            raise LayoutError(f"layer {missing[0]} has no tensor; vLLM registered {len(kv_caches)}")
+        if unknown := sorted(kv_caches.keys() - wanted - self.shared_layers):
+            raise LayoutError(f"layer {unknown[0]} has a tensor, but is in none of vLLM's groups of KV caches")
+        buffers = [self._buffers(layer, kv_caches[layer.name]) for layer in self.layers]
+        num_pages = (self.num_blocks,) * len(self.block_groups)
+        return PoolView(layout=self.layout, shard=self.shard, buffers=buffers, num_pages=num_pages)
+
+    def page_tables(self, block_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
+        """A request's page table for each of `layer_groups(layout)`.
+
+        Args:
+            block_ids: A table for each of vLLM's groups, as ``get_block_ids()`` of its blocks gives them.
+        """
+        return tuple([NO_PAGE if block == NULL_BLOCK else block for block in block_ids[group]] for group in self.block_groups)
+
+    def _buffers(self, layer: LayerFacts, cache: Tensor) -> LayerBuffers:
+        """K and V, [blocks, tokens, heads, dim] or with tokens and heads swapped, as the shard's order says."""
+        views = [self._in_order(view) for view in self._views(layer, self._checked(layer, cache))]
+        return LayerBuffers(k=views[0], v=views[1] if len(views) == 2 else None)
+
+    def _in_order(self, view: Tensor) -> Tensor:
+        return view.transpose(1, 2) if self.shard.order is TokenOrder.NHD else view
+
+    def _checked(self, layer: LayerFacts, cache: Tensor) -> Tensor:
+        """The cache as [blocks, heads, block_size, content], in the pool's element type."""
+        element = self.shard.pool_dtype(self.layout)
+        if element is DType.FLOAT8_E4M3 and cache.dtype is torch.uint8:
+            cache = cache.view(torch.float8_e4m3fn)
+        content = layer.k_head_dim + layer.v_head_dim
+        heads = len(self.shard.heads(self.layout.layers[self._index(layer)].num_kv_heads))
+        wanted = (self.num_blocks, heads, layer.block_size, content)
+        if cache.dim() == 4 and tuple(cache.shape) != wanted:
+            cache = _joined(cache, layer.block_size)
+        if tuple(cache.shape) != wanted or cache.dtype is not TORCH_DTYPES[element]:
+            raise LayoutError(
+                f"layer {layer.name} has a tensor {cache.dtype} {tuple(cache.shape)}, strides {cache.stride()}; must be "
+                f"{TORCH_DTYPES[element]} {wanted} [blocks, heads, tokens, K and V]"
+            )
+        return cache
+
+    def _index(self, layer: LayerFacts) -> int:
+        return self.shard.layers(self.layout).begin + self.layers.index(layer)
+
+    def _views(self, layer: LayerFacts, cache: Tensor) -> list[Tensor]:
+        """K and V of a cache, or the latent: [blocks, heads, tokens, dim]."""
+        if layer.backend in LATENT_BACKENDS and not layer.v_head_dim:
+            return [cache]
+        if layer.backend in DENSE_BACKENDS and layer.v_head_dim:
+            return list(cache.split((layer.k_head_dim, layer.v_head_dim), dim=-1))
+        if layer.backend in PACKED_BACKENDS and layer.v_head_dim:
+            return _unpacked(layer, cache)
+        known = ", ".join((*PACKED_BACKENDS, *DENSE_BACKENDS, *LATENT_BACKENDS))
+        raise LayoutError(
+            f"layer {layer.name} has the attention backend {layer.backend or 'unknown'} with head dims {layer.k_head_dim} and "
+            f"{layer.v_head_dim}, whose blocks kvferry does not know; it knows {known} (the setting --attention-backend)"
+        )
+
+
+def _joined(cache: Tensor, block_size: int) -> Tensor:
+    """Kernel blocks of a block next to each other as one block again, where one set of strides can say so."""
+    num_kernel_blocks, heads, kernel_size, content = cache.shape
+    parts = block_size // kernel_size
+    if parts < 2 or parts * kernel_size != block_size or num_kernel_blocks % parts:
+        return cache
+    blocks, tokens = cache.stride(0), cache.stride(2)
+    if blocks != kernel_size * tokens:
+        raise LayoutError(
+            f"vLLM cuts its blocks of {block_size} tokens into {parts} for the attention kernel, and their heads lie apart; "
+            f"start it with --block-size {kernel_size}"
+        )
+    shape, strides = (num_kernel_blocks // parts, heads, block_size, content), (parts * blocks, *cache.stride()[1:])
+    return cache.as_strided(shape, strides, cache.storage_offset())
+
+
+def _unpacked(layer: LayerFacts, cache: Tensor) -> list[Tensor]:
+    """K and V of attention on a CPU, [blocks, heads, tokens, dim]; of K neighbours are the tokens of an element."""
+    if layer.isa not in PACKED_ISAS:
+        advice = ": start vLLM with --dtype float32 or float16" if layer.isa == "amx" else ""
+        raise LayoutError(
+            f"layer {layer.name}: attention on this CPU packs its blocks for {layer.isa or 'an unknown instruction set'}, which "
+            f"kvferry cannot read; it knows {' and '.join(PACKED_ISAS)}{advice}"
+        )
+    blocks, heads, tokens, content = cache.shape
+    dim = layer.k_head_dim
+    if layer.v_head_dim != dim or cache.stride()[2:] != (content, 1):
+        raise LayoutError(
+            f"layer {layer.name} has head dims {dim} and {layer.v_head_dim}, strides {cache.stride()}; on a CPU the content of a "
+            f"block and head must be one run, half of it K"
+        )
+    outer, offset = cache.stride()[:2], cache.storage_offset()
+    k = cache.as_strided((blocks, heads, tokens, dim), (*outer, 1, tokens), offset)
+    v = cache.as_strided((blocks, heads, tokens, dim), (*outer, dim, 1), offset + tokens * dim)
+    return [k, v]
+
+
+def describe(facts: VllmFacts, *, windows: WindowLayers = WindowLayers.WHOLE) -> VllmLayout:
+    """The facts in kvferry's words.
+
+    Args:
+        facts: Of a worker, to view its tensors; of the scheduler, for everything else.
+        windows: What of sliding windows moves.
+
+    Raises:
+        ConfigError: Something is switched on that changes KV and cannot be moved; it is named with its value.
+        LayoutError: A layer cannot be moved (yet); it is named, with the reason and what helps.
+    """
+    for name, value in facts.features.items():
+        raise ConfigError(f"{name} is on ({value}); KV of such an instance cannot be moved yet")
+    if not facts.layers:
+        raise LayoutError("no layer of this rank keeps KV; kvferry moves that of attention layers")
+    layers = _ordered(facts)
+    for layer in layers:
+        _check_layer(layer, facts)
+    element = _element(layers, facts)
+    layout = KVLayout(layers=tuple(_model_specs(layers, facts, windows)), dtype=_plain_dtype("--dtype", facts.model_dtype))
+    shard = Shard(
+        tp_size=facts.tp_size,
+        tp_rank=facts.tp_rank,
+        pp_size=facts.pp_size,
+        pp_rank=facts.pp_rank,
+        page_size=_block_size(layers),
+        dtype=None if element is layout.dtype else element,
+        order=TokenOrder.NHD if facts.cache_layout.endswith("NHC") else TokenOrder.HND,
+        stage_layers=facts.stage_layers if facts.pp_size > 1 else None,
+    )
+    return VllmLayout(
+        layout=layout,
+        shard=shard,
+        layers=layers,
+        kv_scales=tuple(_scales(layers, facts)) if element is DType.FLOAT8_E4M3 else (),
+        block_groups=tuple(_block_groups(layout, shard, layers)),
+        num_blocks=facts.num_blocks,
+        shared_layers=frozenset(facts.shared_layers),
+    )
+
+
+def _ordered(facts: VllmFacts) -> tuple[LayerFacts, ...]:
+    """The rank's layers from first to last; of a pipeline stage, exactly its own."""
+    by_index: dict[int, LayerFacts] = {}
+    for layer in facts.layers:
+        index = layer_index(layer.name)
+        if index in by_index:
+            raise LayoutError(f"{by_index[index].name} and {layer.name} are caches of one layer; kvferry moves one of each")
+        by_index[index] = layer
+    if facts.pp_size > 1:
+        begin = sum(facts.stage_layers[: facts.pp_rank])
+        wanted = range(begin, begin + facts.stage_layers[facts.pp_rank])
+        if sorted(by_index) != list(wanted):
+            raise LayoutError(
+                f"stage {facts.pp_rank} keeps KV of layers {', '.join(map(str, sorted(by_index)))}; with pipeline stages every "
+                f"layer must keep its own, here [{wanted.start}, {wanted.stop})"
+            )
+    return tuple(layer for _, layer in sorted(by_index.items()))
+
+
+def layer_index(name: str) -> int:
+    """Of the model, from a module's name.
+
+    Raises:
+        LayoutError: The name has no number, or several.
+    """
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise LayoutError(f"layer {name} has {len(numbers)} numbers in its name; must have one, which layer of the model it is")
+    return numbers[0]
+
+
+def _check_layer(layer: LayerFacts, facts: VllmFacts) -> None:
+    if layer.spec not in _KNOWN_SPECS:
+        raise LayoutError(
+            f"layer {layer.name} {_WHY_NOT.get(layer.spec, 'has a KV cache that kvferry does not know')} ({layer.spec}); "
+            "it cannot be moved yet"
+        )
+    if layer.is_packed_otherwise:
+        raise LayoutError(f"layer {layer.name} has something else in its blocks than K and V ({layer.spec}); cannot be moved yet")
+    if layer.quant_mode != "NONE":
+        if layer.quant_mode != "FP8_PER_TENSOR" or facts.cache_dtype not in _FLOAT8_SETTINGS or layer.num_scales != 1:
+            raise LayoutError(
+                f"layer {layer.name} is quantised as {layer.quant_mode} (--kv-cache-dtype {facts.cache_dtype}, scales: "
+                f"{layer.num_scales}); of quantised caches only fp8 (e4m3) with one scale per layer can be moved"
+            )
+        if layer.backend in PACKED_BACKENDS:
+            raise LayoutError(
+                f"layer {layer.name} keeps fp8 on a CPU, whose packing kvferry cannot read; use --kv-cache-dtype auto"
+            )
+
+
+def _element(layers: Sequence[LayerFacts], facts: VllmFacts) -> DType:
+    found: dict[DType, str] = {}
+    for layer in layers:
+        is_plain = layer.quant_mode == "NONE"
+        found.setdefault(_plain_dtype(layer.name, layer.dtype) if is_plain else DType.FLOAT8_E4M3, layer.name)
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise LayoutError(f"layer {first} keeps {one}, {second} {other}; the layers of a rank must keep one element type")
+    return next(iter(found))
+
+
+def _plain_dtype(name: str, dtype: str) -> DType:
+    if dtype not in _PLAIN_DTYPES:
+        raise LayoutError(f"{name} has dtype {dtype}; must be one of {', '.join(_PLAIN_DTYPES)}")
+    return DType(dtype)
+
+
+def _block_size(layers: Sequence[LayerFacts]) -> int:
+    first = layers[0]
+    for layer in layers:
+        if layer.block_size != first.block_size:
+            raise LayoutError(
+                f"layer {first.name} has blocks of {first.block_size} tokens, {layer.name} of {layer.block_size}; they must be "
+                "equal: start vLLM with --disable-hybrid-kv-cache-manager"
+            )
+    return first.block_size
+
+
+def _model_specs(layers: Sequence[LayerFacts], facts: VllmFacts, windows: WindowLayers) -> Iterator[LayerSpec]:
+    """All layers of the model that keep KV, in order."""
+    own = [_spec(layer, facts, windows) for layer in layers]
+    indices = [layer_index(layer.name) for layer in layers]
+    if facts.pp_size == 1:
+        yield from own
+        return
+    known = [_moved(spec, facts, windows) for spec in facts.model_layers]
+    if known:
+        differing = next((at for at, spec in zip(indices, own, strict=True) if known[at] != spec), None)
+        if differing is not None:
+            raise LayoutError(f"layer {differing} keeps {own[differing - indices[0]]}; config.json says {known[differing]}")
+        yield from known
+        return
+    if len(set(own)) > 1:
+        raise LayoutError(
+            "the layers of this stage differ, and kvferry does not know the model's architecture; what the other stages have "
+            "cannot be told: use pipeline_parallel_size 1"
+        )
+    yield from own[:1] * sum(facts.stage_layers)
+
+
+def _spec(layer: LayerFacts, facts: VllmFacts, windows: WindowLayers) -> LayerSpec:
+    if layer.spec == "MLAAttentionSpec":
+        return LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=layer.k_head_dim, v_head_dim=0)
+    spec = LayerSpec(num_kv_heads=_total_heads(layer, facts), k_head_dim=layer.k_head_dim, v_head_dim=layer.v_head_dim)
+    if layer.window_tokens:  # its blocks go back as the window moves on
+        if windows is WindowLayers.WHOLE or facts.is_consumer:
+            raise LayoutError(
+                f"layer {layer.name} keeps only a window of {layer.window_tokens} tokens. A decode instance needs blocks for "
+                "every token of the prompt: start vLLM with --disable-hybrid-kv-cache-manager, or with --disable-sliding-window "
+                "where all layers have one. A prefill instance (kv_role kv_producer) may keep it with "
+                f"window_layers={WindowLayers.LAST_WINDOW}"
+            )
+        return replace(spec, kind=LayerKind.SLIDING_WINDOW, window_tokens=layer.window_tokens)
+    if windows is WindowLayers.WHOLE:
+        return spec
+    # A group's spec is the merged one of its layers, and does not tell which of them have a window.
+    if not facts.model_layers:
+        raise LayoutError(
+            f"window_layers={WindowLayers.LAST_WINDOW}, but kvferry does not know the model's architecture, nor so which layers "
+            f"have a window; use {WindowLayers.WHOLE}"
+        )
+    known = _moved(facts.model_layers[layer_index(layer.name)], facts, windows)
+    return replace(spec, kind=known.kind, window_tokens=known.window_tokens)
+
+
+def _moved(spec: LayerSpec, facts: VllmFacts, windows: WindowLayers) -> LayerSpec:
+    """A layer of the model's configuration as it travels."""
+    if spec.kind is not LayerKind.SLIDING_WINDOW:
+        return spec
+    if windows is WindowLayers.WHOLE:
+        return replace(spec, kind=LayerKind.ATTENTION, window_tokens=0)
+    if facts.is_consumer and facts.has_prefix_caching:
+        raise LayoutError(
+            f"window_layers={WindowLayers.LAST_WINDOW} leaves blocks of sliding windows partly unwritten, and this decode "
+            f"instance keeps blocks for later prompts; start vLLM with --no-enable-prefix-caching, or use {WindowLayers.WHOLE}"
+        )
+    return spec
+
+
+def _total_heads(layer: LayerFacts, facts: VllmFacts) -> int:
+    """Of the whole model in this layer. vLLM gives each rank its share, and one head where there are more ranks than heads."""
+    if facts.tp_size == 1 or layer.num_kv_heads > 1:
+        return layer.num_kv_heads * facts.tp_size
+    index = layer_index(layer.name)
+    total = facts.model_layers[index].num_kv_heads if index < len(facts.model_layers) else facts.total_num_kv_heads
+    if max(1, total // facts.tp_size) != layer.num_kv_heads:
+        raise LayoutError(
+            f"layer {layer.name} has 1 KV head on each of {facts.tp_size} ranks, and the model has {total}: how many this layer "
+            "has in all cannot be told; use tensor_parallel_size 1"
+        )
+    if facts.tp_size % total:
+        raise LayoutError(f"layer {layer.name} has {total} KV heads on {facts.tp_size} ranks; must divide them")
+    return total
+
+
+def _scales(layers: Sequence[LayerFacts], facts: VllmFacts) -> Iterator[tuple[float, float]]:
+    """Of every layer of the model; where there are pipeline stages only 1.0, for a stage does not know the others'."""
+    own = [(layer.k_scale, layer.v_scale) for layer in layers]
+    if facts.pp_size == 1:
+        yield from own
+        return
+    for layer, scales in zip(layers, own, strict=True):
+        if scales != (1.0, 1.0):
+            raise LayoutError(f"layer {layer.name} has scales {scales}; with pipeline stages fp8 caches must have none")
+    yield from ((1.0, 1.0),) * sum(facts.stage_layers)
+
+
+def _block_groups(layout: KVLayout, shard: Shard, layers: Sequence[LayerFacts]) -> Iterator[int]:
+    begin = shard.layers(layout).begin
+    for group in layer_groups(layout):
+        mine = [layers[layer - begin] for layer in group.layers_of(layout, shard)] or list(layers)
+        tables: dict[int, str] = {}
+        for layer in mine:
+            tables.setdefault(layer.group, layer.name)
+        if len(tables) > 1:
+            first, second = list(tables.values())[:2]
+            raise LayoutError(
+                f"layers {first} and {second} are of one kind but have block tables of their own; start vLLM with "
+                "--disable-hybrid-kv-cache-manager"
+            )
+        yield next(iter(tables))
