@@ -130,6 +130,16 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             case _:
                 raise LocalProtocolError(f"a hosted decode leader cannot serve {type(message).__name__}")
 
+    @property
+    def num_joined(self) -> int:
+        """Prefill nodes that are joined."""
+        return sum(peer.state == "joined" for peer in self.peers.peers) if self._is_started else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prompt is wanted."""
+        return not self._num_prompts
+
     def render_metrics(self) -> bytes:
         peers = self.peers.peers
         self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))

@@ -147,9 +147,14 @@ class TargetRank:
         """Fields of the wire contract's RankStatus."""
         return self._writers.status() | {"requests": len(self._incoming) + self._receiving.loop.num_requests}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is known of any prompt, and no grant is live."""
+        return not self._incoming and self._receiving.loop.is_idle
+
     def check_idle(self) -> bool:
         """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
-        if self._incoming or not self._receiving.loop.is_idle:
+        if not self.is_idle:
             return False
         self._receiving.loop.check_idle()
         return True

@@ -109,6 +109,16 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
             case _:
                 raise LocalProtocolError(f"a hosted prefill leader cannot serve {type(message).__name__}")
 
+    @property
+    def num_joined(self) -> int:
+        """Decode instances that are joined."""
+        return sum(join.is_joined for join in self._joins)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine's pages are all its own."""
+        return not self.requests.num_prompts and not self.requests.num_transfers
+
     def render_metrics(self) -> bytes:
         joined = [join for join in self._joins if join.is_joined]
         self.metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))

@@ -8,7 +8,7 @@ hold anything else. Owned by the loop of its process; the engine's threads come 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -322,9 +322,14 @@ class SourceRank:
             "dropped_messages": self._sender.num_dropped,
         }
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is known of any prompt."""
+        return not self._sources and not self._sender.num_requests
+
     def check_idle(self) -> bool:
         """Prove what must hold while nothing is in flight; False: something is. Raises LocalProtocolError when it does not."""
-        if self._sources or self._sender.num_requests:
+        if not self.is_idle:
             return False
         self._sender.check_idle()
         return True
@@ -334,8 +339,3 @@ class SourceRank:
             attaching.cancel()
         await self._sessions.close_all("the prefill side's engine shuts down")
         self._sender.close()
-
-
-def sources_of(status: Mapping[str, Any]) -> int:
-    """Prompts and transfers of which the rank still keeps anything, as its status says."""
-    return int(status.get("requests", 0))

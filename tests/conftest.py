@@ -37,7 +37,20 @@ FIRST = (
 )
 # Real processes, sockets, signals and clocks, on a machine that may stand still for seconds: in CI a test that fails has a second
 # run, and the first failure is printed even when that one passes. Tests of logic have one run everywhere, and these too at home.
-ROOMS_OF_THE_WORLD = ("bench", "chaos", "cli", "cluster", "control", "engine", "meta", "rdma", "registry", "runtime", "transport")
+ROOMS_OF_THE_WORLD = (
+    "bench",
+    "chaos",
+    "cli",
+    "cluster",
+    "control",
+    "engine",
+    "hosted",
+    "meta",
+    "rdma",
+    "registry",
+    "runtime",
+    "transport",
+)
 OF_THE_WORLD = tuple(f"tests/{room}/" for room in ROOMS_OF_THE_WORLD)
 
 

@@ -188,6 +188,20 @@ class HostedLeader:
         """The engine gives it up: `Settled` follows if it is bound, else nothing."""
         self._thread.call(self._target.requests.cancel, name, reason)
 
+    @property
+    def num_joined(self) -> int:
+        """Instances of the other tier that are joined."""
+        opened = self._opened
+        if opened is None:
+            return 0
+        return sum(side.num_joined for side in (opened.source, opened.target) if side is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prompt and no transfer is known."""
+        opened = self._opened
+        return opened is None or all(side.is_idle for side in (opened.source, opened.target) if side is not None)
+
     def check(self) -> None:
         """Raises LocalProtocolError when something broke that nobody expected; the engine must not go on."""
         self._thread.check()

@@ -123,6 +123,11 @@ class HostedRank:
             news.append(self._news.popleft())
         return news
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no prompt, transfer or grant is known, and no news waits to be taken."""
+        return not self._news and all(part.is_idle for part in (self._source, self._target) if part is not None)
+
     def close(self) -> None:
         """End everything; returns when it has, or after some seconds."""
         if self._is_closed:

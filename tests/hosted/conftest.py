@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvferry.engines.hosted import SOURCE, Sides
+from tests.hosted.instances import Instance, target
+
+Start = Callable[..., Instance]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts an instance, and closes it at the end of the test."""
+    with ExitStack() as stack:
+
+        def begin(sides: Sides, **said: Any) -> Instance:
+            instance = Instance(sides, **said)
+            stack.callback(instance.close)
+            return instance
+
+        yield begin
+
+
+@pytest.fixture
+def pair(start: Start) -> Iterator[Callable[..., tuple[Instance, Instance]]]:
+    """Starts a prefill side and a decode side that has joined it."""
+    with ExitStack() as stack:
+
+        def begin(source: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> tuple[Instance, Instance]:
+            first = start(SOURCE, **(source or {}))
+            second = target(first, **(decode or {}))
+            stack.callback(second.close)
+            return first, second
+
+        yield begin

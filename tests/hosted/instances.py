@@ -1,0 +1,200 @@
+"""Engines that only keep KV, each with a kvferry that it hosts: real transports, channels and servers, in one process."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from decode_node.target_rank import Settled
+from decode_node.target_requests import PromptState
+from kvferry.engines.hosted import TARGET, HostedEngine, Sides
+from kvferry.engines.hosted_leader import HostedLeader
+from kvferry.engines.hosted_rank import HostedRank
+from prefill_node.source_rank import Free
+from transfer.config import HostedConfig
+from transfer.kv_pool import KVPool
+from transfer.layout import DType, KVLayout, Shard
+from transfer.load_config import load_config
+
+LAYERS, HEADS, DIM, PAGES = 4, 4, 8, 64
+LAYOUT = KVLayout.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, dtype=DType.FLOAT32)
+TIMEOUT_S = 60.0
+
+_T = TypeVar("_T")
+
+
+def wait_for(look: Callable[[], _T | None], what: str, timeout_s: float = TIMEOUT_S) -> _T:
+    deadline = time.monotonic() + timeout_s
+    while (found := look()) is None or found is False:
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.002)
+    return found
+
+
+class Instance:
+    """All ranks of one instance, and its leader.
+
+    Args:
+        settings: Of `HostedConfig`, by path.
+        model: Told to the other side as a field of the model.
+    """
+
+    def __init__(
+        self,
+        sides: Sides,
+        *,
+        tp_size: int = 1,
+        page_size: int = 16,
+        settings: dict[str, Any] | None = None,
+        model: str = "numbers",
+        name: str | None = None,
+    ) -> None:
+        self.page_size = page_size
+        defaults: dict[str, Any] = {"tls.insecure": 1, "chunk.chunk_tokens": 32, "ring.capacity_bytes": 1 << 20}
+        config = load_config(HostedConfig, flags=defaults | (settings or {}))
+        name = name or f"test-{secrets.token_hex(8)}"
+        shard = Shard(tp_size=tp_size, page_size=page_size)
+        self.pools = [KVPool(layout=LAYOUT, shard=shard.at(rank), num_pages=PAGES) for rank in range(tp_size)]
+        self.ranks = [
+            HostedRank(
+                config,
+                instance=name,
+                rank=rank,
+                sides=sides,
+                engine=HostedEngine(
+                    layout=LAYOUT,
+                    shard=shard.at(rank),
+                    pool=pool,
+                    model_fields={"name": model},
+                    max_context_tokens=1024,
+                    vocab_size=1000,
+                ),
+            )
+            for rank, pool in enumerate(self.pools)
+        ]
+        self.leader = HostedLeader(config, instance=name, num_ranks=tp_size, sides=sides)
+        self.news: list[list[Any]] = [[] for _ in self.ranks]
+        try:
+            self.leader.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.leader.close()
+        for rank in self.ranks:
+            rank.close()
+
+    # Of a source
+
+    def compute(self, name: str, pages: Sequence[int], prompt: Sequence[int], begin: int, end: int) -> None:
+        """Write the KV of these tokens into every rank's pool, and say so."""
+        slots = slots_of(pages, range(begin, end), self.page_size)
+        for rank, pool in zip(self.ranks, self.pools, strict=True):
+            for layer in range(LAYERS):
+                heads = pool.shard.heads(HEADS)
+                k, v = kv_of(prompt, layer)
+                mine = slice(heads.begin, heads.end)
+                pool.write(layer, slots, k[begin:end, mine], v[begin:end, mine])
+            rank.progress(name, [list(pages)], end)
+
+    def finish(self, name: str, **said: Any) -> None:
+        for rank in self.ranks:
+            rank.finish(name)
+        self.leader.finish(name, **said)
+
+    # Of a target
+
+    def wait_until_ready(self, name: str) -> None:
+        def look() -> bool:
+            view = self.leader.view(name)
+            assert view is not None and view.state is not PromptState.FAILED, view
+            return view.state is PromptState.READY
+
+        wait_for(look, f"{name} is ready")
+
+    def wait_until_failed(self, name: str) -> str:
+        def look() -> str | None:
+            view = self.leader.view(name)
+            assert view is not None
+            return view.failure if view.state is PromptState.FAILED else None
+
+        return wait_for(look, f"{name} has failed")
+
+    def assert_has(self, pages: Sequence[int], prompt: Sequence[int], *, begin: int = 0) -> None:
+        """Every rank has exactly its heads' KV of the prompt from `begin` on, bit for bit."""
+        slots = slots_of(pages, range(begin, len(prompt)), self.page_size)
+        for pool in self.pools:
+            for layer in range(LAYERS):
+                heads = pool.shard.heads(HEADS)
+                k, v = pool.read(layer, slots)
+                wanted_k, wanted_v = kv_of(prompt, layer)
+                assert torch.equal(k, wanted_k[begin:, heads.begin : heads.end]), f"K of layer {layer}"
+                assert torch.equal(v, wanted_v[begin:, heads.begin : heads.end]), f"V of layer {layer}"
+
+    # Of both
+
+    def heard(self, name: str, kind: type[_T], *, timeout_s: float = TIMEOUT_S) -> _T:
+        """That news of the prompt, once every rank has it; what they were told must be the same."""
+
+        def look() -> _T | None:
+            self.take_news()
+            found = [next((one for one in news if isinstance(one, kind) and one.name == name), None) for news in self.news]
+            return found[0] if None not in found else None
+
+        first = wait_for(look, f"{kind.__name__} of {name}", timeout_s)
+        assert all(first in news for news in self.news)
+        return first
+
+    def settled(self, name: str) -> Settled:
+        return self.heard(name, Settled)
+
+    def freed(self, name: str) -> Free:
+        return self.heard(name, Free)
+
+    def take_news(self) -> None:
+        for rank, news in zip(self.ranks, self.news, strict=True):
+            news.extend(rank.take_news())
+
+    def joined(self) -> bool:
+        """Of a target: whether its first prefill node is joined."""
+        return self.leader.num_joined > 0
+
+    def assert_idle(self) -> None:
+        """Nothing is left of any prompt, in the leader or on a rank."""
+        wait_for(lambda: self.leader.is_idle and all(rank.is_idle for rank in self.ranks), "nothing is left")
+
+
+def target(source: Instance, **settings: Any) -> Instance:
+    """A decode side that has joined the source."""
+    tp_size, page_size = settings.pop("tp_size", 1), settings.pop("page_size", 16)
+    instance = Instance(
+        TARGET, tp_size=tp_size, page_size=page_size, settings={"peers.prefill_nodes": (source.leader.address,)} | settings
+    )
+    try:
+        wait_for(instance.joined, "the decode side has joined")
+    except BaseException:
+        instance.close()
+        raise
+    return instance
+
+
+def slots_of(pages: Sequence[int], tokens: range, page_size: int) -> Tensor:
+    return torch.tensor([pages[token // page_size] * page_size + token % page_size for token in tokens])
+
+
+def kv_of(prompt: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
+    """K and V [tokens, heads, dim] that depend on token, place, layer and head."""
+    generator = torch.Generator().manual_seed(layer)
+    basis = torch.randn(2, HEADS, DIM, generator=generator)
+    tokens = torch.tensor(prompt, dtype=torch.float32) + torch.arange(len(prompt)) * 1000
+    return tokens[:, None, None] * basis[0], tokens[:, None, None] * basis[1]
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple((index * 37 + 101 * seed + 11) % 1000 for index in range(num_tokens))

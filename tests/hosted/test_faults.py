@@ -1,0 +1,200 @@
+"""What goes wrong between two engines with a hosted kvferry: told to both, used by neither, and nothing is left of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.engines.hosted import SOURCE, TARGET
+from tests.hosted.conftest import Start
+from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
+from transfer.errors import ConfigError
+
+Pair = Callable[..., tuple[Instance, Instance]]
+PROMPT = prompt_of(100)
+FROM = list(range(7))
+TO = list(range(PAGES - 1, PAGES - 8, -1))
+
+
+def hand_over(source: Instance, decode: Instance, name: str) -> None:
+    """That both are well: a prompt goes through."""
+    decode.leader.want(name, name, source.leader.address, PROMPT)
+    decode.leader.bind(name, [TO])
+    source.leader.offer(name, name, PROMPT)
+    source.leader.begin(name)
+    source.compute(name, FROM, PROMPT, 0, 100)
+    source.finish(name)
+    assert decode.settled(name).failure == ""
+    decode.assert_has(TO, PROMPT)
+    assert source.freed(name).failure == ""
+    source.assert_idle()
+    decode.assert_idle()
+
+
+def begun(source: Instance, decode: Instance, *, num_computed: int = 40) -> None:
+    """Prompt "a" is computed up to there, and on its way into "b"."""
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, num_computed)
+    decode.wait_until_ready("b")
+    decode.leader.bind("b", [TO])
+
+
+def test_the_prefill_engine_gives_a_prompt_up_while_it_computes_it(pair: Pair) -> None:
+    source, decode = pair({"tp_size": 2})
+    begun(source, decode)
+    source.leader.withdraw("a", "its client went away")
+    settled = decode.settled("b")
+    assert "its client went away" in settled.failure
+    for rank in source.ranks:
+        rank.finish("a")
+    assert "its client went away" in source.freed("a").failure
+    hand_over(source, decode, "next")
+
+
+def test_the_decode_engine_gives_a_prompt_up(pair: Pair) -> None:
+    source, decode = pair({"settings": {"limits.hold_s": 0.3}}, {"tp_size": 2})
+    begun(source, decode)
+    decode.leader.cancel("b", "its client went away")
+    assert decode.settled("b").failure == "its client went away"
+    source.compute("a", FROM, PROMPT, 40, 100)
+    source.finish("a")
+    assert "no decode side has asked for it within 0.3 s" in source.freed("a").failure
+    hand_over(source, decode, "next")
+
+
+def test_a_prompt_that_is_given_up_before_it_has_pages_is_heard_of_no_more(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.cancel("b", "its client went away")
+    wait_for(lambda: decode.leader.view("b") is None, "the prompt is forgotten")
+    hand_over(source, decode, "next")
+    assert [news.name for news in decode.news[0]] == ["next"]
+
+
+def test_nobody_asks_for_a_computed_prompt(pair: Pair) -> None:
+    source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 0.2}})
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    assert source.freed("a").failure == "no decode side has asked for it within 0.2 s (limits.hold_s)"
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    assert "prompt t is over: no decode side has asked for it" in decode.wait_until_failed("b")
+    decode.leader.cancel("b", "computed here")
+    hand_over(source, decode, "next")
+
+
+def test_a_prompt_that_the_prefill_engine_never_gets(pair: Pair) -> None:
+    source, decode = pair({"settings": {"limits.meet_timeout_s": 0.2}})
+    decode.leader.want("b", "nowhere", source.leader.address, PROMPT)
+    assert "engine was not given prompt nowhere within 0.2 s (limits.meet_timeout_s)" in decode.wait_until_failed("b")
+    decode.leader.bind("b", [TO])  # an engine that would rather fail it than compute it
+    assert "was not given prompt nowhere" in decode.settled("b").failure
+    hand_over(source, decode, "next")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [((*PROMPT[:-1], 5), r"token_ids\[99\] is 5"), (PROMPT[:-1], "token_ids has 99 tokens; the prompt .* has 100")],
+)
+def test_another_prompt_under_the_same_id_is_refused(pair: Pair, theirs: tuple[int, ...], said: str) -> None:
+    source, decode = pair({"settings": {"limits.hold_s": 0.2}})
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    decode.leader.want("b", "t", source.leader.address, theirs)
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(decode.wait_until_failed("b"))
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    source.freed("a")
+
+
+def test_a_transfer_id_that_is_used_twice(pair: Pair) -> None:
+    source, decode = pair()
+    hand_over(source, decode, "once")
+    source.leader.offer("again", "once", PROMPT)
+    source.leader.begin("again")
+    source.finish("again")
+    assert "transfer_id once was used before" in source.freed("again").failure
+
+
+def test_pages_are_taken_back_and_the_prompt_computed_again(pair: Pair) -> None:
+    """What vLLM calls preemption: another try begins by itself, and has the new pages' KV."""
+    source, decode = pair({"tp_size": 2})
+    begun(source, decode, num_computed=64)
+    for rank in source.ranks:
+        rank.pause(["a"], "preempted")
+    for pool in source.pools:  # another prompt's from now on
+        for layer in range(4):
+            pool.buffer(layer, is_v=False)[FROM] = -1.0
+            pool.buffer(layer, is_v=True)[FROM] = -1.0
+    pages = list(range(30, 37))
+    source.compute("a", pages, PROMPT, 0, 100)
+    source.finish("a")
+    assert decode.settled("b").failure == ""
+    decode.assert_has(TO, PROMPT)
+    assert source.freed("a").failure == ""
+
+
+def test_the_decode_side_goes_away(pair: Pair, start: Start) -> None:
+    source, decode = pair({"settings": {"limits.hold_s": 0.2}})
+    begun(source, decode)
+    decode.close()
+    wait_for(lambda: source.leader.num_joined == 0, "the loss is seen", timeout_s=10)
+    source.compute("a", FROM, PROMPT, 40, 100)
+    source.finish("a")
+    assert source.freed("a").failure
+    source.assert_idle()
+    another = start(TARGET, settings={"peers.prefill_nodes": (source.leader.address,)})
+    wait_for(another.joined, "joined")
+    hand_over(source, another, "next")
+
+
+def test_the_prefill_side_goes_away(pair: Pair) -> None:
+    source, decode = pair(None, {"tp_size": 2, "limits.meet_timeout_s": 0.5})
+    begun(source, decode)
+    began = time.monotonic()
+    source.close()
+    assert "lost" in decode.settled("b").failure or "is" in decode.settled("b").failure
+    assert time.monotonic() - began < 15
+    decode.assert_idle()
+
+
+def test_a_prefill_node_that_nobody_has_set(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.want("b", "t", "127.0.0.1:9", PROMPT)
+    assert "127.0.0.1:9, which is not in peers.prefill_nodes" in decode.wait_until_failed("b")
+    decode.leader.cancel("b", "computed here")
+    hand_over(source, decode, "next")
+
+
+def test_models_that_differ_are_never_joined(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    source = start(SOURCE, model="one")
+    decode = start(
+        TARGET, model="another", settings={"peers.prefill_nodes": (source.leader.address,), "limits.meet_timeout_s": 0.3}
+    )
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    reason = decode.wait_until_failed("b")
+    assert "model name: one != another" in reason, reason
+
+
+def test_two_instances_of_one_name(start: Start) -> None:
+    start(SOURCE, name="the-same")
+    with pytest.raises(ConfigError, match="instance 'the-same' has a leader already"):
+        start(SOURCE, name="the-same")
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    from kvferry.engines.hosted_leader import HostedLeader
+    from transfer.config import HostedConfig
+
+    leader = HostedLeader(HostedConfig(tls={"insecure": 1}), instance="alone", num_ranks=2, sides=SOURCE)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(ConfigError, match=r"ranks \[0, 1\] of the engine have not come within 0.2 s"):
+            leader.start(timeout_s=0.2)
+    finally:
+        leader.close()

@@ -1,0 +1,155 @@
+"""The KV of prompts from an engine that schedules by itself into another one, both with a kvferry that they host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from decode_node.target_rank import Settled
+from decode_node.target_requests import PromptState
+from kvferry.engines.hosted import SOURCE, TARGET
+from prefill_node.source_rank import Free, Wanted
+from tests.hosted.conftest import Start
+from tests.hosted.instances import PAGES, Instance, prompt_of, target, wait_for
+
+Pair = Callable[..., tuple[Instance, Instance]]
+PROMPT = prompt_of(100)
+FROM = list(range(7))
+TO = list(range(PAGES - 1, PAGES - 8, -1))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "page_size"), [(1, 1, 16), (2, 1, 24), (1, 2, 16), (4, 2, 8)])
+def test_a_prompt_that_is_fetched_while_it_is_computed(pair: Pair, prefill_tp: int, decode_tp: int, page_size: int) -> None:
+    source, decode = pair({"tp_size": prefill_tp}, {"tp_size": decode_tp, "page_size": page_size})
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 40)
+    decode.wait_until_ready("b")
+    pages = list(range(PAGES - 1, PAGES - 1 - -(-len(PROMPT) // page_size), -1))
+    decode.leader.bind("b", [pages])
+    source.compute("a", FROM, PROMPT, 40, 90)
+    source.compute("a", FROM, PROMPT, 90, 100)
+    source.finish("a")
+    assert decode.settled("b") == Settled(name="b", failure="", note=b"")
+    decode.assert_has(pages, PROMPT)
+    assert source.freed("a") == Free(name="a", failure="")
+    assert source.heard("a", Wanted) == Wanted(name="a", start_token=0)
+    source.assert_idle()
+    decode.assert_idle()
+
+
+def test_a_prompt_that_is_fetched_once_it_is_computed(pair: Pair) -> None:
+    source, decode = pair({"tp_size": 2})
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a", note=b"what one engine tells the other")
+    decode.leader.want("b", "t", source.leader.address, PROMPT, needs_note=True)
+    decode.wait_until_ready("b")
+    decode.leader.bind("b", [TO])
+    assert decode.settled("b").note == b"what one engine tells the other"
+    decode.assert_has(TO, PROMPT)
+    assert source.freed("a").failure == ""
+
+
+def test_pages_are_bound_before_the_prefill_side_is_asked(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.bind("b", [TO])
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    assert decode.settled("b").failure == ""
+    decode.assert_has(TO, PROMPT)
+
+
+def test_only_what_the_decode_side_lacks_is_sent(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.want("b", "t", source.leader.address, PROMPT, start_token=48)
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    decode.wait_until_ready("b")
+    shared = [0, 1, 2]  # pages of an earlier prompt with the same beginning
+    decode.leader.bind("b", [[*shared, *TO[3:]]])
+    assert decode.settled("b").failure == ""
+    decode.assert_has([*shared, *TO[3:]], PROMPT, begin=48)
+    for pool in decode.pools:
+        assert not pool.buffer(0, is_v=False)[shared].any(), "a page before the start was touched"
+
+
+def test_a_waiting_prompt_holds_nothing_of_the_decode_side(pair: Pair) -> None:
+    source, decode = pair()
+    source.leader.offer("a", "t", PROMPT)
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    source.heard("a", Wanted)
+    view = decode.leader.view("b")
+    assert view is not None and view.state is PromptState.WAITING, "the engine has not begun the prompt"
+    source.leader.begin("a")
+    decode.wait_until_ready("b")
+
+
+def test_many_prompts_at_once(pair: Pair) -> None:
+    source, decode = pair({"tp_size": 2, "page_size": 8}, {"page_size": 16, "ring.capacity_bytes": 1 << 16})
+    prompts = {f"p{number}": prompt_of(3 + 5 * number, number) for number in range(8)}
+    taken_from, taken_to, free_from, free_to = {}, {}, list(range(PAGES)), list(range(PAGES))
+    for name, prompt in prompts.items():
+        taken_from[name] = [free_from.pop() for _ in range(-(-len(prompt) // 8))]
+        taken_to[name] = [free_to.pop(0) for _ in range(-(-len(prompt) // 16))]
+        decode.leader.want(name, name, source.leader.address, prompt)
+    for name, prompt in reversed(prompts.items()):
+        source.leader.offer(name, name, prompt)
+        source.leader.begin(name)
+        source.compute(name, taken_from[name], prompt, 0, len(prompt))
+        source.finish(name)
+    for name in prompts:
+        decode.wait_until_ready(name)
+        decode.leader.bind(name, [taken_to[name]])
+    for name, prompt in prompts.items():
+        assert decode.settled(name).failure == ""
+        decode.assert_has(taken_to[name], prompt)
+        assert source.freed(name).failure == ""
+    source.assert_idle()
+    decode.assert_idle()
+
+
+def test_an_instance_that_is_both_sides(start: Start) -> None:
+    source = start(SOURCE)
+    both = start(SOURCE | TARGET, settings={"peers.prefill_nodes": (source.leader.address,)})
+    wait_for(both.joined, "joined")
+    last = target(both)
+    try:
+        source.leader.offer("a", "t", PROMPT)
+        source.leader.begin("a")
+        source.compute("a", FROM, PROMPT, 0, 100)
+        source.finish("a")
+        both.leader.want("b", "t", source.leader.address, PROMPT)
+        both.leader.bind("b", [TO])
+        assert both.settled("b").failure == ""
+        both.leader.offer("c", "u", PROMPT)
+        both.leader.begin("c")
+        both.compute("c", TO, PROMPT, 0, 100)
+        both.finish("c")
+        last.leader.want("d", "u", both.leader.address, PROMPT)
+        last.leader.bind("d", [FROM])
+        assert last.settled("d").failure == ""
+        last.assert_has(FROM, PROMPT)
+        assert both.freed("c").failure == ""
+    finally:
+        last.close()
+
+
+def test_a_prefill_node_that_only_the_request_names(start: Start) -> None:
+    source, decode = start(SOURCE), start(TARGET, settings={"join_on_request": True})
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.bind("b", [TO])
+    assert decode.settled("b").failure == ""
+    decode.assert_has(TO, PROMPT)
