@@ -32,8 +32,8 @@ from typing import IO, Any, Final
 
 import structlog
 
-from decode_node.target_leader import TargetLeader
 from decode_node.target_requests import PromptState, PromptView
+from decode_node.target_service import TargetLeader
 from kvferry.engines.hosted import (
     CLOSE_TIMEOUT_S,
     CODEC,
@@ -54,8 +54,8 @@ from node_runtime.open_files import raise_open_files
 from node_runtime.rank_link import LeaderLink
 from node_runtime.rank_report import RankHello, RankReport, RankStartFailed
 from node_runtime.supervisor import check_alike
-from prefill_node.source_leader import SourceLeader
 from prefill_node.source_requests import Transfer
+from prefill_node.source_service import SourceLeader
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.registry.server import RegistryServer, host_port, serve

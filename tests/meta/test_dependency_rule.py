@@ -117,7 +117,13 @@ FOREIGN: dict[str, Foreign] = {
     ),
     "pydantic": Foreign(
         distribution="pydantic",
-        allowed=("transfer/messages.py", "transfer/config/*", "transfer/load_config.py", "node_runtime/*link*.py"),
+        allowed=(
+            "transfer/messages.py",
+            "transfer/config/*",
+            "transfer/load_config.py",
+            "node_runtime/*link*.py",
+            "kvferry/engines/*_settings.py",
+        ),
     ),
     "pydantic_settings": Foreign(distribution="pydantic-settings", allowed=("*config.py",)),
     "rich": Foreign(distribution="rich", allowed=CLI_FILES),

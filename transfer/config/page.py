@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
+from transfer.config.hosted import HostedConfig
 from transfer.config.nodes import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
 from transfer.config.section import ENVIRONMENT_PREFIX, settings
 from transfer.config.values import parse_size
@@ -33,10 +34,14 @@ def configuration_page() -> str:
         ("Both nodes", NodeConfig),
         ("prefill-node", PrefillNodeConfig),
         ("decode-node", DecodeNodeConfig),
+        ("Inside an engine", HostedConfig),
     ):
-        lines += ["", f"## {title}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        lines += ["", f"## {title}", ""]
+        if config_type is HostedConfig:
+            lines += ["Where an engine hosts kvferry (docs/engines.md); the environment is read there, too.", ""]
+        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for path, field in settings(config_type):
-            if config_type is NodeConfig or path not in common:
+            if config_type in (NodeConfig, HostedConfig) or path not in common:
                 lines.append(f"| `{path}` | {_type_text(field)} | {_default_text(field)} | {field.description} |")
     return "\n".join(lines) + "\n"
 
