@@ -1,0 +1,54 @@
+"""What the vLLM connector is configured with, and the vLLM that it accepts."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.engines.hosted import SOURCE, TARGET
+from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
+from transfer.errors import ConfigError
+
+
+def test_settings_are_nested_or_by_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_RING__CAPACITY_BYTES", "1MiB")
+    config = vllm_settings({"tls": {"insecure": 1}, "server.port": 7001, "api_url": "http://127.0.0.1:8000"}, device="cuda")
+    assert (config.tls.insecure, config.server.port, config.ring.capacity_bytes, config.device) == (1, 7001, 1 << 20, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"ring": {"capacity": "1MiB"}}, "ring.capacity is no setting .from kv_connector_extra_config.*ring.capacity_bytes"),
+        ({"kv_port": 7001}, "kv_port is no setting .from kv_connector_extra_config"),
+        ({"server": {"port": "many"}}, "server.port is 'many' .from kv_connector_extra_config"),
+        ({"transport": {"name": "inproc"}}, "transport.name is inproc"),
+        ({"limits": {"max_step_tokens": 7}}, "limits.max_step_tokens is no setting .*of a connector; it is one of prefill-node"),
+        ({"chunk": 5}, "chunk is 5 .from kv_connector_extra_config"),
+    ],
+)
+def test_what_is_wrong_is_named(extra: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        vllm_settings(extra, device="cpu")
+
+
+@pytest.mark.parametrize(("role", "sides"), [("kv_producer", SOURCE), ("kv_consumer", TARGET), ("kv_both", SOURCE | TARGET)])
+def test_roles(role: str, sides: object) -> None:
+    assert sides_of(role) == sides
+
+
+@pytest.mark.parametrize("role", [None, "", "producer"])
+def test_a_role_that_is_none(role: str | None) -> None:
+    with pytest.raises(ConfigError, match="it must be one of kv_producer, kv_consumer, kv_both"):
+        sides_of(role)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+g123", "0.33.0", "0.33.5rc1"])
+def test_versions_that_it_was_made_for(version: str) -> None:
+    check_version(version, allow_untested=False)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_unless_they_are_allowed(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"vLLM is .*; this connector was written for 0.32 to 0.33: .* allow_untested_vllm"):
+        check_version(version, allow_untested=False)
+    check_version(version, allow_untested=True)

@@ -1,0 +1,329 @@
+"""Both parts of the vLLM connector, called as vLLM 0.32 calls them, with real kvferries behind them and no vLLM.
+
+What its scheduler and workers hand over are plain objects with the attributes that its own have; tests/vllm runs the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from decode_node.target_requests import PromptState
+from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
+from kvferry.engines.vllm_worker import Results, WorkerSide
+from tests.hosted.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
+
+Pair = Callable[..., tuple[Instance, Instance]]
+PROMPT = prompt_of(100)
+
+
+class Vllm:
+    """The connector's parts in an engine: one scheduler, a worker for each rank, steps between them."""
+
+    def __init__(self, instance: Instance, *, recomputes: bool = True) -> None:
+        self.instance = instance
+        self.scheduler = SchedulerSide(instance.leader, tables, engine_id="engine-1", recomputes=recomputes)
+        self.workers = [WorkerSide(rank, tables) for rank in instance.ranks]
+        self.free = list(range(1, PAGES))  # block 0 is the null block
+        self.computed: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.results = [Results() for _ in self.workers]
+
+    def request(self, name: str, prompt: Sequence[int], params: dict[str, Any] | None) -> Any:
+        request = SimpleNamespace(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            kv_transfer_params=params,
+            num_computed_tokens=0,
+            output_token_ids=[],
+            status="RUNNING",
+        )
+        self.scheduler.added(request)
+        return request
+
+    def take(self, name: str, num_tokens: int) -> list[int]:
+        """New blocks, for the request's first tokens up to there."""
+        owned = self.blocks.setdefault(name, [])
+        new = [self.free.pop(0) for _ in range(-(-num_tokens // self.instance.page_size) - len(owned))]
+        owned.extend(new)
+        return new
+
+    def step(self, request: Any = None, num_tokens: int = 0, *, is_resumed: bool = False, preempted: Sequence[str] = ()) -> None:
+        """One step of the engine: the request's next tokens, if any; preempted ones lose their blocks before."""
+        scheduled = SimpleNamespace(
+            preempted_req_ids=set(preempted) or None,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()),
+            num_scheduled_tokens={},
+        )
+        if request is not None:
+            name, begin = request.request_id, request.num_computed_tokens
+            is_new = name not in self.blocks
+            new = self.take(name, begin + num_tokens)
+            if is_new and not is_resumed:
+                self.scheduler.allocated(request, (self.blocks[name],), 0)
+                scheduled.scheduled_new_reqs.append(SimpleNamespace(req_id=name, block_ids=(new,), num_computed_tokens=begin))
+            else:
+                cached = scheduled.scheduled_cached_reqs
+                cached.req_ids.append(name)
+                cached.new_block_ids.append((new,) if new else None)
+                cached.num_computed_tokens.append(begin)
+                if is_resumed:
+                    cached.resumed_req_ids.add(name)
+            scheduled.num_scheduled_tokens[name] = num_tokens
+        plan: StepPlan = self.scheduler.plan(scheduled)
+        for worker in self.workers:
+            worker.preempt(plan)
+        if request is not None:
+            self._compute(request, num_tokens)
+        for worker, results in zip(self.workers, self.results, strict=True):
+            worker.computed(plan)
+            found = worker.results()
+            results.sent |= found.sent
+            results.received |= found.received
+            results.failed |= found.failed
+        self.scheduler.received(sorted(self.results[0].received))
+
+    def _compute(self, request: Any, num_tokens: int) -> None:
+        begin = request.num_computed_tokens
+        end = request.num_computed_tokens = begin + num_tokens
+        slots = slots_of(self.blocks[request.request_id], range(begin, end), self.instance.page_size)
+        for pool in self.instance.pools:
+            heads = pool.shard.heads(4)
+            for layer in range(4):
+                k, v = kv_of(request.prompt_token_ids, layer)
+                mine = slice(heads.begin, heads.end)
+                pool.write(layer, slots, k[begin:end, mine], v[begin:end, mine])
+
+    def preempt(self, request: Any) -> None:
+        self.free = [*self.blocks.pop(request.request_id), *self.free]  # the very next to be used
+        request.num_computed_tokens = 0
+
+    def end(self, request: Any, *, is_done: bool = True) -> tuple[bool, dict[str, Any] | None]:
+        request.status = "FINISHED_LENGTH_CAPPED" if is_done else "FINISHED_ABORTED"
+        if is_done:
+            request.output_token_ids = [7]
+        return self.scheduler.finished(request, is_done=is_done)
+
+    def wait_for(self, kind: str, name: str) -> None:
+        """Step until every worker has told that of the request."""
+
+        def look() -> bool:
+            self.step()
+            return all(name in getattr(results, kind) for results in self.results)
+
+        wait_for(look, f"{name} is {kind}")
+
+    def matched(self, request: Any, num_computed: int = 0) -> tuple[int, bool]:
+        """As the scheduler asks, step for step, until it is told."""
+
+        def look() -> tuple[int, bool] | None:
+            self.step()
+            num, is_async = self.scheduler.matched(request, num_computed)
+            return None if num is None else (num, is_async)
+
+        return wait_for(look, f"it is told what comes for {request.request_id}")
+
+
+def tables(blocks: Sequence[Sequence[int]]) -> Sequence[list[int]]:
+    return [list(table) for table in blocks]
+
+
+def send(prefill: Vllm, name: str, prompt: Sequence[int], **params: Any) -> dict[str, Any]:
+    """Have the prefill side compute a prompt in three steps; returns what its answer carries."""
+    request = prefill.request(name, prompt, {"do_remote_decode": True, "do_remote_prefill": False} | params)
+    third = len(prompt) // 3
+    for num_tokens in (third, third, len(prompt) - 2 * third):
+        prefill.step(request, num_tokens)
+    is_held, answer = prefill.end(request)
+    assert is_held and answer is not None
+    return answer
+
+
+def receive(decode: Vllm, name: str, prompt: Sequence[int], params: dict[str, Any]) -> list[int]:
+    """Have the decode side fetch it; returns its blocks."""
+    request = decode.request(name, prompt, dict(params))
+    assert decode.matched(request) == (len(prompt), True)
+    decode.take(name, len(prompt))
+    decode.scheduler.allocated(request, (decode.blocks[name],), len(prompt))
+    decode.wait_for("received", name)
+    assert decode.scheduler.matched(request, 0) == (0, False), "it is not fetched twice"
+    return decode.blocks[name]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_a_request_goes_from_one_to_the_other(pair: Pair, prefill_tp: int, decode_tp: int) -> None:
+    source, target = pair({"tp_size": prefill_tp}, {"tp_size": decode_tp, "page_size": 24})
+    prefill, decode = Vllm(source), Vllm(target)
+    params = send(prefill, "a", PROMPT)
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": params["transfer_id"],
+        "remote_address": source.leader.address,
+        "remote_engine_id": "engine-1",
+    }
+    blocks = receive(decode, "b", PROMPT, params)
+    target.assert_has(blocks, PROMPT)
+    prefill.wait_for("sent", "a")
+    assert not any(results.failed for results in decode.results)
+    source.assert_idle()
+    target.assert_idle()
+
+
+def test_both_are_asked_at_once(pair: Pair) -> None:
+    source, target = pair({"tp_size": 2})
+    prefill, decode = Vllm(source), Vllm(target)
+    request = decode.request(
+        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
+    )
+    decode.step()
+    assert decode.scheduler.matched(request, 0) == (None, False), "nothing is held here while the other side has not begun"
+    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.step(theirs, 40)
+    assert decode.matched(request) == (100, True)
+    decode.take("b", 100)
+    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    prefill.step(theirs, 60)
+    prefill.end(theirs)
+    decode.wait_for("received", "b")
+    target.assert_has(decode.blocks["b"], PROMPT)
+    prefill.wait_for("sent", "a")
+
+
+def test_what_the_decode_side_has_in_its_prefix_cache_is_not_sent(pair: Pair) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source), Vllm(target)
+    params = send(prefill, "a", PROMPT)
+    request = decode.request("b", PROMPT, dict(params))
+    assert decode.scheduler.matched(request, 32) == (None, False)
+    assert decode.matched(request, 48) == (52, True), "more of it is here than at first"
+    decode.take("b", 100)
+    decode.scheduler.allocated(request, (decode.blocks["b"],), 52)
+    decode.wait_for("received", "b")
+    target.assert_has(decode.blocks["b"], PROMPT, begin=48)
+    assert not any(pool.buffer(0, is_v=False)[decode.blocks["b"][:3]].any() for pool in target.pools)
+    prefill.wait_for("sent", "a")
+
+
+def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair: Pair) -> None:
+    source, target = pair({"tp_size": 2})
+    prefill, decode = Vllm(source), Vllm(target)
+    request = decode.request(
+        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
+    )
+    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.step(theirs, 64)
+    assert decode.matched(request) == (100, True)
+    decode.take("b", 100)
+    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    prefill.preempt(theirs)
+    other = prefill.request("other", prompt_of(90, 5), None)
+    prefill.step(other, 90, preempted=["a"])  # into the same blocks
+    prefill.step(theirs, 70, is_resumed=True)
+    prefill.step(theirs, 30)
+    prefill.end(theirs)
+    decode.wait_for("received", "b")
+    assert not decode.results[0].failed
+    target.assert_has(decode.blocks["b"], PROMPT)
+    prefill.wait_for("sent", "a")
+
+
+def test_the_prefill_side_aborts_and_the_decode_side_computes_it(pair: Pair) -> None:
+    source, target = pair({"tp_size": 2})
+    prefill, decode = Vllm(source), Vllm(target)
+    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.step(theirs, 40)
+    request = decode.request(
+        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
+    )
+    assert decode.matched(request) == (100, True)
+    decode.take("b", 100)
+    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    assert prefill.end(theirs, is_done=False) == (True, None), "its blocks may still be read"
+    prefill.wait_for("sent", "a")
+    decode.wait_for("received", "b")
+    assert all(results.failed == {"b"} for results in decode.results), "vLLM computes it, or fails it; it uses nothing of it"
+    late = decode.request("c", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address})
+    assert decode.matched(late) == (0, False), "what failed before it had blocks is computed here"
+    source.assert_idle()
+    target.assert_idle()
+
+
+def test_a_prompt_that_failed_before_it_had_blocks_ends_where_vllm_is_to_fail_it(pair: Pair) -> None:
+    source, target = pair({"settings": {"limits.meet_timeout_s": 0.2}})
+    decode = Vllm(target, recomputes=False)
+    request = decode.request(
+        "b", PROMPT, {"do_remote_prefill": True, "transfer_id": "never", "remote_address": source.leader.address}
+    )
+    assert decode.matched(request) == (100, True)
+    decode.take("b", 100)
+    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    decode.wait_for("received", "b")
+    assert decode.results[0].failed == {"b"}
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_its_kv(pair: Pair) -> None:
+    source, target = pair({"settings": {"limits.hold_s": 0.2}}, {"tp_size": 2})
+    prefill, decode = Vllm(source), Vllm(target)
+    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.step(theirs, 40)
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address}
+    request = decode.request("b", PROMPT, dict(params))
+    assert decode.matched(request) == (100, True)
+    decode.take("b", 100)
+    decode.scheduler.allocated(request, (decode.blocks["b"],), 100)
+    assert decode.end(request, is_done=False) == (False, None)
+    decode.wait_for("received", "b")  # its blocks are vLLM's again, and not before
+    unasked = decode.request("c", PROMPT, dict(params))
+    decode.scheduler.matched(unasked, 0)
+    decode.end(unasked, is_done=False)
+    wait_for(lambda: target.leader.view("c|1") is None, "it is forgotten")
+    prefill.step(theirs, 60)
+    prefill.end(theirs)
+    prefill.wait_for("sent", "a")
+    source.assert_idle()
+    target.assert_idle()
+
+
+def test_a_request_that_never_had_blocks_holds_none(pair: Pair) -> None:
+    source, _ = pair()
+    prefill = Vllm(source)
+    request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    assert prefill.end(request, is_done=False) == (False, None)
+    for _ in range(50):
+        prefill.step()
+    assert not prefill.results[0].sent, "vLLM has forgotten it, and would fail an assertion"
+    source.assert_idle()
+
+
+def test_requests_of_others_are_left_alone(pair: Pair) -> None:
+    source, _ = pair()
+    prefill = Vllm(source)
+    for params in (None, {}, {"some_other_connector": 1}):
+        request = prefill.request(f"a{params}", PROMPT, params)
+        assert prefill.scheduler.matched(request, 0) == (0, False)
+        prefill.step(request, 100)
+        assert prefill.end(request) == (False, None)
+    assert source.leader.is_idle
+
+
+@pytest.mark.parametrize("transfer_id", [17, "x" * 97, ["a"]])
+def test_a_transfer_id_that_cannot_be_is_not_taken(pair: Pair, transfer_id: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = pair()
+    prefill = Vllm(source)
+    request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": transfer_id})
+    prefill.step(request, 100)
+    assert prefill.end(request) == (False, None)
+    assert "transfer_id is" in "".join(capsys.readouterr())
+
+
+def test_the_view_of_a_wanted_prompt_is_there_at_once(pair: Pair) -> None:
+    _, target = pair()
+    target.leader.want("a|1", "x", "", PROMPT)
+    view = target.leader.view("a|1")
+    assert view is not None and view.state is PromptState.WAITING
+    target.leader.cancel("a|1", "enough")

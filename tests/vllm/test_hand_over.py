@@ -1,0 +1,138 @@
+"""Two vLLM instances of different TP degree, joined by the connector, the router in front: as one vLLM, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.vllm.answers import Answer, answer, answers, client
+from tests.vllm.commands import MODEL_NAME
+from tests.vllm.instances import assert_nothing_is_left, connector, kvferry_metrics, sample
+from tests.vllm.servers import Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    prefill: Server
+    decode: Server
+    router: Server  # asks both at once
+    one_by_one: Server  # decode after prefill
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=lambda cut: f"{cut[0]}to{cut[1]}")
+def pair(
+    request: pytest.FixtureRequest, vllm_server: Callable[..., Server], route: Callable[..., Server], model: Path
+) -> Iterator[Pair]:
+    prefill_tp, decode_tp = request.param
+    # Prompts are computed in many steps, so that there is a middle of them; of decode's blocks there are too few for all prompts.
+    prefill = vllm_server(
+        model,
+        tp=prefill_tp,
+        kv_transfer_config=connector("kv_producer"),
+        name=f"prefill-tp{prefill_tp}",
+        in_core=prefill_tp == 1,
+        args=["--max-num-batched-tokens", "128"],
+    )
+    decode = vllm_server(
+        model,
+        tp=decode_tp,
+        kv_transfer_config=connector("kv_consumer", {"join_on_request": True}),
+        name=f"decode-tp{decode_tp}",
+        in_core=decode_tp == 1,
+        args=["--num-gpu-blocks-override", "24"],
+    )
+    prefill.wait_ready()
+    decode.wait_ready()
+    router = route(prefill=[prefill], decode=[decode])
+    one_by_one = route(prefill=[prefill], decode=[decode], args=["--flow", "sequential"])
+    yield Pair(prefill=prefill, decode=decode, router=router.wait_ready(), one_by_one=one_by_one.wait_ready())
+
+
+def token_bytes(model: Path) -> int:
+    """KV of a token, in float32."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 2 * 4)
+
+
+def moved_bytes(server: Server) -> float:
+    return sample(kvferry_metrics(server), "kvferry_transferred_bytes_total")
+
+
+@pytest.mark.parametrize("flow", ["router", "one_by_one"])
+async def test_tokens_as_of_one_vllm(
+    pair: Pair, model: Path, prompts: Mapping[int, str], reference: Mapping[int, Answer], flow: str
+) -> None:
+    before = moved_bytes(pair.prefill), moved_bytes(pair.decode)
+    found = await answers(getattr(pair, flow).url, prompts.values())
+    assert dict(zip(prompts, found, strict=True)) == reference
+    assert_nothing_is_left(pair.prefill, pair.decode)
+    if flow == "router":
+        # Each token's KV once, and not a byte more; it is gathered once and scattered once, so the host copies each byte twice.
+        wanted = token_bytes(model) * sum(prompts)
+        await asyncio.sleep(1.0)  # what a rank says of itself is half a second old
+        assert moved_bytes(pair.prefill) - before[0] == wanted
+        assert moved_bytes(pair.decode) - before[1] == wanted
+        assert sample(kvferry_metrics(pair.prefill), "kvferry_resends_total") == 0
+
+
+async def test_streams_and_chats(pair: Pair, reference_server: Server) -> None:
+    messages = [{"role": "user", "content": "Where is the ferry, and when does it leave?"}]
+    texts = []
+    for url in (reference_server.url, pair.router.url):
+        async with client(url) as asking:
+            assert [one.id async for one in asking.models.list()] == [MODEL_NAME]
+            stream = await asking.chat.completions.create(  # type: ignore[call-overload]
+                model=MODEL_NAME, messages=messages, max_tokens=24, temperature=0, stream=True
+            )
+            texts.append("".join([part.choices[0].delta.content or "" async for part in stream if part.choices]))
+    assert texts[0] and texts[0] == texts[1]
+    assert_nothing_is_left(pair.prefill, pair.decode)
+
+
+async def test_clients_that_go_away(pair: Pair, prompts: Mapping[int, str], reference: Mapping[int, Answer]) -> None:
+    """At any moment of prefill, transfer and generation; what others ask at the same time is answered as ever."""
+
+    async def leave(after_s: float) -> None:
+        async with client(pair.router.url) as asking:
+            with contextlib.suppress(TimeoutError, openai.APIError):
+                async with asyncio.timeout(after_s):
+                    await answer(asking, prompts[600], max_tokens=300)
+
+    leaving = [leave(0.02 * step) for step in range(1, 25)]
+    steady = answers(pair.router.url, [prompts[length] for length in (33, 129, 300)])
+    *_, found = await asyncio.gather(*leaving, steady)
+    assert found == [reference[length] for length in (33, 129, 300)]
+    assert_nothing_is_left(pair.prefill, pair.decode)
+    (again,) = await answers(pair.router.url, [prompts[600]])
+    assert again == reference[600]
+
+
+async def test_the_prefill_server_is_killed(pair: Pair, prompts: Mapping[int, str], reference: Mapping[int, Answer]) -> None:
+    """Each request ends, with the right tokens or with an error that says so; decode goes on, and holds nothing."""
+
+    async def one(length: int) -> Answer | openai.APIError:
+        async with client(pair.router.url) as asking:
+            try:
+                return await answer(asking, prompts[length])
+            except openai.APIError as error:
+                return error
+
+    asked = list(prompts)[-8:]
+    asking = [asyncio.create_task(one(length)) for length in asked]
+    await asyncio.sleep(0.3)
+    pair.prefill.kill()
+    async with asyncio.timeout(100):
+        found = await asyncio.gather(*asking)
+    for length, what in zip(asked, found, strict=True):
+        assert isinstance(what, openai.APIStatusError) or what == reference[length], what
+    assert_nothing_is_left(pair.decode)
+    alone = await answers(pair.decode.url, [prompts[length] for length in (10, 300)])
+    assert alone == [reference[length] for length in (10, 300)], "without a prefill server it is a vLLM like any other"
