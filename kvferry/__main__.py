@@ -1,4 +1,4 @@
-"""`kvferry`: demo, model make, plan, generate, status, doctor. What a command needs is loaded only when it runs."""
+"""`kvferry`: demo, model make, plan, generate, status, route, doctor. What a command needs is loaded only when it runs."""
 
 from __future__ import annotations
 
@@ -240,6 +240,80 @@ def status(
     except TransferError as error:
         _fail("status", error)
     raise typer.Exit(run_until_signalled(lambda: run_status(target, security=security, is_json=json, is_watching=watch)))
+
+
+@app.command()
+def route(
+    prefill: Annotated[list[str] | None, typer.Option(metavar="URL", help="A vLLM prefill server, once for each.")] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A vLLM decode server (http://host:port), or a kvferry decode node (grpc://host:port), which knows its "
+            "prefill nodes by itself; once for each.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind, 0 for a free one.")] = 8000,
+    flow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="concurrent|sequential",
+            help="Ask both servers at once, where the prefill server's KV address is known (default), or decode after prefill.",
+        ),
+    ] = None,
+    retries: Annotated[int, typer.Option(help="Further tries of a request that fails before its first token.")] = 2,
+    max_requests: Annotated[int, typer.Option(help="Requests at once; more are answered with 503.")] = 1024,
+    max_body: Annotated[str, typer.Option(help="Largest body of a request, for example 16MiB.")] = "16MiB",
+    connect_timeout: Annotated[float, typer.Option(help="Seconds for a connection to a server.")] = 5.0,
+    health_interval: Annotated[float, typer.Option(help="Seconds from one health check of a server to the next.")] = 1.0,
+    lost_after: Annotated[
+        float, typer.Option(help="Seconds without a byte after which a request leaves a server whose health checks fail.")
+    ] = 30.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for the requests that run at SIGTERM or SIGINT.")] = 60.0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Hugging Face directory with the chat template, for kvferry decode nodes.")
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name of the model of kvferry decode nodes; by default that of --tokenizer, or kvferry.")
+    ] = None,
+    ready_file: Annotated[Path | None, typer.Option(help="Written once the router takes requests.")] = None,
+    config: ConfigFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    peer_name: PeerName = None,
+    insecure: Insecure = 0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+) -> None:
+    """Serve OpenAI's API in front of prefill and decode servers until SIGTERM or SIGINT. docs/engines.md."""
+    from kvferry.router.command import run_route
+    from kvferry.router.settings import router_settings
+
+    try:
+        settings = router_settings(
+            prefill=prefill or (),
+            decode=decode or (),
+            flow=flow,
+            max_body=max_body,
+            host=host,
+            port=port,
+            retries=retries,
+            max_requests=max_requests,
+            connect_timeout_s=connect_timeout,
+            health_interval_s=health_interval,
+            lost_after_s=lost_after,
+            drain_timeout_s=drain_timeout,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            ready_file=ready_file,
+        )
+        tls = {"file": config, "cert": tls_cert, "key": tls_key, "ca": tls_ca, "peer_names": peer_name, "insecure": insecure}
+        code = run_route(settings, tls=tls, log_level=log_level, log_format=log_format)
+    except TransferError as error:
+        _fail("route", error)
+    raise typer.Exit(code)
 
 
 @app.command()

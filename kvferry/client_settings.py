@@ -19,8 +19,8 @@ _OWN_VARIABLES: Final = f"{ENVIRONMENT_PREFIX}TLS__"
 
 def client_security(
     command: str,
-    target: str,
-    *,
+    *targets: str,
+    what: str = "--target",
     file: Path | None = None,
     cert: Path | None = None,
     key: Path | None = None,
@@ -28,11 +28,12 @@ def client_security(
     peer_names: Sequence[str] | None = None,
     insecure: int = 0,
 ) -> Security:
-    """How a command calls `target`; a warning about it is printed.
+    """How a command calls `targets`; a warning about it is printed.
 
     Args:
         command: Name of the command.
-        target: host:port of the node.
+        targets: host:port of each node.
+        what: The option that names them.
         file: YAML file with a section ``tls``.
         cert, key, ca, peer_names, insecure: Its flags; None, empty and 0: not given.
 
@@ -50,7 +51,8 @@ def client_security(
     config = load_config(ClientConfig, file=file, environment=environment, flags=flags)
     warning = check_plain_text(config)
     security = security_of(config)
-    security.check("--target", target)
+    for target in targets:
+        security.check(what, target)
     if warning is not None:
         print(f"kvferry {command}: warning: {warning}", file=sys.stderr)
     return security

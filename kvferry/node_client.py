@@ -136,3 +136,12 @@ class NodeClient:
                 "--tls-ca) instead of --insecure, or look at what listens there"
             )
         return error_of(error, peer=self.address)
+
+
+def is_refusal_of_caller(error: TransferError) -> bool:
+    """Whether a call failed because of who made it, not of what was asked for."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.aio.AioRpcError) and cause.code() in (
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+    )

@@ -28,7 +28,7 @@ def configure_logging(
 
     Args:
         config: Level and format.
-        role: "prefill" or "decode"; bound to every line.
+        role: "prefill", "decode" or "router"; bound to every line.
         rank: Of a rank process; a leader has none.
         incarnation: This life of the rank group, shown as 0x and 16 hex digits.
         stream: Standard error by default.

@@ -1,0 +1,1 @@
+"""`kvferry route`: an OpenAI-compatible front for prefill and decode servers."""

@@ -1,0 +1,243 @@
+"""The router's HTTP API: limits, answers, streams, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvferry.router.api import CHAT, COMPLETIONS, ApiError, Backend, Call, Head
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.openai_body import parse_body, prompt_tokens
+from kvferry.router.settings import RouterSettings
+
+log = structlog.get_logger(__name__)
+
+BODY_S: Final = 60.0
+"""How long a client may take to send its request's body."""
+
+_ENDPOINTS: Final = {COMPLETIONS: "completions", CHAT: "chat"}
+_PASSED_HEADERS: Final = ("Authorization", "traceparent", "tracestate")
+_REQUEST_ID: Final = "X-Request-Id"
+_GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,96}")
+
+
+class RouterApp:
+    """Serves a `Backend`. Owned by one loop; the server must cancel handlers whose client has gone (`handler_cancellation`)."""
+
+    def __init__(self, backend: Backend, settings: RouterSettings, metrics: RouterMetrics) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._metrics = metrics
+        self._running: set[_Reply] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+
+    def application(self) -> web.Application:
+        """The application to run."""
+        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[_errors_as_json])
+        app.add_routes(
+            [
+                web.post(COMPLETIONS, self._generate),
+                web.post(CHAT, self._generate),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/readyz", self._readyz),
+                web.get("/metrics", self._serve_metrics),
+            ]
+        )
+        return app
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> int:
+        """Take no new requests and wait for those that run; then, or at `hurry`, cut off the rest, and return how many."""
+        self._is_draining = True
+        waits = [asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(hurry.wait())]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        cut_off = list(self._running)
+        for reply in cut_off:
+            with contextlib.suppress(RuntimeError):  # it is past its answer already
+                reply.timeout.reschedule(asyncio.get_running_loop().time())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):  # to say so to their clients, some of which may not read
+                await self._idle.wait()
+        return len(cut_off)
+
+    # Requests to generate
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        endpoint = _ENDPOINTS[request.path]
+        if self._is_draining or len(self._running) >= self._settings.max_requests:
+            self._metrics.request_refused(endpoint)
+            reason = "the router is shutting down" if self._is_draining else (
+                f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
+            )  # fmt: skip
+            raise ApiError(503, reason, retry_after_s=1)
+        reply, outcome = _Reply(request), "failed"
+        self._running.add(reply)
+        self._idle.clear()
+        self._metrics.request_began()
+        try:
+            response = await self._answered(request, reply)
+            outcome = _outcome(response.status) if not reply.is_cut_off else "failed"
+            return response
+        except (ApiError, web.HTTPException) as error:
+            outcome = _outcome(error.status)
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            outcome = "disconnected"
+            raise
+        finally:
+            self._running.discard(reply)
+            if not self._running:
+                self._idle.set()
+            self._metrics.request_ended(endpoint, outcome)
+
+    async def _answered(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
+        try:
+            try:
+                async with reply.timeout:
+                    return await self._answer(request, reply)
+            except TimeoutError:
+                if not reply.timeout.expired():
+                    raise
+                raise ApiError(503, "the router has shut down", retry_after_s=1) from None
+        except ApiError as error:
+            if reply.stream is None:
+                raise
+            return await reply.cut_off(error)
+
+    async def _answer(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
+        arrived_s = time.monotonic()
+        given_id = request.headers.get(_REQUEST_ID, "")
+        request_id = request[_REQUEST_ID] = given_id if _GOOD_ID.fullmatch(given_id) else secrets.token_hex(8)
+        body = parse_body(await _content_of(request))
+        call = Call(
+            path=request.path,
+            body=body,
+            headers=_passed_headers(request) | {_REQUEST_ID: request_id},
+            request_id=request_id,
+            prompt_tokens=prompt_tokens(request.path, body),
+        )
+        async with contextlib.aclosing(self._backend.answer(call)) as parts:
+            head = await anext(parts)
+            assert isinstance(head, Head)
+            first_part: Head | bytes = await anext(parts)
+            assert isinstance(first_part, bytes)
+            self._metrics.first_part(time.monotonic() - arrived_s)
+            if not head.is_stream:
+                return _whole(head, first_part)
+            await reply.write(head, first_part)
+            async for part in parts:
+                assert isinstance(part, bytes)
+                await reply.write(head, part)
+        return await reply.end()
+
+    # Everything else
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _whole(*await self._backend.models(_passed_headers(request)))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        state = self._backend.readiness()
+        if self._is_draining or not state.is_ready:
+            return web.Response(text=f"{'the router is draining' if self._is_draining else state.reason}\n", status=503)
+        return web.Response(text="ready\n")
+
+    async def _serve_metrics(self, _: web.Request) -> web.Response:
+        page = self._metrics.render(self._backend.num_servers())
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class _Reply:
+    """What one client has been sent of a stream."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.timeout = asyncio.timeout(None)
+        self.stream: web.StreamResponse | None = None
+        self.is_cut_off = False
+        self._request = request
+
+    async def write(self, head: Head, part: bytes) -> None:
+        """The next part; the head goes out before the first."""
+        if self.stream is None:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", _REQUEST_ID: self._request[_REQUEST_ID]}
+            self.stream = web.StreamResponse(status=head.status, headers=headers)
+            self.stream.content_type, self.stream.charset = head.content_type, "utf-8"
+            await self.stream.prepare(self._request)
+        await self.stream.write(part)
+
+    async def end(self) -> web.StreamResponse:
+        assert self.stream is not None
+        await self.stream.write_eof()
+        return self.stream
+
+    async def cut_off(self, error: ApiError) -> web.StreamResponse:
+        """End a stream that had begun, and say that it is not whole."""
+        assert self.stream is not None
+        self.is_cut_off = True
+        log.error("stream_cut_off", request_id=self._request[_REQUEST_ID], reason=error.message)
+        await self.stream.write(error.event())
+        return await self.end()
+
+
+def _outcome(status: int) -> str:
+    return "done" if status < 400 else "client_error" if status < 500 else "failed"
+
+
+def _passed_headers(request: web.Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in _PASSED_HEADERS if name in request.headers}
+
+
+async def _content_of(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
+
+
+def _whole(head: Head, content: bytes) -> web.Response:
+    headers = {"Content-Type": head.content_type}
+    if head.retry_after is not None:
+        headers["Retry-After"] = head.retry_after
+    return web.Response(status=head.status, body=content, headers=headers)
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Errors in OpenAI's shape, and every whole answer with its request's id."""
+    try:
+        response = await handler(request)
+    except ApiError as error:
+        retry_after = str(error.retry_after_s) if error.retry_after_s is not None else None
+        response = _whole(Head(status=error.status, retry_after=retry_after), error.body())
+    except web.HTTPException as error:
+        text = f"{request.method} {request.path}: {error.reason}"
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            text = error.text or text
+        response = _whole(Head(status=error.status), ApiError(error.status, text).body())
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+    if not response.prepared and _REQUEST_ID in request:
+        response.headers[_REQUEST_ID] = request[_REQUEST_ID]
+    return response

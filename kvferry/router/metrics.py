@@ -1,0 +1,104 @@
+"""Every metric of the router, declared once: name, kind, labels, unit and meaning. No client or server ever is a label."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from transfer.metrics import TOKEN_BUCKETS_S, MetricSpec
+
+ENDPOINTS: Final = ("completions", "chat")
+OUTCOMES: Final = ("done", "client_error", "failed", "disconnected", "refused")
+FAILURES: Final = ("unreachable", "status", "broken", "lost", "stale")
+ALONE: Final = ("several_prompts", "several_choices", "prompt_logprobs", "truncation")
+
+
+def _spec(kind: str, name: str, help_text: str, *labels: str, buckets: tuple[float, ...] = ()) -> MetricSpec:
+    return MetricSpec(name=f"kvferry_router_{name}", kind=kind, help=help_text, labels=labels, buckets=buckets)
+
+
+ROUTER_METRICS: Final = (
+    _spec("counter", "requests", "Requests to generate that ended, by endpoint and outcome.", "endpoint", "outcome"),
+    _spec("gauge", "running_requests", "Requests to generate that are under way."),
+    _spec("counter", "retries", "Tries of requests after their first, all before the first token."),
+    _spec("counter", "flows", "Tries by flow: concurrent, sequential, alone (decode without prefill), or node (kvferry).", "flow"),
+    _spec("counter", "decode_alone", "Requests whose prompt the decode server computed, by why it had to.", "reason"),
+    _spec("counter", "prefills_without_kv", "Prompts that a prefill server computed without saying where their KV is."),
+    _spec("histogram", "prefill_seconds", "Seconds until a prefill server had answered.", buckets=TOKEN_BUCKETS_S),
+    _spec("histogram", "time_to_first_token_seconds", "Seconds from a request's arrival to the first part of its answer.",
+          buckets=TOKEN_BUCKETS_S),
+    _spec("gauge", "servers", "Servers by tier and state: healthy, open (left out for a while), unhealthy, unfit.",
+          "tier", "state"),
+    _spec("counter", "server_failures", "Tries that a server failed, by tier and reason.", "tier", "reason"),
+    _spec("counter", "breaker_openings", "Times that a server's circuit breaker opened.", "tier"),
+)  # fmt: skip
+
+_KINDS: Final = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+
+
+class RouterMetrics:
+    """What the router counts, and the page that it serves. Owned by its loop."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._by_name: dict[str, Any] = {}
+        for spec in ROUTER_METRICS:
+            options: dict[str, Any] = {"buckets": spec.buckets} if spec.buckets else {}
+            self._by_name[spec.name.removeprefix("kvferry_router_")] = _KINDS[spec.kind](
+                spec.name, spec.help, spec.labels, registry=self._registry, **options
+            )
+        for endpoint in ENDPOINTS:
+            for outcome in OUTCOMES:
+                self._by_name["requests"].labels(endpoint=endpoint, outcome=outcome)
+
+    def request_began(self) -> None:
+        self._by_name["running_requests"].inc()
+
+    def request_ended(self, endpoint: str, outcome: str) -> None:
+        """A request that had begun is over."""
+        self._by_name["running_requests"].dec()
+        self._by_name["requests"].labels(endpoint=endpoint, outcome=outcome).inc()
+
+    def request_refused(self, endpoint: str) -> None:
+        """There was no room for a request, or the router is draining."""
+        self._by_name["requests"].labels(endpoint=endpoint, outcome="refused").inc()
+
+    def first_part(self, seconds: float) -> None:
+        """This long after its arrival the first part of a request's answer is there."""
+        self._by_name["time_to_first_token_seconds"].observe(seconds)
+
+    def retried(self) -> None:
+        self._by_name["retries"].inc()
+
+    def try_began(self, flow: str) -> None:
+        """A try begins: "concurrent", "sequential", "alone" or "node"."""
+        self._by_name["flows"].labels(flow=flow).inc()
+
+    def decode_alone(self, reason: str) -> None:
+        self._by_name["decode_alone"].labels(reason=reason).inc()
+
+    def prefill_answered(self, seconds: float, *, has_kv: bool) -> None:
+        """A prefill server has answered; `has_kv`: and said where the KV is."""
+        self._by_name["prefill_seconds"].observe(seconds)
+        if not has_kv:
+            self._by_name["prefills_without_kv"].inc()
+
+    def server_failed(self, tier: str, reason: str) -> None:
+        self._by_name["server_failures"].labels(tier=tier, reason=reason).inc()
+
+    def breaker_opened(self, tier: str) -> None:
+        self._by_name["breaker_openings"].labels(tier=tier).inc()
+
+    def render(self, servers: Mapping[tuple[str, str], int]) -> bytes:
+        """The exposition text.
+
+        Args:
+            servers: How many there are, by tier and state.
+        """
+        for (tier, state), number in servers.items():
+            self._by_name["servers"].labels(tier=tier, state=state).set(number)
+        page: bytes = generate_latest(self._registry)
+        return page

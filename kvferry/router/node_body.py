@@ -1,0 +1,175 @@
+"""An OpenAI request as one of a kvferry decode node, and what such a node cannot do, by name. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvferry.router.api import CHAT, ApiError
+from transfer.pb import kvferry_pb2 as pb
+
+COMPLETION_TOKENS: Final = 16
+"""`max_tokens` of a completion that says none, as in OpenAI's API."""
+
+CHAT_TOKENS: Final = 256
+"""`max_tokens` of a chat that says none. vLLM goes on to the end of the context, which a router does not know."""
+
+_UINT32: Final = 2**32 - 1
+
+# What a node does anyway: only these values are taken, and null.
+_FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "stop": ([], ""),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "return_token_ids": (False,),
+}
+# These change no token.
+_OF_NO_EFFECT: Final = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "session_id"}
+)
+_TAKEN: Final = frozenset(
+    {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "ignore_eos"}
+)
+_OF_COMPLETIONS: Final = frozenset({"prompt"})
+_OF_CHATS: Final = frozenset({"messages", "max_completion_tokens", "chat_template_kwargs"})
+
+
+def check_fields(path: str, body: Mapping[str, Any]) -> None:
+    """Raises:
+    ApiError: A field asks for what a decode node cannot do, or is unknown.
+    """
+    known = _TAKEN | (_OF_CHATS if path == CHAT else _OF_COMPLETIONS)
+    for name, value in body.items():
+        if name in known or name in _OF_NO_EFFECT or value is None:
+            continue
+        if name not in _FIXED:
+            raise ApiError(400, f"{name} is not known to a kvferry decode node", param=name)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in _FIXED[name]):
+            only = " or ".join(json.dumps(one) for one in _FIXED[name])
+            raise ApiError(400, f"{name} is {_shown(value)}; a kvferry decode node can do {only} only", param=name)
+
+
+def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
+    """The one prompt of a completion, text or token ids.
+
+    Raises:
+        ApiError: There is none, or more than one.
+    """
+    given = body.get("prompt")
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        if len(given) > 1:
+            raise ApiError(400, f"prompt has {len(given)} prompts; a kvferry decode node takes one a request", param="prompt")
+        given = given[0]
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list) and given and all(_is_int(one) and 0 <= one <= _UINT32 for one in given):
+        return given
+    raise ApiError(400, f"prompt is {_shown(given)}; it must be text, or a list of token ids from 0", param="prompt")
+
+
+def generate_request(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> pb.GenerateRequest:
+    """The node's request.
+
+    Args:
+        prompt: Text, or token ids.
+
+    Raises:
+        ApiError: A value is out of range.
+    """
+    temperature = _number(body, "temperature", 1.0, least=0.0)
+    seed = _integer(body, "seed", None, least=0, most=2**63 - 1)
+    default = CHAT_TOKENS if path == CHAT else COMPLETION_TOKENS
+    name = "max_completion_tokens" if path == CHAT and body.get("max_completion_tokens") is not None else "max_tokens"
+    stop = body.get("stop_token_ids") or []
+    if not (isinstance(stop, list) and all(_is_int(one) and 0 <= one <= _UINT32 for one in stop)):
+        raise ApiError(400, f"stop_token_ids is {_shown(stop)}; it must be a list of token ids", param="stop_token_ids")
+    ignore_eos = body.get("ignore_eos") or False
+    if not isinstance(ignore_eos, bool):
+        raise ApiError(400, f"ignore_eos is {_shown(ignore_eos)}; it must be true or false", param="ignore_eos")
+    return pb.GenerateRequest(
+        prompt=prompt if isinstance(prompt, str) else None,
+        token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
+        max_new_tokens=_integer(body, name, default, least=1, most=_UINT32),
+        sampling=pb.SamplingParams(
+            temperature=temperature,
+            top_p=_number(body, "top_p", 1.0, least=0.0, most=1.0),
+            top_k=max(0, _integer(body, "top_k", 0, least=-1, most=_UINT32) or 0),  # -1 keeps all, as vLLM has it
+            # A node's own default is one and the same seed; a client that gives none wants another answer each time.
+            seed=seed if seed is not None else secrets.randbits(63),
+        ),
+        stop_token_ids=stop,
+        ignore_eos=ignore_eos,
+    )
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream ends with an event on how many tokens there were.
+
+    Raises:
+        ApiError: `stream_options` asks for something else.
+    """
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
+        raise ApiError(400, f'stream_options is {_shown(options)}; it can be {{"include_usage": true}}', param="stream_options")
+    for name, value in options.items():
+        if name != "include_usage" and value:
+            raise ApiError(400, f"stream_options.{name} is {_shown(value)}; it is not known here", param="stream_options")
+    return bool(options.get("include_usage", False))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(body: Mapping[str, Any], name: str, default: int | None, *, least: int, most: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not (_is_int(value) and least <= value <= most):
+        raise ApiError(400, f"{name} is {_shown(value)}; it must be a whole number in [{least}, {most}]", param=name)
+    return int(value)
+
+
+def _number(body: Mapping[str, Any], name: str, default: float, *, least: float, most: float = math.inf) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and abs(value) < 1e30 and least <= value <= most):
+        bound = f"in [{least:g}, {most:g}]" if most < math.inf else f"{least:g} or above"
+        raise ApiError(400, f"{name} is {_shown(value)}; it must be {bound}", param=name)
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"

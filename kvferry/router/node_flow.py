@@ -1,0 +1,213 @@
+"""Requests to kvferry's own decode nodes, which find their prefill nodes by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from kvferry.node_client import NodeClient, is_refusal_of_caller
+from kvferry.router import node_body
+from kvferry.router.api import CHAT, SSE_TYPE, ApiError, Call, Head
+from kvferry.router.chat_template import ChatTemplate
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.node_answer import Shapes
+from kvferry.router.servers import Server, ServerFailed, Tier
+from kvferry.router.settings import RouterSettings
+from kvferry.router.tries import Tries
+from node_runtime.health import Readiness
+from transfer.errors import (
+    ConfigError,
+    LayoutError,
+    PeerUnreachable,
+    RemoteProtocolError,
+    StagingError,
+    TransferError,
+    TransportTimeout,
+)
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import Security
+
+CHECK_TIMEOUT_S: Final = 3.0
+ACCEPT_TIMEOUT_S: Final = 10.0
+"""Longest wait for the word that a request has its place, which a node that lives gives at once."""
+
+DEFAULT_MODEL_NAME: Final = "kvferry"
+
+
+class NodeServer(Server):
+    """A decode node, spoken to over gRPC."""
+
+    def __init__(self, address: str, security: Security, *, lost_after_s: float, on_opened: Callable[[str], None]) -> None:
+        super().__init__(f"grpc://{address}", "decode", lost_after_s=lost_after_s, on_opened=on_opened)
+        self.client = NodeClient(address, security=security)
+
+    async def check(self) -> None:
+        """Raises:
+        ServerFailed: It cannot serve requests, or does not answer.
+        """
+        try:
+            status = await self.client.status(timeout_s=CHECK_TIMEOUT_S)
+        except TransferError as error:
+            raise ServerFailed(self, "unreachable", _without_address(error, self)) from error
+        if status.role != "decode":
+            raise ServerFailed(self, "status", f"it is a {status.role or 'nameless'} node; --decode takes decode nodes")
+        if not status.ready:
+            raise ServerFailed(self, "status", status.not_ready_reason or f"it is {status.state}")
+
+
+class NodeFlow:
+    """A `kvferry.router.api.Backend`. Opened on the loop that uses it.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+    """
+
+    def __init__(self, settings: RouterSettings, security: Security, metrics: RouterMetrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._template = ChatTemplate(settings.tokenizer) if settings.tokenizer is not None else None
+        self._model = settings.model_name or _name_of(settings.tokenizer)
+        self._created = int(time.time())
+        self.decode = Tier(
+            [
+                NodeServer(address, security, lost_after_s=settings.lost_after_s, on_opened=metrics.breaker_opened)
+                for address in settings.decode
+            ]
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(server.client.close() for server in self.decode.servers))
+
+    async def watch(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for server in self.decode.servers:
+                group.create_task(self._watch(server))
+
+    async def _watch(self, server: NodeServer) -> None:
+        while True:
+            try:
+                await server.check()
+            except ServerFailed as failure:
+                server.check_failed(failure.reason)
+            else:
+                server.check_succeeded()
+            await asyncio.sleep(self._settings.health_interval_s)
+
+    def readiness(self) -> Readiness:
+        reason = self.decode.why_none()
+        return Readiness(is_ready=not reason, reason=reason)
+
+    def num_servers(self) -> Mapping[tuple[str, str], int]:
+        return self.decode.states()
+
+    async def models(self, headers: Mapping[str, str]) -> tuple[Head, bytes]:
+        card = {"id": self._model, "object": "model", "created": self._created, "owned_by": "kvferry"}
+        return Head(), json.dumps({"object": "list", "data": [card]}).encode()
+
+    async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
+        request = await self._request(call)
+        with_usage = node_body.wants_usage(call.body)
+        shapes = Shapes(call.path, self._model, call.request_id)
+        tries = Tries(self._settings.retries, call, self._metrics)
+        while True:
+            server = self.decode.pick(tried=tries.failed)
+            assert server is not None  # decode nodes are never unfit
+            has_begun = False
+            try:
+                async with contextlib.aclosing(self._try(call, server, request, shapes, with_usage=with_usage)) as parts:
+                    async for part in parts:
+                        has_begun = True
+                        yield part
+                return
+            except ServerFailed as failure:
+                self._metrics.server_failed("decode", failure.kind)
+                if has_begun:
+                    raise ApiError(502, f"the answer was cut off: {failure}") from failure
+                await tries.next(failure)
+
+    async def _request(self, call: Call) -> pb.GenerateRequest:
+        name = call.body.get("model")
+        if name is not None and name != self._model:
+            raise ApiError(404, f"The model {json.dumps(name)} does not exist; it is called {self._model} here.", param="model")
+        node_body.check_fields(call.path, call.body)
+        if call.path != CHAT:
+            return node_body.generate_request(call.path, call.body, node_body.prompt_of(call.body))
+        if self._template is None:
+            raise ApiError(
+                400,
+                "chats need a chat template, and this router was started without one (kvferry route --tokenizer DIR); "
+                "send the whole prompt to /v1/completions",
+            )
+        return node_body.generate_request(call.path, call.body, await self._template.token_ids(call.body))
+
+    async def _try(
+        self, call: Call, server: NodeServer, request: pb.GenerateRequest, shapes: Shapes, *, with_usage: bool
+    ) -> AsyncGenerator[Head | bytes, None]:
+        """One node's answer; closed early, it cancels the request there."""
+        self._metrics.try_began("node")
+        with server.lease(1) as lease:
+            try:
+                async with contextlib.aclosing(server.client.generate(request, accept_timeout_s=ACCEPT_TIMEOUT_S)) as events:
+                    texts: list[str] = []
+                    opening = shapes.beginning()
+                    has_head = False
+                    while True:
+                        async with server.unless_lost():
+                            event = await anext(events)
+                        kind = event.WhichOneof("event")
+                        if kind == "accepted":
+                            continue
+                        lease.succeeded()
+                        if not call.is_stream:
+                            texts.append(event.tokens.text)
+                            if kind == "done":
+                                yield Head()
+                                yield shapes.whole("".join(texts), event.done)
+                                return
+                            continue
+                        said = shapes.some(event.tokens.text) if event.tokens.text else b""
+                        end = shapes.end(event.done, with_usage=with_usage) if kind == "done" else b""
+                        if not said and not end:  # a character is incomplete, or the token spells none
+                            continue
+                        if not has_head:
+                            has_head = True
+                            yield Head(content_type=SSE_TYPE, is_stream=True)
+                        yield opening + said + end
+                        opening = b""
+                        if end:
+                            return
+            except TransferError as error:
+                raise _failure(server, error, lease.failed) from error
+            except ServerFailed as failure:
+                lease.failed(failure.reason)
+                raise
+
+
+def _failure(server: Server, error: TransferError, blame: Callable[[str], None]) -> Exception:
+    """What a failed call is: the client's fault, or one of the node, which `blame` is then told."""
+    reason = _without_address(error, server)
+    if isinstance(error, ConfigError) and not is_refusal_of_caller(error):
+        return ApiError(400, reason)
+    if isinstance(error, StagingError):
+        return ServerFailed(server, "status", reason, status=503)  # no room now: nothing is wrong with it
+    if isinstance(error, LayoutError):
+        return ApiError(500, reason)  # so it would be at each try
+    blame(reason)
+    if isinstance(error, PeerUnreachable):
+        return ServerFailed(server, "unreachable", reason)
+    if isinstance(error, TransportTimeout):
+        return ServerFailed(server, "lost", reason)
+    return ServerFailed(server, "broken" if isinstance(error, RemoteProtocolError) else "status", reason)
+
+
+def _without_address(error: TransferError, server: Server) -> str:
+    return str(error).removeprefix(f"{server.url.removeprefix('grpc://')}: ")
+
+
+def _name_of(tokenizer: Path | None) -> str:
+    return (tokenizer.resolve().name if tokenizer is not None else "") or DEFAULT_MODEL_NAME

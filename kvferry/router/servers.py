@@ -1,0 +1,238 @@
+"""The servers behind a router: which of them the next request goes to. No I/O.
+
+A server is left out while it fails, never for ever: where no better one is left it is given requests all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final, Generic, TypeVar
+
+import structlog
+
+from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Verdict
+
+log = structlog.get_logger(__name__)
+
+STATES: Final = ("healthy", "open", "unhealthy", "unfit")
+
+_BREAKER: Final = BreakerSettings(failures=3, window_s=30.0, pause_s=1.0, max_pause_s=15.0)
+
+
+class ServerFailed(Exception):
+    """A server failed a try, by its own fault as far as anybody can tell.
+
+    Args:
+        server: Which.
+        kind: One of `kvferry.router.metrics.FAILURES`.
+        reason: One line.
+        status: HTTP status that it answered with; None: it did not.
+    """
+
+    def __init__(self, server: Server, kind: str, reason: str, *, status: int | None = None) -> None:
+        super().__init__(f"{server.tier} server {server.url}: {reason}")
+        self.server = server
+        self.kind = kind
+        self.reason = reason
+        self.status = status
+
+
+class Lease:
+    """A request at a server; without a word on how it went, it says nothing of the server."""
+
+    def __init__(self) -> None:
+        self.verdict = Verdict.NOTHING
+        self.reason = ""
+
+    def succeeded(self) -> None:
+        self.verdict = Verdict.SUCCESS
+
+    def failed(self, reason: str) -> None:
+        self.verdict, self.reason = Verdict.FAILURE, reason
+
+
+class Server:
+    """One server: its load, its health, its breaker.
+
+    Args:
+        url: As it is called, and shown.
+        tier: "prefill" or "decode".
+        lost_after_s: A request hears nothing from it for so long, while its health checks fail: it is given up.
+        clock: Seconds that never go back.
+        on_opened: Told the tier, when its breaker opens.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tier: str,
+        *,
+        lost_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_opened: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.url = url
+        self.tier = tier
+        self.breaker = Breaker(_BREAKER, clock)
+        self.outstanding = 0  # prompt tokens (prefill) or requests (decode)
+        self.names: frozenset[str] | None = None  # of the models that it serves, as last heard; None: never
+        self.are_names_due = True
+        self.misfit = ""  # why it cannot be used with the others
+        self.problem = "its health has not been checked yet"  # empty: it is healthy
+        self.last_use = 0
+        self._clock = clock
+        self._on_opened = on_opened
+        self._lost_after_s = lost_after_s
+        self._failing_since_s: float | None = None
+        self._waits: dict[asyncio.Timeout, float] = {}  # since when they wait for it
+
+    @property
+    def state(self) -> str:
+        """One of `STATES`."""
+        if self.misfit:
+            return "unfit"
+        if self.problem:
+            return "unhealthy"
+        return "open" if self.breaker.state is BreakerState.OPEN else "healthy"
+
+    @property
+    def why_not(self) -> str:
+        """Why it should be sent nothing; empty where it should."""
+        pause = f"left out for {self.breaker.pause_left_s:.1f} s after failures" if self.state == "open" else ""
+        return self.misfit or self.problem or pause
+
+    @property
+    def failing_since_s(self) -> float | None:
+        """When its health checks began to fail; None while they do not."""
+        return self._failing_since_s
+
+    def check_succeeded(self) -> None:
+        """Its health check has come back well."""
+        if self.problem:
+            log.info("server_healthy", tier=self.tier, url=self.url)
+        self.problem, self._failing_since_s = "", None
+
+    def check_failed(self, reason: str) -> None:
+        """Its health check has failed; who has heard nothing from it for long enough is told that it is lost."""
+        if self._failing_since_s is None:
+            self._failing_since_s = self._clock()
+            log.warning("server_unhealthy", tier=self.tier, url=self.url, reason=reason)
+        self.problem = reason
+        self.are_names_due = True  # another model may come back
+        before_s = self._clock() - self._lost_after_s
+        for wait, since_s in list(self._waits.items()):
+            if max(since_s, self._failing_since_s) <= before_s:
+                wait.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def unless_lost(self) -> AsyncIterator[None]:
+        """What is inside waits for the server, and is ended when that is lost.
+
+        Raises:
+            ServerFailed: It was.
+        """
+        timeout = asyncio.timeout(None)
+        try:
+            async with timeout:
+                self._waits[timeout] = self._clock()
+                try:
+                    yield
+                finally:
+                    del self._waits[timeout]
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            reason = f"nothing heard for {self._lost_after_s:g} s, and its health check fails: {self.problem}"
+            raise ServerFailed(self, "lost", reason) from None
+
+    @contextmanager
+    def lease(self, weight: int) -> Iterator[Lease]:
+        """A request is at the server for as long as this lasts.
+
+        Args:
+            weight: What it adds to `outstanding`.
+        """
+        permit, lease = self.breaker.begin(), Lease()
+        self.outstanding += weight
+        try:
+            yield lease
+        finally:
+            self.outstanding -= weight
+            before = self.breaker.num_openings
+            self.breaker.end(permit, lease.verdict)
+            self._tell(before, lease.reason)
+
+    def lose(self, reason: str) -> None:
+        """Nobody listens there."""
+        before = self.breaker.num_openings
+        self.breaker.lose()
+        self._tell(before, reason)
+
+    def _tell(self, openings_before: int, reason: str) -> None:
+        if self.breaker.num_openings > openings_before:
+            log.warning(
+                "breaker_opened", tier=self.tier, url=self.url, reason=reason, pause_s=round(self.breaker.pause_left_s, 3)
+            )
+            self._on_opened(self.tier)
+
+
+AnyServer = TypeVar("AnyServer", bound=Server)
+
+
+class Tier(Generic[AnyServer]):
+    """The servers of one side."""
+
+    def __init__(self, servers: Sequence[AnyServer]) -> None:
+        self.servers = tuple(servers)
+        self._num_picks = 0
+
+    def pick(self, *, tried: frozenset[Server] = frozenset()) -> AnyServer | None:
+        """The server for a request: the one with the least outstanding of the best that are left; None: none fits at all.
+
+        One that has to be tried again gets the next new request, and no second try. Servers that have failed this request come
+        last, for there may be no other.
+        """
+        fit = [server for server in self.servers if not server.misfit]
+        fresh = [server for server in fit if server not in tried] or fit
+        healthy = [server for server in fresh if not server.problem]
+        to_try = [server for server in healthy if server.breaker.wants_trial]
+        closed = [server for server in healthy if server.breaker.state is BreakerState.CLOSED]
+        choices = (closed or to_try) if tried else (to_try or closed)
+        picked = min(choices or healthy or fresh, key=lambda one: (one.outstanding, one.last_use), default=None)
+        if picked is not None:
+            self._num_picks += 1
+            picked.last_use = self._num_picks
+        return picked
+
+    def why_none(self) -> str:
+        """Why no server of this side is healthy, each with its own reason; empty where one is."""
+        if any(server.state == "healthy" for server in self.servers):
+            return ""
+        reasons = "; ".join(f"{server.url}: {server.why_not}" for server in self.servers)
+        return f"no {self.servers[0].tier} server is healthy ({reasons})"
+
+    def states(self) -> Mapping[tuple[str, str], int]:
+        """How many servers are in each state, by tier and state."""
+        counted = Counter(server.state for server in self.servers)
+        return {(self.servers[0].tier, state): counted[state] for state in STATES}
+
+
+def compare_names(servers: Iterable[Server]) -> None:
+    """Mark servers whose models have other names than those of the first one whose names are known."""
+    known = [server for server in servers if server.names is not None]
+    for server in known:
+        first = known[0]
+        problem = ""
+        if server.names != first.names:
+            problem = f"it serves {_listed(server.names)}, and {first.url} serves {_listed(first.names)}"
+        if problem and problem != server.misfit:
+            log.error("server_unfit", tier=server.tier, url=server.url, reason=problem)
+        server.misfit = problem
+
+
+def _listed(names: frozenset[str] | None) -> str:
+    return ", ".join(sorted(names or ())) or "nothing"

@@ -1,0 +1,202 @@
+"""What a router is told at its start, checked by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from transfer.config import parse_size
+from transfer.errors import ConfigError
+
+_SERVER_SCHEMES: Final = ("http", "https")
+NODE_SCHEME: Final = "grpc"
+
+
+class FlowKind(StrEnum):
+    """In which order a prompt's two servers are asked."""
+
+    CONCURRENT = "concurrent"  # both at once, where the prefill server's address is known
+    SEQUENTIAL = "sequential"  # decode once prefill has answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """See `kvferry route --help`.
+
+    Args:
+        prefill: URLs of vLLM prefill servers; empty where decode nodes know theirs.
+        decode: URLs of vLLM decode servers, or ``host:port`` of decode nodes.
+        are_nodes: `decode` are kvferry's own nodes.
+        max_body_bytes: Of a client's request.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    are_nodes: bool
+    flow: FlowKind = FlowKind.CONCURRENT
+    host: str = "127.0.0.1"
+    port: int = 8000
+    retries: int = 2
+    max_requests: int = 1024
+    max_body_bytes: int = 16 << 20
+    connect_timeout_s: float = 5.0
+    health_interval_s: float = 1.0
+    lost_after_s: float = 30.0
+    drain_timeout_s: float = 60.0
+    tokenizer: Path | None = None
+    model_name: str | None = None
+    ready_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, number, least, most in (
+            ("--port", self.port, 0, 65_535),
+            ("--retries", self.retries, 0, 100),
+            ("--max-requests", self.max_requests, 1, 1 << 20),
+            ("--max-body", self.max_body_bytes, 1024, 1 << 30),
+        ):
+            if not least <= number <= most:
+                raise ConfigError(f"{name} is {number}; it must be in [{least}, {most}]")
+        for name, seconds in (
+            ("--connect-timeout", self.connect_timeout_s),
+            ("--health-interval", self.health_interval_s),
+            ("--lost-after", self.lost_after_s),
+        ):
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ConfigError(f"{name} is {seconds}; it must be a number of seconds above 0")
+        if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
+            raise ConfigError(f"--drain-timeout is {self.drain_timeout_s}; it must be a number of seconds from 0")
+
+
+def router_settings(
+    *,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    flow: str | None,
+    max_body: str,
+    host: str,
+    port: int,
+    retries: int,
+    max_requests: int,
+    connect_timeout_s: float,
+    health_interval_s: float,
+    lost_after_s: float,
+    drain_timeout_s: float,
+    tokenizer: Path | None,
+    model_name: str | None,
+    ready_file: Path | None,
+) -> RouterSettings:
+    """The settings that a command's arguments make.
+
+    Raises:
+        ConfigError: One of them is wrong, or they do not go together.
+    """
+    if not decode:
+        raise ConfigError(
+            "--decode is missing; give a vLLM server (http://host:port) or a kvferry decode node (grpc://host:port)"
+        )
+    schemes = {_scheme("--decode", url) for url in decode}
+    are_nodes = NODE_SCHEME in schemes
+    if are_nodes and len(schemes) > 1:
+        raise ConfigError(f"--decode mixes grpc:// and http:// ({', '.join(decode)}); a router has servers of one kind")
+    if are_nodes:
+        if prefill:
+            raise ConfigError(f"--prefill is {prefill[0]}; a kvferry decode node (grpc://) knows its prefill nodes by itself")
+        if flow is not None:
+            raise ConfigError(f"--flow is {flow}; it is for vLLM servers (http://)")
+        servers = [_node_address(url) for url in decode]
+        _check_different([("--decode", server) for server in servers])
+        before: list[str] = []
+    else:
+        for name, given in (("--tokenizer", tokenizer), ("--model-name", model_name)):
+            if given is not None:
+                raise ConfigError(f"{name} is {given}; it is for kvferry decode nodes (grpc://): vLLM servers have their own")
+        if not prefill:
+            raise ConfigError("--prefill is missing; give a vLLM prefill server (http://host:port)")
+        before, servers = [_server_url("--prefill", url) for url in prefill], [_server_url("--decode", url) for url in decode]
+        _check_different([("--prefill", url) for url in before] + [("--decode", url) for url in servers])
+    try:
+        max_body_bytes = parse_size(max_body)
+    except ValueError as error:
+        raise ConfigError(f"--max-body is {max_body!r}; {error}") from None
+    assert isinstance(max_body_bytes, int)  # of a text
+    return RouterSettings(
+        prefill=tuple(before),
+        decode=tuple(servers),
+        are_nodes=are_nodes,
+        flow=_flow(flow),
+        host=host,
+        port=port,
+        retries=retries,
+        max_requests=max_requests,
+        max_body_bytes=max_body_bytes,
+        connect_timeout_s=connect_timeout_s,
+        health_interval_s=health_interval_s,
+        lost_after_s=lost_after_s,
+        drain_timeout_s=drain_timeout_s,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        ready_file=ready_file,
+    )
+
+
+def _flow(given: str | None) -> FlowKind:
+    try:
+        return FlowKind.CONCURRENT if given is None else FlowKind(given)
+    except ValueError:
+        raise ConfigError(f"--flow is {given!r}; it must be one of {', '.join(FlowKind)}") from None
+
+
+def _scheme(option: str, url: str) -> str:
+    """ "grpc", or "http" for both kinds of it."""
+    scheme = url.partition("://")[0].lower() if "://" in url else ""
+    if scheme == NODE_SCHEME:
+        return NODE_SCHEME
+    if scheme not in _SERVER_SCHEMES:
+        raise ConfigError(f"{option} is {url!r}; it must begin with http://, https:// or, for a kvferry decode node, grpc://")
+    return "http"
+
+
+def _server_url(option: str, url: str) -> str:
+    """The URL in lower case as far as that says the same, without a slash at its end."""
+    if _scheme(option, url) == NODE_SCHEME:
+        raise ConfigError(
+            f"{option} is {url}; a prefill server is a vLLM server (http://): kvferry's own decode nodes know theirs"
+        )
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ConfigError(f"{option} is {url!r}; it must be like http://host:8000") from None
+    if not host or parts.username or parts.password or parts.query or parts.fragment or any(one.isspace() for one in url):
+        raise ConfigError(f"{option} is {url!r}; it must be scheme, host, port and perhaps a path, like http://host:8000")
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1"):
+        raise ConfigError(f"{option} is {url}; give it without /v1")
+    default = 443 if parts.scheme == "https" else 80
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}:{port if port is not None else default}{path}"
+
+
+def _node_address(url: str) -> str:
+    address = url.partition("://")[2].rstrip("/")
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535) or set(address) & set("/?#@ "):
+        raise ConfigError(f"--decode is {url!r}; it must be grpc://host:port with a port from 1 to 65535")
+    return f"{host.lower()}:{int(port)}"
+
+
+def _check_different(servers: Sequence[tuple[str, str]]) -> None:
+    seen: dict[str, str] = {}
+    for option, url in servers:
+        if url in seen:
+            where = f"{option} twice" if seen[url] == option else f"{seen[url]} and {option}"
+            raise ConfigError(f"{url} is given for {where}; each server is given once")
+        seen[url] = option

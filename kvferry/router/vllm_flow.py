@@ -1,0 +1,245 @@
+"""The two-step flow of vLLM servers: prefill computes the prompt, decode takes its KV and generates.
+
+A request is a list of tries, each with a pair of servers and a `transfer_id` of its own. A try can be followed by another one until
+the first token has gone to the client. How the pair is asked:
+
+- *sequential*: decode once prefill has answered, with the `kv_transfer_params` of that answer. Any connector will do.
+- *concurrent*: both at once, decode with what prefill's answer would say. For that the router must know where the KV of that
+  prefill server is to be had, and it learns it from the server's answers: the first request goes there sequentially, and so does
+  the first after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import structlog
+
+from kvferry.router.api import ApiError, Call, Head
+from kvferry.router.decode import DecodeAnswer, open_decode
+from kvferry.router.http_server import HttpServer, Source
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.openai_body import why_decode_alone
+from kvferry.router.prefill import MOST_MOVES, PassedOn, Prefilled, forget, run_prefill
+from kvferry.router.servers import Server, ServerFailed, Tier, compare_names
+from kvferry.router.settings import FlowKind, RouterSettings
+from kvferry.router.tries import Tries
+from node_runtime.health import Readiness
+
+log = structlog.get_logger(__name__)
+
+PREFILL_GRACE_S: Final = 10.0
+"""How long a prefill request may take to end by itself once decode has all the KV: its answer is milliseconds behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """The servers of one try; `prefill` is None where decode computes the prompt."""
+
+    prefill: HttpServer | None
+    decode: HttpServer
+
+
+class VllmFlow:
+    """A `kvferry.router.api.Backend`. Opened on the loop that uses it."""
+
+    def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
+        def servers(tier: str, urls: tuple[str, ...]) -> Tier[HttpServer]:
+            return Tier(
+                [
+                    HttpServer(
+                        url,
+                        tier,
+                        connect_timeout_s=settings.connect_timeout_s,
+                        lost_after_s=settings.lost_after_s,
+                        on_opened=metrics.breaker_opened,
+                    )
+                    for url in urls
+                ]
+            )
+
+        self._settings = settings
+        self._metrics = metrics
+        self.prefill = servers("prefill", settings.prefill)
+        self.decode = servers("decode", settings.decode)
+        self._ending: set[asyncio.Task[Any]] = set()  # prefill requests whose try is over
+
+    @property
+    def _servers(self) -> tuple[HttpServer, ...]:
+        return *self.decode.servers, *self.prefill.servers
+
+    async def close(self) -> None:
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+    # Health
+
+    async def watch(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for server in self._servers:
+                group.create_task(self._watch(server))
+
+    async def _watch(self, server: HttpServer) -> None:
+        while True:
+            try:
+                await server.check()
+            except ServerFailed as failure:
+                server.check_failed(failure.reason)
+                if failure.kind == "unreachable":
+                    forget(server)
+            else:
+                server.check_succeeded()
+                compare_names(self._servers)
+            await asyncio.sleep(self._settings.health_interval_s)
+
+    def readiness(self) -> Readiness:
+        reason = "; ".join(reason for tier in (self.prefill, self.decode) if (reason := tier.why_none()))
+        return Readiness(is_ready=not reason, reason=reason)
+
+    def num_servers(self) -> Mapping[tuple[str, str], int]:
+        return {**self.prefill.states(), **self.decode.states()}
+
+    async def models(self, headers: Mapping[str, str]) -> tuple[Head, bytes]:
+        misfits = [server.misfit for server in self.prefill.servers]
+        if all(misfits):
+            raise ApiError(503, f"no prefill server serves what the decode servers do: {'; '.join(misfits)}", retry_after_s=1)
+        server = self.decode.pick()
+        assert server is not None  # the first one fits
+        try:
+            status, content_type, content = await server.get_models(headers)
+        except ServerFailed as failure:
+            raise ApiError(503, str(failure), retry_after_s=1) from failure
+        return Head(status=status, content_type=content_type), content
+
+    # Requests
+
+    async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
+        alone = why_decode_alone(call.body)
+        if alone is not None:
+            self._metrics.decode_alone(alone)
+        tries = Tries(self._settings.retries, call, self._metrics)
+        while True:
+            pair = self._pick(tries.failed, is_alone=alone is not None)
+            has_begun = False
+            try:
+                async with contextlib.aclosing(self._try(call, pair, is_sequential=tries.is_sequential)) as parts:
+                    async for part in parts:
+                        has_begun = True
+                        yield part
+                return
+            except ServerFailed as failure:
+                if pair.prefill is not None and failure.kind != "stale":
+                    forget(pair.prefill)
+                self._metrics.server_failed(failure.server.tier, failure.kind)
+                if has_begun:
+                    raise ApiError(502, f"the answer was cut off: {failure}") from failure
+                await tries.next(failure)
+
+    def _pick(self, tried: frozenset[Server], *, is_alone: bool) -> _Pair:
+        prefill = None if is_alone else self.prefill.pick(tried=tried)
+        decode = self.decode.pick(tried=tried)
+        if decode is None or (prefill is None and not is_alone):
+            missing = self.decode if decode is None else self.prefill
+            raise ApiError(503, missing.why_none(), retry_after_s=1)
+        return _Pair(prefill=prefill, decode=decode)
+
+    async def _try(self, call: Call, pair: _Pair, *, is_sequential: bool) -> AsyncGenerator[Head | bytes, None]:
+        """The answer of one pair of servers. Whatever way it ends, nothing that is of no more use goes on at either."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                answer = await self._open(call, pair, stack, is_sequential=is_sequential)
+                yield answer.head
+                async with contextlib.aclosing(answer.parts()) as parts:
+                    async for part in parts:
+                        yield part
+        except PassedOn as passed:
+            yield passed.head
+            yield passed.content
+
+    async def _open(self, call: Call, pair: _Pair, stack: contextlib.AsyncExitStack, *, is_sequential: bool) -> DecodeAnswer:
+        """The answer of the decode server, from its first token on; `stack` ends what runs for it."""
+        transfer_id = secrets.token_hex(16)
+        source = None if is_sequential or pair.prefill is None else self._source_of(pair.prefill)
+        flow = "alone" if pair.prefill is None else "sequential" if source is None else "concurrent"
+        self._metrics.try_began(flow)
+        log.debug(
+            "try_began",
+            request_id=call.request_id,
+            transfer_id=transfer_id,
+            flow=flow,
+            prefill=pair.prefill.url if pair.prefill is not None else None,
+            decode=pair.decode.url,
+        )
+        if pair.prefill is None:
+            return await stack.enter_async_context(_decode(call, pair.decode, None))
+        prefill = run_prefill(call, pair.prefill, transfer_id, is_sequential=source is None, metrics=self._metrics)
+        if source is None:
+            prefilled = await prefill
+            return await stack.enter_async_context(_decode(call, pair.decode, prefilled.params))
+        prefilling = asyncio.create_task(prefill)
+        stack.push_async_exit(self._at_end_of(prefilling, pair.prefill))
+        opening = asyncio.create_task(stack.enter_async_context(_decode(call, pair.decode, source.params(transfer_id))))
+        try:
+            await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done() and prefilling.result().source != source:  # the result raises where prefill failed
+                raise ServerFailed(pair.prefill, "stale", f"the KV of its prompts is no longer at {source.address}")
+            return await opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+    def _source_of(self, server: HttpServer) -> Source | None:
+        """Where the KV of its next prompt will be; None where only its answer can tell."""
+        if self._settings.flow is FlowKind.SEQUENTIAL or server.num_moves >= MOST_MOVES:
+            return None
+        return server.source
+
+    def _at_end_of(self, prefilling: asyncio.Task[Prefilled], server: HttpServer) -> _AtExit:
+        """What ends a prefill request together with its try: at once, unless the try went well."""
+
+        async def at_exit(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+            if kind is None and not prefilling.done():
+                self._let_end(prefilling, server)
+            else:
+                prefilling.cancel()
+                await asyncio.gather(prefilling, return_exceptions=True)
+            return False
+
+        return at_exit
+
+    def _let_end(self, prefilling: asyncio.Task[Prefilled], server: HttpServer) -> None:
+        timer = asyncio.get_running_loop().call_later(PREFILL_GRACE_S, prefilling.cancel)
+        self._ending.add(prefilling)
+
+        def ended(task: asyncio.Task[Prefilled]) -> None:
+            timer.cancel()
+            self._ending.discard(task)
+            if task.cancelled() or task.exception() is not None:
+                forget(server)
+
+        prefilling.add_done_callback(ended)
+
+
+_AtExit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Coroutine[Any, Any, bool]]
+
+
+@contextlib.asynccontextmanager
+async def _decode(call: Call, server: HttpServer, params: Mapping[str, Any] | None) -> AsyncIterator[DecodeAnswer]:
+    """As `open_decode`, with the request among what the server has outstanding, and its breaker told how it went."""
+    with server.lease(1) as lease:
+        try:
+            async with open_decode(call, server, params) as answer:
+                lease.succeeded()
+                yield answer
+        except ServerFailed as failure:
+            if failure.server is server and failure.kind != "unreachable":  # of that the breaker was told already
+                lease.failed(failure.reason)
+            raise
