@@ -20,7 +20,7 @@ settings.register_profile("soak", settings.get_profile("kvferry"), max_examples=
 settings.load_profile("ci" if os.environ.get("CI") else "kvferry")
 
 
-CLUSTERS = ("tests/cluster/", "tests/chaos/")
+CLUSTERS = ("tests/cluster/", "tests/chaos/", "tests/router/test_nodes.py")
 # The longest first, so that no worker is left with them when the others are done. Of the clusters those that are held to a time
 # come last: the other worker is then past its own clusters, and starts no dozen of processes beside them.
 FIRST = (
@@ -48,6 +48,7 @@ ROOMS_OF_THE_WORLD = (
     "meta",
     "rdma",
     "registry",
+    "router",
     "runtime",
     "transport",
 )

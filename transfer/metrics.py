@@ -451,11 +451,7 @@ class NodeMetrics:
         Args:
             snapshots: The newest `RankMetrics.snapshot()` of each rank; None where a rank has not reported.
         """
-        own = list(self._series.registry.collect())
-        for family in own:
-            family.samples = [sample for sample in family.samples if not sample.name.endswith(CREATED)]
-        page: bytes = generate_latest(_Snapshots([*own, *merge(snapshots)]))
-        return page
+        return exposition([*self._series.registry.collect(), *merge(snapshots)])
 
 
 def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:
@@ -471,6 +467,15 @@ def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:
         if metric.samples:
             merged.append(metric)
     return merged
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Metrics as text, without the client's own series of when each began."""
+    shown = list(families)
+    for family in shown:
+        family.samples = [sample for sample in family.samples if not sample.name.endswith(CREATED)]
+    page: bytes = generate_latest(_Snapshots(shown))
+    return page
 
 
 class _Snapshots(CollectorRegistry):

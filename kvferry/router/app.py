@@ -80,6 +80,18 @@ class RouterApp:
     # Requests to generate
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        given_id = request.headers.get(_REQUEST_ID, "")
+        request_id = given_id if _GOOD_ID.fullmatch(given_id) else secrets.token_hex(8)
+        try:
+            response = await self._counted(request, request_id)
+        except (ApiError, web.HTTPException) as error:
+            response = _error_response(request, error)
+        if not response.prepared:
+            response.headers[_REQUEST_ID] = request_id
+        return response
+
+    async def _counted(self, request: web.Request, request_id: str) -> web.StreamResponse:
+        """The answer, unless there is no room for the request; it is counted by its outcome."""
         endpoint = _ENDPOINTS[request.path]
         if self._is_draining or len(self._running) >= self._settings.max_requests:
             self._metrics.request_refused(endpoint)
@@ -87,7 +99,7 @@ class RouterApp:
                 f"{self._settings.max_requests} requests are under way, as many as the router takes (--max-requests)"
             )  # fmt: skip
             raise ApiError(503, reason, retry_after_s=1)
-        reply, outcome = _Reply(request), "failed"
+        reply, outcome = _Reply(request, request_id), "failed"
         self._running.add(reply)
         self._idle.clear()
         self._metrics.request_began()
@@ -123,14 +135,12 @@ class RouterApp:
 
     async def _answer(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
         arrived_s = time.monotonic()
-        given_id = request.headers.get(_REQUEST_ID, "")
-        request_id = request[_REQUEST_ID] = given_id if _GOOD_ID.fullmatch(given_id) else secrets.token_hex(8)
         body = parse_body(await _content_of(request))
         call = Call(
             path=request.path,
             body=body,
-            headers=_passed_headers(request) | {_REQUEST_ID: request_id},
-            request_id=request_id,
+            headers=_passed_headers(request) | {_REQUEST_ID: reply.request_id},
+            request_id=reply.request_id,
             prompt_tokens=prompt_tokens(request.path, body),
         )
         async with contextlib.aclosing(self._backend.answer(call)) as parts:
@@ -138,14 +148,14 @@ class RouterApp:
             assert isinstance(head, Head)
             first_part: Head | bytes = await anext(parts)
             assert isinstance(first_part, bytes)
-            self._metrics.first_part(time.monotonic() - arrived_s)
-            if not head.is_stream:
-                return _whole(head, first_part)
-            await reply.write(head, first_part)
-            async for part in parts:
-                assert isinstance(part, bytes)
+            if head.status == 200:
+                self._metrics.first_part(time.monotonic() - arrived_s)
+            if head.is_stream:
+                await reply.write(head, first_part)
+            async for part in parts:  # to the end, also where nothing follows: what is closed before it takes itself for given up
+                assert isinstance(part, bytes) and head.is_stream
                 await reply.write(head, part)
-        return await reply.end()
+        return await reply.end() if head.is_stream else _whole(head, first_part)
 
     # Everything else
 
@@ -169,7 +179,8 @@ class RouterApp:
 class _Reply:
     """What one client has been sent of a stream."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, request_id: str) -> None:
+        self.request_id = request_id
         self.timeout = asyncio.timeout(None)
         self.stream: web.StreamResponse | None = None
         self.is_cut_off = False
@@ -178,7 +189,7 @@ class _Reply:
     async def write(self, head: Head, part: bytes) -> None:
         """The next part; the head goes out before the first."""
         if self.stream is None:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", _REQUEST_ID: self._request[_REQUEST_ID]}
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", _REQUEST_ID: self.request_id}
             self.stream = web.StreamResponse(status=head.status, headers=headers)
             self.stream.content_type, self.stream.charset = head.content_type, "utf-8"
             await self.stream.prepare(self._request)
@@ -193,7 +204,7 @@ class _Reply:
         """End a stream that had begun, and say that it is not whole."""
         assert self.stream is not None
         self.is_cut_off = True
-        log.error("stream_cut_off", request_id=self._request[_REQUEST_ID], reason=error.message)
+        log.error("stream_cut_off", request_id=self.request_id, reason=error.message)
         await self.stream.write(error.event())
         return await self.end()
 
@@ -225,19 +236,21 @@ def _whole(head: Head, content: bytes) -> web.Response:
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Errors in OpenAI's shape, and every whole answer with its request's id."""
     try:
-        response = await handler(request)
-    except ApiError as error:
+        return await handler(request)
+    except (ApiError, web.HTTPException) as error:
+        return _error_response(request, error)
+
+
+def _error_response(request: web.Request, error: ApiError | web.HTTPException) -> web.Response:
+    """An error in OpenAI's shape, whoever found it."""
+    if isinstance(error, ApiError):
         retry_after = str(error.retry_after_s) if error.retry_after_s is not None else None
-        response = _whole(Head(status=error.status, retry_after=retry_after), error.body())
-    except web.HTTPException as error:
-        text = f"{request.method} {request.path}: {error.reason}"
-        if isinstance(error, web.HTTPRequestEntityTooLarge):
-            text = error.text or text
-        response = _whole(Head(status=error.status), ApiError(error.status, text).body())
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-    if not response.prepared and _REQUEST_ID in request:
-        response.headers[_REQUEST_ID] = request[_REQUEST_ID]
+        return _whole(Head(status=error.status, retry_after=retry_after), error.body())
+    text = f"{request.method} {request.path}: {error.reason}"
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        text = error.text or text
+    response = _whole(Head(status=error.status), ApiError(error.status, text).body())
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
     return response

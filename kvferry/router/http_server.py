@@ -69,7 +69,7 @@ class HttpServer(Server):
     ) -> None:
         super().__init__(url, tier, lost_after_s=lost_after_s, on_opened=on_opened)
         self.source: Source | None = None  # of a prefill server, once it is known
-        self.num_moves = 0  # times that it changed, with no failure in between
+        self.doubt = 0.0  # whether that is so at the next request, too; see `kvferry.router.prefill.doubt`
         self.is_without_kv = False  # its last answer did not say where the KV is
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -122,7 +122,11 @@ class HttpServer(Server):
         Raises:
             ServerFailed: It did not answer.
         """
-        async with self.faults(), self._checking(), self._session.get(f"{self.url}/v1/models", headers=headers) as answer:
+        async with (
+            self.faults(is_check=True),
+            self._checking(),
+            self._session.get(f"{self.url}/v1/models", headers=headers) as answer,
+        ):
             return answer.status, answer.content_type, await answer.read()
 
     async def check(self) -> None:
@@ -131,7 +135,11 @@ class HttpServer(Server):
         Raises:
             ServerFailed: It is not healthy, or does not answer.
         """
-        async with self.faults(), self._checking(), self._session.get(f"{self.url}/health", allow_redirects=False) as answer:
+        async with (
+            self.faults(is_check=True),
+            self._checking(),
+            self._session.get(f"{self.url}/health", allow_redirects=False) as answer,
+        ):
             if answer.status != 200:
                 raise ServerFailed(self, "status", f"GET /health is answered with {answer.status}", status=answer.status)
         if self.are_names_due:
@@ -151,13 +159,14 @@ class HttpServer(Server):
             raise ServerFailed(self, "unreachable", f"no answer within {CHECK_TIMEOUT_S:g} s") from None
 
     @contextlib.asynccontextmanager
-    async def faults(self) -> AsyncIterator[None]:
-        """What goes wrong inside, as a fault of the server."""
+    async def faults(self, *, is_check: bool = False) -> AsyncIterator[None]:
+        """What goes wrong inside, as a fault of the server. A health check has its own way to tell of it."""
         try:
             yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             reason = _reason(error)
-            self.lose(reason)
+            if not is_check:
+                self.lose(reason)
             raise ServerFailed(self, "unreachable", reason) from error
         except (aiohttp.ClientError, ValueError, OSError) as error:  # ValueError: a line or header that aiohttp cannot take
             raise ServerFailed(self, "broken", f"the answer broke off: {_reason(error)}") from error
@@ -165,9 +174,8 @@ class HttpServer(Server):
 
 def _reason(error: BaseException) -> str:
     """One line on what aiohttp says, without its URL."""
-    system = getattr(error, "os_error", None)
-    text = (system.strerror if isinstance(system, OSError) and system.strerror else "") or str(error) or type(error).__name__
-    return clip(text)
+    number = error.errno if isinstance(error, OSError) else None
+    return clip((os.strerror(number) if number is not None and number > 0 else "") or str(error) or type(error).__name__)
 
 
 def clip(text: str) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import generate_latest
 
-from transfer.metrics import TOKEN_BUCKETS_S, MetricSpec
+from transfer.metrics import TOKEN_BUCKETS_S, MetricSpec, exposition
 
 ENDPOINTS: Final = ("completions", "chat")
 OUTCOMES: Final = ("done", "client_error", "failed", "disconnected", "refused")
@@ -24,7 +23,7 @@ ROUTER_METRICS: Final = (
     _spec("counter", "requests", "Requests to generate that ended, by endpoint and outcome.", "endpoint", "outcome"),
     _spec("gauge", "running_requests", "Requests to generate that are under way."),
     _spec("counter", "retries", "Tries of requests after their first, all before the first token."),
-    _spec("counter", "flows", "Tries by flow: concurrent, sequential, alone (decode without prefill), or node (kvferry).", "flow"),
+    _spec("counter", "flows", "Tries by flow: concurrent, sequential, alone (decode without prefill), node (kvferry).", "flow"),
     _spec("counter", "decode_alone", "Requests whose prompt the decode server computed, by why it had to.", "reason"),
     _spec("counter", "prefills_without_kv", "Prompts that a prefill server computed without saying where their KV is."),
     _spec("histogram", "prefill_seconds", "Seconds until a prefill server had answered.", buckets=TOKEN_BUCKETS_S),
@@ -100,5 +99,4 @@ class RouterMetrics:
         """
         for (tier, state), number in servers.items():
             self._by_name["servers"].labels(tier=tier, state=state).set(number)
-        page: bytes = generate_latest(self._registry)
-        return page
+        return exposition(self._registry.collect())

@@ -119,7 +119,7 @@ def generate_request(path: str, body: Mapping[str, Any], prompt: str | Sequence[
         max_new_tokens=_integer(body, name, default, least=1, most=_UINT32),
         sampling=pb.SamplingParams(
             temperature=temperature,
-            top_p=_number(body, "top_p", 1.0, least=0.0, most=1.0),
+            top_p=_number(body, "top_p", 1.0, least=1e-6, most=1.0),  # a node takes 0 for nothing said
             top_k=max(0, _integer(body, "top_k", 0, least=-1, most=_UINT32) or 0),  # -1 keeps all, as vLLM has it
             # A node's own default is one and the same seed; a client that gives none wants another answer each time.
             seed=seed if seed is not None else secrets.randbits(63),

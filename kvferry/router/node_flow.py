@@ -16,7 +16,7 @@ from kvferry.router.api import CHAT, SSE_TYPE, ApiError, Call, Head
 from kvferry.router.chat_template import ChatTemplate
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.node_answer import Shapes
-from kvferry.router.servers import Server, ServerFailed, Tier
+from kvferry.router.servers import Lease, Server, ServerFailed, Tier
 from kvferry.router.settings import RouterSettings
 from kvferry.router.tries import Tries
 from node_runtime.health import Readiness
@@ -115,11 +115,11 @@ class NodeFlow:
         shapes = Shapes(call.path, self._model, call.request_id)
         tries = Tries(self._settings.retries, call, self._metrics)
         while True:
-            server = self.decode.pick(tried=tries.failed)
-            assert server is not None  # decode nodes are never unfit
+            lease = self.decode.lease(1, tried=tries.failed)
+            assert lease is not None  # decode nodes are never unfit
             has_begun = False
             try:
-                async with contextlib.aclosing(self._try(call, server, request, shapes, with_usage=with_usage)) as parts:
+                async with contextlib.aclosing(self._try(call, lease, request, shapes, with_usage=with_usage)) as parts:
                     async for part in parts:
                         has_begun = True
                         yield part
@@ -146,46 +146,59 @@ class NodeFlow:
         return node_body.generate_request(call.path, call.body, await self._template.token_ids(call.body))
 
     async def _try(
-        self, call: Call, server: NodeServer, request: pb.GenerateRequest, shapes: Shapes, *, with_usage: bool
+        self, call: Call, lease: Lease[NodeServer], request: pb.GenerateRequest, shapes: Shapes, *, with_usage: bool
     ) -> AsyncGenerator[Head | bytes, None]:
         """One node's answer; closed early, it cancels the request there."""
         self._metrics.try_began("node")
-        with server.lease(1) as lease:
-            try:
-                async with contextlib.aclosing(server.client.generate(request, accept_timeout_s=ACCEPT_TIMEOUT_S)) as events:
-                    texts: list[str] = []
-                    opening = shapes.beginning()
-                    has_head = False
-                    while True:
-                        async with server.unless_lost():
-                            event = await anext(events)
-                        kind = event.WhichOneof("event")
-                        if kind == "accepted":
-                            continue
-                        lease.succeeded()
-                        if not call.is_stream:
-                            texts.append(event.tokens.text)
-                            if kind == "done":
-                                yield Head()
-                                yield shapes.whole("".join(texts), event.done)
-                                return
-                            continue
-                        said = shapes.some(event.tokens.text) if event.tokens.text else b""
-                        end = shapes.end(event.done, with_usage=with_usage) if kind == "done" else b""
-                        if not said and not end:  # a character is incomplete, or the token spells none
-                            continue
-                        if not has_head:
-                            has_head = True
-                            yield Head(content_type=SSE_TYPE, is_stream=True)
-                        yield opening + said + end
-                        opening = b""
-                        if end:
-                            return
-            except TransferError as error:
-                raise _failure(server, error, lease.failed) from error
-            except ServerFailed as failure:
-                lease.failed(failure.reason)
-                raise
+        texts: list[str] = []
+        unsent = shapes.beginning()
+        has_head = False
+        try:
+            async with contextlib.aclosing(_generated(lease.server, request)) as events:
+                async for event in events:
+                    lease.succeeded()
+                    done = event.done if event.HasField("done") else None
+                    if not call.is_stream:
+                        texts.append(event.tokens.text)
+                        if done is not None:
+                            yield Head()
+                            yield shapes.whole("".join(texts), done)
+                        continue
+                    if event.tokens.text:
+                        unsent += shapes.some(event.tokens.text)
+                    elif done is not None:
+                        unsent += shapes.end(done, with_usage=with_usage)
+                    else:  # a character is incomplete, or the token spells none
+                        continue
+                    if not has_head:
+                        has_head = True
+                        yield Head(content_type=SSE_TYPE, is_stream=True)
+                    yield unsent
+                    unsent = b""
+        except TransferError as error:
+            raise _failure(lease.server, error, lease.failed) from error
+        except ServerFailed as failure:
+            lease.failed(failure.reason)
+            raise
+        finally:
+            lease.end()
+
+
+async def _generated(server: NodeServer, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateEvent, None]:
+    """What a node generates, from its first token to the last event.
+
+    Raises:
+        TransferError: The call failed.
+        ServerFailed: The node is lost.
+    """
+    async with contextlib.aclosing(server.client.generate(request, accept_timeout_s=ACCEPT_TIMEOUT_S)) as events:
+        while True:
+            async with server.unless_lost():
+                event = await anext(events, None)
+            if event is None:
+                return
+            if not event.HasField("accepted"):
+                yield event
 
 
 def _failure(server: Server, error: TransferError, blame: Callable[[str], None]) -> Exception:

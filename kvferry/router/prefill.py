@@ -14,13 +14,15 @@ from kvferry.router.api import Call, Head
 from kvferry.router.http_server import HttpServer, Source, clip, source_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai_body import KV_FIELD, prefill_body, prefill_params
-from kvferry.router.servers import ServerFailed
+from kvferry.router.servers import Lease, ServerFailed
 
 log = structlog.get_logger(__name__)
 
-MOST_MOVES: Final = 3
-"""Times that a server's address may change from answer to answer, without a failure. More often, and it is several engines behind
-one address (data parallel): which of them a prompt comes to is known from the answer alone."""
+MOST_DOUBT: Final = 3.0
+"""Each time that a server's address turned out to be another one adds 1, and each time that it was right takes `_TRUST` away.
+From here on it is taken for several engines behind one URL (data parallel): which of them has a prompt only its answer tells."""
+
+_TRUST: Final = 0.1
 
 
 class PassedOn(Exception):
@@ -46,7 +48,7 @@ class Prefilled:
 
 
 async def run_prefill(
-    call: Call, server: HttpServer, transfer_id: str, *, is_sequential: bool, metrics: RouterMetrics
+    call: Call, lease: Lease[HttpServer], transfer_id: str, *, is_sequential: bool, metrics: RouterMetrics
 ) -> Prefilled:
     """Have the server compute the prompt, and learn from its answer where its KV is to be had.
 
@@ -55,19 +57,19 @@ async def run_prefill(
         ServerFailed: It failed.
     """
     body = prefill_body(call.body, prefill_params(transfer_id, is_sequential=is_sequential))
-    with server.lease(call.prompt_tokens) as lease:
-        started_s = time.monotonic()
-        try:
-            async with server.post(call.path, body, call.headers) as answer:
-                content = await server.read(answer)
-                head = Head(status=answer.status, content_type=answer.content_type, retry_after=answer.headers.get("Retry-After"))
-            check_status(server, head, content)
-            params = _params_of(server, content)
-        except ServerFailed as failure:
-            if failure.kind != "unreachable":  # that its breaker was told already
-                lease.failed(failure.reason)
-            raise
-        lease.succeeded()
+    server = lease.server
+    started_s = time.monotonic()
+    try:
+        async with server.post(call.path, body, call.headers) as answer:
+            content = await server.read(answer)
+            head = Head(status=answer.status, content_type=answer.content_type, retry_after=answer.headers.get("Retry-After"))
+        check_status(server, head, content)
+        params = _params_of(server, content)
+    except ServerFailed as failure:
+        if failure.kind != "unreachable":  # that its breaker was told already
+            lease.failed(failure.reason)
+        raise
+    lease.succeeded()
     _learn(server, params)
     metrics.prefill_answered(time.monotonic() - started_s, has_kv=params is not None)
     return Prefilled(params=params, source=source_of(params))
@@ -117,12 +119,6 @@ def _learn(server: HttpServer, params: Mapping[str, Any] | None) -> None:
     source = source_of(params)
     if source == server.source:
         return
-    if server.source is not None:
-        server.num_moves += 1
-        if server.num_moves == MOST_MOVES:
-            log.warning(
-                "prefill_address_unsteady", url=server.url, reason="it changes from answer to answer: sequential from now on"
-            )
     server.source = source
     if source is not None:
         log.info("prefill_address_learnt", url=server.url, address=source.address, engine_id=source.engine_id)
@@ -130,4 +126,19 @@ def _learn(server: HttpServer, params: Mapping[str, Any] | None) -> None:
 
 def forget(server: HttpServer) -> None:
     """It has failed, and may come back as another engine: its address is learnt anew."""
-    server.source, server.num_moves = None, 0
+    server.source, server.doubt = None, 0.0
+
+
+def doubt(server: HttpServer) -> None:
+    """Decode was told an address that seems to be wrong: it is learnt anew, too, unless that happens again and again."""
+    server.source = None
+    server.doubt += 1
+    if server.doubt - 1 < MOST_DOUBT <= server.doubt:
+        reason = "its address differs from answer to answer, as of several engines behind one URL: sequential from now on"
+        log.warning("prefill_address_unsteady", url=server.url, reason=reason)
+
+
+def trust(server: HttpServer) -> None:
+    """Decode was told an address, and got the KV."""
+    if server.doubt < MOST_DOUBT:
+        server.doubt = max(0.0, server.doubt - _TRUST)

@@ -8,9 +8,10 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from aiohttp import web
@@ -42,19 +43,62 @@ async def run_router(settings: RouterSettings, security: Security | None) -> int
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with open_router(settings, security) as router:
+        with _ready_file(settings.ready_file, router.address):
+            log.info("router_ready", address=router.address, prefill=list(settings.prefill), decode=list(settings.decode))
+            print(f"kvferry route: ready on http://{router.address}", flush=True)
+            await router.wait(stop)
+        stop.clear()  # a second signal cuts the wait short
+        log.info("draining", in_flight=router.app.num_running)
+        cut_off = await router.app.drain(settings.drain_timeout_s, stop)
+    log.info("stopped", cut_off=cut_off)
+    return exit_codes.ABORTED if cut_off else exit_codes.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRouter:
+    """A router that takes requests.
+
+    Args:
+        address: host:port where it does.
+        watching: Checks its servers.
+    """
+
+    address: str
+    app: RouterApp
+    backend: Backend
+    watching: asyncio.Future[None]
+
+    async def wait(self, stop: asyncio.Event) -> None:
+        """Until `stop`. A fault of the checks is a bug, and raised here: the router would go on with servers as they were."""
+        stopping = asyncio.ensure_future(stop.wait())
+        waits: tuple[asyncio.Future[Any], ...] = (self.watching, stopping)
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if self.watching.done():
+            self.watching.result()
+
+
+@contextlib.asynccontextmanager
+async def open_router(settings: RouterSettings, security: Security | None) -> AsyncIterator[OpenRouter]:
+    """A router on this loop. See `run_router`."""
     metrics = RouterMetrics()
     backend = _make_backend(settings, security, metrics)
+    app = RouterApp(backend, settings, metrics)
+    runner = web.AppRunner(
+        app.application(), handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S
+    )
     try:
-        app = RouterApp(backend, settings, metrics)
-        runner = web.AppRunner(
-            app.application(), handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S
-        )
         await runner.setup()
+        address = await _listen(runner, settings)
+        watching = asyncio.ensure_future(backend.watch())
         try:
-            return await _serve(app, runner, backend, settings, stop)
+            yield OpenRouter(address=address, app=app, backend=backend, watching=watching)
         finally:
-            await runner.cleanup()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
     finally:
+        await runner.cleanup()
         await backend.close()
 
 
@@ -67,29 +111,6 @@ def _make_backend(settings: RouterSettings, security: Security | None, metrics: 
     from kvferry.router.vllm_flow import VllmFlow
 
     return VllmFlow(settings, metrics)
-
-
-async def _serve(app: RouterApp, runner: web.AppRunner, backend: Backend, settings: RouterSettings, stop: asyncio.Event) -> int:
-    address = await _listen(runner, settings)
-    # A fault of the checks is a bug, and ends the router: it would go on with servers as they were.
-    watching = asyncio.ensure_future(backend.watch())
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        with _ready_file(settings.ready_file, address):
-            log.info("router_ready", address=address, prefill=list(settings.prefill), decode=list(settings.decode))
-            print(f"kvferry route: ready on http://{address}", flush=True)
-            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
-            stop.clear()  # a second signal cuts the wait short
-            log.info("draining", in_flight=app.num_running)
-            cut_off = await app.drain(settings.drain_timeout_s, stop)
-        log.info("stopped", cut_off=cut_off)
-        return exit_codes.ABORTED if cut_off else exit_codes.OK
-    finally:
-        for task in (watching, stopping):
-            task.cancel()
-        await asyncio.gather(watching, stopping, return_exceptions=True)
 
 
 async def _listen(runner: web.AppRunner, settings: RouterSettings) -> str:

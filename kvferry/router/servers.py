@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
-from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Verdict
+from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 
 log = structlog.get_logger(__name__)
 
@@ -39,20 +39,6 @@ class ServerFailed(Exception):
         self.kind = kind
         self.reason = reason
         self.status = status
-
-
-class Lease:
-    """A request at a server; without a word on how it went, it says nothing of the server."""
-
-    def __init__(self) -> None:
-        self.verdict = Verdict.NOTHING
-        self.reason = ""
-
-    def succeeded(self) -> None:
-        self.verdict = Verdict.SUCCESS
-
-    def failed(self, reason: str) -> None:
-        self.verdict, self.reason = Verdict.FAILURE, reason
 
 
 class Server:
@@ -149,31 +135,17 @@ class Server:
             reason = f"nothing heard for {self._lost_after_s:g} s, and its health check fails: {self.problem}"
             raise ServerFailed(self, "lost", reason) from None
 
-    @contextmanager
-    def lease(self, weight: int) -> Iterator[Lease]:
-        """A request is at the server for as long as this lasts.
-
-        Args:
-            weight: What it adds to `outstanding`.
-        """
-        permit, lease = self.breaker.begin(), Lease()
-        self.outstanding += weight
-        try:
-            yield lease
-        finally:
-            self.outstanding -= weight
-            before = self.breaker.num_openings
-            self.breaker.end(permit, lease.verdict)
-            self._tell(before, lease.reason)
-
     def lose(self, reason: str) -> None:
         """Nobody listens there."""
-        before = self.breaker.num_openings
-        self.breaker.lose()
-        self._tell(before, reason)
+        with self.watched_breaker(reason):
+            self.breaker.lose()
 
-    def _tell(self, openings_before: int, reason: str) -> None:
-        if self.breaker.num_openings > openings_before:
+    @contextmanager
+    def watched_breaker(self, reason: str) -> Iterator[None]:
+        """Tell of it when the breaker opens meanwhile; that many requests see the same fault is no news."""
+        before, was_open = self.breaker.num_openings, self.breaker.state is BreakerState.OPEN
+        yield
+        if self.breaker.num_openings > before and not was_open:
             log.warning(
                 "breaker_opened", tier=self.tier, url=self.url, reason=reason, pause_s=round(self.breaker.pause_left_s, 3)
             )
@@ -183,12 +155,48 @@ class Server:
 AnyServer = TypeVar("AnyServer", bound=Server)
 
 
+class Lease(Generic[AnyServer]):
+    """A request at a server, from its choice to `end()`; without a word on how it went, it says nothing of the server.
+
+    Args:
+        weight: What it adds to what the server has outstanding.
+    """
+
+    def __init__(self, server: AnyServer, weight: int) -> None:
+        self.server = server
+        self._weight = weight
+        self._permit: Permit | None = server.breaker.begin()
+        self._verdict = Verdict.NOTHING
+        self._reason = ""
+        server.outstanding += weight
+
+    def succeeded(self) -> None:
+        self._verdict = Verdict.SUCCESS
+
+    def failed(self, reason: str) -> None:
+        self._verdict, self._reason = Verdict.FAILURE, reason
+
+    def end(self) -> None:
+        """The request is over; once is enough."""
+        permit, self._permit = self._permit, None
+        if permit is None:
+            return
+        self.server.outstanding -= self._weight
+        with self.server.watched_breaker(self._reason):
+            self.server.breaker.end(permit, self._verdict)
+
+
 class Tier(Generic[AnyServer]):
     """The servers of one side."""
 
     def __init__(self, servers: Sequence[AnyServer]) -> None:
         self.servers = tuple(servers)
         self._num_picks = 0
+
+    def lease(self, weight: int, *, tried: frozenset[Server] = frozenset()) -> Lease[AnyServer] | None:
+        """A place for a request at the server that `pick()` gives; None: at none."""
+        server = self.pick(tried=tried)
+        return None if server is None else Lease(server, weight)
 
     def pick(self, *, tried: frozenset[Server] = frozenset()) -> AnyServer | None:
         """The server for a request: the one with the least outstanding of the best that are left; None: none fits at all.

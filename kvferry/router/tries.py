@@ -38,7 +38,7 @@ class Tries:
         Raises:
             ApiError: It was the last.
         """
-        if failure.kind == "stale":  # nobody's fault, and it cannot happen twice
+        if failure.kind == "stale":  # nobody's fault as far as one can tell; the sequential flow tells more, and is never stale
             self.is_sequential = True
         elif not self._left:
             log.error("request_failed", request_id=self._call.request_id, tries=self._num_tries, reason=str(failure))

@@ -1,7 +1,7 @@
 """The two-step flow of vLLM servers: prefill computes the prompt, decode takes its KV and generates.
 
-A request is a list of tries, each with a pair of servers and a `transfer_id` of its own. A try can be followed by another one until
-the first token has gone to the client. How the pair is asked:
+A request is a list of tries, each with a pair of servers and a `transfer_id` of its own. A try can be followed by another one
+until the first token has gone to the client. How the pair is asked:
 
 - *sequential*: decode once prefill has answered, with the `kv_transfer_params` of that answer. Any connector will do.
 - *concurrent*: both at once, decode with what prefill's answer would say. For that the router must know where the KV of that
@@ -23,11 +23,11 @@ import structlog
 
 from kvferry.router.api import ApiError, Call, Head
 from kvferry.router.decode import DecodeAnswer, open_decode
-from kvferry.router.http_server import HttpServer, Source
+from kvferry.router.http_server import HttpServer
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.openai_body import why_decode_alone
-from kvferry.router.prefill import MOST_MOVES, PassedOn, Prefilled, forget, run_prefill
-from kvferry.router.servers import Server, ServerFailed, Tier, compare_names
+from kvferry.router.prefill import MOST_DOUBT, PassedOn, Prefilled, doubt, forget, run_prefill, trust
+from kvferry.router.servers import Lease, Server, ServerFailed, Tier, compare_names
 from kvferry.router.settings import FlowKind, RouterSettings
 from kvferry.router.tries import Tries
 from node_runtime.health import Readiness
@@ -40,10 +40,10 @@ PREFILL_GRACE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """The servers of one try; `prefill` is None where decode computes the prompt."""
+    """The places of one try; `prefill` is None where decode computes the prompt."""
 
-    prefill: HttpServer | None
-    decode: HttpServer
+    prefill: Lease[HttpServer] | None
+    decode: Lease[HttpServer]
 
 
 class VllmFlow:
@@ -127,7 +127,7 @@ class VllmFlow:
             self._metrics.decode_alone(alone)
         tries = Tries(self._settings.retries, call, self._metrics)
         while True:
-            pair = self._pick(tries.failed, is_alone=alone is not None)
+            pair = self._pick(call, tries.failed, is_alone=alone is not None)
             has_begun = False
             try:
                 async with contextlib.aclosing(self._try(call, pair, is_sequential=tries.is_sequential)) as parts:
@@ -136,19 +136,20 @@ class VllmFlow:
                         yield part
                 return
             except ServerFailed as failure:
-                if pair.prefill is not None and failure.kind != "stale":
-                    forget(pair.prefill)
+                if pair.prefill is not None:
+                    (doubt if failure.kind == "stale" else forget)(pair.prefill.server)
                 self._metrics.server_failed(failure.server.tier, failure.kind)
                 if has_begun:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure
                 await tries.next(failure)
 
-    def _pick(self, tried: frozenset[Server], *, is_alone: bool) -> _Pair:
-        prefill = None if is_alone else self.prefill.pick(tried=tried)
-        decode = self.decode.pick(tried=tried)
+    def _pick(self, call: Call, tried: frozenset[Server], *, is_alone: bool) -> _Pair:
+        decode = self.decode.lease(1, tried=tried)
+        prefill = None if is_alone or decode is None else self.prefill.lease(call.prompt_tokens, tried=tried)
         if decode is None or (prefill is None and not is_alone):
-            missing = self.decode if decode is None else self.prefill
-            raise ApiError(503, missing.why_none(), retry_after_s=1)
+            if decode is not None:
+                decode.end()
+            raise ApiError(503, (self.decode if decode is None else self.prefill).why_none(), retry_after_s=1)
         return _Pair(prefill=prefill, decode=decode)
 
     async def _try(self, call: Call, pair: _Pair, *, is_sequential: bool) -> AsyncGenerator[Head | bytes, None]:
@@ -167,79 +168,92 @@ class VllmFlow:
     async def _open(self, call: Call, pair: _Pair, stack: contextlib.AsyncExitStack, *, is_sequential: bool) -> DecodeAnswer:
         """The answer of the decode server, from its first token on; `stack` ends what runs for it."""
         transfer_id = secrets.token_hex(16)
-        source = None if is_sequential or pair.prefill is None else self._source_of(pair.prefill)
-        flow = "alone" if pair.prefill is None else "sequential" if source is None else "concurrent"
+        stack.callback(pair.decode.end)
+        if pair.prefill is None:
+            self._begin(call, pair, "alone", transfer_id)
+            return await stack.enter_async_context(_decode(call, pair.decode, None))
+        server = pair.prefill.server
+        is_known = not is_sequential and self._settings.flow is FlowKind.CONCURRENT and server.doubt < MOST_DOUBT
+        source = server.source if is_known else None
+        self._begin(call, pair, "sequential" if source is None else "concurrent", transfer_id)
+        prefill = run_prefill(call, pair.prefill, transfer_id, is_sequential=source is None, metrics=self._metrics)
+        if source is None:
+            try:
+                prefilled = await prefill
+            finally:
+                pair.prefill.end()
+            return await stack.enter_async_context(_decode(call, pair.decode, prefilled.params))
+        prefilling = asyncio.create_task(prefill)
+        stack.push_async_exit(self._at_end_of(prefilling, pair.prefill))
+        told = source.params(transfer_id)
+        opening = asyncio.create_task(stack.enter_async_context(_decode(call, pair.decode, told, is_guess=True)))
+        try:
+            await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done() and prefilling.result().source != source:  # the result raises where prefill failed
+                raise ServerFailed(server, "stale", f"the KV of its prompts is no longer at {source.address}")
+            answer = await opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+        trust(server)
+        return answer
+
+    def _begin(self, call: Call, pair: _Pair, flow: str, transfer_id: str) -> None:
         self._metrics.try_began(flow)
         log.debug(
             "try_began",
             request_id=call.request_id,
             transfer_id=transfer_id,
             flow=flow,
-            prefill=pair.prefill.url if pair.prefill is not None else None,
-            decode=pair.decode.url,
+            prefill=pair.prefill.server.url if pair.prefill is not None else None,
+            decode=pair.decode.server.url,
         )
-        if pair.prefill is None:
-            return await stack.enter_async_context(_decode(call, pair.decode, None))
-        prefill = run_prefill(call, pair.prefill, transfer_id, is_sequential=source is None, metrics=self._metrics)
-        if source is None:
-            prefilled = await prefill
-            return await stack.enter_async_context(_decode(call, pair.decode, prefilled.params))
-        prefilling = asyncio.create_task(prefill)
-        stack.push_async_exit(self._at_end_of(prefilling, pair.prefill))
-        opening = asyncio.create_task(stack.enter_async_context(_decode(call, pair.decode, source.params(transfer_id))))
-        try:
-            await asyncio.wait({prefilling, opening}, return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done() and prefilling.result().source != source:  # the result raises where prefill failed
-                raise ServerFailed(pair.prefill, "stale", f"the KV of its prompts is no longer at {source.address}")
-            return await opening
-        finally:
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
 
-    def _source_of(self, server: HttpServer) -> Source | None:
-        """Where the KV of its next prompt will be; None where only its answer can tell."""
-        if self._settings.flow is FlowKind.SEQUENTIAL or server.num_moves >= MOST_MOVES:
-            return None
-        return server.source
-
-    def _at_end_of(self, prefilling: asyncio.Task[Prefilled], server: HttpServer) -> _AtExit:
+    def _at_end_of(self, prefilling: asyncio.Task[Prefilled], lease: Lease[HttpServer]) -> _AtExit:
         """What ends a prefill request together with its try: at once, unless the try went well."""
 
+        def ended(task: asyncio.Task[Prefilled]) -> None:
+            self._ending.discard(task)
+            lease.end()
+            if not task.cancelled() and isinstance(task.exception(), ServerFailed):
+                forget(lease.server)
+
         async def at_exit(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
-            if kind is None and not prefilling.done():
-                self._let_end(prefilling, server)
-            else:
+            if kind is not None:
                 prefilling.cancel()
                 await asyncio.gather(prefilling, return_exceptions=True)
+            elif not prefilling.done():
+                self._ending.add(prefilling)
+                asyncio.get_running_loop().call_later(PREFILL_GRACE_S, prefilling.cancel)
             return False
 
-        return at_exit
-
-    def _let_end(self, prefilling: asyncio.Task[Prefilled], server: HttpServer) -> None:
-        timer = asyncio.get_running_loop().call_later(PREFILL_GRACE_S, prefilling.cancel)
-        self._ending.add(prefilling)
-
-        def ended(task: asyncio.Task[Prefilled]) -> None:
-            timer.cancel()
-            self._ending.discard(task)
-            if task.cancelled() or task.exception() is not None:
-                forget(server)
-
         prefilling.add_done_callback(ended)
+        return at_exit
 
 
 _AtExit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Coroutine[Any, Any, bool]]
 
 
 @contextlib.asynccontextmanager
-async def _decode(call: Call, server: HttpServer, params: Mapping[str, Any] | None) -> AsyncIterator[DecodeAnswer]:
-    """As `open_decode`, with the request among what the server has outstanding, and its breaker told how it went."""
-    with server.lease(1) as lease:
-        try:
-            async with open_decode(call, server, params) as answer:
-                lease.succeeded()
-                yield answer
-        except ServerFailed as failure:
-            if failure.server is server and failure.kind != "unreachable":  # of that the breaker was told already
-                lease.failed(failure.reason)
+async def _decode(
+    call: Call, lease: Lease[HttpServer], params: Mapping[str, Any] | None, *, is_guess: bool = False
+) -> AsyncIterator[DecodeAnswer]:
+    """As `open_decode`; the server's breaker is told how it went.
+
+    Args:
+        is_guess: `params` come from an earlier answer of the prefill server's. Where decode fails before its first token they may
+            have been wrong: the decode server is not blamed, and the failure is "stale".
+    """
+    is_open = False
+    try:
+        async with open_decode(call, lease.server, params) as answer:
+            is_open = True
+            lease.succeeded()
+            yield answer
+    except ServerFailed as failure:
+        if failure.server is not lease.server or failure.kind == "unreachable":  # of that the breaker was told already
             raise
+        if is_guess and not is_open and failure.kind == "status":
+            raise ServerFailed(failure.server, "stale", failure.reason, status=failure.status) from failure
+        lease.failed(failure.reason)
+        raise

@@ -1,0 +1,166 @@
+"""A router in this process, its servers beside it, and a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kvferry.router.serve import OpenRouter, open_router
+from kvferry.router.settings import FlowKind, RouterSettings
+from kvferry.router.vllm_flow import VllmFlow
+from tests.cluster.calls import until
+from tests.router.vllm_server import Kv, VllmServer, running
+
+PROMPT = "The harbour was quiet."
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[str]:
+        """What the events of a stream carry."""
+        return [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part]
+
+    @property
+    def text(self) -> str:
+        """Of the first choice, streamed or not, completion or chat."""
+        if not self.headers["Content-Type"].startswith("text/event-stream"):
+            return _said(self.json)
+        assert self.events[-1] == "[DONE]", self.events
+        return "".join(_said(json.loads(event)) for event in self.events[:-1])
+
+    @property
+    def error(self) -> str:
+        return str(self.json["error"]["message"])
+
+
+def _said(content: Any) -> str:
+    if not content["choices"]:
+        return ""
+    choice = content["choices"][0]
+    if "text" in choice:
+        return str(choice["text"])
+    return str((choice.get("message") or choice.get("delta")).get("content") or "")
+
+
+class Client:
+    """Asks a router."""
+
+    def __init__(self, address: str) -> None:
+        self.url = f"http://{address}"
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
+
+    async def complete(self, prompt: object = PROMPT, *, headers: Mapping[str, str] | None = None, **body: Any) -> Answer:
+        return await self.post("/v1/completions", {"model": "tiny", "prompt": prompt, **body}, headers=headers)
+
+    async def chat(self, content: object = PROMPT, **body: Any) -> Answer:
+        messages = [{"role": "user", "content": content}]
+        return await self.post("/v1/chat/completions", {"model": "tiny", "messages": messages, **body})
+
+    async def post(self, path: str, body: Any, *, headers: Mapping[str, str] | None = None) -> Answer:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=content, headers=headers) as answer:
+            return Answer(answer.status, answer.headers.copy(), await answer.read())
+
+    async def get(self, path: str) -> Answer:
+        async with self.session.get(self.url + path) as answer:
+            return Answer(answer.status, answer.headers.copy(), await answer.read())
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The value of one series; 0 where it is not there."""
+        wanted = "kvferry_router_" + name
+        shown = "{" + ",".join(f'{key}="{value}"' for key, value in sorted(labels.items())) + "}" if labels else ""
+        for line in (await self.get("/metrics")).body.decode().splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.partition("{")[0] == wanted and set(series[len(wanted) :].strip("{}").split(",")) == set(
+                shown.strip("{}").split(",")
+            ):
+                return float(value)
+        return 0.0
+
+
+class Setup:
+    """A router between servers."""
+
+    def __init__(self, router: OpenRouter, client: Client, prefill: list[VllmServer], decode: list[VllmServer]) -> None:
+        assert isinstance(router.backend, VllmFlow)
+        self.router = router
+        self.flow = router.backend
+        self.client = client
+        self.prefill = prefill
+        self.decode = decode
+
+    async def ready(self) -> None:
+        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready", within_s=20)
+
+
+def server(kv: Kv, **options: Any) -> VllmServer:
+    return VllmServer(kv=kv, **options)
+
+
+@asynccontextmanager
+async def routing(
+    prefill: int | list[VllmServer] = 1,
+    decode: int | list[VllmServer] = 1,
+    *,
+    learnt: bool = False,
+    change: Callable[[list[VllmServer], list[VllmServer]], None] | None = None,
+    **options: Any,
+) -> AsyncIterator[Setup]:
+    """A router that is ready, with so many servers on each side.
+
+    Args:
+        learnt: Each prefill server has answered once, and requests go concurrently from now on.
+        change: Done to the servers before they start.
+        options: Of the router's settings.
+    """
+    kv = Kv()
+    before = [VllmServer(kv=kv) for _ in range(prefill)] if isinstance(prefill, int) else prefill
+    after = [VllmServer(kv=kv) for _ in range(decode)] if isinstance(decode, int) else decode
+    if change is not None:
+        change(before, after)
+    options = {"health_interval_s": 0.05, **options}
+    async with running(*before, *after):
+        settings = RouterSettings(
+            prefill=tuple(one.url for one in before), decode=tuple(one.url for one in after), are_nodes=False, port=0, **options
+        )
+        async with open_router(settings, None) as router:
+            client = Client(router.address)
+            setup = Setup(router, client, before, after)
+            try:
+                await setup.ready()
+                if learnt:
+                    for _ in before:
+                        assert (await client.complete()).status == 200
+                    assert all(one.source is not None for one in setup.flow.prefill.servers)
+                    for one in (*before, *after):
+                        one.requests.clear()
+                yield setup
+            finally:
+                await client.session.close()
+
+
+SEQUENTIAL = FlowKind.SEQUENTIAL
+
+
+async def settled(setup: Setup) -> None:
+    """Nothing is under way at any server."""
+    await until(lambda: not any(one.running for one in (*setup.prefill, *setup.decode)), "the servers are idle", within_s=5)
+    assert all(one.outstanding == 0 for tier in (setup.flow.prefill, setup.flow.decode) for one in tier.servers)
+    await asyncio.sleep(0)

@@ -1,0 +1,372 @@
+"""Servers that fail, clients that go away, and what each is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import aiohttp
+import pytest
+
+from tests.cluster.calls import until
+from tests.router.conftest import PROMPT, SEQUENTIAL, Setup, routing, settled
+from tests.router.vllm_server import SHAPES, Kv, VllmServer
+
+EXPECTED = f"<{len(PROMPT)}> one two three"
+
+
+def sent(servers: list[VllmServer]) -> int:
+    return sum(len(one.requests) for one in servers)
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_a_server_that_fails_is_left_for_another(flow: str, tier: str) -> None:
+    async with routing(2, 2, learnt=True, **({"flow": SEQUENTIAL} if flow == "sequential" else {})) as setup:
+        servers = setup.prefill if tier == "prefill" else setup.decode
+        for server in servers:
+            server.answers.append(500)
+        answers = [await setup.client.complete() for _ in range(2)]
+        assert [answer.text for answer in answers] == [EXPECTED] * 2
+        assert all(not server.answers for server in servers), "each has failed once"
+        ids = [params["transfer_id"] for server in setup.prefill for params in server.params]
+        assert len(ids) == len(set(ids)), "each try has a transfer_id of its own"
+        assert await setup.client.metric("retries_total") == sent(servers) - 2
+        await settled(setup)
+
+
+async def test_a_failed_prefill_cancels_its_decode_at_once() -> None:
+    async with routing(learnt=True, retries=0) as setup:
+        setup.prefill[0].gate.clear()
+        asking = asyncio.create_task(setup.client.complete(stream=True))
+        await until(lambda: setup.decode[0].running == 1, "decode waits for the KV", within_s=5)
+        setup.prefill[0].answers.append(500)
+        setup.prefill[0].gate.set()
+        answer = await asking
+        assert answer.status == 502 and "prefill server" in answer.error and "told to answer 500" in answer.error
+        await until(lambda: setup.decode[0].disconnected == 1, "decode was told", within_s=5)
+        await settled(setup)
+
+
+async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
+    """And decode is asked again with what prefill itself says, whatever --retries: what it was told may have been wrong."""
+    async with routing(learnt=True, retries=0) as setup:
+        setup.prefill[0].gate.clear()
+        setup.decode[0].answers.append(500)
+        asking = asyncio.create_task(setup.client.complete())
+        await until(lambda: setup.prefill[0].disconnected == 1, "prefill was told", within_s=5)
+        await until(lambda: setup.prefill[0].running == 1, "it is asked again", within_s=5)
+        setup.prefill[0].gate.set()
+        assert (await asking).text == EXPECTED
+        assert await setup.client.metric("server_failures_total", tier="decode", reason="stale") == 1
+        assert setup.flow.decode.servers[0].breaker.num_openings == 0
+        setup.decode[0].answers += [500] * 2
+        answer = await setup.client.complete()
+        assert answer.status == 502 and "decode server" in answer.error and len(setup.decode[0].requests) == 4
+        await settled(setup)
+
+
+async def test_a_prefill_that_fails_while_decode_streams_changes_nothing() -> None:
+    """Its tokens are there already: the KV has come, or decode has computed it."""
+
+    def alone(_: list[VllmServer], decode: list[VllmServer]) -> None:
+        decode[0].ignores_kv, decode[0].word_delay_s = True, 0.2
+
+    async with routing(learnt=True, change=alone) as setup:
+        setup.prefill[0].gate.clear()
+        setup.prefill[0].answers.append(500)
+        asking = asyncio.create_task(setup.client.complete(stream=True))
+        await until(lambda: setup.router.app.num_running == 1 and setup.decode[0].running == 1, "it runs", within_s=5)
+        await asyncio.sleep(0.2)
+        setup.prefill[0].gate.set()
+        assert (await asking).text == EXPECTED
+        await settled(setup)
+        assert setup.flow.prefill.servers[0].source is None, "it is learnt anew"
+
+
+async def test_a_prefill_that_hangs_after_decode_is_done_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.router.vllm_flow.PREFILL_GRACE_S", 0.3)
+
+    def alone(_: list[VllmServer], decode: list[VllmServer]) -> None:
+        decode[0].ignores_kv = True
+
+    async with routing(learnt=True, change=alone) as setup:
+        setup.prefill[0].gate.clear()
+        assert (await setup.client.complete()).text == EXPECTED
+        assert setup.prefill[0].running == 1
+        await until(lambda: setup.prefill[0].disconnected == 1, "it was ended", within_s=3)
+        await settled(setup)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_an_error_as_the_first_event_of_a_stream_is_tried_again(is_chat: bool) -> None:
+    """vLLM says 200 before it knows whether the KV came, and a chat's role before its first token."""
+    async with routing(1, 2, learnt=True) as setup:
+        for server in setup.decode:
+            server.fail_in_stream.append(500)
+        answer = await (setup.client.chat if is_chat else setup.client.complete)(stream=True)
+        assert answer.status == 200 and answer.text == EXPECTED
+        assert "Internal server error" not in answer.body.decode()
+
+
+async def test_retries_are_bounded_and_the_last_failure_is_told() -> None:
+    async with routing(1, 2, retries=3) as setup:
+        for server in setup.decode:
+            server.answers += [500] * 10
+        answer = await setup.client.complete()
+        assert answer.status == 502 and "the last of 4 tries" in answer.error
+        assert sent(setup.decode) == 4
+        assert [len(one.requests) for one in setup.decode] == [2, 2], "in turns, where there is no other left"
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_servers_that_are_full_are_told_as_such(status: int) -> None:
+    async with routing(retries=1) as setup:
+        setup.decode[0].answers += [status] * 2
+        answer = await setup.client.complete()
+        assert (answer.status, answer.headers["Retry-After"]) == (status, "1")
+
+
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+@pytest.mark.parametrize(
+    ("body", "shape"), [({"model": "nope", "prompt": "x"}, "no_such_model"), ({"prompt": "y" * 5000, "stream": True}, "too_long")]
+)
+async def test_a_clients_error_is_passed_on_unchanged_and_not_tried_again(flow: str, body: dict[str, object], shape: str) -> None:
+    async with routing(2, 2, learnt=True, **({"flow": SEQUENTIAL} if flow == "sequential" else {})) as setup:
+        answer = await setup.client.post("/v1/completions", body)
+        assert (answer.status, answer.body.decode()) == (SHAPES[shape]["status"], SHAPES[shape]["body"])
+        assert sent(setup.prefill) <= 1 and sent(setup.decode) <= 1
+        assert await setup.client.metric("requests_total", endpoint="completions", outcome="client_error") == 1
+        await settled(setup)
+
+
+@pytest.mark.parametrize("status", [401, 409, 422])
+async def test_other_errors_of_the_client_are_no_failures_of_the_server(status: int) -> None:
+    async with routing() as setup:
+        setup.prefill[0].answers.append(status)
+        assert (await setup.client.complete()).status == status
+        assert sent(setup.prefill) == 1
+        assert setup.flow.prefill.servers[0].breaker.num_openings == 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("flow", ["concurrent", "sequential"])
+async def test_a_client_that_goes_away_ends_both_requests(is_stream: bool, flow: str) -> None:
+    async with routing(learnt=True, **({"flow": SEQUENTIAL} if flow == "sequential" else {})) as setup:
+        setup.prefill[0].gate.clear()
+        asking = asyncio.create_task(setup.client.complete(stream=is_stream))
+        number = 2 if flow == "concurrent" else 1
+        everybody = (*setup.prefill, *setup.decode)
+        await until(lambda: sum(one.running for one in everybody) == number, "the servers have it", within_s=5)
+        asking.cancel()
+        await until(lambda: sum(one.disconnected for one in everybody) == number, "all of them were told", within_s=2)
+        await settled(setup)
+        assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
+        assert await setup.client.metric("running_requests") == 0
+
+
+async def test_a_client_that_goes_away_in_mid_stream_ends_decode() -> None:
+    def slow(_: list[VllmServer], decode: list[VllmServer]) -> None:
+        decode[0].words, decode[0].word_delay_s = (" x",) * 1000, 0.05
+
+    async with routing(learnt=False, change=slow) as setup:
+        body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": 1000}
+        async with setup.client.session.post(f"{setup.client.url}/v1/completions", json=body) as answer:
+            assert answer.status == 200
+            await answer.content.readany()
+            answer.close()
+        await until(lambda: setup.decode[0].disconnected == 1, "decode was told", within_s=2)
+        await settled(setup)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(is_chat: bool) -> None:
+    def breaking(_: list[VllmServer], decode: list[VllmServer]) -> None:
+        decode[0].break_after = 3
+
+    async with routing(change=breaking) as setup:
+        answer = await (setup.client.chat if is_chat else setup.client.complete)(stream=True)
+        *events, last = answer.events
+        assert answer.status == 200 and len(events) == 3 and "[DONE]" not in answer.events
+        error = json.loads(last)["error"]
+        assert error["code"] == 502 and "cut off" in error["message"] and setup.decode[0].url in error["message"]
+        assert sent(setup.decode) == 1, "what has begun is not tried again"
+        endpoint = "chat" if is_chat else "completions"
+        assert await setup.client.metric("requests_total", endpoint=endpoint, outcome="failed") == 1
+
+
+async def test_a_stream_that_breaks_off_before_its_first_token_is_tried_again() -> None:
+    async with routing(1, 2) as setup:
+        for server in setup.decode:
+            server.break_after = 1  # after the role
+        await setup.client.chat(stream=True)
+        setup.decode[0].break_after = None
+        answer = await setup.client.chat(stream=True)
+        assert answer.text == EXPECTED
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_a_server_that_is_gone_is_left_out_and_taken_back(tier: str) -> None:
+    async with routing(2, 2, learnt=True) as setup:
+        gone = (setup.prefill if tier == "prefill" else setup.decode)[0]
+        await gone.stop()
+        for _ in range(4):
+            assert (await setup.client.complete()).text == EXPECTED
+        assert not gone.requests
+        (known,) = [one for one in (*setup.flow.prefill.servers, *setup.flow.decode.servers) if one.url == gone.url]
+        await until(lambda: known.state != "healthy", "the router has seen it", within_s=5)
+        await gone.restart("engine-2")
+        await until(lambda: known.state == "healthy", "the router has seen it again", within_s=10)
+        for _ in range(4):
+            assert (await setup.client.complete()).text == EXPECTED
+        assert gone.requests
+        if tier == "prefill":
+            assert {params["remote_engine_id"] for server in setup.decode for params in server.params[-4:]} >= {"engine-2"}
+
+
+async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_asked() -> None:
+    async with routing() as setup:
+        await setup.decode[0].stop()
+        answer = await setup.client.complete()
+        assert answer.status == 503 and answer.headers["Retry-After"] == "1"
+        assert f"decode server {setup.decode[0].url}: " in answer.error and "Connect call failed" not in answer.error
+        await until(lambda: not setup.flow.readiness().is_ready, "seen", within_s=5)
+        ready = await setup.client.get("/readyz")
+        assert ready.status == 503 and setup.decode[0].url.encode() in ready.body and b"no decode server is healthy" in ready.body
+        assert (await setup.client.get("/health")).status == 200, "the router itself lives"
+        assert (await setup.client.get("/v1/models")).status == 503
+        # Nobody is shut out: a server that has come back answers before a health check has seen it.
+        setup.router.watching.cancel()
+        await setup.decode[0].restart("engine-1")
+        assert (await setup.client.complete()).text == EXPECTED
+
+
+async def test_a_server_whose_health_check_fails_is_left_out() -> None:
+    async with routing(1, 2) as setup:
+        setup.decode[0].health = 503
+        await until(lambda: bool(setup.flow.decode.servers[0].problem), "seen", within_s=5)
+        for _ in range(4):
+            assert (await setup.client.complete()).status == 200
+        assert [len(one.requests) for one in setup.decode] == [0, 4]
+        assert await setup.client.metric("servers", tier="decode", state="unhealthy") == 1
+
+
+async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it() -> None:
+    async with routing(1, 2, learnt=True, lost_after_s=0.3) as setup:
+        for server in setup.decode:
+            server.gate.clear()
+        asking = asyncio.create_task(setup.client.complete())
+        await until(lambda: sum(one.running for one in setup.decode) == 1, "decode has it", within_s=5)
+        await asyncio.sleep(0.5)
+        assert not asking.done(), "one that is healthy may take its time"
+        (frozen,) = [one for one in setup.decode if one.running]
+        (other,) = [one for one in setup.decode if one is not frozen]
+        other.gate.set()
+        frozen.health = 500
+        assert (await asyncio.wait_for(asking, 5)).text == EXPECTED
+        await until(lambda: frozen.disconnected == 1, "it was told", within_s=5)
+        assert await setup.client.metric("server_failures_total", tier="decode", reason="lost") == 1
+
+
+async def test_servers_with_other_models_are_not_used_and_named() -> None:
+    def other(prefill: list[VllmServer], _: list[VllmServer]) -> None:
+        prefill[1].model = "huge"
+
+    async with routing(2, 1, change=other) as setup:
+        for _ in range(3):
+            assert (await setup.client.complete()).text == EXPECTED
+        assert not setup.prefill[1].requests
+        models = await setup.client.get("/v1/models")
+        assert [one["id"] for one in models.json["data"]] == ["tiny", "adapter"]
+        assert await setup.client.metric("servers", tier="prefill", state="unfit") == 1
+
+
+async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
+    kv = Kv()
+    with pytest.raises(AssertionError, match="the router is ready"):
+        async with routing([VllmServer(kv=kv, model="huge")], [VllmServer(kv=kv)]):
+            raise RuntimeError("it was ready")
+
+
+async def test_what_is_said_where_sides_have_nothing_in_common() -> None:
+    async with routing() as setup:
+        setup.prefill[0].model = "huge"
+        setup.flow.prefill.servers[0].are_names_due = True
+        await until(lambda: bool(setup.flow.prefill.servers[0].misfit), "seen", within_s=5)
+        for answer in (await setup.client.get("/v1/models"), await setup.client.complete()):
+            assert answer.status == 503 and "it serves huge" in answer.error and "serves tiny" in answer.error
+        assert b"it serves huge" in (await setup.client.get("/readyz")).body
+
+
+async def test_names_behind_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with routing() as setup:
+        server = setup.flow.decode.servers[0]
+        setup.decode[0].key, server.are_names_due = "abc", True
+        await until(lambda: "VLLM_API_KEY" in server.problem, "it cannot look", within_s=5)
+        monkeypatch.setenv("VLLM_API_KEY", "abc")
+        await until(lambda: not server.problem, "it can", within_s=5)
+
+
+async def test_a_connection_that_nobody_takes_times_out() -> None:
+    """An address where no SYN is answered: a listener with a full backlog."""
+    import socket
+
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        fill = [socket.socket() for _ in range(4)]
+        try:
+            for one in fill:
+                one.setblocking(False)
+                one.connect_ex(full.getsockname())
+            async with routing(connect_timeout_s=0.3, retries=0) as setup:
+                setup.flow.decode.servers[0].url = f"http://127.0.0.1:{full.getsockname()[1]}"
+                started_s = time.monotonic()
+                answer = await setup.client.complete()
+                assert answer.status == 503 and time.monotonic() - started_s < 3
+        finally:
+            for one in fill:
+                one.close()
+
+
+async def _stream_of_slow_words(setup: Setup) -> aiohttp.ClientResponse:
+    body = {"model": "tiny", "prompt": PROMPT, "stream": True, "max_tokens": 1000}
+    answer = await setup.client.session.post(f"{setup.client.url}/v1/completions", json=body)
+    await answer.content.readany()
+    return answer
+
+
+def _slow(number: int, delay_s: float, _: list[VllmServer], decode: list[VllmServer]) -> None:
+    decode[0].words, decode[0].word_delay_s = (" x",) * number, delay_s
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    async with routing(change=lambda before, after: _slow(10, 0.05, before, after)) as setup:
+        answer = await _stream_of_slow_words(setup)
+        draining = asyncio.create_task(setup.router.app.drain(30, asyncio.Event()))
+        await asyncio.sleep(0)
+        refused = await setup.client.complete()
+        assert refused.status == 503 and "shutting down" in refused.error and refused.headers["Retry-After"] == "1"
+        assert (await setup.client.get("/readyz")).body == b"the router is draining\n"
+        assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        assert await draining == 0
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+async def test_what_is_cut_off_at_the_end_says_so(is_hurried: bool) -> None:
+    async with routing(change=lambda before, after: _slow(1000, 0.05, before, after)) as setup:
+        answer = await _stream_of_slow_words(setup)
+        whole = asyncio.create_task(setup.client.complete(max_tokens=1000))
+        setup.decode[0].gate.clear()
+        await until(lambda: setup.router.app.num_running == 2, "both run", within_s=5)
+        hurry = asyncio.Event()
+        draining = asyncio.create_task(setup.router.app.drain(30 if is_hurried else 0.2, hurry))
+        if is_hurried:
+            await asyncio.sleep(0.1)
+            hurry.set()
+        assert await asyncio.wait_for(draining, 5) == 2
+        last = (await answer.read()).decode().rstrip().rpartition("\n\n")[2]
+        assert "the router has shut down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert (await whole).status == 503
+        await settled(setup)
