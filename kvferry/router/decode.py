@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
@@ -14,6 +15,8 @@ from kvferry.router.http_server import HttpServer, clip
 from kvferry.router.openai_body import decode_body
 from kvferry.router.prefill import check_status
 from kvferry.router.servers import ServerFailed
+
+_FINISH_S: Final = 1.0
 
 
 class DecodeAnswer:
@@ -46,6 +49,7 @@ class DecodeAnswer:
             events = await self._rest.more()
             if events:
                 yield b"".join(events)
+        await self._rest.finish()
 
 
 class _Events:
@@ -72,6 +76,13 @@ class _Events:
             raise ServerFailed(self._server, "broken", str(error)) from None
         self.is_done = any(sse.data_of(event) == sse.DONE for event in events[-2:])
         return events
+
+    async def finish(self) -> None:
+        """After the last event: let the server end the answer itself, which it is about to. So it does not take us for gone."""
+        with contextlib.suppress(ServerFailed, TimeoutError):
+            async with asyncio.timeout(_FINISH_S):
+                while await self._server.read_some(self._answer):
+                    pass
 
 
 @contextlib.asynccontextmanager

@@ -76,6 +76,7 @@ class HttpServer(Server):
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
             headers={"Accept-Encoding": "identity"},
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),  # what one client's request is given is none of the next one's
         )
 
     async def close(self) -> None:
@@ -190,6 +191,6 @@ def _names_of(server: HttpServer, status: int, content: bytes) -> frozenset[str]
         models = json.loads(content)["data"] if status == 200 else None
         if isinstance(models, list):
             return frozenset(str(one["id"]) for one in models if not one.get("parent"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ServerFailed(server, "broken", f"GET /v1/models is answered with {status} and no list of models", status=status)

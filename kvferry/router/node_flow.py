@@ -26,6 +26,7 @@ from transfer.errors import (
     PeerUnreachable,
     RemoteProtocolError,
     StagingError,
+    TransferAborted,
     TransferError,
     TransportTimeout,
 )
@@ -207,7 +208,11 @@ def _failure(server: Server, error: TransferError, blame: Callable[[str], None])
     if isinstance(error, ConfigError) and not is_refusal_of_caller(error):
         return ApiError(400, reason)
     if isinstance(error, StagingError):
+        if "larger than max" in reason:  # as gRPC says of a message, which is no more welcome later
+            return ApiError(413, f"the prompt is too large for a call to the decode node: {reason}")
         return ServerFailed(server, "status", reason, status=503)  # no room now: nothing is wrong with it
+    if isinstance(error, TransferAborted):
+        return ApiError(500, reason)  # somebody wanted its end, and not another try
     if isinstance(error, LayoutError):
         return ApiError(500, reason)  # so it would be at each try
     blame(reason)

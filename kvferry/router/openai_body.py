@@ -13,11 +13,11 @@ KV_FIELD: Final = "kv_transfer_params"
 _CHARS_PER_TOKEN: Final = 4  # about, in most languages that are written with letters; only loads are compared by it
 
 _NOT_FOR_PREFILL: Final = (
-    *("stream", "stream_options", "stream_interval", "min_tokens", "n", "best_of", "echo"),
+    *("stream", "stream_options", "stream_interval", "n", "best_of", "echo", "stop"),
     *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids", "return_token_ids"),
 )
 """Fields that say what the answer looks like. The prefill server's answer is read by nobody, and some of these go with others
-that are changed: `min_tokens` may not be above `max_tokens`, nor `best_of` below `n`."""
+that are changed: `best_of` may not be below `n`."""
 
 
 def parse_body(content: bytes) -> dict[str, Any]:
@@ -93,9 +93,12 @@ def _above(value: object, limit: object) -> bool:
 
 
 def prefill_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The body for the prefill server: the same prompt, one token, in one answer."""
+    """The body for the prefill server: the same prompt, one token, in one answer.
+
+    `min_tokens` keeps that token from being one that ends an answer: connectors hand over nothing of a request that has ended so.
+    """
     sent = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
-    sent |= {"max_tokens": 1, "stream": False, "n": 1, KV_FIELD: dict(params)}
+    sent |= {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, KV_FIELD: dict(params)}
     if "max_completion_tokens" in body:
         sent["max_completion_tokens"] = 1
     return sent

@@ -31,7 +31,7 @@ _STOP_S: Final = 2.0  # for answers whose last bytes are on their way
 
 
 async def run_router(settings: RouterSettings, security: Security | None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code says whether requests had to be cut off.
+    """Serve until SIGTERM, SIGINT or SIGHUP; the exit code says whether requests had to be cut off.
 
     Args:
         security: How decode nodes are called; None: the servers are vLLM's.
@@ -41,7 +41,7 @@ async def run_router(settings: RouterSettings, security: Security | None) -> int
     """
     raise_open_files()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with open_router(settings, security) as router:
         with _ready_file(settings.ready_file, router.address):

@@ -112,6 +112,7 @@ class Server:
         before_s = self._clock() - self._lost_after_s
         for wait, since_s in list(self._waits.items()):
             if max(since_s, self._failing_since_s) <= before_s:
+                del self._waits[wait]  # told once
                 wait.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
@@ -128,7 +129,7 @@ class Server:
                 try:
                     yield
                 finally:
-                    del self._waits[timeout]
+                    self._waits.pop(timeout, None)
         except TimeoutError:
             if not timeout.expired():
                 raise

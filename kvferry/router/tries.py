@@ -16,6 +16,8 @@ log = structlog.get_logger(__name__)
 PAUSE_S: Final = 0.05
 """Before the second try, which may go to the same server where there is one alone; twice as long before each that follows."""
 
+MAX_PAUSE_S: Final = 1.0
+
 
 class Tries:
     """The tries of one request.
@@ -49,7 +51,7 @@ class Tries:
         log.warning("request_retried", request_id=self._call.request_id, reason=str(failure), next_try=self._num_tries + 1)
         self._metrics.retried()
         if failure.kind != "stale":
-            await asyncio.sleep(PAUSE_S * 2 ** (self._num_tries - 1))
+            await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_S * 2 ** (self._num_tries - 1)))
         self._num_tries += 1
 
 

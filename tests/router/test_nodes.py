@@ -193,6 +193,8 @@ async def test_what_the_node_refuses_is_the_clients_error(cluster: LocalCluster)
             answer = await setup.client.post("/v1/completions", body)
             assert answer.status == 400 and said in answer.error and "127.0.0.1" not in answer.error, answer.body
         assert await setup.client.metric("retries_total") == 0
+        huge = await setup.client.post("/v1/completions", {"prompt": "x" * (14 << 20)})
+        assert huge.status in (400, 413), huge.body
 
 
 async def test_the_curl_line_of_the_page_works(cluster: LocalCluster) -> None:
