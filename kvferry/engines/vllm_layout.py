@@ -8,7 +8,7 @@ memory is a setting of its own, ``LBNHC`` or ``LBHNC`` for most). What the conte
 - attention on a CPU (``CPU_ATTN``): the content of all of the block's tokens is one run of memory, first K as ``[dim, token]``,
   then V as ``[token, dim]``. Seen with vLLM 0.32's own kernel, for its instruction sets ``vec`` and ``vec16``: those of x86 but
   for ``amx``, which it takes for bfloat16 where the machine has it. That one keeps K and V in tiles of pairs; it is refused, and
-  so are those of other machines, which were not seen.
+  so are those of other machines, which were not seen. 8-bit floats are packed as the others.
 
 Source: vLLM 0.32.0 and 0.33.0, ``v1/kv_cache_interface.py``, ``v1/kv_cache_layout.py``, ``v1/attention/backends/``.
 """
@@ -276,16 +276,12 @@ def _check_layer(layer: LayerFacts, facts: VllmFacts) -> None:
         )
     if layer.is_packed_otherwise:
         raise LayoutError(f"layer {layer.name} has something else in its blocks than K and V ({layer.spec}); cannot be moved yet")
-    if layer.quant_mode != "NONE":
-        if layer.quant_mode != "FP8_PER_TENSOR" or facts.cache_dtype not in _FLOAT8_SETTINGS or layer.num_scales != 1:
-            raise LayoutError(
-                f"layer {layer.name} is quantised as {layer.quant_mode} (--kv-cache-dtype {facts.cache_dtype}, scales: "
-                f"{layer.num_scales}); of quantised caches only fp8 (e4m3) with one scale per layer can be moved"
-            )
-        if layer.backend in PACKED_BACKENDS:
-            raise LayoutError(
-                f"layer {layer.name} keeps fp8 on a CPU, whose packing kvferry cannot read; use --kv-cache-dtype auto"
-            )
+    is_scaled_float8 = layer.quant_mode == "FP8_PER_TENSOR" and facts.cache_dtype in _FLOAT8_SETTINGS and layer.num_scales == 1
+    if layer.quant_mode != "NONE" and not is_scaled_float8:
+        raise LayoutError(
+            f"layer {layer.name} is quantised as {layer.quant_mode} (--kv-cache-dtype {facts.cache_dtype}, scales: "
+            f"{layer.num_scales}); of quantised caches only fp8 (e4m3) with one scale per layer can be moved"
+        )
 
 
 def _element(layers: Sequence[LayerFacts], facts: VllmFacts) -> DType:
