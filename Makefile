@@ -31,7 +31,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test test-rdma chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo test test-rdma test-vllm chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,10 +53,15 @@ demo: setup ## both tiers on this machine: prompts in, tokens out, proof and rep
 	@$(BIN)/kvferry demo $(DEMO_ARGS)
 
 test: setup ## every test but those marked slow
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm" $(TEST_ARGS)
 
 test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with soft-RoCE; needs QEMU
 	@$(BIN)/python tests/rdma/boot.py $(RDMA_ARGS) $(TEST_ARGS)
+
+# In an environment of its own, for vLLM pins much of what it needs; so without .venv.
+test-vllm: ## real vLLM servers on the CPU; makes their environment in .kvferry, once, in minutes; needs Python 3.11
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/vllm/setup.sh
+	@.kvferry/vllm-venv/bin/python -m pytest tests/vllm $(TEST_ARGS)
 
 chaos: setup ## every fault of docs/operations.md on real processes and networks, the slow ones too, CHAOS_RUNS times
 	@for run in $$(seq $(CHAOS_RUNS)); do $(BIN)/python -m pytest tests/chaos $(TEST_ARGS); done
@@ -125,5 +130,5 @@ proto-lint: $(PROTO_STAMP)
 	$(PROTO_VENV)/bin/buf lint proto
 
 clean: ## remove .venv, tools, caches and build outputs (not model folders made by hand)
-	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
+	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

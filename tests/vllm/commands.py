@@ -1,0 +1,76 @@
+"""How the servers of these tests are started: vLLM on two CPU cores.
+
+What a start takes, with vLLM 0.32 and the tests' model, on two cores of an AMD EPYC at which others were at work as well (load
+2.5 to 4), so that the seconds of processor time say more than those until it was ready. Nearly all are imports, 7 to 8 s of them
+in each process:
+
+| server | processes | processor time | until ready | memory (PSS) after 20 prompts |
+|---|---|---|---|---|
+| TP 1 | API server, engine core, worker | 24 s | 25 s | 1.6 GB |
+| TP 1, `in_core` | API server, engine core | 17 s | 17 s | 1.2 GB |
+| TP 2 | API server, engine core, two workers | 36 s | 28 s | 2.4 GB |
+
+The only option that helps is `in_core` (VLLM_ENABLE_V1_MULTIPROCESSING=0): the worker of a TP 1 server then lives in the process
+of the engine core. Of the rest, loading the model is 0.04 s, profiling and making the KV cache 0.05 s: a start has nothing that
+`--load-format dummy`, a smaller cache, no prefix cache, fewer logs or another event loop could spare. Forked processes instead of
+spawned ones would spare imports, but vLLM's CPU platform sets VLLM_WORKER_MULTIPROC_METHOD=spawn itself.
+
+A prefill server of TP 2, a decode server of TP 1 and the reference (`in_core`), started side by side, take 77 s of processor
+time, 40 s of two cores, and 5.3 GB; at a load of 15 they took 147 s. Twenty prompts of 10 to 600 tokens at once, 32 new
+tokens each, take one of them 4 to 5 s, and 8 s with TP 2 at that load.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.servers import HOST
+
+MODEL_NAME = "demo"
+MAX_MODEL_LEN = 1024
+KV_CACHE_BYTES = 256 << 20  # of each rank; of TP 1 it holds some ten thousand tokens of the tests' model
+CACHE = Path(sys.prefix) / "cache"  # what vLLM found out about models, kept with the environment
+
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CACHE_ROOT": str(CACHE),
+}
+
+
+def vllm_command(
+    model: Path, *, tp: int = 1, kv_transfer_config: Mapping[str, Any] | None = None, port: int = 0, args: Sequence[str] = ()
+) -> list[str]:
+    """Command line of a vLLM server in float32, so that its greedy tokens depend on nothing but the prompt.
+
+    Args:
+        model: Hugging Face directory.
+        tp: Tensor parallel degree.
+        kv_transfer_config: As `--kv-transfer-config` takes it; None: no connector.
+        port: 0 takes a free one.
+        args: Further arguments; they are stronger than those here.
+    """
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--tensor-parallel-size", str(tp)]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    if kv_transfer_config is not None:
+        command += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
+    return [*command, *args]
+
+
+def vllm_environment(*, in_core: bool = False) -> dict[str, str]:
+    """Environment of a vLLM server.
+
+    Args:
+        in_core: With TP 1, have the worker in the engine core's process: starts in two thirds of the time.
+    """
+    return ENVIRONMENT | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_core else {})
