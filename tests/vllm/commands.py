@@ -1,4 +1,4 @@
-"""How the servers of these tests are started: vLLM on two CPU cores.
+"""How the servers of these tests are started: vLLM on two CPU cores, and the router.
 
 What a start takes, with vLLM 0.32 and the tests' model, on two cores of an AMD EPYC at which others were at work as well (load
 2.5 to 4), so that the seconds of processor time say more than those until it was ready. Nearly all are imports, 7 to 8 s of them
@@ -74,3 +74,16 @@ def vllm_environment(*, in_core: bool = False) -> dict[str, str]:
         in_core: With TP 1, have the worker in the engine core's process: starts in two thirds of the time.
     """
     return ENVIRONMENT | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_core else {})
+
+
+def route_command(*, prefill: Sequence[str], decode: Sequence[str], args: Sequence[str] = ()) -> list[str]:
+    """Command line of the router, on a free port.
+
+    Args:
+        prefill, decode: URLs of servers.
+        args: Further arguments.
+    """
+    command = [sys.executable, "-m", "kvferry", "route", "--host", HOST, "--port", "0"]
+    for option, urls in (("--prefill", prefill), ("--decode", decode)):
+        command += [part for url in urls for part in (option, url)]
+    return [*command, *args]

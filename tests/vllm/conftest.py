@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.vllm.servers import Server, Servers
 
     StartVllm = Callable[..., Server]
+    StartRouter = Callable[..., Server]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -95,6 +96,22 @@ def vllm_server(servers: Servers) -> Iterator[StartVllm]:
     ) -> Server:
         command = vllm_command(model, tp=tp, kv_transfer_config=kv_transfer_config, port=port, args=args)
         started.append(servers.start(name, command, vllm_environment(in_core=in_core) | dict(environment or {})))
+        return started[-1]
+
+    yield start
+    servers.end(started)
+
+
+@pytest.fixture(scope="module")
+def route(servers: Servers) -> Iterator[StartRouter]:
+    """Starts `kvferry route` in front of servers that are ready, and does not wait for it; killed at the end of the module."""
+    from tests.vllm.commands import route_command
+
+    started: list[Server] = []
+
+    def start(prefill: Sequence[Server], decode: Sequence[Server], *, name: str = "route", args: Sequence[str] = ()) -> Server:
+        urls = {"prefill": [server.url for server in prefill], "decode": [server.url for server in decode]}
+        started.append(servers.start(name, route_command(**urls, args=args), {}))
         return started[-1]
 
     yield start

@@ -18,6 +18,10 @@ find_python() {
   fail "Python 3.11 with venv is needed; on Debian or Ubuntu: python3.11-venv; or name one: make test-vllm PYTHON=/path/to/python3.11"
 }
 
+mkdir -p .kvferry
+exec 9> "$venv.lock"
+flock 9  # a second call waits for the first one
+
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "needs Linux on x86-64, for which requirements.txt has the hashes; this is $(uname -sm)"
 
 torch=$(sed -n 's/^torch==/torch==/p' constraints.txt)
@@ -29,7 +33,6 @@ install=("$venv/bin/python" -m pip install --disable-pip-version-check --progres
 if ! { [ -e "$engine_stamp" ] && "$venv/bin/python" -c '' 2>/dev/null; }; then
   python=$(find_python)
   rm -rf "$venv"
-  mkdir -p "$(dirname "$venv")"
   "$python" -m venv "$venv" || fail "$python could not create $venv (see above)"
   echo "test-vllm: installing vLLM into $venv with $("$venv/bin/python" --version), which takes minutes" >&2
   # As .ci/setup has it: alone and first, so that no other package is ever looked up on that index. Only the CPU build will do.
