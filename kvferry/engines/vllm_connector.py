@@ -63,7 +63,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide
         self._worker: WorkerSide
         if role == KVConnectorRole.SCHEDULER:
-            layout = describe(read_facts(vllm_config, kv_cache_config))
+            layout = self._described()
             parallel = vllm_config.parallel_config
             compute = None
             if self._config.api_url is not None:
@@ -82,6 +82,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_id=transfer.engine_id,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
             )
+
+    def _described(self) -> VllmLayout:
+        return describe(read_facts(self._vllm_config, self._kv_cache_config), windows=self._config.window_layers)
 
     # The scheduler's
 
@@ -112,7 +115,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     # The workers'
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layout = describe(read_facts(self._vllm_config, self._kv_cache_config))
+        layout = self._described()
         engine = self._engine(layout, kv_caches)
         self._rank = HostedRank(self._config, instance=self._instance, rank=layout.shard.rank, sides=self._sides, engine=engine)
         record = _recorded_event if engine.pool.device.type == "cuda" else None

@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 from pydantic import Field
 
 from kvferry.engines.hosted import SOURCE, TARGET, Sides
+from kvferry.engines.vllm_layout import WindowLayers
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError
 from transfer.load_config import load_config
@@ -28,6 +29,13 @@ class VllmConfig(HostedConfig):
     allow_untested_vllm: bool = Field(
         default=False,
         description="Run also in a vLLM version that the connector was not tested with; its hooks may have changed.",
+    )
+    window_layers: WindowLayers = Field(
+        default=WindowLayers.WHOLE,
+        description=(
+            "What moves of layers with a sliding window, the same on both sides: whole, every token; last_window, the last "
+            "window of a prompt, as between kvferry's own nodes."
+        ),
     )
     api_url: str | None = Field(
         default=None,
