@@ -31,7 +31,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test test-rdma test-vllm chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo test test-rdma test-vllm test-sglang chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with s
 test-vllm: ## real vLLM servers on the CPU; makes their environment in .kvferry, once, in minutes; needs Python 3.11
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/vllm/setup.sh
 	@.kvferry/vllm-venv/bin/python -m pytest tests/vllm $(TEST_ARGS)
+
+test-sglang: setup ## two real SGLang engines on the CPU, KV by kvferry; installs SGLang into an environment of its own
+	@TORCH_INDEX="$(TORCH_INDEX)" bash tests/sglang/setup.sh
+	@$(BIN)/python -m pytest tests/sglang/served.py $(TEST_ARGS)
 
 chaos: setup ## every fault of docs/operations.md on real processes and networks, the slow ones too, CHAOS_RUNS times
 	@for run in $$(seq $(CHAOS_RUNS)); do $(BIN)/python -m pytest tests/chaos $(TEST_ARGS); done

@@ -62,7 +62,7 @@ from transfer.load_config import load_config
 CONFIG_FILE: Final = "SGLANG_KVFERRY_CONFIG"
 """Environment variable that names a YAML file of kvferry's settings; those of the environment (KVFERRY_...) are stronger."""
 
-HOLD_S: Final = 10.0
+HOLD_S: Final = 2.0
 """SGLang's decode asks before its prefill computes, and does not ask again: a computed prompt need not wait for long."""
 
 MAX_TOKEN_ID: Final = 2**31

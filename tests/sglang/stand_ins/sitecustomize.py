@@ -1,0 +1,73 @@
+"""What SGLang 0.5.23 asks of a machine with a GPU although it is told to run on the CPU. Python loads this at its start."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def _without_operators_of_torchvision(torch: Any) -> None:
+    """PyPI's torchvision is built for CUDA; beside a CPU build of torch its operators are missing, and its import fails."""
+    register = torch.library.register_fake
+
+    def register_fake(op: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(op, str) and op.startswith("torchvision::")):
+            return register(op, *args, **kwargs)
+
+        def decorate(function: Any) -> Any:
+            try:
+                return register(op, *args, **kwargs)(function)
+            except RuntimeError:
+                return function
+
+        return decorate
+
+    torch.library.register_fake = register_fake
+
+
+def _without_pinning(module: ModuleType) -> None:
+    """The host pool that decode keeps retracted requests in is pinned by the CUDA driver."""
+    module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"sglang.srt.mem_cache.pool_host.common": _without_pinning}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "torchvision":
+            import torch
+
+            sys.meta_path.remove(self)
+            _without_operators_of_torchvision(torch)
+            sys.meta_path.insert(0, self)
+            CHANGES[fullname] = lambda module: None
+            return None
+        change = CHANGES.get(fullname)
+        if change is None:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

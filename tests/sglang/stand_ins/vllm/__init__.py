@@ -1,0 +1,1 @@
+"""SGLang's rotary embedding asks vLLM for an operator where it has no GPU."""
