@@ -59,6 +59,15 @@ async def test_twenty_prompts_at_once_over_different_cuts(
 ) -> None:
     with running(model, tmp_path, prefill=prefill, decode=decode) as pair:
         await all_right(pair, reference, LENGTHS)
+        before = {engine.role: engine.overhead() for engine in (pair.prefill, pair.decode)}
+        await all_right(pair, reference, LENGTHS, variant=100)
+        await asyncio.sleep(1.0)  # the schedulers write them twice a second
+        for engine in (pair.prefill, pair.decode):
+            spent, earlier = engine.overhead(), before[engine.role]
+            ours, steps = (spent["seconds"][kind] - earlier["seconds"][kind] for kind in ("kvferry", "steps"))
+            calls = spent["numbers"]["kvferry"] - earlier["numbers"]["kvferry"]
+            print(f"{engine.role}: {ours:.4f} s in {calls} calls of kvferry, {steps:.3f} s in steps: {ours / steps:.2%}")
+            assert ours < 0.03 * steps
 
 
 async def test_one_pair_through_everything(model: Path, reference: Reference, tmp_path: Path) -> None:

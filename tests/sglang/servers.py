@@ -98,6 +98,7 @@ class Engine:
             "KVFERRY_TLS__INSECURE": "1",
             "KVFERRY_SERVER__HTTP_PORT": str(self.metrics_port),
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(cut.tp_size)),
+            "OVERHEAD_FILE": str(self.folder / f"{self.role}-overhead"),
             "HF_HUB_OFFLINE": "1",
         }
         self._log = (self.folder / f"{self.role}.log").open("wb")
@@ -126,6 +127,11 @@ class Engine:
         found = [line for line in lines if line.startswith(f"{name} ") or line.startswith(f"{name}{{")]
         assert found, f"{name} is not among {[line for line in lines if not line.startswith('#')]}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def overhead(self) -> dict[str, dict[str, float]]:
+        """What its first scheduler has spent so far, see stand_ins/overhead.py."""
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in self.folder.glob(f"{self.role}-overhead-*.json")]
+        return max(found, key=lambda one: float(one["numbers"]["kvferry"]))
 
     def kill(self) -> None:
         """All of its processes, at once."""

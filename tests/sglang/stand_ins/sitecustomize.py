@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -36,6 +37,11 @@ def _without_pinning(module: ModuleType) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {"sglang.srt.mem_cache.pool_host.common": _without_pinning}
+if "OVERHEAD_FILE" in os.environ:
+    import overhead
+
+    CHANGES["kvferry.engines.sglang_classes"] = overhead.watch_kvferry
+    CHANGES["sglang.srt.managers.scheduler"] = overhead.watch_scheduler
 
 
 class _Finder(importlib.abc.MetaPathFinder):
