@@ -19,7 +19,8 @@ TESTED_VERSIONS: Final = ("0.5.23",)
 ANY_VERSION: Final = "SGLANG_KVFERRY_ANY_VERSION"
 """Environment variable that has any version of SGLang taken, at one's own risk."""
 
-_SCHEDULER: Final = {
+GET_CLASS: Final = "sglang.srt.disaggregation.utils.get_kv_class"
+SCHEDULER: Final = {
     # Where a scheduler makes its manager: the queue has the pool's tensors, of which the manager is given only addresses.
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": "making_manager",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": "making_manager",
@@ -39,8 +40,8 @@ def activate() -> None:
         return
     choices.add_disagg_transfer_backend_choices([BACKEND])
     _add_member(utils.TransferBackend)
-    HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _get_kv_class, HookType.AROUND)
-    for target, name in _SCHEDULER.items():
+    HookRegistry.register(GET_CLASS, _get_kv_class, HookType.AROUND)
+    for target, name in SCHEDULER.items():
         # Only a process that has a scheduler has loaded these; for the others they would be seconds of imports.
         if target.rsplit(".", 2)[0] in sys.modules:
             HookRegistry.register(target, _later(name), HookType.AROUND)

@@ -4,14 +4,16 @@ Run it where SGLang is installed (tests/sglang/README.md), from the repository's
 
     python tests/engines/record_sglang.py
 
-It writes tests/engines/recorded/sglang-VERSION-pools.json. Recorded are a pool's class, the attributes that
-`kvferry.engines.sglang_layout` reads, and shape, stride and dtype of each tensor.
+It writes tests/engines/recorded/sglang-VERSION-pools.json (a pool's class, the attributes that `kvferry.engines.sglang_layout`
+reads, shape, stride and dtype of each tensor) and ...-interface.json (what the backend is called by and hooks into).
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -74,12 +76,34 @@ def described(pool: object) -> dict[str, object]:
     return found
 
 
+def interface() -> dict[str, object]:
+    """What the backend hooks into, and what SGLang calls of it."""
+    from sglang.srt.disaggregation.base import conn
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    from kvferry.engines.sglang_backend import GET_CLASS, SCHEDULER
+
+    states = {name: value for name, value in vars(conn.KVPoll).items() if not name.startswith("_")}
+    hooked = {target: str(inspect.signature(pkgutil.resolve_name(target))) for target in (GET_CLASS, *SCHEDULER)}
+    bases = (conn.BaseKVManager, conn.BaseKVSender, conn.BaseKVReceiver, conn.BaseKVBootstrapServer)
+    methods = {base.__name__: {name: str(inspect.signature(one)) for name, one in functions_of(base)} for base in bases}
+    return {"states": states, "kinds": [kind.value for kind in KVClassType], "hooked": hooked, "methods": methods}
+
+
+def functions_of(base: type) -> Iterator[tuple[str, Callable[..., object]]]:
+    for name, value in vars(base).items():
+        if inspect.isfunction(value):
+            yield name, value
+
+
 def main() -> None:
-    target = Path(__file__).parent / "recorded" / f"sglang-{version('sglang')}-pools.json"
-    target.parent.mkdir(exist_ok=True)
-    recorded = {name: described(pool) for name, pool in pools()}
-    target.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
-    print(f"{target}: {', '.join(recorded)}")
+    folder = Path(__file__).parent / "recorded"
+    folder.mkdir(exist_ok=True)
+    recorded = {"pools": {name: described(pool) for name, pool in pools()}, "interface": interface()}
+    for name, what in recorded.items():
+        target = folder / f"sglang-{version('sglang')}-{name}.json"
+        target.write_text(json.dumps(what, indent=1) + "\n", encoding="utf-8")
+        print(f"{target}: {', '.join(what)}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -112,14 +113,20 @@ def test_nonsense_is_refused_and_the_server_lives(server: BootstrapServer, metho
     assert call("GET", url_of(server) + "/health")[0] == 200
 
 
-def test_the_server_of_another_backend_is_told_apart(monkeypatch: pytest.MonkeyPatch, server: BootstrapServer) -> None:
-    register(server, FIRST)
-    register(server, SECOND)
-    told: dict[str, Any] = json.loads(call("GET", f"{url_of(server)}/route?{ALL}")[1])
-    del told["kvferry_addresses"]
-    monkeypatch.setattr("kvferry.engines.sglang_bootstrap._call", lambda *_: told)
-    with pytest.raises(RemoteProtocolError, match="bootstrap server of another transfer backend"):
-        fetch_info(url_of(server))
+def test_the_server_of_another_backend_is_told_apart() -> None:
+    told = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": 16, "follow_bootstrap_room": True}
+
+    class Mooncake(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(json.dumps(told).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Mooncake) as other:
+        Thread(target=other.handle_request, daemon=True).start()
+        with pytest.raises(RemoteProtocolError, match="bootstrap server of another transfer backend"):
+            fetch_info(f"http://127.0.0.1:{other.server_port}")
 
 
 def test_a_port_that_is_taken_is_an_error_at_once(server: BootstrapServer) -> None:

@@ -96,6 +96,7 @@ class Engine:
         environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "KVFERRY_TLS__INSECURE": "1",
+            "KVFERRY_HEARTBEAT__INTERVAL_S": "3",  # a loaded machine may not run a rank for seconds; a dead one's sockets close
             "KVFERRY_SERVER__HTTP_PORT": str(self.metrics_port),
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(cut.tp_size)),
             "OVERHEAD_FILE": str(self.folder / f"{self.role}-overhead"),
