@@ -42,6 +42,7 @@ class Instance:
     Args:
         settings: Of `HostedConfig`, by path.
         model: Told to the other side as a field of the model.
+        pool_of: Makes a rank's pool; None: in host memory.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class Instance:
         settings: dict[str, Any] | None = None,
         model: str = "numbers",
         name: str | None = None,
+        pool_of: Callable[[Shard], KVPool] | None = None,
     ) -> None:
         self.page_size = page_size
         defaults: dict[str, Any] = {"tls.insecure": 1, "chunk.chunk_tokens": 32, "ring.capacity_bytes": 1 << 20}
         config = load_config(HostedConfig, flags=defaults | (settings or {}))
         name = name or f"test-{secrets.token_hex(8)}"
         shard = Shard(tp_size=tp_size, page_size=page_size)
-        self.pools = [KVPool(layout=LAYOUT, shard=shard.at(rank), num_pages=PAGES) for rank in range(tp_size)]
+        pool_of = pool_of or (lambda one: KVPool(layout=LAYOUT, shard=one, num_pages=PAGES))
+        self.pools = [pool_of(shard.at(rank)) for rank in range(tp_size)]
         self.ranks = [
             HostedRank(
                 config,
@@ -68,7 +71,7 @@ class Instance:
                 sides=sides,
                 engine=HostedEngine(
                     layout=LAYOUT,
-                    shard=shard.at(rank),
+                    shard=pool.shard,
                     pool=pool,
                     model_fields={"name": model},
                     max_context_tokens=1024,
@@ -94,13 +97,8 @@ class Instance:
 
     def compute(self, name: str, pages: Sequence[int], prompt: Sequence[int], begin: int, end: int) -> None:
         """Write the KV of these tokens into every rank's pool, and say so."""
-        slots = slots_of(pages, range(begin, end), self.page_size)
         for rank, pool in zip(self.ranks, self.pools, strict=True):
-            for layer in range(LAYERS):
-                heads = pool.shard.heads(HEADS)
-                k, v = kv_of(prompt, layer)
-                mine = slice(heads.begin, heads.end)
-                pool.write(layer, slots, k[begin:end, mine], v[begin:end, mine])
+            write(pool, pages, prompt, begin, end)
             rank.progress(name, [list(pages)], end)
 
     def finish(self, name: str, **said: Any) -> None:
@@ -132,7 +130,7 @@ class Instance:
         for pool in self.pools:
             for layer in range(LAYERS):
                 heads = pool.shard.heads(HEADS)
-                k, v = pool.read(layer, slots)
+                k, v = (found.cpu() for found in pool.read(layer, slots.to(pool.device)))
                 wanted_k, wanted_v = kv_of(prompt, layer)
                 assert torch.equal(k, wanted_k[begin:, heads.begin : heads.end]), f"K of layer {layer}"
                 assert torch.equal(v, wanted_v[begin:, heads.begin : heads.end]), f"V of layer {layer}"
@@ -170,18 +168,33 @@ class Instance:
         wait_for(lambda: self.leader.is_idle and all(rank.is_idle for rank in self.ranks), "nothing is left")
 
 
-def target(source: Instance, **settings: Any) -> Instance:
-    """A decode side that has joined the source."""
-    tp_size, page_size = settings.pop("tp_size", 1), settings.pop("page_size", 16)
-    instance = Instance(
-        TARGET, tp_size=tp_size, page_size=page_size, settings={"peers.prefill_nodes": (source.leader.address,)} | settings
-    )
+def target(
+    source: Instance | str,
+    *,
+    tp_size: int = 1,
+    page_size: int = 16,
+    pool_of: Callable[[Shard], KVPool] | None = None,
+    **settings: Any,
+) -> Instance:
+    """A decode side that has joined the source, or the prefill side at that address."""
+    address = source if isinstance(source, str) else source.leader.address
+    settings = {"peers.prefill_nodes": (address,)} | settings
+    instance = Instance(TARGET, tp_size=tp_size, page_size=page_size, pool_of=pool_of, settings=settings)
     try:
         wait_for(instance.joined, "the decode side has joined")
     except BaseException:
         instance.close()
         raise
     return instance
+
+
+def write(pool: KVPool, pages: Sequence[int], prompt: Sequence[int], begin: int, end: int) -> None:
+    """KV of the prompt's tokens [begin, end), as far as the rank has it; on a GPU it is queued on the current stream."""
+    slots = slots_of(pages, range(begin, end), pool.page_size).to(pool.device)
+    heads = pool.shard.heads(HEADS)
+    for layer in range(LAYERS):
+        k, v = (values[begin:end, heads.begin : heads.end].to(pool.device) for values in kv_of(prompt, layer))
+        pool.write(layer, slots, k, v)
 
 
 def slots_of(pages: Sequence[int], tokens: range, page_size: int) -> Tensor:
