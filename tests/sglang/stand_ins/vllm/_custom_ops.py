@@ -1,4 +1,4 @@
-"""The one operator that SGLang 0.5.23 takes from vLLM on a CPU."""
+"""The one operator that SGLang 0.5.23 takes from vLLM on a CPU: its rotary embedding."""
 
 from __future__ import annotations
 
