@@ -6,6 +6,7 @@ Each has a circuit breaker (`decode_node.breaker`), which has requests go elsewh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from transfer.errors import (
     TransportTimeout,
 )
 from transfer.instance import Instance, Link, check_compatible
+from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.piece_size import largest_piece_bytes
@@ -54,6 +56,8 @@ FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 REASON_GRACE_S = 0.2
 """How long the prefill node's own reason for a loss is waited for before a decode rank's is taken, which only sees a link end."""
+
+GIVE_UP_TIMEOUT_S = 2.0  # where that is not enough the node's own limit ends what it holds
 
 ANY_TOKEN = 1 << 32
 MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
@@ -132,6 +136,12 @@ class PrefillPeer:
             raise TransportError(f"{self.address}: {error}") from error  # another node may do better
         finally:
             call.cancel()
+
+    async def give_up(self, engine_request: str, reason: str) -> None:
+        """Tell the node, if it can be told, that nobody will ask for the prompt of that name: it need not keep its KV."""
+        with contextlib.suppress(TransferError, grpc.aio.AioRpcError):
+            question = pb.AbortRequest(request_id=engine_request, reason=clip_reason(reason))
+            await (await self.stub()).Abort(question, timeout=GIVE_UP_TIMEOUT_S)
 
 
 class PrefillPeers:

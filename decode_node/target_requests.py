@@ -98,6 +98,7 @@ class _Prompt:
     note: bytes | None = None
     task: asyncio.Task[None] | None = None
     given_up: TransferError | None = None
+    is_wanted_again: bool = False  # under another name, which is about to be asked for
 
 
 class TargetRequests:
@@ -140,6 +141,7 @@ class TargetRequests:
         self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are settled
         self._transfers: dict[str, _Transfer] = {}
         self._following: set[asyncio.Task[None]] = set()  # calls of prefill nodes that are not at their end
+        self._telling: set[asyncio.Future[None]] = set()  # prefill nodes that they need keep a prompt no longer
 
     @property
     def num_prompts(self) -> int:
@@ -199,11 +201,16 @@ class TargetRequests:
         if before.state is PromptState.FAILED:
             self._settle(prompt, before.failure)
 
-    def cancel(self, name: str, reason: str) -> None:
-        """The engine gives the prompt up. One that is bound is settled soon, of others nothing more is heard."""
+    def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
+        """The engine gives the prompt up. One that is bound is settled soon, of others nothing more is heard.
+
+        Args:
+            is_wanted_again: The engine is about to want it under another name, so the prefill side keeps it.
+        """
         prompt = self._prompts.get(name)
         if prompt is None or prompt.given_up is not None:
             return
+        prompt.is_wanted_again = is_wanted_again
         prompt.given_up = TransferAborted(reason)
         if prompt.view.state is PromptState.FAILED:
             self._forget(prompt)
@@ -211,6 +218,14 @@ class TargetRequests:
             self._fail(prompt.transfer, prompt.given_up)  # not the task, which has to see the ranks drain
         elif prompt.task is not None:
             prompt.task.cancel()
+
+    def decline(self, transfer_id: str, source: str, reason: str) -> None:
+        """The engine will never want the prompt of that id, which the prefill side may hold for it."""
+        peer = self._peers.find(source)
+        if transfer_id and peer is not None and peer.instance is not None:
+            telling = asyncio.ensure_future(peer.give_up(transfer_id, reason))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
         for transfer in list(self._transfers.values()):
@@ -226,7 +241,7 @@ class TargetRequests:
         return True
 
     async def close(self) -> None:
-        tasks = [*self._following, *(prompt.task for prompt in self._prompts.values() if prompt.task is not None)]
+        tasks = [*self._following, *self._telling, *(prompt.task for prompt in self._prompts.values() if prompt.task is not None)]
         for task in tasks:
             task.cancel()
         for transfer in self._transfers.values():
@@ -464,6 +479,8 @@ class TargetRequests:
         await transfer.drained.wait()
 
     def _give_up(self, prompt: _Prompt, error: TransferError) -> None:
+        if not prompt.is_wanted_again:
+            self.decline(prompt.transfer_id, prompt.source, f"the decode side has given it up: {error}")
         if prompt.view.state is PromptState.BOUND:
             self._settle(prompt, str(error) or type(error).__name__)
         elif prompt.given_up is not None:

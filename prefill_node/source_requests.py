@@ -175,7 +175,8 @@ class SourceRequests:
         prompt = _Prompt(name=name, transfer_id=transfer_id, token_ids=token_ids, offered_s=time.monotonic())
         self._prompts[name] = prompt
         if transfer_id in self._offered or transfer_id in self._closed:
-            self._close(prompt, f"transfer_id {transfer_id} was used before; each prompt needs one of its own")
+            why = self._closed.get(transfer_id, "it is another prompt's")
+            self._close(prompt, f"transfer_id {transfer_id} was used before ({why}); each prompt needs one of its own")
             return
         self._offered[transfer_id] = prompt
         for waiting in self._waiting.pop(transfer_id, ()):
@@ -263,6 +264,15 @@ class SourceRequests:
     def give_up(self, transfer: Transfer, error: TransferError) -> None:
         """Its caller is gone, or an operator says so. No-op once it is over."""
         self._fail(transfer, error)
+
+    def decline(self, engine_request: str, reason: str) -> bool:
+        """No decode side will ask for the prompt of that id, or ask again; False when the engine does not have it (yet)."""
+        prompt = self._offered.get(engine_request)
+        if prompt is None:
+            self._remember(engine_request, reason)
+            return False
+        self._close(prompt, reason)
+        return True
 
     def abort(self, request_id: str, error: TransferError) -> bool:
         """Give a transfer up by its id; False when none of that id is in flight."""
@@ -482,13 +492,16 @@ class SourceRequests:
             prompt.hold.cancel()
         if self._offered.get(prompt.transfer_id) is prompt:
             del self._offered[prompt.transfer_id]
-            self._closed[prompt.transfer_id] = failure or "it was sent"
-            while len(self._closed) > MAX_REMEMBERED:
-                self._closed.popitem(last=False)
+            self._remember(prompt.transfer_id, failure or "it was sent")
         if prompt.transfer is not None:
             self._fail(prompt.transfer, TransferAborted(f"the prefill side gave the prompt up: {failure}"))
         prompt.reading = set(range(self._num_ranks))
         self._broadcast(CloseSource(name=prompt.name, reason=clip_reason(failure)))
+
+    def _remember(self, transfer_id: str, why: str) -> None:
+        self._closed.setdefault(transfer_id, why)
+        while len(self._closed) > MAX_REMEMBERED:
+            self._closed.popitem(last=False)
 
 
 def _check_same_prompt(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:

@@ -195,6 +195,9 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         reason = clip_reason(request.reason) or "aborted by an operator"
         tries = [name for name in self.requests.request_ids if is_try_of(name, request.request_id)]
         found = [self.requests.abort(name, TransferAborted(reason)) for name in tries]
+        if 1 <= len(request.request_id) <= MAX_ID_CHARS:
+            # Also the prompt itself, as its engine and a decode side know it: nobody need keep it any more.
+            found.append(self.requests.decline(request.request_id, reason))
         return pb.AbortResponse(found=any(found))
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:

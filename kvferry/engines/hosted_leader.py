@@ -184,9 +184,13 @@ class HostedLeader:
         """
         self._thread.call(self._target.requests.bind, name, tuple(tuple(table) for table in tables))
 
-    def cancel(self, name: str, reason: str) -> None:
-        """The engine gives it up: `Settled` follows if it is bound, else nothing."""
-        self._thread.call(self._target.requests.cancel, name, reason)
+    def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
+        """The engine gives it up: `Settled` follows if it is bound, else nothing; see `TargetRequests.cancel`."""
+        self._thread.call(lambda: self._target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))
+
+    def decline(self, transfer_id: str, source: str, reason: str) -> None:
+        """The engine will never want the prompt of that id, which the prefill side at `source` may hold for it."""
+        self._thread.call(self._target.requests.decline, transfer_id, source, reason)
 
     @property
     def num_joined(self) -> int:

@@ -157,7 +157,7 @@ class SchedulerSide:
         before = self._wanted.get(request.request_id)
         num_asked = 1
         if before is not None:
-            self._leader.cancel(before.name, "its start in the prompt has changed")
+            self._leader.cancel(before.name, "its start in the prompt has changed", is_wanted_again=True)
             num_asked = before.num_asked + 1
         params = request.kv_transfer_params
         wanted = _Wanted(name=f"{request.request_id}|{num_asked}", start_token=start_token, num_asked=num_asked)
@@ -172,10 +172,17 @@ class SchedulerSide:
 
     def _settle_locally(self, request: Any) -> None:
         """Nothing comes from elsewhere for this request any more."""
-        wanted = self._wanted.pop(request.request_id, None)
-        if wanted is not None:
-            self._leader.cancel(wanted.name, "its prompt is computed here")
+        self._give_up(request, "its prompt is computed here")
         request.kv_transfer_params["do_remote_prefill"] = False
+
+    def _give_up(self, request: Any, reason: str) -> None:
+        """Of a request whose KV is elsewhere and was not fetched, or not yet; of others nothing."""
+        wanted = self._wanted.pop(request.request_id, None)
+        params = request.kv_transfer_params or {}
+        if wanted is not None:
+            self._leader.cancel(wanted.name, reason)
+        elif params.get("do_remote_prefill"):
+            self._leader.decline(str(params.get("transfer_id") or ""), str(params.get("remote_address") or ""), reason)
 
     def allocated(self, request: Any, blocks: Blocks, num_external_tokens: int) -> None:
         """The scheduler has given the request blocks; `num_external_tokens` of it come from elsewhere."""
@@ -232,9 +239,7 @@ class SchedulerSide:
         Returns:
             Whether its blocks stay until the workers say that it was sent, and what its answer carries.
         """
-        wanted = self._wanted.pop(request.request_id, None)
-        if wanted is not None:
-            self._leader.cancel(wanted.name, "the request was aborted")
+        self._give_up(request, "the request was aborted")
         source = self._sources.pop(request.request_id, None)
         if source is None:
             return False, None

@@ -62,7 +62,32 @@ def test_the_decode_engine_gives_a_prompt_up(pair: Pair) -> None:
     assert decode.settled("b").failure == "its client went away"
     source.compute("a", FROM, PROMPT, 40, 100)
     source.finish("a")
-    assert "no decode side has asked for it within 0.3 s" in source.freed("a").failure
+    assert "its client went away" in source.freed("a").failure
+    hand_over(source, decode, "next")
+
+
+def test_a_computed_prompt_that_nobody_wants_any_more_is_free_at_once(pair: Pair) -> None:
+    """Not only after `limits.hold_s`: the decode side says so, whether it had asked for it before or not."""
+    source, decode = pair()
+    for number, was_wanted in enumerate((True, False)):
+        name = f"t{number}"
+        source.leader.offer(name, name, PROMPT)
+        source.leader.begin(name)
+        source.compute(name, FROM, PROMPT, 0, 100)
+        source.finish(name)
+        if was_wanted:
+            decode.leader.want(name, name, source.leader.address, PROMPT)
+            decode.leader.cancel(name, "its client went away")
+        else:
+            decode.leader.decline(name, source.leader.address, "its client went away")
+        assert "its client went away" in source.freed(name).failure
+    decode.leader.decline("t2", source.leader.address, "its client went away")  # before the prefill side's engine has it
+    wait_for(lambda: decode.leader.is_idle, "idle")
+    time.sleep(0.3)
+    source.leader.offer("t2", "t2", PROMPT)
+    source.leader.begin("t2")
+    source.finish("t2")
+    assert "its client went away" in source.freed("t2").failure
     hand_over(source, decode, "next")
 
 
