@@ -87,7 +87,8 @@ class BootstrapServer:
         failed: list[BaseException] = []
         self.thread = threading.Thread(target=self._run, args=(started, failed), name="kvferry-bootstrap", daemon=True)
         self.thread.start()
-        started.wait(START_TIMEOUT_S)
+        if not started.wait(START_TIMEOUT_S):
+            raise OSError(f"no server on {host}:{port} within {START_TIMEOUT_S:g} s")
         if failed:
             raise failed[0]
 

@@ -13,7 +13,6 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -45,6 +44,7 @@ from kvferry.engines.sglang_bootstrap import (
     register_rank,
 )
 from kvferry.engines.sglang_layout import EngineCut, EnginePool, read_pool
+from kvferry.engines.sglang_settings import sglang_settings
 from kvferry.engines.sglang_transfers import (
     IncomingPrompt,
     IncomingPrompts,
@@ -57,13 +57,6 @@ from kvferry.engines.sglang_transfers import (
 from transfer.config import HostedConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import ConfigError, TransferError
-from transfer.load_config import load_config
-
-CONFIG_FILE: Final = "SGLANG_KVFERRY_CONFIG"
-"""Environment variable that names a YAML file of kvferry's settings; those of the environment (KVFERRY_...) are stronger."""
-
-HOLD_S: Final = 2.0
-"""SGLang's decode asks before its prefill computes, and does not ask again: a computed prompt need not wait for long."""
 
 MAX_TOKEN_ID: Final = 2**31
 """SGLang puts hash values in the places of images; nothing here computes with token ids, they are only compared."""
@@ -96,7 +89,12 @@ class KvferryManager(BaseKVManager):
         self.is_on_gpu = pool.buffers[0].k.device.type == "cuda"
         parallel = get_parallel()
         sides = SOURCE if is_prefill else TARGET
-        self.rank, self.leader = _start(_config(pool), pool, sides, server_args, queue.scheduler)
+        config = sglang_settings(
+            os.environ,
+            device=pool.buffers[0].k.device.type,
+            meet_timeout_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+        )
+        self.rank, self.leader = _start(config, pool, sides, server_args, queue.scheduler)
         self._rows = _MetadataRows(queue.metadata_buffers)
         self.is_dummy_cp_rank = False
         self.outgoing: OutgoingPrompts | None = None
@@ -371,25 +369,6 @@ def _read_pool(queue: Any) -> EnginePool:
         dtype=str(model.dtype),
     )
     return read_pool(queue.token_to_kv_pool, cut, draft_pool=queue.draft_token_to_kv_pool)
-
-
-def _config(pool: EnginePool) -> HostedConfig:
-    """kvferry's settings, and those of SGLang that mean the same.
-
-    Raises:
-        ConfigError: Some are wrong.
-    """
-    file = os.environ.get(CONFIG_FILE)
-    flags = {"device": pool.buffers[0].k.device.type, "join_on_request": True}  # SGLang's requests name their prefill engine
-    config = load_config(HostedConfig, file=Path(file) if file else None, environment=os.environ, flags=flags)
-    engines = {
-        "meet_timeout_s": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
-        "hold_s": HOLD_S,
-        "prefill_retries": 0,  # whoever sent the request to both engines knows better where to try again
-    }
-    limits = config.limits
-    left = {name: value for name, value in engines.items() if name not in limits.model_fields_set}
-    return config.model_copy(update={"limits": limits.model_copy(update=left)})
 
 
 def _start(
