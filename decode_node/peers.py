@@ -81,6 +81,9 @@ class PrefillPeer:
     largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
     outstanding_tokens: int = 0
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it has an instance
+    unfit: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # set while it is another model's, or cannot be joined as it is set
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
     vocab_size: int = ANY_TOKEN
     reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
@@ -326,6 +329,7 @@ class PrefillPeers:
                 self._lose(peer, error)
                 # A peer that does not fit will not fit in a moment either; somebody has to deploy something.
                 if isinstance(error, LayoutError):
+                    peer.unfit.set()
                     backoff_s = MAX_BACKOFF_S
                 else:
                     backoff_s = FIRST_BACKOFF_S if was_joined else min(2 * backoff_s, MAX_BACKOFF_S)
@@ -359,6 +363,7 @@ class PrefillPeers:
             check_compatible(prefill, self._own)
             self._set_plan(peer, prefill, chunk_plan_from_proto(event.joined.chunk_plan))
             peer.instance, peer.links = prefill, links
+            peer.unfit.clear()
             peer.joined.set()
             peer.state, peer.reason = "joined", ""
             peer.reminders.clear()

@@ -33,6 +33,7 @@ from transfer.config import HostedLimitsConfig
 from transfer.errors import (
     EngineError,
     IntegrityError,
+    LayoutError,
     LocalProtocolError,
     PeerUnreachable,
     StagingError,
@@ -324,7 +325,9 @@ class TargetRequests:
         """The prefill node that has the prompt, once it is joined.
 
         Raises:
-            PeerUnreachable: It is none of those that this side uses, or is not joined in time.
+            TransferAborted: It is none of those that this side uses.
+            LayoutError: It does not fit: another model, say.
+            StagingError: It is not joined in time.
         """
         peer = self._peers.find(prompt.source) if prompt.source else self._peers.pick()
         if peer is None and prompt.source:
@@ -336,12 +339,16 @@ class TargetRequests:
             peer = self._peers.add(prompt.source)
         if peer is None:
             raise PeerUnreachable(self._peers.why_none())
+        waiting = [asyncio.ensure_future(event.wait()) for event in (peer.joined, peer.unfit)]
         try:
-            async with asyncio.timeout(self._limits.meet_timeout_s):
-                await peer.joined.wait()
-        except TimeoutError:
-            raise StagingError(f"prefill node {peer.address} is {peer.state}: {peer.reason}") from None
-        return peer
+            await asyncio.wait(waiting, timeout=self._limits.meet_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for event in waiting:
+                event.cancel()
+        if peer.joined.is_set():
+            return peer
+        kind = LayoutError if peer.unfit.is_set() else StagingError
+        raise kind(f"prefill node {peer.address} is {peer.state}: {peer.reason}")
 
     async def _follow(self, transfer: _Transfer) -> None:
         """Follow the prefill node's call to its end."""

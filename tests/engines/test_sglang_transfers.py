@@ -28,7 +28,7 @@ LIMITS = {"tls.insecure": 1, "join_on_request": True, "limits.prefill_retries": 
 class Host:
     """One rank with its leader, as SGLang's first scheduler has them."""
 
-    def __init__(self, name: str, sides: Sides, page_size: int) -> None:
+    def __init__(self, name: str, sides: Sides, page_size: int, model: str = "numbers") -> None:
         shape = (PAGES, page_size, 2, 8)
         self.k = [torch.zeros(shape) for _ in range(2)]
         self.v = [torch.zeros(shape) for _ in range(2)]
@@ -38,7 +38,7 @@ class Host:
             layout=LAYOUT,
             shard=shard,
             pool=PoolView(layout=LAYOUT, shard=shard, buffers=buffers),
-            model_fields={"architecture": "numbers"},
+            model_fields={"architecture": model},
             max_context_tokens=400,
             vocab_size=2**31,
         )
@@ -227,6 +227,21 @@ def test_an_abort_before_pages_are_taken_is_over_at_once(engines: Engines) -> No
     out = engines.outgoing.add(engines.room())  # refused by the scheduler before it was offered
     out.fail("too long")
     assert out.poll() is Poll.FAILED and len(engines.outgoing) == 0
+
+
+def test_a_prefill_engine_of_another_model_fails_at_once(engines: Engines) -> None:
+    other = Host(f"test-sglang-other-{time.monotonic_ns()}", SOURCE, 4, model="letters")
+    begin = time.monotonic()
+    try:
+        into = engines.incoming.add(engines.room(), "bootstrap:2")
+        into.take((1, 2, 3))
+        into.meet(other.leader.address)
+        into.bind([3], note_index=0, prefix_tokens=0)
+        until(into.poll, Poll.FAILED)
+        assert "architecture: letters != numbers" in into.failure
+        assert time.monotonic() - begin < 25.0  # and not when the time to meet is over, which is 60 s
+    finally:
+        other.close()
 
 
 def test_a_room_cannot_be_used_again(engines: Engines) -> None:
