@@ -135,12 +135,15 @@ async def _three_requests_without_a_connector() -> None:
         assert await setup.client.metric("prefills_without_kv_total") == 3
 
 
-async def test_an_engine_that_is_another_one_is_noticed_and_learnt_anew() -> None:
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_an_engine_that_is_another_one_is_noticed_and_learnt_anew(is_waiting: bool) -> None:
     async with routing(learnt=True, retries=0) as setup:
+        setup.decode[0].waits_for_strangers = is_waiting
         setup.prefill[0].move("engine-2")
-        answer = await setup.client.complete()
+        answer = await asyncio.wait_for(setup.client.complete(), 10)
         # Decode was told of the old engine: it failed, or was stopped when prefill's answer told of the new one.
         assert answer.status == 200 and answer.text == EXPECTED, answer.body
+        assert setup.decode[0].disconnected == is_waiting
         assert setup.decode[0].params[-1]["remote_engine_id"] == "engine-2"
         setup.prefill[0].requests.clear()
         assert (await setup.client.complete()).text == EXPECTED

@@ -55,6 +55,7 @@ class VllmServer:
         fail_in_stream: Statuses to fail the next streams with, in their first event.
         break_after: A stream breaks off after so many events; None: it does not.
         ignores_kv: It computes every prompt itself.
+        waits_for_strangers: It waits, instead of failing, for the KV of a server that nobody knows.
     """
 
     kv: Kv
@@ -70,6 +71,7 @@ class VllmServer:
     fail_in_stream: list[int] = field(default_factory=list)
     break_after: int | None = None
     ignores_kv: bool = False
+    waits_for_strangers: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     running: int = 0
@@ -185,7 +187,7 @@ class VllmServer:
         if "other_id" in params:
             return True
         source = (params["remote_address"], params["remote_engine_id"])
-        if source not in self.kv.servers:
+        if source not in self.kv.servers and not self.waits_for_strangers:
             return False
         await self.kv.computed(*source, params["transfer_id"]).wait()
         return True

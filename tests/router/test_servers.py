@@ -1,0 +1,133 @@
+"""Which server a request goes to, by load, health and breaker; no I/O, and a clock that stands still until it is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from decode_node.breaker import BreakerState
+from kvferry.router.servers import STATES, Lease, Server, Tier, compare_names
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tier(clock: Clock) -> Tier[Server]:
+    servers = [Server(url, "decode", lost_after_s=1.0, clock=clock) for url in ("a", "b", "c")]
+    for server in servers:
+        server.check_succeeded()
+    return Tier(servers)
+
+
+def taken(lease: Lease[Server] | None) -> str:
+    assert lease is not None
+    return lease.server.url
+
+
+def test_the_least_loaded_first_and_in_turns_where_all_are_alike(tier: Tier[Server]) -> None:
+    assert [taken(tier.lease(1)) for _ in range(6)] == ["a", "b", "c"] * 2
+    tier.servers[1].outstanding = 0
+    assert taken(tier.lease(5)) == "b" and taken(tier.lease(1)) == "a"
+
+
+def test_a_lease_is_given_back_once(tier: Tier[Server]) -> None:
+    lease = tier.lease(7)
+    assert lease is not None and lease.server.outstanding == 7
+    lease.end()
+    lease.end()
+    assert lease.server.outstanding == 0
+
+
+def test_what_has_failed_a_request_is_its_last_choice(tier: Tier[Server]) -> None:
+    a, b, c = tier.servers
+    b.outstanding = c.outstanding = 5
+    assert tier.pick() is a
+    assert tier.pick(tried=frozenset({a})) is b, "although it has more to do"
+    assert tier.pick(tried=frozenset({a, b})) is c
+    assert tier.pick(tried=frozenset({a, b, c})) is a
+
+
+def opened(server: Server) -> None:
+    server.lose("nobody listens")
+    assert server.breaker.state is BreakerState.OPEN and server.state == "open" and "left out" in server.why_not
+
+
+def test_an_open_breaker_leaves_a_server_out_and_one_request_tries_it_again(tier: Tier[Server], clock: Clock) -> None:
+    a, b, c = tier.servers
+    opened(a)
+    assert {taken(tier.lease(1)) for _ in range(4)} == {"b", "c"}
+    clock.now_s += 1.5
+    assert a.breaker.state is BreakerState.HALF_OPEN
+    assert tier.pick(tried=frozenset({b})) is c, "what has been cut off once is not staked on it"
+    trial = tier.lease(1)
+    assert trial is not None and trial.server is a
+    assert {taken(tier.lease(1)) for _ in range(4)} == {"b", "c"}, "one at a time"
+    trial.succeeded()
+    trial.end()
+    assert a.state == "healthy"
+    failing = [Lease(b, 1) for _ in range(3)]
+    for lease in failing:
+        lease.failed("500")
+        lease.end()
+    assert b.state == "open", "three failures"
+
+
+def test_failures_that_lie_far_apart_open_nothing(tier: Tier[Server], clock: Clock) -> None:
+    for _ in range(10):
+        lease = Lease(tier.servers[0], 1)
+        lease.failed("500")
+        lease.end()
+        clock.now_s += 20.0
+    assert tier.servers[0].state == "healthy"
+
+
+def test_the_unhealthy_come_last_and_are_never_shut_out(tier: Tier[Server]) -> None:
+    a, b, c = tier.servers
+    a.check_failed("refused")
+    b.check_failed("refused")
+    opened(c)
+    assert tier.pick() is c, "open, and yet the best that is left"
+    c.check_failed("refused")
+    assert tier.pick() in tier.servers
+    assert tier.why_none().startswith("no decode server is healthy (a: refused; b: refused")
+    a.check_succeeded()
+    assert tier.why_none() == "" and tier.pick() is a
+
+
+def test_what_does_not_fit_is_never_taken(tier: Tier[Server]) -> None:
+    a, b, c = tier.servers
+    a.names, b.names, c.names = frozenset({"m"}), frozenset({"m", "n"}), None
+    compare_names(tier.servers)
+    assert [server.misfit for server in (a, c)] == ["", ""] and b.misfit == "it serves m, n, and a serves m"
+    assert tier.pick(tried=frozenset({a, c})) is not b
+    assert dict(tier.states()) == {("decode", state): number for state, number in zip(STATES, (2, 0, 0, 1), strict=True)}
+    b.names = frozenset({"m"})
+    compare_names(tier.servers)
+    assert not b.misfit
+    for server in tier.servers:
+        server.misfit = "another model"
+    assert tier.pick() is None and tier.lease(1) is None
+
+
+def test_a_breaker_that_opens_is_told_once_however_many_see_it(clock: Clock) -> None:
+    told: list[str] = []
+    on_opened: Callable[[str], None] = told.append
+    server = Server("a", "prefill", lost_after_s=1.0, clock=clock, on_opened=on_opened)
+    for _ in range(5):
+        server.lose("refused")
+    assert told == ["prefill"]
+    clock.now_s += 1.5
+    server.lose("refused")
+    assert told == ["prefill", "prefill"]
