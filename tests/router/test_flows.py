@@ -161,6 +161,16 @@ async def test_engines_that_take_turns_behind_one_address_go_sequentially() -> N
         assert [params["remote_engine_id"] for params in setup.decode[0].params] == ["turn-last"]
 
 
+async def test_an_engine_that_is_another_one_now_and_then_stays_concurrent() -> None:
+    async with routing(learnt=True) as setup:
+        for number in range(5):
+            setup.prefill[0].move(f"life-{number}")
+            for _ in range(12):
+                assert (await setup.client.complete()).text == EXPECTED
+        assert await setup.client.metric("server_failures_total", tier="decode", reason="stale") == 5
+        assert await setup.client.metric("flows_total", flow="concurrent") == 5 * 12
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
