@@ -131,8 +131,9 @@ class Engine:
 
     def overhead(self) -> dict[str, dict[str, float]]:
         """What its first scheduler has spent so far, see stand_ins/overhead.py."""
-        found = [json.loads(file.read_text(encoding="utf-8")) for file in self.folder.glob(f"{self.role}-overhead-*.json")]
-        return max(found, key=lambda one: float(one["numbers"]["kvferry"]))
+        texts = [file.read_text(encoding="utf-8") for file in self.folder.glob(f"{self.role}-overhead-*.json")]
+        found = [json.loads(text) for text in texts if text]
+        return max(found, key=lambda one: float(one["numbers"]["steps"]))
 
     def kill(self) -> None:
         """All of its processes, at once."""
