@@ -53,6 +53,8 @@ def pair(
     router = route(prefill=[prefill], decode=[decode])
     one_by_one = route(prefill=[prefill], decode=[decode], args=["--flow", "sequential"])
     yield Pair(prefill=prefill, decode=decode, router=router.wait_ready(), one_by_one=one_by_one.wait_ready())
+    for server in (router, one_by_one, prefill, decode):
+        server.kill()  # or they would take the processors from the next pair until the module ends
 
 
 def token_bytes(model: Path) -> int:
