@@ -19,15 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.v1.request import RequestStatus
 
 from kvferry.engines.hosted import HostedEngine
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
-from kvferry.engines.model_identity import model_fields
 from kvferry.engines.vllm_compute import ComputeByApi
+from kvferry.engines.vllm_facts import model_fields
 from kvferry.engines.vllm_layout import VllmLayout, describe, read_facts
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
 from kvferry.engines.vllm_settings import check_version, sides_of, vllm_settings
@@ -43,8 +42,11 @@ class KvferryMetadata(KVConnectorMetadata):
     plan: StepPlan = field(default_factory=StepPlan)
 
 
-class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
+class KvferryConnector(KVConnectorBase_V1):
     """See the module's docstring.
+
+    It does not say that it knows the hybrid KV cache manager (`SupportsHMA`), so that vLLM turns that off: layers with a sliding
+    window then have blocks for every token, in one table with the others, and can be moved.
 
     Raises:
         ConfigError: A setting is unknown or cannot be, or this vLLM is outside the tested range.
@@ -109,9 +111,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, is_done=request.status in _DONE)
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, is_done=request.status in _DONE)
-
     # The workers'
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -127,7 +126,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             layout=layout.layout,
             shard=layout.shard,
             pool=layout.pool(kv_caches),
-            model_fields=model_fields(model.model, changes={"quantization": model.quantization}),
+            model_fields=model_fields(self._vllm_config),
             max_context_tokens=model.max_model_len,
             vocab_size=model.get_vocab_size(),
             kv_scales=layout.kv_scales,
