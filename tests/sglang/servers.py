@@ -91,6 +91,8 @@ class Engine:
         if self.role != "single":
             command += ["--disaggregation-mode", self.role, "--disaggregation-transfer-backend", "kvferry"]
             command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        if self.role == "decode":
+            command += ["--hicache-ratio", "1"]  # of itself SGLang wants 10 GiB of the host to stay free, for a pool of 100 MB
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
         path = [str(Path(__file__).parent / "stand_ins"), environment.get("PYTHONPATH", "")]
         environment |= {
