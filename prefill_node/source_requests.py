@@ -256,7 +256,7 @@ class SourceRequests:
         loop = asyncio.get_running_loop()
         if not engine_request and self._compute is not None:
             transfer.computing = loop.create_task(self._compute(transfer))
-            transfer.computing.add_done_callback(lambda task: self._on_task_over(transfer, task))
+            transfer.computing.add_done_callback(lambda task: self._on_computed(transfer, task))
         transfer.task = loop.create_task(self._run(transfer, is_computed_here=not engine_request))
         transfer.task.add_done_callback(lambda task: self._on_task_over(transfer, task))
         return transfer
@@ -445,6 +445,9 @@ class SourceRequests:
         if transfer.is_started:
             self._broadcast(AbortTransfer(transfer_id=transfer.transfer_id, reason=clip_reason(str(error))))
         self._forget(transfer)
+        if transfer.computing is not None:
+            # Nobody else can ask for it, and the engine may be given it only now, where the call could not be stopped any more.
+            self.decline(transfer.engine_request, str(error))
 
     def _end(self, transfer: Transfer, error: TransferError) -> None:
         if not transfer.is_over:
@@ -463,6 +466,12 @@ class SourceRequests:
         for task in (transfer.task, transfer.computing):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
+
+    def _on_computed(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
+        self._on_task_over(transfer, task)
+        if transfer.prompt is None and transfer.engine_request not in self._offered:
+            error = EngineError("the prompt was computed, but not by this engine, which was never given it (the setting api_url)")
+            self._fail(transfer, error)
 
     def _on_task_over(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Any, Final
 
 import aiohttp
 
 from prefill_node.source_requests import Transfer
-from transfer.errors import EngineError, PeerUnreachable
+from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferError
 
 CONNECT_TIMEOUT_S: Final = 5.0
 _SHOWN_CHARS: Final = 300
+
+_KINDS: Final[dict[int, type[TransferError]]] = {
+    400: ConfigError,
+    422: ConfigError,
+    429: PeerUnreachable,  # another prefill node may have room
+    503: PeerUnreachable,
+}
 
 
 class ComputeByApi:
@@ -30,8 +39,9 @@ class ComputeByApi:
         """Have the prompt computed; ends when it has been, and cancelled gives it up.
 
         Raises:
-            PeerUnreachable: The API does not answer.
-            EngineError: It refuses.
+            ConfigError: It refuses the prompt.
+            PeerUnreachable: It does not answer, or takes nothing now.
+            EngineError: It fails, or refuses this caller.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         try:
@@ -55,6 +65,8 @@ class ComputeByApi:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "seed": sampling.seed,
+            "repetition_penalty": 1.0,  # these two may come otherwise from the model's generation_config.json
+            "min_p": 0.0,
             "kv_transfer_params": {
                 "do_remote_decode": True,
                 "do_remote_prefill": False,
@@ -64,7 +76,14 @@ class ComputeByApi:
 
     async def _answer(self, request: Any) -> Any:
         async with request as answer:
-            if answer.status != 200:
-                text = (await answer.text())[:_SHOWN_CHARS]
-                raise EngineError(f"the engine's API at {self._url} refuses ({answer.status}): {' '.join(text.split())}")
-            return await answer.json()
+            if answer.status == 200:
+                return await answer.json()
+            kind = _KINDS.get(answer.status, EngineError)
+            raise kind(f"the engine's API at {self._url} refuses ({answer.status}): {_message_of(await answer.read())}")
+
+
+def _message_of(content: bytes) -> str:
+    text = content.decode(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        text = str(json.loads(text)["error"]["message"])
+    return " ".join(text.split())[:_SHOWN_CHARS] or "without a reason"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from kvferry.engines.hosted import TARGET, HostedEngine, Sides
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
 from prefill_node.source_rank import Free
+from prefill_node.source_requests import Transfer
 from transfer.config import HostedConfig
 from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, Shard
@@ -43,6 +44,7 @@ class Instance:
         settings: Of `HostedConfig`, by path.
         model: Told to the other side as a field of the model.
         pool_of: Makes a rank's pool; None: in host memory.
+        compute: See `HostedLeader`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Instance:
         model: str = "numbers",
         name: str | None = None,
         pool_of: Callable[[Shard], KVPool] | None = None,
+        compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.page_size = page_size
         defaults: dict[str, Any] = {"tls.insecure": 1, "chunk.chunk_tokens": 32, "ring.capacity_bytes": 1 << 20}
@@ -80,7 +83,7 @@ class Instance:
             )
             for rank, pool in enumerate(self.pools)
         ]
-        self.leader = HostedLeader(config, instance=name, num_ranks=tp_size, sides=sides)
+        self.leader = HostedLeader(config, instance=name, num_ranks=tp_size, sides=sides, compute=compute)
         self.news: list[list[Any]] = [[] for _ in self.ranks]
         try:
             self.leader.start()

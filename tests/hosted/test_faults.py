@@ -144,7 +144,7 @@ def test_a_transfer_id_that_is_used_twice(pair: Pair) -> None:
     source.leader.offer("again", "once", PROMPT)
     source.leader.begin("again")
     source.finish("again")
-    assert "transfer_id once was used before" in source.freed("again").failure
+    assert "transfer_id once was used before (it was sent)" in source.freed("again").failure
 
 
 def test_pages_are_taken_back_and_the_prompt_computed_again(pair: Pair) -> None:

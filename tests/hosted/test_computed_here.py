@@ -1,0 +1,107 @@
+"""Prompts that a prefill side has its engine compute because a decode side asks for them, and no router has sent them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prefill_node.source_requests import Transfer
+from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
+from transfer.errors import ConfigError
+
+Pair = Callable[..., tuple[Instance, Instance]]
+PROMPT = prompt_of(100)
+FROM = list(range(7))
+TO = list(range(PAGES - 1, PAGES - 8, -1))
+
+
+class Front:
+    """An engine's API: notes what it is asked, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Transfer] = []
+        self.cancelled: list[Transfer] = []
+        self.failure: Exception | None = None
+        self.answer = asyncio.Event()
+
+    async def __call__(self, transfer: Transfer) -> None:
+        self.asked.append(transfer)
+        if self.failure is not None:
+            raise self.failure
+        try:
+            await self.answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(transfer)
+            raise
+
+
+@pytest.fixture
+def front() -> Front:
+    return Front()
+
+
+def asked(pair: Pair, front: Front, **source: Any) -> tuple[Instance, Instance, str]:
+    """Both sides, the one asked by the other for prompt "b"; and the id under which the engine's API is to be given it."""
+    first, second = pair({"compute": front, **source})
+    second.leader.want("b", "", first.leader.address, PROMPT)
+    wait_for(lambda: bool(front.asked), "the engine's API is asked")
+    assert front.asked[0].token_ids == PROMPT
+    return first, second, front.asked[0].engine_request
+
+
+def computed(source: Instance, name: str, transfer_id: str) -> None:
+    source.leader.offer(name, transfer_id, PROMPT)
+    source.leader.begin(name)
+    source.compute(name, FROM, PROMPT, 0, 100)
+
+
+def test_it_is_sent_to_who_asked(pair: Pair, front: Front) -> None:
+    source, decode, transfer_id = asked(pair, front, tp_size=2)
+    computed(source, "a", transfer_id)
+    decode.wait_until_ready("b")
+    decode.leader.bind("b", [TO])
+    source.finish("a", first_token=7)
+    assert decode.settled("b").failure == ""
+    decode.assert_has(TO, PROMPT)
+    assert source.freed("a").failure == ""
+    source.assert_idle()
+
+
+def test_who_asked_goes_away_before_the_engine_has_it(pair: Pair, front: Front) -> None:
+    """The call is given up; what the engine makes of it all the same is held for nobody."""
+    source, decode, transfer_id = asked(pair, front)
+    decode.leader.cancel("b", "its client went away")
+    wait_for(lambda: front.cancelled == front.asked, "the call is cancelled")
+    computed(source, "a", transfer_id)
+    source.finish("a", first_token=7)
+    assert "gave the request up" in source.freed("a").failure
+    source.assert_idle()
+    decode.assert_idle()
+
+
+def test_who_asked_goes_away_when_it_is_computed(pair: Pair, front: Front) -> None:
+    """Its pages are free at once, not after limits.hold_s."""
+    source, decode, transfer_id = asked(pair, front)
+    computed(source, "a", transfer_id)
+    source.finish("a", first_token=7)
+    decode.wait_until_ready("b")
+    decode.leader.cancel("b", "its client went away")
+    assert "gave the request up" in source.freed("a").failure
+    source.assert_idle()
+    decode.assert_idle()
+
+
+def test_the_engine_refuses_it(pair: Pair, front: Front) -> None:
+    front.failure = ConfigError("the engine's API refuses (400): too long")
+    _, decode, _ = asked(pair, front)
+    assert "the engine's API refuses (400): too long" in decode.wait_until_failed("b")
+
+
+def test_another_engine_computes_it(pair: Pair, front: Front) -> None:
+    """As where the API is that of a second instance: said at once, not after limits.meet_timeout_s."""
+    front.answer.set()
+    _, decode, _ = asked(pair, front)
+    assert "was computed, but not by this engine" in decode.wait_until_failed("b")
