@@ -244,7 +244,14 @@ def status(
 
 @app.command()
 def route(
-    prefill: Annotated[list[str] | None, typer.Option(metavar="URL", help="A vLLM prefill server, once for each.")] = None,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A vLLM prefill server (http://host:port), or a kvferry prefill node (grpc://host:port) for vLLM decode servers "
+            "with kvferry's connector; once for each.",
+        ),
+    ] = None,
     decode: Annotated[
         list[str] | None,
         typer.Option(

@@ -41,12 +41,12 @@ def run_route(settings: RouterSettings, *, tls: Mapping[str, Any], log_level: st
     security = None
     if settings.are_nodes:
         security = client_security("route", *settings.decode, what="--decode", **tls)
+    elif settings.are_prefill_nodes:
+        security = client_security("route", *settings.prefill, what="--prefill", **tls)
     else:
         for name, value in tls.items():
             if value:
-                raise ConfigError(
-                    f"{_OPTIONS[name]} is for kvferry decode nodes (grpc://); vLLM servers take http:// or https://"
-                )
+                raise ConfigError(f"{_OPTIONS[name]} is for kvferry's own nodes (grpc://); vLLM servers take http:// or https://")
     configure_logging(
         LogConfig(
             level=cast("Literal['debug', 'info', 'warning', 'error']", log_level),

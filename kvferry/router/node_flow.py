@@ -10,13 +10,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from kvferry.node_client import NodeClient, is_refusal_of_caller
+from kvferry.node_client import is_refusal_of_caller
 from kvferry.router import node_body
 from kvferry.router.api import CHAT, SSE_TYPE, ApiError, Call, Head
 from kvferry.router.chat_template import ChatTemplate
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.node_answer import Shapes
-from kvferry.router.servers import Lease, Server, ServerFailed, Tier
+from kvferry.router.node_server import NodeServer
+from kvferry.router.servers import Lease, ServerFailed, Tier
 from kvferry.router.settings import RouterSettings
 from kvferry.router.tries import Tries
 from node_runtime.health import Readiness
@@ -33,32 +34,10 @@ from transfer.errors import (
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security
 
-CHECK_TIMEOUT_S: Final = 3.0
 ACCEPT_TIMEOUT_S: Final = 10.0
 """Longest wait for the word that a request has its place, which a node that lives gives at once."""
 
 DEFAULT_MODEL_NAME: Final = "kvferry"
-
-
-class NodeServer(Server):
-    """A decode node, spoken to over gRPC."""
-
-    def __init__(self, address: str, security: Security, *, lost_after_s: float, on_opened: Callable[[str], None]) -> None:
-        super().__init__(f"grpc://{address}", "decode", lost_after_s=lost_after_s, on_opened=on_opened)
-        self.client = NodeClient(address, security=security)
-
-    async def check(self) -> None:
-        """Raises:
-        ServerFailed: It cannot serve requests, or does not answer.
-        """
-        try:
-            status = await self.client.status(timeout_s=CHECK_TIMEOUT_S)
-        except TransferError as error:
-            raise ServerFailed(self, "unreachable", _without_address(error, self)) from error
-        if status.role != "decode":
-            raise ServerFailed(self, "status", f"it is a {status.role or 'nameless'} node; --decode takes decode nodes")
-        if not status.ready:
-            raise ServerFailed(self, "status", status.not_ready_reason or f"it is {status.state}")
 
 
 class NodeFlow:
@@ -76,13 +55,13 @@ class NodeFlow:
         self._created = int(time.time())
         self.decode = Tier(
             [
-                NodeServer(address, security, lost_after_s=settings.lost_after_s, on_opened=metrics.breaker_opened)
+                NodeServer(address, "decode", security, lost_after_s=settings.lost_after_s, on_opened=metrics.breaker_opened)
                 for address in settings.decode
             ]
         )
 
     async def close(self) -> None:
-        await asyncio.gather(*(server.client.close() for server in self.decode.servers))
+        await asyncio.gather(*(server.close() for server in self.decode.servers))
 
     async def watch(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -202,9 +181,9 @@ async def _generated(server: NodeServer, request: pb.GenerateRequest) -> AsyncGe
                 yield event
 
 
-def _failure(server: Server, error: TransferError, blame: Callable[[str], None]) -> Exception:
+def _failure(server: NodeServer, error: TransferError, blame: Callable[[str], None]) -> Exception:
     """What a failed call is: the client's fault, or one of the node, which `blame` is then told."""
-    reason = _without_address(error, server)
+    reason = server.without_address(error)
     if isinstance(error, ConfigError) and not is_refusal_of_caller(error):
         return ApiError(400, reason)
     if isinstance(error, StagingError):
@@ -221,10 +200,6 @@ def _failure(server: Server, error: TransferError, blame: Callable[[str], None])
     if isinstance(error, TransportTimeout):
         return ServerFailed(server, "lost", reason)
     return ServerFailed(server, "broken" if isinstance(error, RemoteProtocolError) else "status", reason)
-
-
-def _without_address(error: TransferError, server: Server) -> str:
-    return str(error).removeprefix(f"{server.url.removeprefix('grpc://')}: ")
 
 
 def _name_of(tokenizer: Path | None) -> str:

@@ -34,7 +34,7 @@ async def run_router(settings: RouterSettings, security: Security | None) -> int
     """Serve until SIGTERM, SIGINT or SIGHUP; the exit code says whether requests had to be cut off.
 
     Args:
-        security: How decode nodes are called; None: the servers are vLLM's.
+        security: How nodes are called; None: the servers are vLLM's.
 
     Raises:
         ConfigError: The address cannot be bound, a file cannot be written, or the tokenizer cannot be used.
@@ -110,7 +110,7 @@ def _make_backend(settings: RouterSettings, security: Security | None, metrics: 
         return NodeFlow(settings, security, metrics)
     from kvferry.router.vllm_flow import VllmFlow
 
-    return VllmFlow(settings, metrics)
+    return VllmFlow(settings, security, metrics)
 
 
 async def _listen(runner: web.AppRunner, settings: RouterSettings) -> str:

@@ -29,9 +29,10 @@ class RouterSettings:
     """See `kvferry route --help`.
 
     Args:
-        prefill: URLs of vLLM prefill servers; empty where decode nodes know theirs.
+        prefill: URLs of vLLM prefill servers, or ``host:port`` of prefill nodes; empty where decode nodes know theirs.
         decode: URLs of vLLM decode servers, or ``host:port`` of decode nodes.
         are_nodes: `decode` are kvferry's own nodes.
+        are_prefill_nodes: `prefill` are.
         max_body_bytes: Of a client's request.
 
     Raises:
@@ -41,6 +42,7 @@ class RouterSettings:
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     are_nodes: bool
+    are_prefill_nodes: bool = False
     flow: FlowKind = FlowKind.CONCURRENT
     host: str = "127.0.0.1"
     port: int = 8000
@@ -111,16 +113,26 @@ def router_settings(
             raise ConfigError(f"--prefill is {prefill[0]}; a kvferry decode node (grpc://) knows its prefill nodes by itself")
         if flow is not None:
             raise ConfigError(f"--flow is {flow}; it is for vLLM servers (http://)")
-        servers = [_node_address(url) for url in decode]
+        servers = [_node_address("--decode", url) for url in decode]
         _check_different([("--decode", server) for server in servers])
         before: list[str] = []
+        are_prefill_nodes = False
     else:
         for name, given in (("--tokenizer", tokenizer), ("--model-name", model_name)):
             if given is not None:
                 raise ConfigError(f"{name} is {given}; it is for kvferry decode nodes (grpc://): vLLM servers have their own")
         if not prefill:
-            raise ConfigError("--prefill is missing; give a vLLM prefill server (http://host:port)")
-        before, servers = [_server_url("--prefill", url) for url in prefill], [_server_url("--decode", url) for url in decode]
+            raise ConfigError(
+                "--prefill is missing; give a vLLM prefill server (http://host:port) or a kvferry prefill node (grpc://host:port)"
+            )
+        kinds = {_scheme("--prefill", url) for url in prefill}
+        are_prefill_nodes = NODE_SCHEME in kinds
+        if are_prefill_nodes and len(kinds) > 1:
+            raise ConfigError(f"--prefill mixes grpc:// and http:// ({', '.join(prefill)}); a router has servers of one kind")
+        if are_prefill_nodes and flow is not None:
+            raise ConfigError(f"--flow is {flow}; it is for vLLM prefill servers (http://): a node is asked by the decode server")
+        address = _node_address if are_prefill_nodes else _server_url
+        before, servers = [address("--prefill", url) for url in prefill], [_server_url("--decode", url) for url in decode]
         _check_different([("--prefill", url) for url in before] + [("--decode", url) for url in servers])
     try:
         max_body_bytes = parse_size(max_body)
@@ -131,6 +143,7 @@ def router_settings(
         prefill=tuple(before),
         decode=tuple(servers),
         are_nodes=are_nodes,
+        are_prefill_nodes=are_prefill_nodes,
         flow=_flow(flow),
         host=host,
         port=port,
@@ -160,16 +173,12 @@ def _scheme(option: str, url: str) -> str:
     if scheme == NODE_SCHEME:
         return NODE_SCHEME
     if scheme not in _SERVER_SCHEMES:
-        raise ConfigError(f"{option} is {url!r}; it must begin with http://, https:// or, for a kvferry decode node, grpc://")
+        raise ConfigError(f"{option} is {url!r}; it must begin with http://, https:// or, for a kvferry node, grpc://")
     return "http"
 
 
 def _server_url(option: str, url: str) -> str:
     """The URL in lower case as far as that says the same, without a slash at its end."""
-    if _scheme(option, url) == NODE_SCHEME:
-        raise ConfigError(
-            f"{option} is {url}; a prefill server is a vLLM server (http://): kvferry's own decode nodes know theirs"
-        )
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -185,11 +194,11 @@ def _server_url(option: str, url: str) -> str:
     return f"{parts.scheme}://{shown}:{port if port is not None else default}{path}"
 
 
-def _node_address(url: str) -> str:
+def _node_address(option: str, url: str) -> str:
     address = url.partition("://")[2].rstrip("/")
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535) or set(address) & set("/?#@ "):
-        raise ConfigError(f"--decode is {url!r}; it must be grpc://host:port with a port from 1 to 65535")
+        raise ConfigError(f"{option} is {url!r}; it must be grpc://host:port with a port from 1 to 65535")
     return f"{host.lower()}:{int(port)}"
 
 

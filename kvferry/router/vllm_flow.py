@@ -7,6 +7,9 @@ until the first token has gone to the client. How the pair is asked:
 - *concurrent*: both at once, decode with what prefill's answer would say. For that the router must know where the KV of that
   prefill server is to be had, and it learns it from the server's answers: the first request goes there sequentially, and so does
   the first after a failure (docs/adr/0025-concurrent-prefill-and-decode.md).
+
+Where the prefill side is kvferry's own nodes, only decode is asked, and told which of them is to compute the prompt: kvferry's
+connector has it do so.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -32,6 +35,10 @@ from kvferry.router.settings import FlowKind, RouterSettings
 from kvferry.router.tries import Tries
 from node_runtime.health import Readiness
 
+if TYPE_CHECKING:
+    from kvferry.router.node_server import NodeServer
+    from transfer.registry.security import Security
+
 log = structlog.get_logger(__name__)
 
 PREFILL_GRACE_S: Final = 10.0
@@ -40,16 +47,21 @@ PREFILL_GRACE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """The places of one try; `prefill` is None where decode computes the prompt."""
+    """The places of one try; without a server and a node before it decode computes the prompt."""
 
     prefill: Lease[HttpServer] | None
+    node: Lease[NodeServer] | None
     decode: Lease[HttpServer]
 
 
 class VllmFlow:
-    """A `kvferry.router.api.Backend`. Opened on the loop that uses it."""
+    """A `kvferry.router.api.Backend`. Opened on the loop that uses it.
 
-    def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
+    Args:
+        security: How prefill nodes are called; None: there are none.
+    """
+
+    def __init__(self, settings: RouterSettings, security: Security | None, metrics: RouterMetrics) -> None:
         def servers(tier: str, urls: tuple[str, ...]) -> Tier[HttpServer]:
             return Tier(
                 [
@@ -66,13 +78,21 @@ class VllmFlow:
 
         self._settings = settings
         self._metrics = metrics
-        self.prefill = servers("prefill", settings.prefill)
+        self.prefill = servers("prefill", () if settings.are_prefill_nodes else settings.prefill)
+        self.nodes: Tier[NodeServer] = Tier([])
+        if settings.are_prefill_nodes:
+            assert security is not None
+            self.nodes = Tier(_nodes(settings, security, metrics))
         self.decode = servers("decode", settings.decode)
         self._ending: set[asyncio.Task[Any]] = set()  # prefill requests whose try is over
 
     @property
-    def _servers(self) -> tuple[HttpServer, ...]:
-        return *self.decode.servers, *self.prefill.servers
+    def _servers(self) -> tuple[HttpServer | NodeServer, ...]:
+        return *self.decode.servers, *self._before.servers
+
+    @property
+    def _before(self) -> Tier[HttpServer] | Tier[NodeServer]:
+        return self.nodes if self._settings.are_prefill_nodes else self.prefill
 
     async def close(self) -> None:
         for task in self._ending:
@@ -87,13 +107,13 @@ class VllmFlow:
             for server in self._servers:
                 group.create_task(self._watch(server))
 
-    async def _watch(self, server: HttpServer) -> None:
+    async def _watch(self, server: HttpServer | NodeServer) -> None:
         while True:
             try:
                 await server.check()
             except ServerFailed as failure:
                 server.check_failed(failure.reason)
-                if failure.kind == "unreachable":
+                if failure.kind == "unreachable" and isinstance(server, HttpServer):
                     forget(server)
             else:
                 server.check_succeeded()
@@ -101,14 +121,14 @@ class VllmFlow:
             await asyncio.sleep(self._settings.health_interval_s)
 
     def readiness(self) -> Readiness:
-        reason = "; ".join(reason for tier in (self.prefill, self.decode) if (reason := tier.why_none()))
+        reason = "; ".join(reason for tier in (self._before, self.decode) if (reason := tier.why_none()))
         return Readiness(is_ready=not reason, reason=reason)
 
     def num_servers(self) -> Mapping[tuple[str, str], int]:
-        return {**self.prefill.states(), **self.decode.states()}
+        return {**self._before.states(), **self.decode.states()}
 
     async def models(self, headers: Mapping[str, str]) -> tuple[Head, bytes]:
-        misfits = [server.misfit for server in self.prefill.servers]
+        misfits = [server.misfit for server in self._before.servers]
         if all(misfits):
             raise ApiError(503, f"no prefill server serves what the decode servers do: {'; '.join(misfits)}", retry_after_s=1)
         server = self.decode.pick()
@@ -145,12 +165,16 @@ class VllmFlow:
 
     def _pick(self, call: Call, tried: frozenset[Server], *, is_alone: bool) -> _Pair:
         decode = self.decode.lease(1, tried=tried)
-        prefill = None if is_alone or decode is None else self.prefill.lease(call.prompt_tokens, tried=tried)
-        if decode is None or (prefill is None and not is_alone):
-            if decode is not None:
-                decode.end()
-            raise ApiError(503, (self.decode if decode is None else self.prefill).why_none(), retry_after_s=1)
-        return _Pair(prefill=prefill, decode=decode)
+        if decode is None:
+            raise ApiError(503, self.decode.why_none(), retry_after_s=1)
+        if is_alone:
+            return _Pair(prefill=None, node=None, decode=decode)
+        prefill = self.prefill.lease(call.prompt_tokens, tried=tried)
+        node = self.nodes.lease(call.prompt_tokens, tried=tried)
+        if prefill is None and node is None:
+            decode.end()
+            raise ApiError(503, self._before.why_none(), retry_after_s=1)
+        return _Pair(prefill=prefill, node=node, decode=decode)
 
     async def _try(self, call: Call, pair: _Pair, *, is_sequential: bool) -> AsyncGenerator[Head | bytes, None]:
         """The answer of one pair of servers. Whatever way it ends, nothing that is of no more use goes on at either."""
@@ -169,6 +193,10 @@ class VllmFlow:
         """The answer of the decode server, from its first token on; `stack` ends what runs for it."""
         transfer_id = secrets.token_hex(16)
         stack.callback(pair.decode.end)
+        if pair.node is not None:
+            stack.callback(pair.node.end)
+            self._begin(call, pair, "fetched", transfer_id)
+            return await stack.enter_async_context(_decode(call, pair.decode, pair.node.server.params()))
         if pair.prefill is None:
             self._begin(call, pair, "alone", transfer_id)
             return await stack.enter_async_context(_decode(call, pair.decode, None))
@@ -205,7 +233,7 @@ class VllmFlow:
             request_id=call.request_id,
             transfer_id=transfer_id,
             flow=flow,
-            prefill=pair.prefill.server.url if pair.prefill is not None else None,
+            prefill=next((lease.server.url for lease in (pair.prefill, pair.node) if lease is not None), None),
             decode=pair.decode.server.url,
         )
 
@@ -229,6 +257,15 @@ class VllmFlow:
 
         prefilling.add_done_callback(ended)
         return at_exit
+
+
+def _nodes(settings: RouterSettings, security: Security, metrics: RouterMetrics) -> list[NodeServer]:
+    from kvferry.router.node_server import NodeServer  # brings gRPC
+
+    return [
+        NodeServer(address, "prefill", security, lost_after_s=settings.lost_after_s, on_opened=metrics.breaker_opened)
+        for address in settings.prefill
+    ]
 
 
 _AtExit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Coroutine[Any, Any, bool]]

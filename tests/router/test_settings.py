@@ -81,7 +81,11 @@ def settings(prefill: list[str], decode: list[str], **options: Any) -> RouterSet
         (["--prefill", "http://d", "--decode", "http://d:80"], "http://d:80 is given for --prefill and --decode"),
         (["--prefill", P, "--decode", D, "--decode", N], "--decode mixes grpc:// and http://"),
         (["--prefill", P, "--decode", N], "--prefill is http://p:8000; a kvferry decode node"),
-        (["--prefill", N, "--decode", D], "--prefill is grpc://n:7003; a prefill server is a vLLM server"),
+        (["--prefill", P, "--prefill", N, "--decode", D], "--prefill mixes grpc:// and http://"),
+        (["--prefill", N, "--decode", D, "--flow", "sequential"], "--flow is sequential; it is for vLLM prefill servers"),
+        (["--prefill", "grpc://n", "--decode", D], "--prefill is 'grpc://n'; it must be grpc://host:port"),
+        (["--prefill", N, "--prefill", "grpc://N:7003", "--decode", D], "n:7003 is given for --prefill twice"),
+        (["--prefill", N, "--decode", N], "--prefill is grpc://n:7003; a kvferry decode node"),
         (["--decode", N, "--decode", "grpc://N:7003"], "n:7003 is given for --decode twice"),
         (["--decode", "grpc://n"], "it must be grpc://host:port"),
         (["--decode", "grpc://n:0"], "it must be grpc://host:port"),
@@ -92,8 +96,8 @@ def settings(prefill: list[str], decode: list[str], **options: Any) -> RouterSet
         (["--prefill", P, "--decode", D, "--flow", "both"], "--flow is 'both'; it must be one of concurrent, sequential"),
         (["--prefill", P, "--decode", D, "--tokenizer", "."], "--tokenizer is .; it is for kvferry decode nodes"),
         (["--prefill", P, "--decode", D, "--model-name", "m"], "--model-name is m; it is for kvferry decode nodes"),
-        (["--prefill", P, "--decode", D, "--insecure"], "--insecure is for kvferry decode nodes"),
-        (["--prefill", P, "--decode", D, "--tls-ca", "x"], "--tls-ca is for kvferry decode nodes"),
+        (["--prefill", P, "--decode", D, "--insecure"], "--insecure is for kvferry's own nodes"),
+        (["--prefill", P, "--decode", D, "--tls-ca", "x"], "--tls-ca is for kvferry's own nodes"),
         (["--prefill", P, "--decode", D, "--port", "65536"], "--port is 65536; it must be in [0, 65535]"),
         (["--prefill", P, "--decode", D, "--retries", "-1"], "--retries is -1"),
         (["--prefill", P, "--decode", D, "--max-requests", "0"], "--max-requests is 0"),
@@ -140,6 +144,8 @@ def test_urls_are_brought_to_one_form() -> None:
     assert settings([P], [D]).flow is FlowKind.CONCURRENT
     made = settings([], ["grpc://[::1]:7003", "grpc://Host:7"])
     assert made.are_nodes and made.decode == ("[::1]:7003", "host:7")
+    made = settings(["grpc://Node:7001"], [D])
+    assert made.are_prefill_nodes and not made.are_nodes and made.prefill == ("node:7001",)
     with pytest.raises(ConfigError, match="--decode is missing"):
         settings([P], [])
 

@@ -184,7 +184,7 @@ class VllmServer:
         return [f"<{len(text)}>", *self.words][:limit]
 
     async def _receive(self, params: dict[str, Any]) -> bool:
-        if "other_id" in params:
+        if "other_id" in params or "transfer_id" not in params:  # the KV is another connector's, or a prefill node's
             return True
         source = (params["remote_address"], params["remote_engine_id"])
         if source not in self.kv.servers and not self.waits_for_strangers:
