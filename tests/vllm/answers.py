@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from openai import AsyncOpenAI
 
@@ -34,10 +35,16 @@ def client(url: str) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
 
-async def answer(asking: AsyncOpenAI, prompt: str, *, max_tokens: int = MAX_TOKENS) -> Answer:
-    """The greedy completion of one prompt."""
+async def answer(
+    asking: AsyncOpenAI, prompt: str, *, max_tokens: int = MAX_TOKENS, extra: Mapping[str, Any] | None = None
+) -> Answer:
+    """The greedy completion of one prompt; `extra` are fields of vLLM's own."""
     completion = await asking.completions.create(
-        model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body={"return_token_ids": True}
+        model=MODEL_NAME,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body={"return_token_ids": True} | dict(extra or {}),
     )
     (choice,) = completion.choices
     assert completion.usage is not None

@@ -10,6 +10,9 @@ from typing import Any
 
 from tests.vllm.servers import Server
 
+HEARTBEAT_S = 2.0
+"""Twice the default: on two cores that run five processes which look for work without a pause, a beat can be a second late."""
+
 READY = re.compile(r"kvferry_ready .*?address=(\S+) http=(\S+)")
 
 
@@ -21,8 +24,7 @@ def connector(role: str, settings: Mapping[str, Any] | None = None, *, policy: s
         settings: Of kvferry.
         policy: What vLLM does with a prompt whose KV did not come: "recompute" or "fail".
     """
-    # Twice the default: on two cores that run five processes which look for work without a pause, a beat can be a second late.
-    common: dict[str, Any] = {"tls": {"insecure": 1}, "heartbeat": {"interval_s": 2.0}, "limits": {"meet_timeout_s": 30}}
+    common: dict[str, Any] = {"tls": {"insecure": 1}, "heartbeat": {"interval_s": HEARTBEAT_S}, "limits": {"meet_timeout_s": 30}}
     return {
         "kv_connector": "KvferryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm_connector",
@@ -32,7 +34,8 @@ def connector(role: str, settings: Mapping[str, Any] | None = None, *, policy: s
     }
 
 
-def _get(url: str) -> str:
+def page(url: str) -> str:
+    """What a GET of the URL is answered with."""
     with urllib.request.urlopen(url, timeout=10.0) as answer:
         text: str = answer.read().decode()
         return text
@@ -48,16 +51,22 @@ def sample(text: str, name: str, **labels: str) -> float:
     return found
 
 
-def kvferry_metrics(server: Server) -> str:
-    """Of the kvferry that the server hosts."""
+def kvferry_addresses(server: Server) -> tuple[str, str]:
+    """host:port of the gRPC API, and of the HTTP endpoints, of the kvferry that the server hosts."""
     ready = READY.findall(server.log.read_text(encoding="utf-8", errors="replace"))
     assert ready, f"{server.name} has not said that its kvferry is ready"
-    return _get(f"http://{ready[-1][1]}/metrics")
+    address, http_address = ready[-1]
+    return address, http_address
+
+
+def kvferry_metrics(server: Server) -> str:
+    """Of the kvferry that the server hosts."""
+    return page(f"http://{kvferry_addresses(server)[1]}/metrics")
 
 
 def what_is_left(server: Server) -> dict[str, float]:
     """What the instance holds of requests, in vLLM and in kvferry; empty where that is nothing."""
-    vllm, kvferry = _get(f"{server.url}/metrics"), kvferry_metrics(server)
+    vllm, kvferry = page(f"{server.url}/metrics"), kvferry_metrics(server)
     counts = {
         name: sample(vllm, name)
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")

@@ -1,0 +1,69 @@
+"""kvferry's own nodes beside vLLM servers: embedded engines on the same model, run by the Python that runs the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.cluster_node import ClusterNode
+from kvferry.cluster_spec import Role, child_environment
+from kvferry.node_client import NodeClient
+from tests.cluster.nodes import Nodes
+from tests.vllm.answers import TIMEOUT_S, Answer
+from tests.vllm.instances import HEARTBEAT_S
+from transfer.pb import kvferry_pb2 as pb
+
+PAGE_SIZE = 16
+POOL_TOKENS = 8192
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port that nobody else gets meanwhile, for a server that has to be told its own URL before it starts."""
+    with socket.socket() as held:  # bound, not listening, and with SO_REUSEADDR, so that the server can have it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def launch(nodes: Nodes, role: Role, model: Path, *prefill_nodes: str, **settings: object) -> ClusterNode:
+    """Start a node of TP 1 in float32, and do not wait for it.
+
+    Args:
+        prefill_nodes: host:port of those that a decode node joins.
+        settings: By path, "__" for ".".
+    """
+    given: dict[str, object] = {
+        "model": model,
+        "pool.page_size": PAGE_SIZE,
+        "pool.num_tokens": POOL_TOKENS,
+        "heartbeat.interval_s": HEARTBEAT_S,
+    }
+    given |= {path.replace("__", "."): value for path, value in settings.items()}
+    environment = {"PYTHONPATH": child_environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
+    return nodes.launch(role, given, *prefill_nodes, environment=environment)
+
+
+async def generated(address: str, prompt: str, *, max_tokens: int) -> tuple[Answer, pb.GenerateDone]:
+    """What a decode node makes of a text, greedily.
+
+    Raises:
+        TransferError: The call failed.
+    """
+    request = pb.GenerateRequest(prompt=prompt, max_new_tokens=max_tokens)
+    token_ids: list[int] = []
+    text = ""
+    async with NodeClient(address) as client:
+        async for event in client.generate(request, timeout_s=TIMEOUT_S):
+            token_ids.extend(event.tokens.token_ids)
+            text += event.tokens.text
+            done = event.done
+    found = Answer(text=text, token_ids=tuple(token_ids), finish_reason=done.finish_reason, num_prompt_tokens=done.prompt_tokens)
+    return found, done
+
+
+async def all_generated(address: str, prompts: list[str], *, max_tokens: int) -> list[tuple[Answer, pb.GenerateDone]]:
+    return list(await asyncio.gather(*(generated(address, prompt, max_tokens=max_tokens) for prompt in prompts)))
