@@ -267,7 +267,7 @@ def test_the_planned_memory_is_what_is_taken(tmp_path: Path, record_property: Re
         ring={"capacity_bytes": ring_bytes},
     )
     engine = load_engine(config, rank=0, rendezvous=tmp_path / "unused")
-    ring = torch.empty(ring_bytes, dtype=torch.uint8, device="cuda")
+    ring = torch.empty(ring_bytes + config.transport.probe_bytes, dtype=torch.uint8, device="cuda")  # as a rank takes it
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     plan = engine.memory_plan
