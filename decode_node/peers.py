@@ -26,6 +26,7 @@ from transfer.errors import (
     LayoutError,
     PeerUnreachable,
     RemoteProtocolError,
+    StagingError,
     TransferError,
     TransportError,
     TransportTimeout,
@@ -59,6 +60,9 @@ REASON_GRACE_S = 0.2
 
 GIVE_UP_TIMEOUT_S = 2.0  # where that is not enough the node's own limit ends what it holds
 
+MAX_ADDED = 256
+"""Prefill nodes that requests have named. Each is one more join that is kept up, or tried again for ever."""
+
 ANY_TOKEN = 1 << 32
 MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
 
@@ -87,6 +91,9 @@ class PrefillPeer:
     broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
     vocab_size: int = ANY_TOKEN
     reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
+    joining: asyncio.Task[None] | None = None  # for as long as it is one of those that are used
+    is_added: bool = False  # by a request, not by the settings
+    num_users: int = 0  # who would miss it, joined or not
 
     async def stub(self) -> PrefillControlAsyncStub:
         """For a call at once.
@@ -203,7 +210,7 @@ class PrefillPeers:
         self._clock = clock
         self._vocab_size = vocab_size
         self.peers = [self._peer_at(address) for address in addresses]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._leaving: set[asyncio.Task[None]] = set()  # channels of peers that are not used any more
 
     def _peer_at(self, address: str) -> PrefillPeer:
         return PrefillPeer(
@@ -214,24 +221,55 @@ class PrefillPeers:
         )
 
     def start(self) -> None:
-        self._tasks = [asyncio.get_running_loop().create_task(self._keep_joined(peer)) for peer in self.peers]
+        for peer in self.peers:
+            peer.joining = asyncio.get_running_loop().create_task(self._keep_joined(peer))
 
     def find(self, address: str) -> PrefillPeer | None:
         """The prefill node of that host:port, joined or not."""
         return next((peer for peer in self.peers if peer.address == address), None)
 
     def add(self, address: str) -> PrefillPeer:
-        """Use one more prefill node, from now on."""
+        """Use one more prefill node, until its place is needed for another one and nobody would miss it.
+
+        Raises:
+            ConfigError: It may not be spoken to in plain text.
+            StagingError: There are too many.
+        """
+        added = [peer for peer in self.peers if peer.is_added]
+        if len(added) >= MAX_ADDED:
+            idle = next((peer for peer in added if peer.instance is None and not peer.num_users), None)
+            if idle is None:
+                raise StagingError(f"requests have named {len(added)} prefill nodes that are in use; there can be {MAX_ADDED}")
+            self._remove(idle)
         peer = self._peer_at(address)
+        peer.is_added = True
         self.peers.append(peer)
-        self._tasks.append(asyncio.get_running_loop().create_task(self._keep_joined(peer)))
+        peer.joining = asyncio.get_running_loop().create_task(self._keep_joined(peer))
         return peer
 
+    @contextmanager
+    def used(self, peer: PrefillPeer) -> Iterator[None]:
+        """Somebody waits for it meanwhile."""
+        peer.num_users += 1
+        try:
+            yield
+        finally:
+            peer.num_users -= 1
+
+    def _remove(self, peer: PrefillPeer) -> None:
+        self.peers.remove(peer)
+        leaving = asyncio.get_running_loop().create_task(self._leave(peer))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, peer: PrefillPeer) -> None:
+        if peer.joining is not None:
+            peer.joining.cancel()
+            await asyncio.gather(peer.joining, return_exceptions=True)
+        await peer.channel.close()
+
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(peer.channel.close() for peer in self.peers))
+        await asyncio.gather(*self._leaving, *map(self._leave, self.peers), return_exceptions=True)
 
     def pick(self, *, tried: frozenset[int] = frozenset()) -> PrefillPeer | None:
         """The joined peer to send a request to; None when there is none.

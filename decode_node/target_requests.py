@@ -30,6 +30,7 @@ from decode_node.target_messages import (
 from node_runtime.transfer_ids import new_transfer_id
 from transfer.chunk import ChunkPlan, check_num_chunks
 from transfer.config import HostedLimitsConfig
+from transfer.config.values import checked_host_port
 from transfer.errors import (
     EngineError,
     IntegrityError,
@@ -47,6 +48,13 @@ BIND_WAIT_S: Final = 1.0
 """How long a question for room waits for the engine, which looks once a step, before it is answered "not yet"."""
 
 RETRY_PAUSE_S: Final = 0.05
+
+REJOIN_S: Final = 5.0
+"""How long a prompt that was under way waits for its prefill side to be joined again: that has either died, and the prompt with
+it, or comes back in a moment."""
+
+MAX_NOTE_BYTES: Final = 1 << 20
+"""Of what the other side's engine has to tell; an honest one sends no more."""
 
 log = structlog.get_logger(__name__)
 
@@ -75,13 +83,19 @@ class _Transfer:
     peer: PrefillPeer
     incarnation: int  # of the prefill instance
     permit: Permit | None
-    is_expected: bool = False  # the ranks have been told
+    following: asyncio.Task[None] | None = None  # the prefill side's call
     answering: set[int] = field(default_factory=set)  # ranks that have not answered that
     expected: asyncio.Future[None] | None = None
     receiving: set[int] = field(default_factory=set)  # ranks whose part is not whole
     draining: set[int] = field(default_factory=set)  # ranks that may write to the pages, once it was cancelled
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: asyncio.Future[None]  # done when it is whole; its exception says why it never will be
+
+    @property
+    def is_waiting_for_note(self) -> bool:
+        """Whether all of its KV is here, and only what the other side's engine has to tell is not."""
+        is_whole = self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
+        return is_whole and self.prompt.needs_note and self.prompt.note is None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -97,6 +111,7 @@ class _Prompt:
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: _Transfer | None = None
     note: bytes | None = None
+    life: int | None = None  # incarnation of the prefill instance that was asked first
     task: asyncio.Task[None] | None = None
     given_up: TransferError | None = None
     is_wanted_again: bool = False  # under another name, which is about to be asked for
@@ -217,6 +232,8 @@ class TargetRequests:
             self._forget(prompt)
         elif prompt.transfer is not None:
             self._fail(prompt.transfer, prompt.given_up)  # not the task, which has to see the ranks drain
+            if prompt.transfer.is_waiting_for_note and prompt.transfer.following is not None:
+                prompt.transfer.following.cancel()
         elif prompt.task is not None:
             prompt.task.cancel()
 
@@ -281,6 +298,9 @@ class TargetRequests:
         """
         peer = await self._joined_peer(prompt)
         assert peer.instance is not None
+        life, prompt.life = prompt.life or peer.instance.incarnation, peer.instance.incarnation
+        if prompt.source and prompt.transfer_id and life != prompt.life:
+            raise TransferAborted(f"prefill node {peer.address} has started again, and what its engine had is gone")
         transfer = _Transfer(
             transfer_id=new_transfer_id(prompt.transfer_id or prompt.name),
             prompt=prompt,
@@ -292,14 +312,16 @@ class TargetRequests:
         self._transfers[transfer.transfer_id] = transfer
         prompt.transfer = transfer
         peer.outstanding_tokens += len(prompt.token_ids)
-        following = asyncio.ensure_future(self._follow(transfer))
+        following = transfer.following = asyncio.ensure_future(self._follow(transfer))
         self._following.add(following)
         following.add_done_callback(lambda task: self._on_call_over(transfer, task))
         try:
             await transfer.outcome
             self._judge(transfer, Verdict.SUCCESS)
-            if prompt.needs_note and prompt.note is None:
+            if transfer.is_waiting_for_note:
                 await following
+                if prompt.note is None:
+                    raise EngineError(f"{peer.address} has sent the KV without the note that goes with it")
         except TransferError as error:
             self._judge(transfer, verdict_of(error), str(error))
             # Where all has come, the prefill side's call goes on to its end: that is how it learns that it may forget the prompt.
@@ -336,12 +358,17 @@ class TargetRequests:
                     f"the prompt's prefill node is {prompt.source}, which is not in peers.prefill_nodes; it must be one of them "
                     "(join_on_request allows others)"
                 )
-            peer = self._peers.add(prompt.source)
+            try:
+                peer = self._peers.add(checked_host_port(prompt.source))
+            except ValueError as error:  # a ConfigError is one, too
+                raise TransferAborted(f"the prompt's prefill node is {prompt.source!r:.300}: {error}") from error
         if peer is None:
             raise PeerUnreachable(self._peers.why_none())
+        wait_s = self._limits.meet_timeout_s if prompt.life is None else min(REJOIN_S, self._limits.meet_timeout_s)
         waiting = [asyncio.ensure_future(event.wait()) for event in (peer.joined, peer.unfit)]
         try:
-            await asyncio.wait(waiting, timeout=self._limits.meet_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            with self._peers.used(peer):
+                await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for event in waiting:
                 event.cancel()
@@ -364,6 +391,9 @@ class TargetRequests:
         async for event in call:
             match event.WhichOneof("event"):
                 case "note":
+                    if len(event.note.payload) > MAX_NOTE_BYTES:
+                        has = f"has {len(event.note.payload)} bytes; it can have {MAX_NOTE_BYTES}"
+                        raise TransferAborted(f"the note of {transfer.peer.address} {has}")
                     prompt.note = event.note.payload
                 case "sent":
                     is_sent = True
@@ -406,7 +436,6 @@ class TargetRequests:
         ranks = set(range(self._num_ranks))
         transfer.answering, transfer.receiving, transfer.draining = set(ranks), set(ranks), set(ranks)
         transfer.expected = asyncio.get_running_loop().create_future()
-        transfer.is_expected = True
         self._broadcast(
             ExpectTransfer(
                 transfer_id=transfer.transfer_id,

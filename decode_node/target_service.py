@@ -112,6 +112,8 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             await self.peers.close()
 
     def on_rank_message(self, rank: int, message: Any) -> None:
+        if not self._is_started:
+            return  # of strangers that have attached to a rank: nobody has joined before
         match message:
             case TransferExpected():
                 self.requests.on_expected(rank, message)
@@ -141,11 +143,11 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         return not self._num_prompts
 
     def render_metrics(self) -> bytes:
-        peers = self.peers.peers
+        peers = self.peers.peers if self._is_started else []
         self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
         self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
         self.metrics.node_state(
-            state="ready", queued=0, running=self.requests.num_prompts, peers=Counter(peer.state for peer in peers), restarts=0
+            state="ready", queued=0, running=self._num_prompts, peers=Counter(peer.state for peer in peers), restarts=0
         )
         return self.metrics.render([report.metrics for report in self._reports()])
 

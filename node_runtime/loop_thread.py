@@ -7,6 +7,8 @@ loop has to tell is kept until the engine asks for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -39,6 +41,7 @@ class LoopThread:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._num_users = 0
         self._broken: BaseException | None = None
@@ -49,7 +52,17 @@ class LoopThread:
 
     @classmethod
     def shared(cls) -> LoopThread:
-        """The process's own, started where it is the first to be asked for."""
+        """The process's own, started where it is the first to be asked for.
+
+        Raises:
+            LocalProtocolError: It is another process's, from which this one was forked; threads do not come along.
+        """
+        before = cls._shared
+        if before is not None and not before.is_own:  # looked at without the lock, which may be held for ever here
+            raise LocalProtocolError(
+                f"process {os.getpid()} was forked from {before._pid} while a kvferry ran there; start the engine's processes "
+                "before the first kvferry, or by spawn"
+            )
         with cls._lock:
             if cls._shared is None:
                 cls._shared = cls()
@@ -68,12 +81,25 @@ class LoopThread:
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Have the loop call it, behind what was given to it before; from any thread, at once."""
-        if not self.loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # closed, perhaps this moment: nobody is left whom it could tell
             self.loop.call_soon_threadsafe(function, *args)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Have the loop run it."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Have the loop run it. Raises LocalProtocolError when the loop has ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError as error:
+            work.close()
+            raise LocalProtocolError("kvferry is closed in this process") from error
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is this process's; False in one that was forked from its."""
+        return self._pid == os.getpid()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken is not None
 
     def check(self) -> None:
         """Raises LocalProtocolError when something broke that nobody expected."""

@@ -20,6 +20,9 @@ from transfer.control.base import Received
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.errors import LocalProtocolError, TransferError
 
+MAX_PAYLOAD_BYTES = 64 << 20
+"""Of a message. The largest are page tables: of a prompt of a million tokens on pages of one, 5 MB for each group of layers."""
+
 SILENCE_MS = 10_000
 """A rank's death is seen at once, by its process; silence only tells a frozen one. On a machine with more ranks than cores a
 rank can be silent for a second and be well, and to take it for lost costs the whole group its life."""
@@ -106,7 +109,7 @@ class LeaderLink:
         self._codec = codec
         self._tokens = tokens
         self._ranks = {token: rank for rank, token in enumerate(tokens)}
-        self._server = ZmqControlServer(endpoint)
+        self._server = ZmqControlServer(endpoint, max_payload_bytes=MAX_PAYLOAD_BYTES)
         for token in tokens:
             self._server.allow(token)
 
@@ -139,7 +142,9 @@ class RankLink:
 
     def __init__(self, address: RankAddress, codec: RankCodec) -> None:
         self._codec = codec
-        self._client = ZmqControlClient(address.endpoint, session_id=address.token, silence_ms=SILENCE_MS)
+        self._client = ZmqControlClient(
+            address.endpoint, session_id=address.token, max_payload_bytes=MAX_PAYLOAD_BYTES, silence_ms=SILENCE_MS
+        )
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[Any], None]) -> None:
         self._client.watch(loop, lambda payload: on_message(self._codec.decode(payload)))

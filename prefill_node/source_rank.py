@@ -81,8 +81,10 @@ class _Source:
     event: DeviceEvent | None = None  # behind which `num_computed` tokens are in the pool
     transfers: dict[str, _Transfer] = field(default_factory=dict)  # those that may still read
     paused: list[asyncio.Future[None]] = field(default_factory=list)  # who waits until nothing reads
+    wanted_from: int | None = None  # the token that a decode side asked for last
     is_finished: bool = False
     is_closed: bool = False
+    is_idle: bool = False  # and the leader has been told, which counts each rank once
     is_free: bool = False
     failure: str = ""
 
@@ -126,6 +128,7 @@ class SourceRank:
         self._on_crash = on_crash
         self._sources: dict[str, _Source] = {}
         self._names: dict[str, str] = {}  # transfer -> name, as long as the sender may ask for its tables
+        self._sending: set[str] = set()  # transfers that the sender knows; their last bytes travel when nothing reads any more
         self._attaching: set[asyncio.Task[None]] = set()
         self._sender: SenderLoop
         self._sessions: DecodeSessions
@@ -152,6 +155,8 @@ class SourceRank:
         """The engine is done with the prompt: no more `progress` of it follows."""
         source = self._sources.setdefault(name, _Source())
         source.is_finished = True
+        for transfer_id in list(source.transfers):
+            self._tell_computed(source, transfer_id)
         self._free_if_over(name, source)
 
     def pause(self, name: str, reason: str) -> asyncio.Future[None]:
@@ -178,7 +183,10 @@ class SourceRank:
             case DetachDecode():
                 self._sessions.close(message.incarnation, message.reason)
             case SourceWanted():
-                self._on_news(Wanted(name=message.name, start_token=message.start_token))
+                source = self._sources.setdefault(message.name, _Source())
+                if source.wanted_from != message.start_token:  # else it is another try, which is no news
+                    source.wanted_from = message.start_token
+                    self._on_news(Wanted(name=message.name, start_token=message.start_token))
             case StartTransfer():
                 self._start(message)
             case AbortTransfer():
@@ -221,12 +229,18 @@ class SourceRank:
             reason = "the decode instance is gone" if peer is None else "the prompt was given up"
             self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason, is_passing=peer is None))
             return
+        if message.transfer_id in self._sending:
+            # Ids are the decode side's choice. The sender, which knows each once, would take it for a bug of this process.
+            reason = "a transfer of that id is still under way; each try needs an id of its own"
+            self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason, is_passing=False))
+            return
         layout = self._own.layout
         chunks = split_into_chunks(
             message.plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
         )
         source.transfers[message.transfer_id] = _Transfer(chunks=chunks)
         self._names[message.transfer_id] = message.name
+        self._sending.add(message.transfer_id)
         self._sender.start_request(
             OutgoingRequest(
                 request_id=message.transfer_id,
@@ -244,11 +258,17 @@ class SourceRank:
             self._tell_computed(source, message.transfer_id)
 
     def _tell_computed(self, source: _Source, transfer_id: str) -> None:
-        """Tell the sender of the chunks whose tokens are all there."""
+        """Tell the sender of the chunks whose tokens are all there; give up what is never going to be."""
         transfer = source.transfers[transfer_id]
         while transfer.num_told < len(transfer.chunks) and not transfer.reason:
             chunk = transfer.chunks[transfer.num_told]
             if chunk.tokens.end > source.num_computed:
+                if source.is_finished:
+                    reason = (
+                        f"the prefill side's engine has ended the prompt with {source.num_computed} of "
+                        f"{transfer.chunks[-1].tokens.end} tokens computed"
+                    )
+                    self._end_transfer(source, transfer_id, reason, is_passing=False)
                 return
             transfer.num_told += 1
             self._sender.chunk_computed(transfer_id, chunk.index, source.event)
@@ -283,9 +303,11 @@ class SourceRank:
         self._on_reading_over(name, source)
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:
+        self._sending.discard(request_id)
         self._send(TransferSent(transfer_id=request_id, stats=stats))
 
     def on_failed(self, request_id: str, reason: str) -> None:
+        self._sending.discard(request_id)
         self._send(TransferNotSent(transfer_id=request_id, reason=reason, is_passing=True))
 
     def on_session_closed(self, session: int, reason: str) -> None:
@@ -301,7 +323,8 @@ class SourceRank:
             if not idle.done():
                 idle.set_result(None)
         source.paused.clear()
-        if source.is_closed:
+        if source.is_closed and not source.is_idle:
+            source.is_idle = True
             self._send(SourceIdle(name=name))
 
     def _free_if_over(self, name: str, source: _Source) -> None:

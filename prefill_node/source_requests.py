@@ -290,7 +290,8 @@ class SourceRequests:
 
     async def close(self, error: TransferError) -> None:
         """End every transfer with `error`, without the ranks."""
-        tasks = [transfer.task for transfer in self._transfers.values() if transfer.task is not None]
+        every = [task for transfer in self._transfers.values() for task in (transfer.task, transfer.computing)]
+        tasks = [task for task in every if task is not None]
         for transfer in list(self._transfers.values()):
             self._end(transfer, error)
         for task in tasks:
@@ -319,8 +320,8 @@ class SourceRequests:
 
     def on_idle(self, rank: int, message: SourceIdle) -> None:
         prompt = self._prompts.get(message.name)
-        if prompt is None:
-            return
+        if prompt is None or rank not in prompt.reading:
+            return  # said of one that had the name before
         prompt.reading.discard(rank)
         if not prompt.reading:
             del self._prompts[message.name]

@@ -23,7 +23,9 @@ and on the other side
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ from node_runtime.health import HealthServer, Readiness
 from node_runtime.hosted_link import hosted_address
 from node_runtime.loop_thread import LoopThread
 from node_runtime.open_files import raise_open_files
-from node_runtime.rank_link import LeaderLink
+from node_runtime.rank_link import LeaderLink, RankAddress
 from node_runtime.rank_report import RankHello, RankReport, RankStartFailed
 from node_runtime.supervisor import check_alike
 from prefill_node.source_requests import Transfer
@@ -106,15 +108,16 @@ class HostedLeader:
         self._compute = compute
         self._security = security_for(config, sides)
         self._addresses = [hosted_address(instance, rank) for rank in range(num_ranks)]
-        self._lock = _locked(self._addresses[0].endpoint.removeprefix("ipc://") + ".lock", instance)
+        self._lock = _locked(f"{_socket_path(self._addresses[0])}.lock", instance)
         self._incarnation = secrets.randbits(63) + 1
         self._reports: dict[Sides, dict[int, RankReport]] = {SOURCE: {}, TARGET: {}}
         self._hellos: dict[int, RankHello] = {}
         self._wanted: set[str] = set()  # what the loop may not have heard of yet
         self._all_there: asyncio.Future[None]
-        self._link: LeaderLink
+        self._link: LeaderLink | None = None
         self._opened: _Opened | None = None
         self._is_closed = False
+        self._broken = ""
         self.address = ""
         """host:port of this instance's gRPC API, once it is started."""
         self.http_address = ""
@@ -128,6 +131,8 @@ class HostedLeader:
             ConfigError: A rank cannot start, or has not come; a port cannot be had.
             TransferError: The ranks do not fit each other.
         """
+        if self._is_closed:
+            raise LocalProtocolError("this leader is closed; it cannot be started")
         started = self._thread.start(self._open(timeout_s))
         started.result(timeout_s + CLOSE_TIMEOUT_S)
 
@@ -140,19 +145,19 @@ class HostedLeader:
             name: The engine's own, not in use.
             transfer_id: By which the decode side asks for it.
         """
-        self._thread.call(self._source.requests.offer, name, transfer_id, tuple(token_ids))
+        self._call(self._source.requests.offer, name, transfer_id, tuple(token_ids))
 
     def begin(self, name: str) -> None:
         """The engine has pages for it and is about to compute it."""
-        self._thread.call(self._source.requests.begin, name)
+        self._call(self._source.requests.begin, name)
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
         """The engine has computed all of it; see `SourceRequests.finish`."""
-        self._thread.call(lambda: self._source.requests.finish(name, first_token=first_token, note=note))
+        self._call(lambda: self._source.requests.finish(name, first_token=first_token, note=note))
 
     def withdraw(self, name: str, reason: str) -> None:
         """The engine gives it up. No-op for one that was sent."""
-        self._thread.call(self._source.requests.withdraw, name, reason)
+        self._call(self._source.requests.withdraw, name, reason)
 
     # ... and of prompts that it wants
 
@@ -167,11 +172,15 @@ class HostedLeader:
         needs_note: bool = False,
     ) -> None:
         """Fetch the KV of a prompt's tokens from `start_token` on; see `TargetRequests.want`."""
+        if self._is_closed:
+            return
         self._wanted.add(name)
-        self._thread.call(self._want, name, transfer_id, source, tuple(token_ids), start_token, needs_note)
+        self._call(self._want, name, transfer_id, source, tuple(token_ids), start_token, needs_note)
 
     def view(self, name: str) -> PromptView | None:
         """How far a wanted prompt is; None: it is not wanted, or settled."""
+        if self._is_closed:
+            return None
         if name in self._wanted:
             return PromptView(state=PromptState.WAITING)
         return self._target.requests.view(name)
@@ -182,15 +191,15 @@ class HostedLeader:
         Args:
             tables: Its page table in each group of layers, from token 0 on; what lies before the start token is not touched.
         """
-        self._thread.call(self._target.requests.bind, name, tuple(tuple(table) for table in tables))
+        self._call(self._target.requests.bind, name, tuple(tuple(table) for table in tables))
 
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
         """The engine gives it up: `Settled` follows if it is bound, else nothing; see `TargetRequests.cancel`."""
-        self._thread.call(lambda: self._target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))
+        self._call(lambda: self._target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
         """The engine will never want the prompt of that id, which the prefill side at `source` may hold for it."""
-        self._thread.call(self._target.requests.decline, transfer_id, source, reason)
+        self._call(self._target.requests.decline, transfer_id, source, reason)
 
     @property
     def num_joined(self) -> int:
@@ -207,17 +216,29 @@ class HostedLeader:
         return opened is None or all(side.is_idle for side in (opened.source, opened.target) if side is not None)
 
     def check(self) -> None:
-        """Raises LocalProtocolError when something broke that nobody expected; the engine must not go on."""
+        """Raises LocalProtocolError when something broke that nobody expected, or a rank is gone; the engine must not go on."""
         self._thread.check()
+        if self._broken:
+            raise LocalProtocolError(f"kvferry cannot go on in this instance: {self._broken}")
 
     def close(self) -> None:
         """End everything; returns when it has, or after some seconds."""
-        if self._is_closed:
+        if self._is_closed or not self._thread.is_own:
             return
         self._is_closed = True
-        wait_for_close(self._thread.start(self._close()))
-        self._thread.release()
-        self._lock.close()
+        try:
+            wait_for_close(self._thread.start(self._close()))
+        finally:
+            self._thread.release()
+            # ZeroMQ leaves its socket's file. What the lock protects goes before the lock does.
+            for path in (_socket_path(self._addresses[0]), Path(self._lock.name)):
+                path.unlink(missing_ok=True)
+            self._lock.close()
+
+    def _call(self, function: Callable[..., object], *args: Any) -> None:
+        """Have the loop call it; nothing once this is closed, for the loop may still be another's."""
+        if not self._is_closed:
+            self._thread.call(lambda: None if self._is_closed else function(*args))
 
     # On the loop
 
@@ -243,8 +264,8 @@ class HostedLeader:
         raise_open_files()
         loop = self._thread.loop
         self._all_there = loop.create_future()
-        self._link = LeaderLink.at(self._addresses, CODEC)
-        self._link.watch(loop, self._on_message)
+        link = self._link = LeaderLink.at(self._addresses, CODEC)
+        link.watch(loop, self._on_message)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._all_there
@@ -283,23 +304,37 @@ class HostedLeader:
             security=self._security,
         )
         self.address = host_port(config.server.advertised_host, server.port)
-        opened = _Opened(source=source, target=target, server=server, hellos=hellos)
-        opened.health = HealthServer(lambda: Readiness(is_ready=True), self._render_metrics)
+        # Whatever fails from here on is closed.
+        opened = self._opened = _Opened(source=source, target=target, server=server, hellos=hellos)
+        opened.health = HealthServer(self._readiness, self._render_metrics)
         opened.http_port = await opened.health.start(config.server.host, config.server.http_port)
         self.http_address = host_port(config.server.advertised_host, opened.http_port)
-        self._opened = opened
-        await server.set_serving(True)
         if target is not None:
             target.start(self.address)
+        await server.set_serving(True)
         log.info("kvferry_ready", address=self.address, http=self.http_address, ranks=len(hellos))
 
     def _broadcast(self, message: object) -> None:
-        self._link.broadcast(message)
+        if self._link is not None and not self._link.broadcast(message) and not self._is_closed:
+            self._break(f"a rank has not taken {type(message).__name__}: it is gone, or hangs")
+
+    def _break(self, reason: str) -> None:
+        """What a rank was to hear is lost, or is not what it knows of any more: prompts would never end."""
+        if not self._broken:
+            log.critical("kvferry_broke", error=reason)
+            self._broken = reason
+
+    def _readiness(self) -> Readiness:
+        reason = self._broken or ("it broke; see its log" if self._thread.is_broken else "")
+        return Readiness(is_ready=not reason, reason=reason)
 
     def _on_message(self, rank: int, message: Any) -> None:
         match message:
+            case RankWaiting() if rank in self._hellos:
+                self._break(f"rank {rank} has been started again, which knows nothing of what the one before was told")
             case RankWaiting():
-                self._link.send(rank, LifeBegins(incarnation=self._incarnation))
+                if self._link is not None:
+                    self._link.send(rank, LifeBegins(incarnation=self._incarnation))
             case RankHello():
                 self._hellos[rank] = message
                 if len(self._hellos) == self._num_ranks and not self._all_there.done():
@@ -309,6 +344,8 @@ class HostedLeader:
                     self._all_there.set_exception(ConfigError(f"rank {rank} cannot start: {message.reason}"))
             case SideReport():
                 self._reports[Sides(message.side)][rank] = message.report
+            case _ if self._opened is None:
+                log.debug("rank_message_dropped", message=type(message).__name__)  # of strangers: nobody has joined before
             case _ if isinstance(message, FROM_TARGET):
                 self._target.on_rank_message(rank, message)
             case _:
@@ -320,26 +357,41 @@ class HostedLeader:
         sides = (self._opened.source, self._opened.target)
         return b"".join(side.render_metrics() for side in sides if side is not None)
 
+    def _close_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
     async def _close(self) -> None:
         opened = self._opened
-        if opened is not None:
-            await opened.server.close()
-            if opened.health is not None:
-                await opened.health.stop()
-            if opened.source is not None:
-                await opened.source.close()
-            if opened.target is not None:
-                await opened.target.close()
-        if hasattr(self, "_link"):
-            self._link.close()
+        async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
+            stack.callback(self._close_link)
+            if opened is not None:
+                for side in (opened.target, opened.source):
+                    if side is not None:
+                        stack.push_async_callback(side.close)
+                if opened.health is not None:
+                    stack.push_async_callback(opened.health.stop)
+                stack.push_async_callback(opened.server.close)
+
+
+def _socket_path(address: RankAddress) -> Path:
+    return Path(address.endpoint.removeprefix("ipc://"))
 
 
 def _locked(path: str, instance: str) -> IO[str]:
     """A file that is this process's as long as it is open: two leaders of one name would share one socket."""
-    file = Path(path).open("w")  # noqa: SIM115 - kept open
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ConfigError(f"instance {instance!r} has a leader already on this machine; each needs a name of its own") from None
-    return file
+    while True:
+        file = Path(path).open("w")  # noqa: SIM115 - kept open
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), Path(path).stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        except OSError:
+            file.close()
+            raise ConfigError(
+                f"instance {instance!r} has a leader already on this machine; each needs a name of its own"
+            ) from None
+        file.close()  # removed by the one before as it was opened here: what is locked is no file any more

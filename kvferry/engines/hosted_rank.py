@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -77,7 +78,7 @@ class HostedRank:
         self._target: TargetRank | None = None
         self._metrics: dict[Sides, RankMetrics] = {}
         self._life: asyncio.Future[int]
-        self._link: RankLink
+        self._link: RankLink | None = None
         self._serving: asyncio.Task[None] | None = None
         self._is_closed = False
         self._thread = LoopThread.shared()
@@ -103,6 +104,8 @@ class HostedRank:
         Raises:
             LocalProtocolError: Something still does after a time in which every copy ends.
         """
+        if self._is_closed:
+            return  # nothing is read any more
         done = self._thread.start(self._pause(list(names), reason))
         try:
             done.result(PAUSE_TIMEOUT_S)
@@ -130,11 +133,13 @@ class HostedRank:
 
     def close(self) -> None:
         """End everything; returns when it has, or after some seconds."""
-        if self._is_closed:
+        if self._is_closed or not self._thread.is_own:
             return
         self._is_closed = True
-        wait_for_close(self._thread.start(self._close()))
-        self._thread.release()
+        try:
+            wait_for_close(self._thread.start(self._close()))
+        finally:
+            self._thread.release()
 
     # On the loop
 
@@ -142,22 +147,40 @@ class HostedRank:
         raise_open_files()
         loop = self._thread.loop
         self._life = loop.create_future()
-        self._link = RankLink(hosted_address(instance, self._rank), CODEC)
-        self._link.watch(loop, self._on_message)
-        self._link.send(RankWaiting(rank=self._rank))
-        self._serving = loop.create_task(self._serve())
+        link = self._link = RankLink(hosted_address(instance, self._rank), CODEC)
+        link.watch(loop, self._on_message)
+        link.send(RankWaiting(rank=self._rank))
+        self._serving = loop.create_task(self._serve(link))
+        self._serving.add_done_callback(self._on_serving_over)
 
-    async def _serve(self) -> None:
+    def _send(self, message: object) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _close_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    async def _serve(self, link: RankLink) -> None:
         incarnation = await self._life
         try:
             hello = await self._open(incarnation)
-        except TransferError as error:
+        except Exception as error:
             log.error("rank_start_failed", rank=self._rank, error=str(error))
-            self._link.send(RankStartFailed(rank=self._rank, reason=str(error), exit_code=1))
-            return
-        self._link.send(hello)
+            is_foreseen = isinstance(error, TransferError)
+            reason = str(error) if is_foreseen else f"unexpected {type(error).__name__}: {error}"
+            link.send(RankStartFailed(rank=self._rank, reason=reason, exit_code=1))
+            if is_foreseen:
+                return
+            raise
+        link.send(hello)
         log.info("rank_ready", rank=self._rank)
-        await self._report()
+        await self._report(link)
+
+    def _on_serving_over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._thread.crash(error)  # an invariant that is broken, or a leader that takes nothing more
 
     async def _open(self, incarnation: int) -> RankHello:
         engine, config = self._engine, self._config
@@ -171,7 +194,7 @@ class HostedRank:
                 loop=self._thread.loop,
                 own=instance,
                 rank=self._rank,
-                send=self._link.send,
+                send=self._send,
                 on_news=self._news.append,
                 on_crash=self._thread.crash,
             )
@@ -200,7 +223,7 @@ class HostedRank:
                 device=pool.device,
                 transport_config=config.transport,
                 security=self._security,
-                on_lost=lambda join, decode, reason: self._link.send(DecodeLost(join=join, incarnation=decode, reason=reason)),
+                on_lost=lambda join, decode, reason: self._send(DecodeLost(join=join, incarnation=decode, reason=reason)),
             )
             source.begin(sender, sessions)
             self._source = source
@@ -208,7 +231,7 @@ class HostedRank:
             transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
             instance = own_instance(engine, transport, incarnation=incarnation, device_type=pool.device.type)
             metrics = self._metrics[TARGET] = RankMetrics(role="decode", rank=self._rank)
-            target = TargetRank(layout=engine.layout, send=self._link.send, on_news=self._news.append)
+            target = TargetRank(layout=engine.layout, send=self._send, on_news=self._news.append)
             ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)
             receiving = open_receiving(
                 loop=self._thread.loop,
@@ -238,10 +261,10 @@ class HostedRank:
                 heartbeat_s=config.heartbeat.interval_s,
                 security=self._security,
                 metrics=metrics,
-                on_writer_lost=lambda prefill, rank, reason: self._link.send(
+                on_writer_lost=lambda prefill, rank, reason: self._send(
                     WriterLost(incarnation=prefill, prefill_rank=rank, reason=reason)
                 ),
-                on_link_probed=lambda link: self._link.send(LinkProbed(link=link)),
+                on_link_probed=lambda link: self._send(LinkProbed(link=link)),
                 on_crash=self._thread.crash,
             )
             target.begin(receiving, writers)
@@ -270,18 +293,18 @@ class HostedRank:
             self._source.on_message(message)
 
     def _progress(self, name: str, tables: Sequence[Sequence[int]], num_computed: int, event: DeviceEvent | None) -> None:
-        if self._source is not None:
+        if self._source is not None and not self._is_closed:
             self._source.progress(name, tables, num_computed, event)
 
     def _finish(self, name: str) -> None:
-        if self._source is not None:
+        if self._source is not None and not self._is_closed:
             self._source.finish(name)
 
     async def _pause(self, names: list[str], reason: str) -> None:
         if self._source is not None:
             await asyncio.gather(*(self._source.pause(name, reason) for name in names))
 
-    async def _report(self) -> None:
+    async def _report(self, link: RankLink) -> None:
         """Tell the leader what each side is doing, and prove the invariants of one that does nothing."""
         last: dict[Sides, dict[str, Any]] = {}
         last_s = dict.fromkeys(self._metrics, 0.0)
@@ -298,14 +321,15 @@ class HostedRank:
                 num_checks += part.check_idle()
                 told = status | process_figures() | {"rank": self._rank, "pid": os.getpid(), "idle_checks": num_checks}
                 report = RankReport(rank=self._rank, status=told, metrics=self._metrics[side].snapshot(told))
-                self._link.send(SideReport(side=side.value, report=report))
+                link.send(SideReport(side=side.value, report=report))
             await asyncio.sleep(REPORT_S)
 
     async def _close(self) -> None:
-        if self._serving is not None:
-            self._serving.cancel()
-        if self._source is not None:
-            await self._source.close()
-        if self._target is not None:
-            await self._target.close()
-        self._link.close()
+        async with contextlib.AsyncExitStack() as stack:  # in reverse, and each whatever becomes of the others
+            stack.callback(self._close_link)
+            for part in (self._target, self._source):
+                if part is not None:
+                    stack.push_async_callback(part.close)
+            if self._serving is not None:
+                self._serving.cancel()
+                await asyncio.gather(self._serving, return_exceptions=True)

@@ -200,6 +200,7 @@ class SchedulerSide:
 
     def plan(self, scheduled: Any) -> StepPlan:
         """What the workers have to know of a step; `scheduled` is vLLM's SchedulerOutput."""
+        self._leader.check()
         plan = StepPlan(ends=self._ends)
         self._ends = []
         if not self._sources and not plan.ends:

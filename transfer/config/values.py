@@ -69,7 +69,8 @@ def listed(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-def _host_port(value: str) -> str:
+def checked_host_port(value: str) -> str:
+    """`value` if it is host:port. Raises ValueError."""
     host, _, port = value.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535 or (":" in host and host[0] != "["):
         raise ValueError("it must be host:port with a port from 1 to 65535, an IPv6 host in brackets")
@@ -96,5 +97,5 @@ SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65_535)]
 Host = Annotated[str, AfterValidator(_host)]
 EngineName = Annotated[str, AfterValidator(_engine_name)]
-HostPort = Annotated[str, AfterValidator(_host_port)]
+HostPort = Annotated[str, AfterValidator(checked_host_port)]
 PeerName = Annotated[str, AfterValidator(checked_entry)]

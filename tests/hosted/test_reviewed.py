@@ -1,0 +1,481 @@
+"""Orders of events, and messages of peers that are not honest, which once broke a hosted kvferry or left something of it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_node import peers as peers_module
+from kvferry.engines import hosted_rank
+from kvferry.engines.hosted import SOURCE
+from kvferry.engines.hosted_leader import HostedLeader
+from node_runtime.hosted_link import hosted_address
+from node_runtime.loop_thread import LoopThread
+from prefill_node import source_requests
+from prefill_node.source_messages import CloseSource, FreeSource, SourceIdle
+from prefill_node.source_requests import SourceRequests
+from tests.hosted.conftest import Start
+from tests.hosted.instances import LAYOUT, PAGES, Instance, prompt_of, wait_for
+from transfer.config import HostedConfig
+from transfer.config.hosted import HostedLimitsConfig
+from transfer.errors import ConfigError, LocalProtocolError
+from transfer.kv_pool import KVPool
+from transfer.layout import Shard
+from transfer.load_config import load_config
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+
+Pair = Callable[..., tuple[Instance, Instance]]
+PROMPT = prompt_of(100)
+FROM = list(range(7))
+TO = list(range(PAGES - 1, PAGES - 8, -1))
+
+
+def hand_over(source: Instance, decode: Instance, name: str) -> None:
+    """That both are well: a prompt goes through, and nothing is left of any."""
+    decode.leader.want(name, name, source.leader.address, PROMPT)
+    decode.leader.bind(name, [TO])
+    source.leader.offer(name, name, PROMPT)
+    source.leader.begin(name)
+    source.compute(name, FROM, PROMPT, 0, 100)
+    source.finish(name)
+    assert decode.settled(name).failure == ""
+    decode.assert_has(TO, PROMPT)
+    assert source.freed(name).failure == ""
+    source.assert_idle()
+    decode.assert_idle()
+    source.leader.check()
+    decode.leader.check()
+
+
+def life_of(instance: Instance) -> int:
+    opened = instance.leader._opened
+    assert opened is not None
+    return opened.hellos[0].instance.incarnation
+
+
+# What peers say
+
+
+async def ask_again(source: Instance, decode: Instance, request_id: str) -> str:
+    """As somebody would who gives a try up and uses its id again at once."""
+    request = pb.PrefillRequest(
+        request_id=request_id,
+        engine_request="t",
+        token_ids=PROMPT,
+        decode_incarnation=life_of(decode),
+        sampling=pb.SamplingParams(top_p=1.0),
+    )
+    async with grpc.aio.insecure_channel(source.leader.address) as channel:
+        stub: Any = pb_grpc.PrefillControlStub(channel)
+        assert (await stub.Abort(pb.AbortRequest(request_id=request_id, reason="try again"))).found
+        try:
+            async for event in stub.Prefill(request):
+                assert event.HasField("started")
+        except grpc.aio.AioRpcError as error:
+            return error.details() or ""
+    return ""
+
+
+def test_the_id_of_a_try_that_is_under_way_is_used_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """High: the sender took it for a bug of its own process, and the engine was told to end."""
+    source, decode = pair()
+
+    monkeypatch.setattr(source.leader._source.requests, "_reserve", reserve_once(source))
+    begun = hold_gathers(source, monkeypatch)
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.bind("b", [TO])
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 64)
+    wait_for(lambda: begun or None, "a gather is under way")
+    (request_id,) = source.leader._source.requests.request_ids
+    said = asyncio.run(ask_again(source, decode, request_id))
+    assert "a transfer of that id is still under way" in said
+    monkeypatch.undo()
+    source.leader.withdraw("a", "enough")
+    for rank in source.ranks:
+        rank.finish("a")
+    source.freed("a")
+    decode.settled("b")
+    hand_over(source, decode, "next")
+
+
+def reserve_once(source: Instance) -> Any:
+    """The first time the decode side is asked for room; of the same id, later, it has it."""
+    ask = source.leader._source.requests._reserve
+    had: set[str] = set()
+
+    async def reserve(join: Any, transfer_id: str) -> bool:
+        is_reserved = transfer_id in had or await ask(join, transfer_id)
+        if is_reserved:
+            had.add(transfer_id)
+        return is_reserved
+
+    return reserve
+
+
+def hold_gathers(source: Instance, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gathers of every rank take half a second; says which have begun."""
+    begun: list[str] = []
+    for rank in source.ranks:
+        part = rank._source
+        assert part is not None
+        lane = part._sender._lane
+
+        def later(*args: Any, gather: Any = lane.gather, loop: Any = rank._thread.loop, **named: Any) -> None:
+            begun.append("gather")
+            loop.call_later(0.5, partial(gather, *args, **named))
+
+        monkeypatch.setattr(lane, "gather", later)
+    return begun
+
+
+def test_a_note_that_no_honest_peer_sends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """High: one that the link to the ranks did not carry ended the decode side's engine."""
+    source, decode = pair()
+    monkeypatch.setattr(source_requests, "MAX_NOTE_BYTES", 8 << 20)
+    for name, num_bytes, said in (("largest", 1 << 20, ""), ("larger", (1 << 20) + 1, "it can have 1048576")):
+        source.leader.offer(name, name, PROMPT)
+        source.leader.begin(name)
+        source.compute(name, FROM, PROMPT, 0, 100)
+        source.finish(name, note=bytes(num_bytes))
+        decode.leader.want(name, name, source.leader.address, PROMPT, needs_note=True)
+        decode.leader.bind(name, [TO])
+        settled = decode.settled(name)
+        assert said in settled.failure and bool(settled.failure) is bool(said)
+        assert len(settled.note) == (0 if said else num_bytes)
+        source.leader.withdraw(name, "enough")
+        source.freed(name)
+    hand_over(source, decode, "next")
+
+
+def test_requests_that_name_ever_more_prefill_nodes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medium: each was joined, or tried again, for ever."""
+    monkeypatch.setattr(peers_module, "MAX_ADDED", 3)
+    source, decode = pair(None, {"join_on_request": True, "limits.meet_timeout_s": 0.1})
+    opened = decode.leader._opened
+    assert opened is not None and opened.target is not None
+    for index in range(1, 8):
+        name = f"n{index}"
+        decode.leader.want(name, name, f"127.0.0.1:{index}", PROMPT)
+        assert f"prefill node 127.0.0.1:{index} is" in decode.wait_until_failed(name)
+        decode.leader.cancel(name, "computed here")
+        assert len(opened.target.peers.peers) <= 4
+    for address in ("unix:/tmp/socket:1", "127.0.0.1", "[::1]:70000", "\n:1", "x" * 5000):
+        decode.leader.want("odd", "odd", address, PROMPT)
+        assert "it must be" in decode.wait_until_failed("odd") or "127.0.0.1" not in address
+        decode.leader.cancel("odd", "computed here")
+        wait_for(lambda: decode.leader.view("odd") is None, "forgotten")
+    hand_over(source, decode, "next")
+    assert sum(peer.is_added for peer in opened.target.peers.peers) <= 3
+
+
+# What the engine does
+
+
+async def test_news_of_a_name_that_was_used_before() -> None:
+    """High: a rank that said twice that it reads nothing set the pages of the name's next prompt free."""
+    said: list[object] = []
+
+    async def never(*_: object) -> bool:
+        return False
+
+    requests = SourceRequests(
+        num_ranks=2, limits=HostedLimitsConfig(), broadcast=said.append, reserve=never, on_outcome=lambda outcome: None
+    )
+    requests.offer("a", "t1", PROMPT)
+    requests.withdraw("a", "given up")
+    for rank in (0, 1):
+        requests.on_idle(rank, SourceIdle(name="a"))
+    assert said[-1] == FreeSource(name="a")
+    requests.offer("a", "t2", PROMPT)
+    requests.on_idle(1, SourceIdle(name="a"))
+    assert requests.num_prompts == 1
+    requests.withdraw("a", "given up")
+    requests.on_idle(1, SourceIdle(name="a"))
+    requests.on_idle(1, SourceIdle(name="a"))
+    assert requests.num_prompts == 1 and isinstance(said[-1], CloseSource)
+
+
+def test_a_rank_says_once_that_it_reads_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, decode = pair({"tp_size": 2})
+    leader = source.leader._opened
+    assert leader is not None and leader.source is not None
+    heard: list[tuple[int, str]] = []
+    on_idle = leader.source.requests.on_idle
+
+    def listen(rank: int, message: SourceIdle) -> None:
+        heard.append((rank, message.name))
+        on_idle(rank, message)
+
+    monkeypatch.setattr(leader.source.requests, "on_idle", listen)
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 40)
+    decode.wait_until_ready("b")
+    decode.leader.bind("b", [TO])
+    source.leader.withdraw("a", "given up")
+    for rank in source.ranks:
+        rank.finish("a")
+    source.freed("a")
+    decode.settled("b")
+    assert sorted(heard) == [(0, "a"), (1, "a")]
+
+
+def test_a_prompt_that_ends_before_all_of_it_is_computed(pair: Pair) -> None:
+    """Medium: its transfer waited for the rest for ever, and so did the decode side, with pages."""
+    source, decode = pair({"tp_size": 2, "settings": {"limits.hold_s": 0.2}})
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.bind("b", [TO])
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 40)
+    source.finish("a")
+    assert "has ended the prompt with 40 of 100 tokens computed" in decode.settled("b").failure
+    source.freed("a")
+    hand_over(source, decode, "next")
+
+
+def test_a_prompt_is_given_up_while_only_its_note_is_missing(pair: Pair) -> None:
+    """Medium: it was not given up before the other side's engine had ended it."""
+    source, decode = pair({"settings": {"limits.hold_s": 0.2}})
+    decode.leader.want("b", "t", source.leader.address, PROMPT, needs_note=True)
+    decode.leader.bind("b", [TO])
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    requests = decode.leader._target.requests
+    wait_for(lambda: any(transfer.is_waiting_for_note for transfer in requests._transfers.values()), "all KV is there")
+    decode.leader.cancel("b", "its client went away")
+    assert decode.settled("b").failure == "its client went away"
+    source.finish("a", note=b"too late")
+    source.freed("a")
+    hand_over(source, decode, "next")
+
+
+def test_kv_that_comes_without_its_note(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.want("b", "t", source.leader.address, PROMPT, needs_note=True)
+    decode.leader.bind("b", [TO])
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    assert "without the note that goes with it" in decode.settled("b").failure
+
+
+def test_the_prefill_side_has_started_again(pair: Pair, start: Start) -> None:
+    """Medium: a prompt that died with the other side held pages for a minute, and then asked the next life for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    source, decode = pair({"settings": {"server.port": port}})
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.bind("b", [TO])
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 40)
+    wait_for(lambda: decode.ranks[0]._target is not None and bool(decode.ranks[0]._target._incoming), "it is under way")
+    began = time.monotonic()
+    source.close()
+    again = start(SOURCE, settings={"server.port": port})
+    said = decode.settled("b").failure
+    assert "has started again, and what its engine had is gone" in said or f"prefill node 127.0.0.1:{port} is" in said
+    assert time.monotonic() - began < 30
+    wait_for(decode.joined, "joined again")
+    hand_over(again, decode, "next")
+
+
+# Beginnings and ends
+
+
+def config(**settings: Any) -> HostedConfig:
+    return load_config(HostedConfig, flags={"tls.insecure": 1, "ring.capacity_bytes": 1 << 20} | settings)
+
+
+def bare_rank(settings: HostedConfig, name: str, sides: Any = SOURCE) -> hosted_rank.HostedRank:
+    shard = Shard(tp_size=1, page_size=16)
+    engine = hosted_rank.HostedEngine(
+        layout=LAYOUT,
+        shard=shard,
+        pool=KVPool(layout=LAYOUT, shard=shard, num_pages=4),
+        model_fields={"name": "numbers"},
+        max_context_tokens=1024,
+        vocab_size=1000,
+    )
+    return hosted_rank.HostedRank(settings, instance=name, rank=0, sides=sides, engine=engine)
+
+
+def test_a_rank_breaks_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """High: what nobody had foreseen was told to nobody, and the leader waited for its minute."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(hosted_rank, "own_instance", broken)
+    name = secrets.token_hex(8)
+    rank = bare_rank(config(), name)
+    leader = HostedLeader(config(), instance=name, num_ranks=1, sides=SOURCE)
+    try:
+        with pytest.raises(ConfigError, match="rank 0 cannot start: unexpected RuntimeError: no such memory"):
+            leader.start(timeout_s=20)
+        with pytest.raises(LocalProtocolError, match="no such memory"):
+            wait_for(lambda: rank.take_news() or None, "the engine is told")
+    finally:
+        leader.close()
+        rank.close()
+
+
+def test_an_invariant_breaks_on_a_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """High: the task that proves invariants and reports ended without a word."""
+    source, _ = pair()
+    part = source.ranks[0]._source
+    assert part is not None
+
+    def broken() -> bool:
+        raise LocalProtocolError("invariant broken: one and one are three")
+
+    monkeypatch.setattr(part, "check_idle", broken)
+    with pytest.raises(LocalProtocolError, match="one and one are three"):
+        wait_for(lambda: source.ranks[0].take_news() or None, "the engine is told")
+    assert "503" in read_http(source.leader.http_address, "/readyz")
+
+
+def test_a_rank_without_a_folder_can_be_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
+    before = LoopThread._shared
+    rank = bare_rank(config(), "nowhere")
+    with pytest.raises(LocalProtocolError, match="XDG_RUNTIME_DIR"):
+        wait_for(lambda: rank.take_news() or None, "the engine is told")
+    rank.close()
+    rank.close()
+    assert LoopThread._shared is before, "and its thread is given back"
+
+
+def test_a_leader_whose_http_port_is_taken_leaves_nothing() -> None:
+    """Low: its gRPC server stayed."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        settings = config(**{"server.port": port, "server.http_port": taken.getsockname()[1]})
+        name = secrets.token_hex(8)
+        rank = bare_rank(settings, name)
+        leader = HostedLeader(settings, instance=name, num_ranks=1, sides=SOURCE)
+        with pytest.raises(ConfigError, match="http_port"):
+            leader.start()
+        leader.close()
+        rank.close()
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_calls_after_the_end(pair: Pair) -> None:
+    """While another instance of the process goes on, whose thread they share."""
+    source, decode = pair()
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 40)
+    for _ in range(2):
+        source.close()
+    source.leader.offer("c", "u", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 40, 100)
+    source.ranks[0].pause(["a"], "preempted")
+    source.finish("a")
+    source.leader.withdraw("a", "given up")
+    with pytest.raises(LocalProtocolError, match="closed"):
+        source.leader.start()
+    time.sleep(0.1)
+    assert source.ranks[0].take_news() == []
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.cancel("b", "given up")
+    decode.close()
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    decode.leader.bind("b", [TO])
+    decode.leader.cancel("b", "given up")
+    assert decode.leader.view("b") is None
+    decode.ranks[0].pause(["b"], "nothing")
+    assert LoopThread._shared is None or not LoopThread._shared.is_broken
+
+
+def test_a_rank_that_is_gone_is_told_to_the_engine(pair: Pair) -> None:
+    """High: what it should have heard was lost, and prompts never ended."""
+    source, decode = pair({"tp_size": 2})
+    source.ranks[1].close()
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.withdraw("a", "given up")
+    with pytest.raises(LocalProtocolError, match="a rank has not taken"):
+        wait_for(lambda: source.leader.check(), "the engine is told", timeout_s=20)
+    assert "503" in read_http(source.leader.http_address, "/readyz")
+    decode.leader.check()
+
+
+def read_http(address: str, path: str) -> str:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        parts = []
+        while part := sock.recv(4096):
+            parts.append(part)
+    return b"".join(parts).decode()
+
+
+def test_no_file_of_a_name_is_left(start: Start) -> None:
+    """Low: a lock for each name stayed, of which engines make a new one at each start."""
+    for _ in range(3):
+        start(SOURCE, name="comes-and-goes").close()
+        endpoint = Path(hosted_address("comes-and-goes", 0).endpoint.removeprefix("ipc://"))
+        assert list(endpoint.parent.glob(f"{endpoint.name}*")) == []
+
+
+def in_a_fork(found: Any) -> None:
+    try:
+        bare_rank(config(), "forked").close()
+    except LocalProtocolError as error:
+        found.send(str(error))
+    else:
+        found.send("it went on")
+
+
+def test_a_process_that_was_forked_from_one_with_a_kvferry(start: Start) -> None:
+    """Medium: threads do not come along, and every call waited for the one that is not there."""
+    instance = start(SOURCE)
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=in_a_fork, args=(there,))
+    child.start()
+    try:
+        assert here.poll(30)
+        assert "was forked from" in here.recv()
+    finally:
+        child.kill()
+        child.join()
+    instance.leader.check()
+
+
+def test_news_is_as_much_as_there_are_prompts(pair: Pair) -> None:
+    """An engine that never asks, and a decode side that asks again and again."""
+    source, decode = pair({"settings": {"limits.hold_s": 30}})
+    source.leader.offer("a", "t", PROMPT)
+    for index in range(30):
+        decode.leader.want(f"b{index}", "t", source.leader.address, PROMPT)
+        wait_for(lambda: source.leader._source.requests.num_transfers == 1, "asked")
+        decode.leader.cancel(f"b{index}", "given up")
+        wait_for(lambda: source.leader._source.requests.num_transfers == 0, "given up")
+    assert len(source.ranks[0]._news) <= 2
+    source.leader.withdraw("a", "given up")
+    source.ranks[0].finish("a")
+    source.freed("a")
