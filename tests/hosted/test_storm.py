@@ -108,7 +108,7 @@ class Storm:
             return
         if not prompt.from_pages and not self._begin(prompt):
             return
-        if self.random.random() < 0.7:
+        if self.random.random() < 0.4:
             return  # a step takes the engine some time, in which what was computed before is sent
         end = min(len(prompt.tokens), prompt.num_computed + self.random.randint(8, 60))
         if prompt.fate in ("withdraw", "pause"):

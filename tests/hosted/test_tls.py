@@ -1,0 +1,104 @@
+"""Mutual TLS between engines that host a kvferry: who is spoken to, and who is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.engines.hosted import SOURCE, TARGET
+from tests.authority import Authority, Files
+from tests.hosted.conftest import Start
+from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
+from transfer.errors import ConfigError
+
+PROMPT = prompt_of(100)
+FROM = list(range(7))
+TO = list(range(PAGES - 1, PAGES - 8, -1))
+PREFILL, DECODE = "spiffe://cluster.example/prefill", "decode-0.example"
+PREFILL_NAMES = ("prefill-0.example", PREFILL)  # callers check a node by a DNS name
+
+
+def tls(files: Files, *peers: str) -> dict[str, Any]:
+    return {
+        "tls.insecure": 0,
+        "tls.cert_file": str(files.cert),
+        "tls.key_file": str(files.key),
+        "tls.ca_file": str(files.ca),
+        "tls.peer_names": peers,
+    }
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def source(start: Start, authority: Authority, tmp_path: Path) -> Instance:
+    files = authority.files(tmp_path / "source", *PREFILL_NAMES)
+    return start(SOURCE, tp_size=2, settings=tls(files, DECODE) | {"limits.hold_s": 0.5})
+
+
+@pytest.fixture
+def decode(start: Start, source: Instance) -> Callable[..., Instance]:
+    def begin(files: Files, *peers: str, **settings: Any) -> Instance:
+        nodes = {"peers.prefill_nodes": (source.leader.address,), "limits.meet_timeout_s": 2.0}
+        return start(TARGET, settings=tls(files, *peers) | nodes | settings)
+
+    return begin
+
+
+def refused(source: Instance, decode: Instance) -> str:
+    decode.leader.want("b", "t", source.leader.address, PROMPT)
+    reason = decode.wait_until_failed("b")
+    assert source.leader.num_joined == decode.leader.num_joined == 0
+    return reason
+
+
+def test_both_show_what_the_other_was_told_of(
+    source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
+) -> None:
+    """With the certificates of our own nodes' kind: tests/cluster/test_tls.py has the same names."""
+    target = decode(authority.files(tmp_path / "decode", DECODE), PREFILL)
+    wait_for(target.joined, "joined")
+    target.leader.want("b", "t", source.leader.address, PROMPT)
+    target.leader.bind("b", [TO])
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    assert target.settled("b").failure == ""
+    target.assert_has(TO, PROMPT)
+    assert source.freed("a").failure == ""
+
+
+def test_a_decode_side_of_the_wrong_name_is_not_let_in(
+    source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
+) -> None:
+    target = decode(authority.files(tmp_path / "decode", "decode-9.example"), PREFILL)
+    assert "tls.peer_names" in refused(source, target)
+
+
+def test_a_prefill_side_of_the_wrong_name_is_not_spoken_to(
+    source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
+) -> None:
+    target = decode(authority.files(tmp_path / "decode", DECODE), "spiffe://cluster.example/other")
+    assert "spiffe://cluster.example/prefill" in refused(source, target)
+
+
+def test_certificates_of_another_authority_are_none(source: Instance, decode: Callable[..., Instance], tmp_path: Path) -> None:
+    target = decode(Authority().files(tmp_path / "decode", DECODE), PREFILL)
+    assert source.leader.address in refused(source, target)
+
+
+def test_a_side_without_tls_is_not_let_in(source: Instance, start: Start) -> None:
+    target = start(TARGET, settings={"peers.prefill_nodes": (source.leader.address,), "limits.meet_timeout_s": 2.0})
+    assert source.leader.address in refused(source, target)
+
+
+def test_nobody_is_named(start: Start, authority: Authority, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tls\.peer_names"):
+        start(SOURCE, settings=tls(authority.files(tmp_path / "source", *PREFILL_NAMES)))
