@@ -149,7 +149,6 @@ class HostedRank:
         self._life = loop.create_future()
         link = self._link = RankLink(hosted_address(instance, self._rank), CODEC)
         link.watch(loop, self._on_message)
-        link.send(RankWaiting(rank=self._rank))
         self._serving = loop.create_task(self._serve(link))
         self._serving.add_done_callback(self._on_serving_over)
 
@@ -163,7 +162,10 @@ class HostedRank:
             link.close()
 
     async def _serve(self, link: RankLink) -> None:
-        incarnation = await self._life
+        while not self._life.done():  # what was said to the leader of an earlier life of that name is not heard by this one's
+            link.send(RankWaiting(rank=self._rank))
+            await asyncio.wait({self._life}, timeout=SIGN_OF_LIFE_S)
+        incarnation = self._life.result()
         try:
             hello = await self._open(incarnation)
         except Exception as error:

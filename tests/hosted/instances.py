@@ -83,7 +83,12 @@ class Instance:
             )
             for rank, pool in enumerate(self.pools)
         ]
-        self.leader = HostedLeader(config, instance=name, num_ranks=tp_size, sides=sides, compute=compute)
+        try:
+            self.leader = HostedLeader(config, instance=name, num_ranks=tp_size, sides=sides, compute=compute)
+        except BaseException:
+            for rank in self.ranks:
+                rank.close()
+            raise
         self.news: list[list[Any]] = [[] for _ in self.ranks]
         try:
             self.leader.start()

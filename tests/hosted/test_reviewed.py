@@ -473,7 +473,7 @@ def test_news_is_as_much_as_there_are_prompts(pair: Pair) -> None:
     for index in range(30):
         decode.leader.want(f"b{index}", "t", source.leader.address, PROMPT)
         wait_for(lambda: source.leader._source.requests.num_transfers == 1, "asked")
-        decode.leader.cancel(f"b{index}", "given up")
+        decode.leader.cancel(f"b{index}", "given up", is_wanted_again=True)
         wait_for(lambda: source.leader._source.requests.num_transfers == 0, "given up")
     assert len(source.ranks[0]._news) <= 2
     source.leader.withdraw("a", "given up")

@@ -294,8 +294,12 @@ def test_a_request_that_never_had_blocks_holds_none(pair: Pair) -> None:
     prefill = Vllm(source)
     request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
     assert prefill.end(request, is_done=False) == (False, None)
-    for _ in range(50):
+
+    def is_over() -> bool:
         prefill.step()
+        return source.ranks[0].is_idle
+
+    wait_for(is_over, "it is over")
     assert not prefill.results[0].sent, "vLLM has forgotten it, and would fail an assertion"
     source.assert_idle()
 
