@@ -15,12 +15,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from decode_node.target_rank import Settled
-from decode_node.target_requests import PromptState
-from kvferry.engines.hosted import SOURCE, TARGET, HostedEngine, Sides
+from kvferry.engines.hosted import SOURCE, TARGET, Free, HostedEngine, PromptState, Settled, Sides
 from kvferry.engines.hosted_leader import HostedLeader
 from kvferry.engines.hosted_rank import HostedRank
-from prefill_node.source_rank import Free
 from transfer.config import HostedConfig
 from transfer.kv_pool import LayerBuffers, PoolView
 from transfer.layout import DType, KVLayout, Shard

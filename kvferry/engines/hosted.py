@@ -12,14 +12,38 @@ import structlog
 
 from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
 from decode_node.target_messages import TARGET_MESSAGES, CancelTransfer, ExpectTransfer, SettlePrompt
+from decode_node.target_rank import Settled
+from decode_node.target_requests import PromptState, PromptView
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_report import RankHello, RankReport, RankStartFailed
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
 from prefill_node.source_messages import SOURCE_MESSAGES
+from prefill_node.source_rank import Free, Wanted
 from transfer.config import HostedConfig
 from transfer.kv_pool import KVPool
 from transfer.layout import KVLayout, Shard
 from transfer.registry.security import Security, security_of_tier
+
+__all__ = [
+    "CLOSE_TIMEOUT_S",
+    "CODEC",
+    "FROM_TARGET",
+    "SOURCE",
+    "TARGET",
+    "TO_TARGET",
+    "Free",
+    "HostedEngine",
+    "LifeBegins",
+    "PromptState",
+    "PromptView",
+    "RankWaiting",
+    "Settled",
+    "SideReport",
+    "Sides",
+    "Wanted",
+    "security_for",
+    "wait_for_close",
+]
 
 CLOSE_TIMEOUT_S: Final = 5.0
 
