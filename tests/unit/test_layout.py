@@ -542,7 +542,8 @@ def test_the_largest_instance_is_routed_fast(tp_size: int, pp_size: int, num_lay
     prefill = Shard(tp_size=tp_size, pp_size=pp_size, stage_layers=(1,) * (pp_size - 1) + (last,))
     begin = time.process_time()
     found = routes(layout, prefill, Shard(tp_size=8))
-    assert time.process_time() - begin < 0.5
+    # A fifth of a second on a laptop, half a one under coverage on a slow core; of the wrong order it would be minutes.
+    assert time.process_time() - begin < 2.0
     assert sum(len(route.layers) * route.heads.count for route in found) == 8 * num_layers
 
 
