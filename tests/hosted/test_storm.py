@@ -1,7 +1,7 @@
 """Hundreds of prompts between two engines, half of them given up or taken back at some moment, through a ring that is too small.
 
-Pages are overwritten the moment that kvferry says that nothing reads, or writes, them any more: a gather that is late, or a
-scatter, then shows in another prompt's KV.
+Pages are overwritten the moment that kvferry says that nothing reads, or writes, them any more. What is shown is that every whole
+prompt is bit-exact and that nothing is left; a `pause` that returned at once was not noticed here, `test_faults` has that one.
 """
 
 from __future__ import annotations
