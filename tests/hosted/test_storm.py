@@ -256,10 +256,10 @@ class Watched:
         monkeypatch.setattr(PieceCopy, "scatter", slow_scatter)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_storm(pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, seed)
-    settings = {"ring.capacity_bytes": 1 << 16, "limits.hold_s": 240.0}
+    settings = {"ring.capacity_bytes": 1 << 16, "limits.hold_s": 60.0}
     source, decode = pair({"tp_size": 2, "settings": settings}, settings)
     for instance in (source, decode):
         spoil(instance, range(PAGES))

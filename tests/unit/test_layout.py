@@ -540,10 +540,12 @@ def test_the_largest_instance_is_routed_fast(tp_size: int, pp_size: int, num_lay
     layout = KVLayout.uniform(num_layers=num_layers, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)
     last = num_layers - pp_size + 1
     prefill = Shard(tp_size=tp_size, pp_size=pp_size, stage_layers=(1,) * (pp_size - 1) + (last,))
-    begin = time.process_time()
-    found = routes(layout, prefill, Shard(tp_size=8))
-    # A fifth of a second on a laptop, half a one under coverage on a slow core; of the wrong order it would be minutes.
-    assert time.process_time() - begin < 2.0
+    taken_s = []
+    for _ in range(3):  # the quickest: others on the machine, and the coverage that is traced here, only ever add to it
+        begin = time.process_time()
+        found = routes(layout, prefill, Shard(tp_size=8))
+        taken_s.append(time.process_time() - begin)
+    assert min(taken_s) < 0.5
     assert sum(len(route.layers) * route.heads.count for route in found) == 8 * num_layers
 
 
