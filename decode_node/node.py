@@ -14,7 +14,7 @@ import structlog
 
 from decode_node.admission import Admission, page_needs
 from decode_node.breaker import BreakerSettings
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
     CODEC,
@@ -44,7 +44,7 @@ from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import chunk_plan_from_proto, chunk_plan_to_proto, sampling_from_proto
+from transfer.registry.convert import chunk_plan_from_proto, sampling_from_proto
 from transfer.registry.status import end_with
 
 log = structlog.get_logger(__name__)
@@ -290,19 +290,6 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
         peers = self._life.peers.peers if self._life is not None else []
         return self._status(
-            peers=[
-                pb.PeerStatus(
-                    address=peer.address,
-                    incarnation=peer.instance.incarnation if peer.instance is not None else 0,
-                    state=peer.state,
-                    reason=peer.reason,
-                    chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
-                    largest_piece_bytes=peer.largest_piece_bytes,
-                    breaker=peer.breaker.state.value,
-                    breaker_reason=peer.breaker_reason,
-                    breaker_pause_s=peer.breaker.pause_left_s,
-                )
-                for peer in peers
-            ],
+            peers=map(peer_status, peers),
             links=[link for peer in peers for link in peer.links],
         )

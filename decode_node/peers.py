@@ -39,6 +39,7 @@ from transfer.piece_size import largest_piece_bytes
 from transfer.registry.beats import BeatWatch
 from transfer.registry.convert import (
     chunk_plan_from_proto,
+    chunk_plan_to_proto,
     instance_from_proto,
     instance_to_proto,
     link_from_proto,
@@ -494,3 +495,18 @@ def _event_of(read: object, peer: PrefillPeer) -> pb.JoinEvent:
     if not isinstance(read, pb.JoinEvent):  # grpc.aio.EOF
         raise PeerUnreachable(f"{peer.address} ended the join")
     return read
+
+
+def peer_status(peer: PrefillPeer) -> pb.PeerStatus:
+    """What a node's status says of it."""
+    return pb.PeerStatus(
+        address=peer.address,
+        incarnation=peer.instance.incarnation if peer.instance is not None else 0,
+        state=peer.state,
+        reason=peer.reason,
+        chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
+        largest_piece_bytes=peer.largest_piece_bytes,
+        breaker=peer.breaker.state.value,
+        breaker_reason=peer.breaker_reason,
+        breaker_pause_s=peer.breaker.pause_left_s,
+    )

@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from decode_node.breaker import BreakerSettings
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
 from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
 from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
 from decode_node.target_requests import TargetRequests
@@ -25,7 +25,7 @@ from transfer.messages import clip_reason
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import chunk_plan_from_proto, chunk_plan_to_proto, instance_to_proto, link_to_proto
+from transfer.registry.convert import chunk_plan_from_proto, instance_to_proto, link_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 
@@ -209,22 +209,8 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             uptime_s=time.monotonic() - self._started_s,
             running_requests=self._num_prompts,
             ranks=[pb.RankStatus(**report.status) for report in self._reports()],
-            peers=[_peer_to_proto(peer) for peer in peers],
+            peers=[peer_status(peer) for peer in peers],
             links=[link_to_proto(link) for peer in peers for link in peer.links],
             ready=self._is_started,
             not_ready_reason="" if self._is_started else "it is starting",
         )
-
-
-def _peer_to_proto(peer: PrefillPeer) -> pb.PeerStatus:
-    return pb.PeerStatus(
-        address=peer.address,
-        incarnation=peer.instance.incarnation if peer.instance is not None else 0,
-        state=peer.state,
-        reason=peer.reason,
-        chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
-        largest_piece_bytes=peer.largest_piece_bytes,
-        breaker=peer.breaker.state.value,
-        breaker_reason=peer.breaker_reason,
-        breaker_pause_s=peer.breaker.pause_left_s,
-    )
