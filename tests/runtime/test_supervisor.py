@@ -19,13 +19,12 @@ import pytest
 from node_runtime import exit_codes
 from node_runtime import supervisor as supervisor_module
 from node_runtime.rank_group import RankGroup, end_fork_server
-from node_runtime.rank_link import LeaderLink
+from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
 from node_runtime.rank_process import RankSpec
 from node_runtime.supervisor import EXIT_GRACE_S, RankStartError, RankSupervisor, check_alike
 from tests.runtime import rank_entries
 from tests.runtime.instances import hello, prefill_config, until
 from tests.runtime.rank_entries import SLOW_IMPORT_S, Echo, Order, is_alive
-from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.errors import EngineError, LocalProtocolError
 from transfer.layout import DType, Shard
 
@@ -225,7 +224,7 @@ def test_a_bug_at_start_is_in_the_log(tmp_path: Path) -> None:
     spec = f"""
 from pathlib import Path
 from node_runtime.rank_link import RankAddress
-from node_runtime.rank_link import LeaderLink
+from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
 from node_runtime.rank_process import RankSpec
 from tests.runtime import instances, rank_entries
 config = instances.prefill_config(Path("{tmp_path}"))
