@@ -34,6 +34,7 @@ MODEL_NAME = "demo"
 MAX_MODEL_LEN = 1024
 KV_CACHE_BYTES = 256 << 20  # of each rank; of TP 1 it holds some ten thousand tokens of the tests' model
 CACHE = Path(sys.prefix) / "cache"  # what vLLM found out about models, kept with the environment
+SITE = Path(__file__).resolve().parent / "servers_site"  # makes vLLM's waiting loops sleep: see there why
 
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -43,6 +44,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CACHE_ROOT": str(CACHE),
+    "PYTHONPATH": str(SITE),
 }
 
 
