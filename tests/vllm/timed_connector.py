@@ -21,7 +21,7 @@ CALLS: Final = (
     "update_state_after_alloc",
     "build_connector_meta",
     "update_connector_output",
-    "request_finished_all_groups",
+    "request_finished",
     "handle_preemptions",
     "start_load_kv",
     "wait_for_save",
