@@ -6,7 +6,6 @@ Each has a circuit breaker (`decode_node.breaker`), which has requests go elsewh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -59,7 +58,7 @@ MAX_BACKOFF_S = 2.0
 REASON_GRACE_S = 0.2
 """How long the prefill node's own reason for a loss is waited for before a decode rank's is taken, which only sees a link end."""
 
-GIVE_UP_TIMEOUT_S = 2.0  # where that is not enough the node's own limit ends what it holds
+GIVE_UP_TIMEOUT_S = 2.0
 
 MAX_ADDED = 256
 """Prefill nodes that requests have named. Each is one more join that is kept up, or tried again for ever."""
@@ -148,11 +147,14 @@ class PrefillPeer:
         finally:
             call.cancel()
 
-    async def give_up(self, engine_request: str, reason: str) -> None:
-        """Tell the node, if it can be told, that nobody will ask for the prompt of that name: it need not keep its KV."""
-        with contextlib.suppress(TransferError, grpc.aio.AioRpcError):
-            question = pb.AbortRequest(request_id=engine_request, reason=clip_reason(reason))
+    async def give_up(self, engine_request: str, reason: str) -> bool:
+        """Tell the node that nobody will ask for the prompt of that name: it need not keep its KV; False: it was not reached."""
+        question = pb.AbortRequest(request_id=engine_request, reason=clip_reason(reason))
+        try:
             await (await self.stub()).Abort(question, timeout=GIVE_UP_TIMEOUT_S)
+        except (TransferError, grpc.aio.AioRpcError):
+            return False
+        return True
 
 
 class PrefillPeers:

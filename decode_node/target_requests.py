@@ -8,6 +8,8 @@ writes any more, the prompt is *settled*. A transfer is one try; another one fol
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -48,10 +50,18 @@ BIND_WAIT_S: Final = 1.0
 """How long a question for room waits for the engine, which looks once a step, before it is answered "not yet"."""
 
 RETRY_PAUSE_S: Final = 0.05
+RETELL_S: Final = 0.5
 
 REJOIN_S: Final = 5.0
 """How long a prompt that was under way waits for its prefill side to be joined again: that has either died, and the prompt with
 it, or comes back in a moment."""
+
+YIELD_AFTER_S: Final = 5.0
+"""How long the engine has no pages for a prompt that could be sent, until one that could not, and waits as long, gives up its own.
+Prefill's engine preempts a prompt when it is short of pages, and those may be held by prompts that wait for room here."""
+
+MAX_TELLING: Final = 4096
+"""Prompts that prefill nodes are still to be told of that they need keep them no longer."""
 
 MAX_NOTE_BYTES: Final = 1 << 20
 """Of what the other side's engine has to tell; an honest one sends no more."""
@@ -83,6 +93,7 @@ class _Transfer:
     peer: PrefillPeer
     incarnation: int  # of the prefill instance
     permit: Permit | None
+    begun_s: float
     following: asyncio.Task[None] | None = None  # the prefill side's call
     answering: set[int] = field(default_factory=set)  # ranks that have not answered that
     expected: asyncio.Future[None] | None = None
@@ -108,6 +119,7 @@ class _Prompt:
     needs_note: bool
     view: PromptView = PromptView(state=PromptState.WAITING)
     tables: tuple[tuple[int, ...], ...] | None = None
+    ready_s: float = 0.0  # since when the engine could have bound it
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: _Transfer | None = None
     note: bytes | None = None
@@ -240,10 +252,20 @@ class TargetRequests:
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
         """The engine will never want the prompt of that id, which the prefill side may hold for it."""
         peer = self._peers.find(source)
-        if transfer_id and peer is not None and peer.instance is not None:
-            telling = asyncio.ensure_future(peer.give_up(transfer_id, reason))
+        if transfer_id and peer is not None and len(self._telling) < MAX_TELLING:
+            telling = asyncio.ensure_future(self._tell_given_up(peer, transfer_id, reason))
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
+
+    async def _tell_given_up(self, peer: PrefillPeer, transfer_id: str, reason: str) -> None:
+        """As soon as the prefill node is joined, if it is within the time that it would hold the prompt by itself."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.hold_s):
+                while True:
+                    await peer.joined.wait()
+                    if await peer.give_up(transfer_id, reason):
+                        return
+                    await asyncio.sleep(RETELL_S)
 
     def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
         for transfer in list(self._transfers.values()):
@@ -307,6 +329,7 @@ class TargetRequests:
             peer=peer,
             incarnation=peer.instance.incarnation,
             permit=self._peers.begin(peer),
+            begun_s=time.monotonic(),
             outcome=asyncio.get_running_loop().create_future(),
         )
         self._transfers[transfer.transfer_id] = transfer
@@ -417,11 +440,12 @@ class TargetRequests:
         num_tokens = len(prompt.token_ids)
         check_num_chunks(plan, num_tokens=num_tokens, num_layers=self._num_layers, start_token=prompt.start_token)
         if prompt.view.state is PromptState.WAITING:
-            prompt.view = PromptView(state=PromptState.READY)
+            prompt.view, prompt.ready_s = PromptView(state=PromptState.READY), time.monotonic()
         try:
             async with asyncio.timeout(BIND_WAIT_S):
                 await prompt.bound.wait()
         except TimeoutError:
+            self._make_room(prompt)
             return False
         if transfer.outcome.done():
             raise TransportClosed(f"request {request_id} is over")
@@ -430,6 +454,24 @@ class TargetRequests:
         assert transfer.expected is not None
         await asyncio.shield(transfer.expected)
         return True
+
+    def _make_room(self, prompt: _Prompt) -> None:
+        """The engine has no pages for the prompt, which could be sent: have one give up its own that cannot."""
+        now_s = time.monotonic()
+        if now_s - prompt.ready_s < YIELD_AFTER_S:
+            return
+        idle = [
+            transfer
+            for transfer in self._transfers.values()
+            if transfer.prompt.bound.is_set()
+            and transfer.expected is None
+            and not transfer.outcome.done()
+            and now_s - transfer.begun_s >= YIELD_AFTER_S
+        ]
+        if idle:
+            longest = min(idle, key=lambda transfer: transfer.begun_s)
+            reason = "the prefill side's engine has not begun the prompt again, and others need its pages here"
+            self._fail(longest, TransferAborted(reason))
 
     def _expect(self, prompt: _Prompt, transfer: _Transfer, plan: ChunkPlan) -> None:
         assert prompt.tables is not None

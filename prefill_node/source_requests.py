@@ -189,6 +189,19 @@ class SourceRequests:
         if prompt is not None:
             prompt.begun.set()
 
+    def pause(self, name: str) -> None:
+        """The engine takes the prompt's pages back, to compute it again later: `begin` says when.
+
+        What is under way of it ends, and the next try waits for that. No room is asked for meanwhile: the decode side would keep
+        pages for a prompt that waits for pages itself, perhaps for those of prompts that wait for room on the decode side.
+        """
+        prompt = self._prompts.get(name)
+        if prompt is None or prompt.is_closed or prompt.finished.is_set():
+            return
+        prompt.begun.clear()
+        if prompt.transfer is not None:
+            self._fail(prompt.transfer, PeerUnreachable("the prefill side's engine has preempted the prompt"))
+
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
         """The engine has computed the whole prompt; its pages stay until it is told that they are free.
 

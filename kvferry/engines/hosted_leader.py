@@ -151,6 +151,10 @@ class HostedLeader:
         """The engine has pages for it and is about to compute it."""
         self._call(self._source.requests.begin, name)
 
+    def pause(self, name: str) -> None:
+        """The engine takes its pages back, to compute it again later: `begin` follows. Each rank is told by its own `pause`."""
+        self._call(self._source.requests.pause, name)
+
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
         """The engine has computed all of it; see `SourceRequests.finish`."""
         self._call(lambda: self._source.requests.finish(name, first_token=first_token, note=note))

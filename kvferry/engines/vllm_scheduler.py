@@ -186,10 +186,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Blocks, num_external_tokens: int) -> None:
         """The scheduler has given the request blocks; `num_external_tokens` of it come from elsewhere."""
-        source = self._sources.get(request.request_id)
-        if source is not None and not source.has_blocks:
-            source.has_blocks = True
-            self._leader.begin(request.request_id)
+        self._begin(request.request_id)
         wanted = self._wanted.get(request.request_id)
         if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
             wanted.is_bound = True
@@ -206,6 +203,9 @@ class SchedulerSide:
         if not self._sources and not plan.ends:
             return plan
         plan.preempted = [name for name in scheduled.preempted_req_ids or () if name in self._sources]
+        for name in plan.preempted:
+            self._sources[name].has_blocks = False
+            self._leader.pause(name)
         for new in scheduled.scheduled_new_reqs:
             self._add_step(plan, scheduled, new.req_id, new.block_ids, new.num_computed_tokens, is_fresh=True)
         cached = scheduled.scheduled_cached_reqs
@@ -218,11 +218,19 @@ class SchedulerSide:
     ) -> None:
         source = self._sources.get(name)
         if source is not None:
+            self._begin(name)  # of one that was preempted and given blocks again before this step
             after = num_computed + scheduled.num_scheduled_tokens[name]
             step = SourceStep(
                 name=name, blocks=tuple(blocks), is_fresh=is_fresh, num_computed=min(after, source.num_prompt_tokens)
             )
             plan.steps.append(step)
+
+    def _begin(self, name: str) -> None:
+        """The request has blocks."""
+        source = self._sources.get(name)
+        if source is not None and not source.has_blocks:
+            source.has_blocks = True
+            self._leader.begin(name)
 
     # Of ends
 

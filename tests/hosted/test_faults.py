@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from decode_node import target_requests
+from decode_node.peers import PrefillPeer
 from kvferry.engines.hosted import SOURCE, TARGET
+from prefill_node.source_rank import GivenUp
 from tests.hosted.conftest import Start
 from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
-from transfer.errors import ConfigError
+from transfer.errors import ConfigError, PeerUnreachable
 
 Pair = Callable[..., tuple[Instance, Instance]]
 PROMPT = prompt_of(100)
@@ -91,6 +94,29 @@ def test_a_computed_prompt_that_nobody_wants_any_more_is_free_at_once(pair: Pair
     hand_over(source, decode, "next")
 
 
+def test_a_prefill_side_that_is_not_reached_is_told_later(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, decode = pair()
+    stub = PrefillPeer.stub
+    cut = [True]
+
+    async def stub_if_reached(peer: PrefillPeer) -> object:
+        if cut:
+            raise PeerUnreachable("the network is cut")
+        return await stub(peer)
+
+    monkeypatch.setattr(PrefillPeer, "stub", stub_if_reached)
+    source.leader.offer("a", "t", PROMPT)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    decode.leader.decline("t", source.leader.address, "its client went away")
+    time.sleep(0.3)
+    source.take_news()
+    assert source.news == [[]]
+    cut.clear()
+    assert "its client went away" in source.freed("a").failure
+
+
 def test_a_prompt_that_is_given_up_before_it_has_pages_is_heard_of_no_more(pair: Pair) -> None:
     source, decode = pair()
     decode.leader.want("b", "t", source.leader.address, PROMPT)
@@ -151,18 +177,62 @@ def test_pages_are_taken_back_and_the_prompt_computed_again(pair: Pair) -> None:
     """What vLLM calls preemption: another try begins by itself, and has the new pages' KV."""
     source, decode = pair({"tp_size": 2})
     begun(source, decode, num_computed=64)
-    for rank in source.ranks:
-        rank.pause(["a"], "preempted")
+    preempt(source)
     for pool in source.pools:  # another prompt's from now on
         for layer in range(4):
             pool.buffer(layer, is_v=False)[FROM] = -1.0
             pool.buffer(layer, is_v=True)[FROM] = -1.0
     pages = list(range(30, 37))
+    source.leader.begin("a")
     source.compute("a", pages, PROMPT, 0, 100)
     source.finish("a")
     assert decode.settled("b").failure == ""
     decode.assert_has(TO, PROMPT)
     assert source.freed("a").failure == ""
+
+
+def preempt(source: Instance) -> None:
+    """The engine takes the pages of "a" back."""
+    source.leader.pause("a")
+    for rank in source.ranks:
+        rank.pause(["a"], "preempted")
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_needed: bool
+) -> None:
+    """Or each engine would wait for pages that the other's prompts hold."""
+    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.2)
+    monkeypatch.setattr(target_requests, "BIND_WAIT_S", 0.05)
+    source, decode = pair({"tp_size": 2})
+    begun(source, decode, num_computed=64)
+    preempt(source)
+    if is_needed:
+        source.leader.offer("c", "u", PROMPT)
+        source.leader.begin("c")
+        source.compute("c", list(range(30, 37)), PROMPT, 0, 100)
+        source.finish("c")
+        decode.leader.want("d", "u", source.leader.address, PROMPT)
+        assert "others need its pages here" in decode.settled("b").failure
+        decode.leader.bind("d", [TO])
+        assert decode.settled("d").failure == ""
+        decode.assert_has(TO, PROMPT)
+        assert source.freed("c").failure == ""
+        assert "others need its pages here" in source.heard("a", GivenUp).failure
+        for rank in source.ranks:
+            rank.finish("a")
+        assert "others need its pages here" in source.freed("a").failure
+    else:
+        time.sleep(1.0)
+        decode.take_news()
+        assert decode.news == [[]], "nobody needs them"
+        source.leader.begin("a")
+        source.compute("a", FROM, PROMPT, 0, 100)
+        source.finish("a")
+        assert decode.settled("b").failure == ""
+        decode.assert_has(TO, PROMPT)
+        assert source.freed("a").failure == ""
 
 
 def test_the_decode_side_goes_away(pair: Pair, start: Start) -> None:

@@ -1,7 +1,7 @@
 """Hundreds of prompts between two engines, half of them given up or taken back at some moment, through a ring that is too small.
 
-Pages are overwritten the moment that kvferry says that nothing reads, or writes, them any more. What is shown is that every whole
-prompt is bit-exact and that nothing is left; a `pause` that returned at once was not noticed here, `test_faults` has that one.
+Pages are overwritten the moment that kvferry says that nothing reads, or writes, them any more: every whole prompt is bit-exact,
+no copy reads a page after that, and nothing is left. Both engines have fewer pages than their prompts want.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode_node import target_requests
 from decode_node.target_rank import Settled
 from decode_node.target_requests import PromptState
 from node_runtime.piece_copier import PieceCopy
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.timeout(400)
 Pair = Callable[..., tuple[Instance, Instance]]
 NUM_PROMPTS = 300
 AT_ONCE = 14
+MAX_PAUSES = 3
+YIELDED = "others need its pages here"
 WITHIN_S = 300.0
 
 
@@ -35,7 +38,7 @@ class Prompt:
     """One prompt on both sides.
 
     Args:
-        fate: What happens to it: "", "withdraw", "cancel" or "pause".
+        fate: What happens to it: "", "withdraw", "cancel" or "pause", which can happen thrice.
         at_token: Tokens that are computed when it does.
     """
 
@@ -54,13 +57,15 @@ class Prompt:
     is_settled: bool = False
     failure: str | None = None
     withdraw_s: float | None = None
+    num_pauses: int = 0
 
 
 class Storm:
     """Both engines' schedulers, in one loop."""
 
-    def __init__(self, source: Instance, decode: Instance, *, seed: int) -> None:
+    def __init__(self, source: Instance, decode: Instance, watched: Watched, *, seed: int) -> None:
         self.source, self.decode = source, decode
+        self.watched = watched
         self.random = random.Random(seed)
         self.waiting = [self._prompt(index) for index in range(NUM_PROMPTS)]
         self.all = {prompt.name: prompt for prompt in self.waiting}
@@ -108,10 +113,16 @@ class Storm:
             return
         if not prompt.from_pages and not self._begin(prompt):
             return
+        if prompt.fate == "pause" and prompt.num_pauses < MAX_PAUSES:
+            if self.watched.reads(prompt.from_pages) or self.random.random() < 0.02:
+                self._pause(prompt)
+                return
+            if prompt.num_computed >= prompt.at_token and not prompt.is_settled:
+                return  # not before it is being sent
         if self.random.random() < 0.4:
             return  # a step takes the engine some time, in which what was computed before is sent
         end = min(len(prompt.tokens), prompt.num_computed + self.random.randint(8, 60))
-        if prompt.fate in ("withdraw", "pause"):
+        if prompt.fate == "withdraw":
             end = min(end, max(prompt.at_token, prompt.num_computed + 1))
         self.source.compute(prompt.name, prompt.from_pages, prompt.tokens, prompt.num_computed, end)
         prompt.num_computed = end
@@ -119,9 +130,6 @@ class Storm:
             prompt.fate = "withdraw, done"
             self.source.leader.withdraw(prompt.name, "withdrawn")
             self._finish_ranks(prompt)
-        elif prompt.fate == "pause" and end >= prompt.at_token:
-            prompt.fate = "pause, done"
-            self._pause(prompt)
         elif end == len(prompt.tokens):
             self._finish_ranks(prompt)
             self.source.leader.finish(prompt.name)
@@ -142,7 +150,9 @@ class Storm:
             prompt.withdraw_s = time.monotonic() + self.random.random() * 0.3
 
     def _pause(self, prompt: Prompt) -> None:
+        prompt.num_pauses += 1
         self.pauses += 1
+        self.source.leader.pause(prompt.name)
         for rank in self.source.ranks:
             rank.pause([prompt.name], "preempted")
         self._take_back(prompt)
@@ -240,10 +250,13 @@ class Watched:
         gather, scatter = PieceCopy.gather, PieceCopy.scatter
         self.num_gathers = 0
         self.late: list[PieceCopy] = []
+        self._under_way: dict[int, set[int]] = {}  # pages that gathers read, by the piece's identity
 
         def slow_gather(piece: PieceCopy, out: Any, digest: Any = None) -> None:
+            self._under_way[id(piece)] = {page for part in piece.parts for page in part.pages.tolist()}
             time.sleep(chance.random() * 0.006)
             gather(piece, out, digest)
+            del self._under_way[id(piece)]
             self.num_gathers += 1
             if out[: piece.plan.num_wire_bytes].view(torch.float32).isnan().any():
                 self.late.append(piece)
@@ -255,20 +268,27 @@ class Watched:
         monkeypatch.setattr(PieceCopy, "gather", slow_gather)
         monkeypatch.setattr(PieceCopy, "scatter", slow_scatter)
 
+    def reads(self, pages: Sequence[int]) -> bool:
+        """Whether a gather of some of these pages is under way."""
+        return any(not read.isdisjoint(pages) for read in list(self._under_way.values()))
 
-@pytest.mark.parametrize("seed", [1, 2])
+
+@pytest.mark.parametrize("seed", [1])
 def test_a_storm(pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, seed)
-    settings = {"ring.capacity_bytes": 1 << 16, "limits.hold_s": 60.0}
+    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.5)
+    settings = {"ring.capacity_bytes": 1 << 16, "limits.prefill_retries": 2 * MAX_PAUSES}
     source, decode = pair({"tp_size": 2, "settings": settings}, settings)
     for instance in (source, decode):
         spoil(instance, range(PAGES))
-    storm = Storm(source, decode, seed=seed)
+    storm = Storm(source, decode, watched, seed=seed)
     storm.run()
     ended = Counter((prompt.fate, "whole" if not prompt.failure else "failed") for prompt in storm.all.values())
-    kept = [prompt for prompt in storm.all.values() if prompt.fate in ("", "pause, done")]
+    kept = [prompt for prompt in storm.all.values() if prompt.fate in ("", "pause")]
     failed = {prompt.name: prompt.failure for prompt in kept if prompt.failure}
-    assert failed == {}, ended
+    yielded = {prompt.name for prompt in kept if prompt.num_pauses and YIELDED in (prompt.failure or "")}
+    assert failed.keys() == yielded, (ended, failed)
+    assert ended["pause", "whole"] > len(yielded), ended
     assert storm.pauses > 20 and ended["withdraw, done", "failed"] > 20 and ended["cancel, done", "failed"] > 20, ended
     assert watched.late == [] and watched.num_gathers > NUM_PROMPTS
     assert_spoilt(decode, range(PAGES))

@@ -14,6 +14,7 @@ import pytest
 from decode_node.target_requests import PromptState
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
 from kvferry.engines.vllm_worker import Results, WorkerSide
+from prefill_node.source_rank import Free
 from tests.hosted.instances import PAGES, Instance, kv_of, prompt_of, slots_of, wait_for
 
 Pair = Callable[..., tuple[Instance, Instance]]
@@ -63,8 +64,9 @@ class Vllm:
             name, begin = request.request_id, request.num_computed_tokens
             is_new = name not in self.blocks
             new = self.take(name, begin + num_tokens)
-            if is_new and not is_resumed:
+            if is_new:
                 self.scheduler.allocated(request, (self.blocks[name],), 0)
+            if is_new and not is_resumed:
                 scheduled.scheduled_new_reqs.append(SimpleNamespace(req_id=name, block_ids=(new,), num_computed_tokens=begin))
             else:
                 cached = scheduled.scheduled_cached_reqs
@@ -289,15 +291,19 @@ def test_a_request_that_is_aborted_while_it_waits_for_its_kv(pair: Pair) -> None
     target.assert_idle()
 
 
-def test_a_request_that_never_had_blocks_holds_none(pair: Pair) -> None:
+def test_a_request_that_never_had_blocks_holds_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     source, _ = pair()
     prefill = Vllm(source)
+    (rank,) = source.ranks
+    heard: list[Any] = []
+    take_news = rank.take_news
+    monkeypatch.setattr(rank, "take_news", lambda: [heard.append(news) or news for news in take_news()])
     request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
     assert prefill.end(request, is_done=False) == (False, None)
 
     def is_over() -> bool:
         prefill.step()
-        return source.ranks[0].is_idle
+        return any(isinstance(news, Free) for news in heard)
 
     wait_for(is_over, "it is over")
     assert not prefill.results[0].sent, "vLLM has forgotten it, and would fail an assertion"
