@@ -57,7 +57,7 @@ REJOIN_S: Final = 5.0
 it, or comes back in a moment."""
 
 YIELD_AFTER_S: Final = 5.0
-"""How long the engine has no pages for a prompt that could be sent, until one that could not, and waits as long, gives up its own.
+"""How long the engine has no pages for a prompt that could be sent, until one that could not, and waits as long, yields its own.
 Prefill's engine preempts a prompt when it is short of pages, and those may be held by prompts that wait for room here."""
 
 MAX_TELLING: Final = 4096
