@@ -19,6 +19,7 @@ from tests.vllm.servers import Server
 
 ROUNDS = 4
 MAX_SHARE = 0.03
+STEPS = ["--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]  # every round computes, and moves, every prompt
 
 
 def timed(role: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -44,6 +45,7 @@ async def test_calls_take_less_than_three_percent_of_the_steps(
         tp=2,
         kv_transfer_config=timed("kv_producer"),
         name="prefill-timed",
+        args=STEPS,
         environment={"CONNECTOR_PROFILE_DIR": str(folders["prefill"])},
     )
     decode = vllm_server(
@@ -51,6 +53,7 @@ async def test_calls_take_less_than_three_percent_of_the_steps(
         kv_transfer_config=timed("kv_consumer", {"join_on_request": True}),
         name="decode-timed",
         in_core=True,
+        args=STEPS,
         environment={"CONNECTOR_PROFILE_DIR": str(folders["decode"])},
     )
     prefill.wait_ready()
