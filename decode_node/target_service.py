@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import structlog
+from prometheus_client.core import Metric
 
 from decode_node.breaker import BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
@@ -142,14 +143,14 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         """Whether no prompt is wanted."""
         return not self._num_prompts
 
-    def render_metrics(self) -> bytes:
+    def collect_metrics(self) -> Iterable[Metric]:
         peers = self.peers.peers if self._is_started else []
         self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
         self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
         self.metrics.node_state(
             state="ready", queued=0, running=self._num_prompts, peers=Counter(peer.state for peer in peers), restarts=0
         )
-        return self.metrics.render([report.metrics for report in self._reports()])
+        return self.metrics.collect([report.metrics for report in self._reports()])
 
     def _on_peer_lost(self, peer: PrefillPeer, incarnation: int, reason: str) -> None:
         self._broadcast(ForgetPrefill(incarnation=incarnation, reason=reason))

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import structlog
+from prometheus_client.core import Metric
 
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_report import RankHello, RankReport
@@ -119,7 +120,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         """Whether the engine's pages are all its own."""
         return not self.requests.num_prompts and not self.requests.num_transfers
 
-    def render_metrics(self) -> bytes:
+    def collect_metrics(self) -> Iterable[Metric]:
         joined = [join for join in self._joins if join.is_joined]
         self.metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
         self.metrics.node_state(
@@ -129,7 +130,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
             peers={"joined": len(joined)},
             restarts=0,
         )
-        return self.metrics.render([report.metrics for report in self._reports()])
+        return self.metrics.collect([report.metrics for report in self._reports()])
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
         log.warning("decode_instance_lost", address=join.address, reason=str(error))

@@ -445,13 +445,17 @@ class NodeMetrics:
         self._series("running_requests").set(running)
         self._series("rank_restarts").set(restarts)
 
-    def render(self, snapshots: Iterable[Mapping[str, Any] | None]) -> bytes:
-        """The exposition text: this node's series and those of the ranks.
+    def collect(self, snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:
+        """This node's series and those of the ranks, for `exposition`.
 
         Args:
             snapshots: The newest `RankMetrics.snapshot()` of each rank; None where a rank has not reported.
         """
-        return exposition([*self._series.registry.collect(), *merge(snapshots)])
+        return [*self._series.registry.collect(), *merge(snapshots)]
+
+    def render(self, snapshots: Iterable[Mapping[str, Any] | None]) -> bytes:
+        """The exposition text of `collect`."""
+        return exposition(self.collect(snapshots))
 
 
 def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:
@@ -470,11 +474,13 @@ def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:
 
 
 def exposition(families: Iterable[Metric]) -> bytes:
-    """Metrics as text, without the client's own series of when each began."""
-    shown = list(families)
-    for family in shown:
-        family.samples = [sample for sample in family.samples if not sample.name.endswith(CREATED)]
-    page: bytes = generate_latest(_Snapshots(shown))
+    """Metrics as text, those of one name together, without the client's own series of when each began."""
+    shown: dict[str, Metric] = {}
+    for family in families:
+        samples = [sample for sample in family.samples if not sample.name.endswith(CREATED)]
+        before = shown.setdefault(family.name, family)
+        before.samples = samples if before is family else [*before.samples, *samples]
+    page: bytes = generate_latest(_Snapshots(list(shown.values())))
     return page
 
 

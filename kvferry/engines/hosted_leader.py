@@ -60,6 +60,7 @@ from prefill_node.source_requests import Transfer
 from prefill_node.source_service import SourceLeader
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError
+from transfer.metrics import exposition
 from transfer.registry.server import RegistryServer, host_port, serve
 
 START_TIMEOUT_S: Final = 60.0
@@ -359,7 +360,7 @@ class HostedLeader:
         if self._opened is None:
             return b""
         sides = (self._opened.source, self._opened.target)
-        return b"".join(side.render_metrics() for side in sides if side is not None)
+        return exposition(metric for side in sides if side is not None for metric in side.collect_metrics())
 
     def _close_link(self) -> None:
         link, self._link = self._link, None

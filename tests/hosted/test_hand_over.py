@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from urllib.request import urlopen
 
 import pytest
 
@@ -139,6 +140,11 @@ def test_an_instance_that_is_both_sides(start: Start) -> None:
         assert last.settled("d").failure == ""
         last.assert_has(FROM, PROMPT)
         assert both.freed("c").failure == ""
+        page = urlopen(f"http://{both.leader.http_address}/metrics", timeout=10).read().decode()
+        types = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
+        assert len(types) == len(set(types)), "metrics of both sides stand together, as the format wants it"
+        for outcome in ('outcome="sent",role="prefill"', 'outcome="done",role="decode"'):
+            assert f"kvferry_requests_total{{{outcome}}} 1.0" in page
     finally:
         last.close()
 
