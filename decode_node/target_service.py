@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import structlog
-from prometheus_client.core import Metric
 
 from decode_node.breaker import BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
@@ -23,7 +22,7 @@ from node_runtime.transfer_ids import is_try_of
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.messages import clip_reason
-from transfer.metrics import NodeMetrics
+from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_from_proto, instance_to_proto, link_to_proto
@@ -143,7 +142,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         """Whether no prompt is wanted."""
         return not self._num_prompts
 
-    def collect_metrics(self) -> Iterable[Metric]:
+    def collect_metrics(self) -> Iterable[MetricFamily]:
         peers = self.peers.peers if self._is_started else []
         self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
         self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import structlog
-from prometheus_client.core import Metric
 
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_report import RankHello, RankReport
@@ -28,7 +27,7 @@ from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.messages import clip_reason
-from transfer.metrics import NodeMetrics
+from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import instance_to_proto, link_to_proto, sampling_from_proto
@@ -120,7 +119,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         """Whether the engine's pages are all its own."""
         return not self.requests.num_prompts and not self.requests.num_transfers
 
-    def collect_metrics(self) -> Iterable[Metric]:
+    def collect_metrics(self) -> Iterable[MetricFamily]:
         joined = [join for join in self._joins if join.is_joined]
         self.metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
         self.metrics.node_state(

@@ -23,6 +23,9 @@ import transfer
 from transfer.errors import ConfigError
 from transfer.instance import Link
 
+MetricFamily = Metric
+"""What `exposition` renders: a metric with its samples."""
+
 _US: Final = 1e-6
 STAGE_BUCKETS_S: Final = (
     *(value * _US for value in (20, 50, 100, 200, 500)),
