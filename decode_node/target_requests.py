@@ -39,6 +39,7 @@ from transfer.errors import (
     LayoutError,
     LocalProtocolError,
     PeerUnreachable,
+    Preempted,
     StagingError,
     TransferAborted,
     TransferError,
@@ -57,7 +58,7 @@ REJOIN_S: Final = 5.0
 it, or comes back in a moment."""
 
 YIELD_AFTER_S: Final = 5.0
-"""How long the engine has no pages for a prompt that could be sent, until one that could not, and waits as long, yields its own.
+"""How long the engine has no pages for a prompt that could be sent, until one that could not be, and waits as long, gives them.
 Prefill's engine preempts a prompt when it is short of pages, and those may be held by prompts that wait for room here."""
 
 MAX_TELLING: Final = 4096
@@ -94,6 +95,7 @@ class _Transfer:
     incarnation: int  # of the prefill instance
     permit: Permit | None
     begun_s: float
+    has_asked: bool = False  # the prefill side has pages for it, and has asked for room
     following: asyncio.Task[None] | None = None  # the prefill side's call
     answering: set[int] = field(default_factory=set)  # ranks that have not answered that
     expected: asyncio.Future[None] | None = None
@@ -103,10 +105,14 @@ class _Transfer:
     outcome: asyncio.Future[None]  # done when it is whole; its exception says why it never will be
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of its KV is here."""
+        return self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
+
+    @property
     def is_waiting_for_note(self) -> bool:
         """Whether all of its KV is here, and only what the other side's engine has to tell is not."""
-        is_whole = self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
-        return is_whole and self.prompt.needs_note and self.prompt.note is None
+        return self.is_whole and self.prompt.needs_note and self.prompt.note is None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -119,7 +125,7 @@ class _Prompt:
     needs_note: bool
     view: PromptView = PromptView(state=PromptState.WAITING)
     tables: tuple[tuple[int, ...], ...] | None = None
-    ready_s: float = 0.0  # since when the engine could have bound it
+    lacking_s: float | None = None  # since when it is ready and the engine has no pages for it
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: _Transfer | None = None
     note: bytes | None = None
@@ -229,6 +235,30 @@ class TargetRequests:
         if before.state is PromptState.FAILED:
             self._settle(prompt, before.failure)
 
+    def lacks_pages(self, name: str) -> None:
+        """The engine has no pages for a prompt that is ready.
+
+        After `YIELD_AFTER_S` the prompt that has waited longest, and at least as long, for prefill to begin it again is given up,
+        if there is one, and each time that passes another one.
+        """
+        prompt, now_s = self._prompts.get(name), time.monotonic()
+        if prompt is None or prompt.view.state is not PromptState.READY:
+            return
+        if prompt.lacking_s is None:
+            prompt.lacking_s = now_s
+        if now_s - prompt.lacking_s < YIELD_AFTER_S:
+            return
+        idle = [
+            transfer
+            for transfer in self._transfers.values()
+            if transfer.prompt.bound.is_set() and not transfer.has_asked and not transfer.outcome.done()
+        ]
+        longest = min(idle, key=lambda transfer: transfer.begun_s, default=None)
+        if longest is not None and now_s - longest.begun_s >= YIELD_AFTER_S:
+            prompt.lacking_s = now_s
+            reason = "the prefill side's engine has not begun the prompt again, and others need its pages here"
+            self._fail(longest, TransferAborted(reason))
+
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
         """The engine gives the prompt up. One that is bound is settled soon, of others nothing more is heard.
 
@@ -292,20 +322,24 @@ class TargetRequests:
 
     async def _fetch(self, prompt: _Prompt) -> None:
         error: TransferError
+        num_retries = 0
         try:
-            for attempt in range(self._limits.prefill_retries + 1):
-                if attempt:
-                    await asyncio.sleep(RETRY_PAUSE_S)
-                    self._on_retry()
+            while True:
                 try:
                     await self._try(prompt)
                     self._settle(prompt, "")
                     return
                 except TransferError as failure:
                     error = failure
-                    log.info("transfer_failed", name=prompt.name, attempt=attempt, reason=str(error))
-                    if not is_retried(failure) or prompt.given_up is not None:
+                    log.info("transfer_failed", name=prompt.name, attempt=num_retries, reason=str(error))
+                if prompt.given_up is not None:
+                    break
+                if not isinstance(error, Preempted):  # which is nobody's fault, and ends when the engine has computed it
+                    if not is_retried(error) or num_retries == self._limits.prefill_retries:
                         break
+                    num_retries += 1
+                    self._on_retry()
+                await asyncio.sleep(RETRY_PAUSE_S)
         except asyncio.CancelledError:
             if prompt.given_up is None:
                 raise  # this side shuts down
@@ -364,6 +398,9 @@ class TargetRequests:
         if not isinstance(error, TransferError):
             log.critical("prefill_call_broke", request_id=transfer.transfer_id, error=str(error), exc_info=error)
             error = EngineError(f"unexpected {type(error).__name__}; see the log of the decode side")
+        if transfer.is_whole and not transfer.is_waiting_for_note:
+            # It has not heard so, or does not need to any more; nobody will ask it for the prompt again.
+            self.decline(transfer.prompt.transfer_id, transfer.prompt.source, "the decode side has all of it")
         self._fail(transfer, error)
 
     async def _joined_peer(self, prompt: _Prompt) -> PrefillPeer:
@@ -418,6 +455,8 @@ class TargetRequests:
                         has = f"has {len(event.note.payload)} bytes; it can have {MAX_NOTE_BYTES}"
                         raise TransferAborted(f"the note of {transfer.peer.address} {has}")
                     prompt.note = event.note.payload
+                case "preempted":
+                    raise Preempted(f"the engine of {transfer.peer.address} has preempted the prompt, and computes it again")
                 case "sent":
                     is_sent = True
         if not is_sent:
@@ -436,16 +475,16 @@ class TargetRequests:
             raise TransportClosed(f"request {request_id} does not wait here for room")
         if prefill_incarnation != transfer.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
+        transfer.has_asked = True
         prompt = transfer.prompt
         num_tokens = len(prompt.token_ids)
         check_num_chunks(plan, num_tokens=num_tokens, num_layers=self._num_layers, start_token=prompt.start_token)
         if prompt.view.state is PromptState.WAITING:
-            prompt.view, prompt.ready_s = PromptView(state=PromptState.READY), time.monotonic()
+            prompt.view = PromptView(state=PromptState.READY)
         try:
             async with asyncio.timeout(BIND_WAIT_S):
                 await prompt.bound.wait()
         except TimeoutError:
-            self._make_room(prompt)
             return False
         if transfer.outcome.done():
             raise TransportClosed(f"request {request_id} is over")
@@ -454,24 +493,6 @@ class TargetRequests:
         assert transfer.expected is not None
         await asyncio.shield(transfer.expected)
         return True
-
-    def _make_room(self, prompt: _Prompt) -> None:
-        """The engine has no pages for the prompt, which could be sent: have one give up its own that cannot."""
-        now_s = time.monotonic()
-        if now_s - prompt.ready_s < YIELD_AFTER_S:
-            return
-        idle = [
-            transfer
-            for transfer in self._transfers.values()
-            if transfer.prompt.bound.is_set()
-            and transfer.expected is None
-            and not transfer.outcome.done()
-            and now_s - transfer.begun_s >= YIELD_AFTER_S
-        ]
-        if idle:
-            longest = min(idle, key=lambda transfer: transfer.begun_s)
-            reason = "the prefill side's engine has not begun the prompt again, and others need its pages here"
-            self._fail(longest, TransferAborted(reason))
 
     def _expect(self, prompt: _Prompt, transfer: _Transfer, plan: ChunkPlan) -> None:
         assert prompt.tables is not None

@@ -35,6 +35,7 @@ from transfer.errors import (
     ConfigError,
     EngineError,
     PeerUnreachable,
+    Preempted,
     StagingError,
     TransferAborted,
     TransferError,
@@ -199,8 +200,12 @@ class SourceRequests:
         if prompt is None or prompt.is_closed or prompt.finished.is_set():
             return
         prompt.begun.clear()
-        if prompt.transfer is not None:
-            self._fail(prompt.transfer, PeerUnreachable("the prefill side's engine has preempted the prompt"))
+        transfer = prompt.transfer
+        if transfer is None or transfer.sent.is_set():  # with nothing more to read
+            return
+        reason = "the prefill side's engine has preempted the prompt"
+        # One that is computed for this transfer alone goes with it: whoever asks again, perhaps elsewhere, has it computed anew.
+        self._fail(transfer, Preempted(reason) if transfer.computing is None else PeerUnreachable(reason))
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
         """The engine has computed the whole prompt; its pages stay until it is told that they are free.

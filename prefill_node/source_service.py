@@ -24,7 +24,7 @@ from prefill_node.source_messages import SourceIdle, TransferNotSent, TransferSe
 from prefill_node.source_requests import FirstToken, Note, Sent, SourceRequests, Started, Transfer
 from transfer.chunk import check_num_chunks
 from transfer.config import HostedConfig
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, Preempted, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
@@ -169,6 +169,9 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
                         yield pb.PrefillEvent(note=pb.EngineNote(payload=payload))
                     case Sent(stats=stats):
                         yield pb.PrefillEvent(sent=pb.PrefillSent(stats=_stats_to_proto(stats)))
+                        return
+                    case Preempted():
+                        yield pb.PrefillEvent(preempted=pb.PrefillPreempted())
                         return
                     case TransferError() as failure:
                         await end_with(context, failure)

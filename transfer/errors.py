@@ -94,5 +94,9 @@ class EngineError(TransferError):
     is_fatal = False
 
 
+class Preempted(TransferError):
+    """The prefill side's engine has taken the prompt's pages back, and computes it again later."""
+
+
 class TransferAborted(TransferError):
     """The transfer was given up on purpose (client cancel, deadline, drain)."""

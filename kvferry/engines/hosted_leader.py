@@ -198,6 +198,11 @@ class HostedLeader:
         """
         self._call(self._target.requests.bind, name, tuple(tuple(table) for table in tables))
 
+    def lacks_pages(self, name: str) -> None:
+        """The engine has no pages for a prompt that is `READY`; it may say so as often as it finds it. If that lasts, another one
+        gives its own, which prefill has preempted; see `TargetRequests.lacks_pages`."""
+        self._call(self._target.requests.lacks_pages, name)
+
     def cancel(self, name: str, reason: str, *, is_wanted_again: bool = False) -> None:
         """The engine gives it up: `Settled` follows if it is bound, else nothing; see `TargetRequests.cancel`."""
         self._call(lambda: self._target.requests.cancel(name, reason, is_wanted_again=is_wanted_again))

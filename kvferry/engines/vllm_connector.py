@@ -81,6 +81,7 @@ class KvferryConnector(KVConnectorBase_V1):
             self._scheduler = SchedulerSide(
                 self._leader,
                 layout.page_tables,
+                sides=self._sides,
                 engine_id=transfer.engine_id,
                 recomputes=transfer.kv_load_failure_policy == "recompute",
             )

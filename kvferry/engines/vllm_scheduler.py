@@ -10,14 +10,16 @@ A request of the prefill side carries ``kv_transfer_params`` with ``do_remote_de
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
 
 from decode_node.target_requests import PromptState
+from kvferry.engines.hosted import SOURCE, TARGET, Sides
 from kvferry.engines.hosted_leader import HostedLeader
 
 MAX_TRANSFER_ID_CHARS: Final = 96
@@ -34,7 +36,7 @@ class SourceStep:
     """What one step does to a request that is handed over.
 
     Args:
-        name: The request's id in this vLLM.
+        name: The prompt's; see `request_id_of`.
         blocks: New ones, in each KV cache group.
         is_fresh: They are all that it has: it was preempted since.
         num_computed: Tokens whose KV is in the cache after the step.
@@ -63,10 +65,17 @@ class StepPlan:
     preempted: list[str] = field(default_factory=list)
 
 
+def request_id_of(name: str) -> str:
+    """The request of a prompt, whose name has a number as well, used once: vLLM's ids can come again, and a prompt that is wanted
+    is asked for anew when its start changes."""
+    return name.rpartition("|")[0]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Source:
     """A request whose KV another instance fetches."""
 
+    name: str
     transfer_id: str
     num_prompt_tokens: int
     has_blocks: bool = False
@@ -74,11 +83,11 @@ class _Source:
 
 @dataclass(slots=True, kw_only=True)
 class _Wanted:
-    """A request whose KV is fetched. `name` differs from its id by a number: it is asked for anew when its start changes."""
+    """A request whose KV is fetched."""
 
     name: str
     start_token: int
-    num_asked: int
+    is_offered: bool = False  # vLLM was told how much comes, and is to give it blocks
     is_bound: bool = False
 
 
@@ -87,6 +96,7 @@ class SchedulerSide:
 
     Args:
         leader: Of this instance, started.
+        sides: What the instance does.
         page_tables: vLLM's block ids of a request, by KV cache group -> its page tables.
         engine_id: This vLLM's own name for itself, told to routers.
         recomputes: Whether vLLM computes a prompt whose KV did not come, rather than fail it (``kv_load_failure_policy``).
@@ -97,16 +107,19 @@ class SchedulerSide:
         leader: HostedLeader,
         page_tables: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[int]]],
         *,
+        sides: Sides,
         engine_id: str,
         recomputes: bool,
     ) -> None:
         self._leader = leader
+        self._sides = sides
         self._page_tables = page_tables
         self._engine_id = engine_id
         self._recomputes = recomputes
         self._sources: dict[str, _Source] = {}
         self._wanted: dict[str, _Wanted] = {}
         self._ends: list[SourceEnd] = []
+        self._numbers = itertools.count(1)
 
     # Of requests that come
 
@@ -115,19 +128,30 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or request.request_id in self._sources:
             return
-        if request.prompt_token_ids is None:
-            log.warning("request_not_handed_over", request_id=request.request_id, reason="its prompt is embeddings, not tokens")
-            return
         transfer_id = params.get("transfer_id") or secrets.token_hex(16)
-        if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
-            log.warning(
-                "request_not_handed_over",
-                request_id=request.request_id,
-                reason=f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters",
-            )
+        if reason := self._why_not_handed_over(request, params, transfer_id):
+            params["do_remote_decode"] = False  # also not when what speaks against it has changed
+            log.warning("request_not_handed_over", request_id=request.request_id, reason=reason)
             return
-        self._sources[request.request_id] = _Source(transfer_id=transfer_id, num_prompt_tokens=len(request.prompt_token_ids))
-        self._leader.offer(request.request_id, transfer_id, request.prompt_token_ids)
+        name = self._name(request)
+        self._sources[request.request_id] = _Source(
+            name=name, transfer_id=transfer_id, num_prompt_tokens=len(request.prompt_token_ids)
+        )
+        self._leader.offer(name, transfer_id, request.prompt_token_ids)
+
+    def _why_not_handed_over(self, request: Any, params: Mapping[str, Any], transfer_id: object) -> str:
+        if SOURCE not in self._sides:
+            return "do_remote_decode is true; this instance's kv_role is kv_consumer, so nobody can fetch from it"
+        if params.get("do_remote_prefill"):
+            return "do_remote_prefill and do_remote_decode are both true; one request can be only one side of a transfer"
+        if request.prompt_token_ids is None:
+            return "its prompt is embeddings, not tokens"
+        if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
+            return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters"
+        return ""
+
+    def _name(self, request: Any) -> str:
+        return f"{request.request_id}|{next(self._numbers)}"
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """How many tokens come from elsewhere beyond those that are here; None: ask again."""
@@ -138,6 +162,10 @@ class SchedulerSide:
             return 0, False
         num_tokens = len(request.prompt_token_ids or ())
         if num_computed >= num_tokens:
+            self._settle_locally(request)
+            return 0, False
+        if request.request_id not in self._wanted and (reason := self._why_not_fetched(request, params)):
+            log.warning("prompt_not_fetched", request_id=request.request_id, reason=reason)
             self._settle_locally(request)
             return 0, False
         wanted = self._wanted.get(request.request_id)
@@ -151,16 +179,27 @@ class SchedulerSide:
             log.warning("prompt_recomputed", request_id=request.request_id, reason=view.failure)
             self._settle_locally(request)
             return 0, False
+        if wanted.is_offered and view.state is PromptState.READY:
+            self._leader.lacks_pages(wanted.name)  # or vLLM would have given it blocks when it was told the last time
+        wanted.is_offered = True
         return num_tokens - num_computed, True  # of one that failed the workers say so, and vLLM ends the request
+
+    def _why_not_fetched(self, request: Any, params: Mapping[str, Any]) -> str:
+        """What makes the KV that can be fetched another than vLLM would compute, or use."""
+        if TARGET not in self._sides:
+            return "do_remote_prefill is true; this instance's kv_role is kv_producer, so it fetches nothing"
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return "it is to be computed without any cache (prompt_logprobs, for example)"
+        if not params.get("transfer_id") and (request.mm_features or request.prompt_embeds is not None):
+            return "it has inputs besides its tokens (images, embeddings), which a prefill node is not sent"
+        return ""
 
     def _ask(self, request: Any, start_token: int) -> None:
         before = self._wanted.get(request.request_id)
-        num_asked = 1
         if before is not None:
             self._leader.cancel(before.name, "its start in the prompt has changed", is_wanted_again=True)
-            num_asked = before.num_asked + 1
         params = request.kv_transfer_params
-        wanted = _Wanted(name=f"{request.request_id}|{num_asked}", start_token=start_token, num_asked=num_asked)
+        wanted = _Wanted(name=self._name(request), start_token=start_token)
         self._wanted[request.request_id] = wanted
         self._leader.want(
             wanted.name,
@@ -181,7 +220,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if wanted is not None:
             self._leader.cancel(wanted.name, reason)
-        elif params.get("do_remote_prefill"):
+        elif params.get("do_remote_prefill") and TARGET in self._sides:
             self._leader.decline(str(params.get("transfer_id") or ""), str(params.get("remote_address") or ""), reason)
 
     def allocated(self, request: Any, blocks: Blocks, num_external_tokens: int) -> None:
@@ -202,10 +241,11 @@ class SchedulerSide:
         self._ends = []
         if not self._sources and not plan.ends:
             return plan
-        plan.preempted = [name for name in scheduled.preempted_req_ids or () if name in self._sources]
-        for name in plan.preempted:
-            self._sources[name].has_blocks = False
-            self._leader.pause(name)
+        for request_id in scheduled.preempted_req_ids or ():
+            if (source := self._sources.get(request_id)) is not None:
+                source.has_blocks = False
+                plan.preempted.append(source.name)
+                self._leader.pause(source.name)
         for new in scheduled.scheduled_new_reqs:
             self._add_step(plan, scheduled, new.req_id, new.block_ids, new.num_computed_tokens, is_fresh=True)
         cached = scheduled.scheduled_cached_reqs
@@ -214,23 +254,23 @@ class SchedulerSide:
         return plan
 
     def _add_step(
-        self, plan: StepPlan, scheduled: Any, name: str, blocks: Sequence[list[int]], num_computed: int, *, is_fresh: bool
+        self, plan: StepPlan, scheduled: Any, request_id: str, blocks: Sequence[list[int]], num_computed: int, *, is_fresh: bool
     ) -> None:
-        source = self._sources.get(name)
+        source = self._sources.get(request_id)
         if source is not None:
-            self._begin(name)  # of one that was preempted and given blocks again before this step
-            after = num_computed + scheduled.num_scheduled_tokens[name]
+            self._begin(request_id)  # of one that was preempted and given blocks again before this step
+            after = num_computed + scheduled.num_scheduled_tokens[request_id]
             step = SourceStep(
-                name=name, blocks=tuple(blocks), is_fresh=is_fresh, num_computed=min(after, source.num_prompt_tokens)
+                name=source.name, blocks=tuple(blocks), is_fresh=is_fresh, num_computed=min(after, source.num_prompt_tokens)
             )
             plan.steps.append(step)
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, request_id: str) -> None:
         """The request has blocks."""
-        source = self._sources.get(name)
+        source = self._sources.get(request_id)
         if source is not None and not source.has_blocks:
             source.has_blocks = True
-            self._leader.begin(name)
+            self._leader.begin(source.name)
 
     # Of ends
 
@@ -252,13 +292,13 @@ class SchedulerSide:
         source = self._sources.pop(request.request_id, None)
         if source is None:
             return False, None
-        self._ends.append(SourceEnd(name=request.request_id, is_held=source.has_blocks))
+        self._ends.append(SourceEnd(name=source.name, is_held=source.has_blocks))
         is_computed = is_done and source.has_blocks and request.num_computed_tokens >= source.num_prompt_tokens
         if not is_computed:
-            self._leader.withdraw(request.request_id, f"the prefill side's engine ended the request: {request.status}")
+            self._leader.withdraw(source.name, f"the prefill side's engine ended the request: {request.status}")
             return source.has_blocks, None
         first_token = next(iter(request.output_token_ids), None)
-        self._leader.finish(request.request_id, first_token=first_token)
+        self._leader.finish(source.name, first_token=first_token)
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -12,7 +12,7 @@ import structlog
 
 from decode_node.target_rank import Settled
 from kvferry.engines.hosted_rank import HostedRank
-from kvferry.engines.vllm_scheduler import StepPlan
+from kvferry.engines.vllm_scheduler import StepPlan, request_id_of
 from prefill_node.source_rank import Free
 from transfer.engine_types import DeviceEvent
 
@@ -85,12 +85,12 @@ class WorkerSide:
             match news:
                 case Free(name=name, failure=failure):
                     if failure:
-                        log.warning("prompt_not_sent", request_id=name, reason=failure)
+                        log.warning("prompt_not_sent", request_id=request_id_of(name), reason=failure)
                     if name in self._held:
                         self._held.discard(name)
-                        results.sent.add(name)
+                        results.sent.add(request_id_of(name))
                 case Settled(name=name, failure=failure):
-                    request_id = name.rpartition("|")[0]
+                    request_id = request_id_of(name)
                     if failure:
                         log.warning("prompt_not_received", request_id=request_id, reason=failure)
                         results.failed.add(request_id)

@@ -9,7 +9,9 @@ import pytest
 
 from decode_node import target_requests
 from decode_node.peers import PrefillPeer
+from decode_node.target_rank import Settled
 from kvferry.engines.hosted import SOURCE, TARGET
+from prefill_node import source_requests
 from prefill_node.source_rank import GivenUp
 from tests.hosted.conftest import Start
 from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
@@ -204,7 +206,6 @@ def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
 ) -> None:
     """Or each engine would wait for pages that the other's prompts hold."""
     monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.2)
-    monkeypatch.setattr(target_requests, "BIND_WAIT_S", 0.05)
     source, decode = pair({"tp_size": 2})
     begun(source, decode, num_computed=64)
     preempt(source)
@@ -214,6 +215,14 @@ def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
         source.compute("c", list(range(30, 37)), PROMPT, 0, 100)
         source.finish("c")
         decode.leader.want("d", "u", source.leader.address, PROMPT)
+        decode.wait_until_ready("d")
+
+        def is_given() -> bool:
+            decode.leader.lacks_pages("d")
+            decode.take_news()
+            return any(isinstance(news, Settled) for news in decode.news[0])
+
+        wait_for(is_given, "pages are given")
         assert "others need its pages here" in decode.settled("b").failure
         decode.leader.bind("d", [TO])
         assert decode.settled("d").failure == ""
@@ -233,6 +242,75 @@ def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
         assert decode.settled("b").failure == ""
         decode.assert_has(TO, PROMPT)
         assert source.freed("a").failure == ""
+
+
+def test_pages_of_a_prompt_that_is_about_to_be_sent_are_not_given(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been bound just now, and prefill is between two questions for room."""
+    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.0)
+    monkeypatch.setattr(target_requests, "BIND_WAIT_S", 0.01)
+    monkeypatch.setattr(source_requests, "RETRY_RESERVE_S", 0.3)
+    source, decode = pair({"tp_size": 2})
+    for name, pages in (("a", FROM), ("c", list(range(30, 37)))):
+        source.leader.offer(name, name, PROMPT)
+        source.leader.begin(name)
+        source.compute(name, pages, PROMPT, 0, 100)
+        source.finish(name)
+        decode.leader.want(name, name, source.leader.address, PROMPT)
+        decode.wait_until_ready(name)
+    time.sleep(0.1)
+    decode.leader.bind("a", [TO])
+    for _ in range(50):
+        decode.leader.lacks_pages("c")
+        time.sleep(0.01)
+    assert decode.settled("a").failure == ""
+    decode.leader.bind("c", [TO])
+    assert decode.settled("c").failure == ""
+    decode.assert_has(TO, PROMPT)
+
+
+def test_a_prompt_is_preempted_as_often_as_it_happens(pair: Pair) -> None:
+    """It is no retry, of which there are none here, and nothing that speaks against the prefill node."""
+    source, decode = pair({"tp_size": 2}, {"limits.prefill_retries": 0, "breaker.failures": 1})
+    begun(source, decode, num_computed=64)
+    for number in range(5):
+        preempt(source)
+        source.leader.begin("a")
+        source.compute("a", list(range(7 * number, 7 * number + 7)), PROMPT, 0, 40 + number)
+        time.sleep(0.1)
+    source.compute("a", list(range(28, 35)), PROMPT, 0, 100)
+    source.finish("a")
+    assert decode.settled("b").failure == ""
+    decode.assert_has(TO, PROMPT)
+    assert source.freed("a").failure == ""
+    (peer,) = decode.leader._target.peers.peers
+    assert peer.breaker.num_openings == 0
+
+
+def test_a_prompt_that_is_preempted_after_all_of_it_was_sent_is_over(pair: Pair) -> None:
+    """As the engine goes on to generate: what it computes again nobody needs, and nothing waits for `limits.hold_s`."""
+    source, decode = pair({"tp_size": 2})
+    begun(source, decode, num_computed=100)
+    assert decode.settled("b").failure == ""
+    time.sleep(0.2)
+    preempt(source)
+    source.leader.begin("a")
+    source.compute("a", FROM, PROMPT, 0, 100)
+    source.finish("a")
+    source.freed("a")
+    source.assert_idle()
+    hand_over(source, decode, "next")
+
+
+def test_a_call_that_is_lost_when_all_has_come_leaves_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill side has not heard yet that it was whole; it will not be asked again, and hears that."""
+    source, decode = pair({"tp_size": 2})
+    monkeypatch.setattr(source.leader._source.requests, "on_sent", lambda *_: None)  # it never finds out by itself
+    begun(source, decode, num_computed=100)
+    assert decode.settled("b").failure == ""
+    source.finish("a")
+    (transfer,) = source.leader._source.requests._transfers.values()
+    source.leader._call(source.leader._source.requests.give_up, transfer, PeerUnreachable("the link is lost"))
+    assert source.freed("a").failure == "the decode side has all of it"
 
 
 def test_the_decode_side_goes_away(pair: Pair, start: Start) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from decode_node import target_requests
 from decode_node.target_requests import PromptState
+from kvferry.engines.hosted import SOURCE, TARGET, Sides
 from kvferry.engines.vllm_scheduler import SchedulerSide, StepPlan
 from kvferry.engines.vllm_worker import Results, WorkerSide
 from prefill_node.source_rank import Free
@@ -24,9 +26,9 @@ PROMPT = prompt_of(100)
 class Vllm:
     """The connector's parts in an engine: one scheduler, a worker for each rank, steps between them."""
 
-    def __init__(self, instance: Instance, *, recomputes: bool = True) -> None:
+    def __init__(self, instance: Instance, *, recomputes: bool = True, sides: Sides = SOURCE | TARGET) -> None:
         self.instance = instance
-        self.scheduler = SchedulerSide(instance.leader, tables, engine_id="engine-1", recomputes=recomputes)
+        self.scheduler = SchedulerSide(instance.leader, tables, sides=sides, engine_id="engine-1", recomputes=recomputes)
         self.workers = [WorkerSide(rank, tables) for rank in instance.ranks]
         self.free = list(range(1, PAGES))  # block 0 is the null block
         self.computed: dict[str, int] = {}
@@ -38,6 +40,9 @@ class Vllm:
             request_id=name,
             prompt_token_ids=list(prompt),
             kv_transfer_params=params,
+            mm_features=[],
+            prompt_embeds=None,
+            skip_reading_prefix_cache=False,
             num_computed_tokens=0,
             output_token_ids=[],
             status="RUNNING",
@@ -283,12 +288,124 @@ def test_a_request_that_is_aborted_while_it_waits_for_its_kv(pair: Pair) -> None
     unasked = decode.request("c", PROMPT, dict(params))
     decode.scheduler.matched(unasked, 0)
     decode.end(unasked, is_done=False)
-    wait_for(lambda: target.leader.view("c|1") is None, "it is forgotten")
+    wait_for(lambda: target.leader.is_idle, "it is forgotten")
     prefill.step(theirs, 60)
     prefill.end(theirs)
     prefill.wait_for("sent", "a")
     source.assert_idle()
     target.assert_idle()
+
+
+@pytest.mark.parametrize("sides", [SOURCE, TARGET])
+def test_a_request_for_the_other_side_is_one_like_any_other(pair: Pair, sides: Sides, capsys: pytest.CaptureFixture[str]) -> None:
+    """A router with its two lists swapped, or a client: the engine computes it, and says why."""
+    instance = pair()[0 if sides is SOURCE else 1]
+    vllm = Vllm(instance, sides=sides)
+    params = {
+        SOURCE: {"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"},
+        TARGET: {"do_remote_decode": True, "transfer_id": "x"},
+    }[sides]
+    aborted = vllm.request("a", PROMPT, dict(params))
+    assert vllm.end(aborted, is_done=False) == (False, None)
+    request = vllm.request("b", PROMPT, dict(params))
+    assert vllm.scheduler.matched(request, 0) == (0, False)
+    vllm.step(request, 100)
+    assert vllm.end(request) == (False, None)
+    instance.leader.check()
+    assert instance.leader.is_idle
+    assert f"kv_role is {'kv_producer' if sides is SOURCE else 'kv_consumer'}" in "".join(capsys.readouterr())
+
+
+def test_a_request_that_is_to_be_both_sides_is_only_fetched(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source), Vllm(target)
+    params = send(prefill, "a", PROMPT)
+    blocks = receive(decode, "b", PROMPT, params | {"do_remote_decode": True})
+    target.assert_has(blocks, PROMPT)
+    assert "both true" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("has", "transfer_id", "reason"),
+    [
+        ({"skip_reading_prefix_cache": True}, "x", "without any cache"),
+        ({"mm_features": ["an image"]}, "", "inputs besides its tokens"),
+        ({"prompt_embeds": object()}, "", "inputs besides its tokens"),
+    ],
+)
+def test_what_only_this_engine_can_compute_is_not_fetched(
+    pair: Pair, has: dict[str, Any], transfer_id: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = pair()
+    prefill, decode = Vllm(source), Vllm(target)
+    params = {"do_remote_prefill": True, "remote_address": source.leader.address}
+    if transfer_id:
+        params["transfer_id"] = transfer_id
+        theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": transfer_id})
+        prefill.step(theirs, 100)
+        prefill.end(theirs)
+    request = decode.request("b", PROMPT, params)
+    vars(request).update(has)
+    assert decode.scheduler.matched(request, 0) == (0, False)
+    assert decode.scheduler.matched(request, 0) == (0, False)
+    if transfer_id:
+        prefill.wait_for("sent", "a")  # it holds no blocks for it
+    assert reason in "".join(capsys.readouterr())
+    target.assert_idle()
+
+
+def test_blocks_that_are_lacking_come_from_a_request_that_prefill_has_preempted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.3)
+    source, target = pair()
+    prefill, decode = Vllm(source), Vllm(target)
+    first = decode.request("b", PROMPT, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": source.leader.address})
+    theirs = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.step(theirs, 64)
+    assert decode.matched(first) == (100, True)
+    decode.take("b", 100)
+    decode.scheduler.allocated(first, (decode.blocks["b"],), 100)
+    prefill.preempt(theirs)
+    prefill.step(preempted=["a"])
+    params = send(prefill, "c", PROMPT)
+    second = decode.request("d", PROMPT, dict(params))
+
+    def is_given() -> bool:
+        assert decode.scheduler.matched(second, 0) in [(None, False), (100, True)]  # and vLLM has no blocks for it
+        decode.step()
+        return "b" in decode.results[0].failed
+
+    wait_for(is_given, "the first request has given its blocks")
+    decode.blocks["d"] = decode.blocks.pop("b")
+    decode.scheduler.allocated(second, (decode.blocks["d"],), 100)
+    decode.wait_for("received", "d")
+    target.assert_has(decode.blocks["d"], PROMPT)
+    assert decode.results[0].failed == {"b"}
+
+
+def test_a_request_id_that_comes_again(pair: Pair) -> None:
+    """At once, while the one before is still known; vLLM can be told to leave clients' ids as they are."""
+    source, target = pair({"tp_size": 2})
+    prefill, decode = Vllm(source), Vllm(target)
+    before = prefill.request("a", prompt_of(64, 3), {"do_remote_decode": True, "transfer_id": "x"})
+    prefill.step(before, 40)
+    prefill.end(before, is_done=False)
+    prefill.blocks.pop("a")
+    request = prefill.request("a", PROMPT, {"do_remote_decode": True, "transfer_id": "y"})
+    prefill.step(request, 50)
+    prefill.step(request, 50)
+    _, params = prefill.end(request)
+    assert params is not None
+    blocks = receive(decode, "b", PROMPT, params)
+    target.assert_has(blocks, PROMPT)
+
+    def is_over() -> bool:
+        prefill.step()
+        return source.leader.is_idle and all(rank.is_idle for rank in source.ranks)
+
+    wait_for(is_over, "both are sent, or given up")
+    assert prefill.results[0].sent == {"a"}
 
 
 def test_a_request_that_never_had_blocks_holds_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,16 +167,22 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., engine_request: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("started", "first_token", "sent", "note")
+    __slots__ = ("started", "first_token", "sent", "note", "preempted")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     first_token: FirstToken
     sent: PrefillSent
     note: EngineNote
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ..., note: _Optional[_Union[EngineNote, _Mapping]] = ...) -> None: ...
+    preempted: PrefillPreempted
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., sent: _Optional[_Union[PrefillSent, _Mapping]] = ..., note: _Optional[_Union[EngineNote, _Mapping]] = ..., preempted: _Optional[_Union[PrefillPreempted, _Mapping]] = ...) -> None: ...
+
+class PrefillPreempted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("queue_s",)
