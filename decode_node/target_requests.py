@@ -61,6 +61,9 @@ YIELD_AFTER_S: Final = 5.0
 """How long the engine has no pages for a prompt that could be sent, until one that could not be, and waits as long, gives them.
 Prefill's engine preempts a prompt when it is short of pages, and those may be held by prompts that wait for room here."""
 
+LACKING_GAP_S: Final = 2.0
+"""An engine looks at what is ready at every step. If it has not for so long, something else than pages is short."""
+
 MAX_TELLING: Final = 4096
 """Prompts that prefill nodes are still to be told of that they need keep them no longer."""
 
@@ -125,7 +128,7 @@ class _Prompt:
     needs_note: bool
     view: PromptView = PromptView(state=PromptState.WAITING)
     tables: tuple[tuple[int, ...], ...] | None = None
-    lacking_s: float | None = None  # since when it is ready and the engine has no pages for it
+    lacking_s: tuple[float, float] | None = None  # when the engine had no pages for it, though it is ready: first and last
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: _Transfer | None = None
     note: bytes | None = None
@@ -244,9 +247,11 @@ class TargetRequests:
         prompt, now_s = self._prompts.get(name), time.monotonic()
         if prompt is None or prompt.view.state is not PromptState.READY:
             return
-        if prompt.lacking_s is None:
-            prompt.lacking_s = now_s
-        if now_s - prompt.lacking_s < YIELD_AFTER_S:
+        since_s, last_s = prompt.lacking_s or (now_s, now_s)
+        if now_s - last_s > LACKING_GAP_S:
+            since_s = now_s
+        prompt.lacking_s = since_s, now_s
+        if now_s - since_s < YIELD_AFTER_S:
             return
         idle = [
             transfer
@@ -255,7 +260,7 @@ class TargetRequests:
         ]
         longest = min(idle, key=lambda transfer: transfer.begun_s, default=None)
         if longest is not None and now_s - longest.begun_s >= YIELD_AFTER_S:
-            prompt.lacking_s = now_s
+            prompt.lacking_s = now_s, now_s
             reason = "the prefill side's engine has not begun the prompt again, and others need its pages here"
             self._fail(longest, TransferAborted(reason))
 
@@ -334,7 +339,10 @@ class TargetRequests:
                     log.info("transfer_failed", name=prompt.name, attempt=num_retries, reason=str(error))
                 if prompt.given_up is not None:
                     break
-                if not isinstance(error, Preempted):  # which is nobody's fault, and ends when the engine has computed it
+                if isinstance(error, Preempted):  # which is nobody's fault, and ends when the engine has computed it
+                    if prompt.view.state is PromptState.READY:
+                        prompt.view, prompt.lacking_s = PromptView(state=PromptState.WAITING), None
+                else:
                     if not is_retried(error) or num_retries == self._limits.prefill_retries:
                         break
                     num_retries += 1

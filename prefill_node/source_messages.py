@@ -75,12 +75,14 @@ class TransferNotSent:
     """This rank's part is over and nothing of it is under way.
 
     Args:
-        is_passing: The prompt is still there, or will be computed again: another try can succeed.
+        is_passing: The prompt is still there: another try can succeed.
+        is_preempted: The engine has taken the prompt's pages back, and computes it again: another try will succeed.
     """
 
     transfer_id: str
     reason: str
-    is_passing: bool
+    is_passing: bool = False
+    is_preempted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

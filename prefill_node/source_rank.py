@@ -96,7 +96,7 @@ class _Transfer:
     chunks: tuple[Chunk, ...]
     num_told: int = 0  # of them; they are in the order of their tokens
     reason: str = ""  # why it was ended here
-    is_passing: bool = False
+    is_preempted: bool = False
 
 
 class SourceRank:
@@ -168,7 +168,7 @@ class SourceRank:
             return idle
         source.num_computed, source.event = 0, None
         source.paused.append(idle)
-        self._end_transfers(source, reason, is_passing=True)
+        self._end_transfers(source, reason, is_preempted=True)
         self._on_reading_over(name, source)
         return idle
 
@@ -196,7 +196,7 @@ class SourceRank:
                 source.is_closed, source.failure = True, message.reason
                 if message.reason and not source.is_finished:
                     self._on_news(GivenUp(name=message.name, failure=message.reason))
-                self._end_transfers(source, message.reason or "the prompt was given up", is_passing=False)
+                self._end_transfers(source, message.reason or "the prompt was given up")
                 self._on_reading_over(message.name, source)
             case FreeSource():
                 source = self._sources[message.name]
@@ -232,7 +232,7 @@ class SourceRank:
         if message.transfer_id in self._sending:
             # Ids are the decode side's choice. The sender, which knows each once, would take it for a bug of this process.
             reason = "a transfer of that id is still under way; each try needs an id of its own"
-            self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason, is_passing=False))
+            self._send(TransferNotSent(transfer_id=message.transfer_id, reason=reason))
             return
         layout = self._own.layout
         chunks = split_into_chunks(
@@ -268,7 +268,7 @@ class SourceRank:
                         f"the prefill side's engine has ended the prompt with {source.num_computed} of "
                         f"{transfer.chunks[-1].tokens.end} tokens computed"
                     )
-                    self._end_transfer(source, transfer_id, reason, is_passing=False)
+                    self._end_transfer(source, transfer_id, reason)
                 return
             transfer.num_told += 1
             self._sender.chunk_computed(transfer_id, chunk.index, source.event)
@@ -276,16 +276,16 @@ class SourceRank:
     def _abort(self, message: AbortTransfer) -> None:
         name = self._names.get(message.transfer_id)
         if name is not None:
-            self._end_transfer(self._sources[name], message.transfer_id, message.reason, is_passing=False)
+            self._end_transfer(self._sources[name], message.transfer_id, message.reason)
 
-    def _end_transfers(self, source: _Source, reason: str, *, is_passing: bool) -> None:
+    def _end_transfers(self, source: _Source, reason: str, *, is_preempted: bool = False) -> None:
         for transfer_id in list(source.transfers):
-            self._end_transfer(source, transfer_id, reason, is_passing=is_passing)
+            self._end_transfer(source, transfer_id, reason, is_preempted=is_preempted)
 
-    def _end_transfer(self, source: _Source, transfer_id: str, reason: str, *, is_passing: bool) -> None:
+    def _end_transfer(self, source: _Source, transfer_id: str, reason: str, *, is_preempted: bool = False) -> None:
         transfer = source.transfers[transfer_id]
         if not transfer.reason:
-            transfer.reason, transfer.is_passing = reason, is_passing
+            transfer.reason, transfer.is_preempted = reason, is_preempted
             self._sender.abort_request(transfer_id, clip_reason(reason))
 
     # What the sender says
@@ -299,7 +299,7 @@ class SourceRank:
         transfer = source.transfers.pop(request_id)
         if transfer.reason:
             # Its last writes may still be under way, of which `on_failed` hears; the reason is the better one here.
-            self._send(TransferNotSent(transfer_id=request_id, reason=transfer.reason, is_passing=transfer.is_passing))
+            self._send(TransferNotSent(transfer_id=request_id, reason=transfer.reason, is_preempted=transfer.is_preempted))
         self._on_reading_over(name, source)
 
     def on_sent(self, request_id: str, stats: SentStats) -> None:

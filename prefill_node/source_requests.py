@@ -87,6 +87,7 @@ class _Prompt:
     token_ids: tuple[int, ...]
     offered_s: float
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    was_begun: bool = False  # and will be again
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     note: bytes | None = None
     first_token: int | None = None
@@ -199,13 +200,14 @@ class SourceRequests:
         prompt = self._prompts.get(name)
         if prompt is None or prompt.is_closed or prompt.finished.is_set():
             return
-        prompt.begun.clear()
         transfer = prompt.transfer
-        if transfer is None or transfer.sent.is_set():  # with nothing more to read
-            return
-        reason = "the prefill side's engine has preempted the prompt"
-        # One that is computed for this transfer alone goes with it: whoever asks again, perhaps elsewhere, has it computed anew.
-        self._fail(transfer, Preempted(reason) if transfer.computing is None else PeerUnreachable(reason))
+        if transfer is not None and transfer.computing is not None and not transfer.is_started:
+            return  # nothing else would ask for it; what is not being sent yet is sent when it is computed again
+        if prompt.begun.is_set():
+            prompt.begun.clear()
+            prompt.was_begun = True
+        if transfer is not None and not transfer.sent.is_set():  # else there is nothing more to read
+            self._fail(transfer, _preempted(transfer, "the prefill side's engine has preempted the prompt"))
 
     def finish(self, name: str, *, first_token: int | None = None, note: bytes | None = None) -> None:
         """The engine has computed the whole prompt; its pages stay until it is told that they are free.
@@ -333,8 +335,9 @@ class SourceRequests:
     def on_not_sent(self, rank: int, message: TransferNotSent) -> None:
         transfer = self._transfers.get(message.transfer_id)
         if transfer is not None:
+            reason = f"prefill rank {rank}: {message.reason}"
             kind = PeerUnreachable if message.is_passing else TransferAborted
-            self._fail(transfer, kind(f"prefill rank {rank}: {message.reason}"))
+            self._fail(transfer, _preempted(transfer, reason) if message.is_preempted else kind(reason))
 
     def on_idle(self, rank: int, message: SourceIdle) -> None:
         prompt = self._prompts.get(message.name)
@@ -362,14 +365,16 @@ class SourceRequests:
         try:
             async with asyncio.timeout(self._limits.meet_timeout_s):
                 prompt = await self._meet(transfer)
-                await prompt.begun.wait()
-                return prompt
+                if not prompt.was_begun:
+                    await prompt.begun.wait()
         except TimeoutError:
             what = "has not begun" if transfer.prompt is not None else "was not given"
             raise StagingError(
                 f"the prefill side's engine {what} prompt {transfer.engine_request} within {self._limits.meet_timeout_s:g} s "
                 "(limits.meet_timeout_s)"
             ) from None
+        await prompt.begun.wait()  # a preempted one: for as long as the engine takes
+        return prompt
 
     async def _meet(self, transfer: Transfer) -> _Prompt:
         """The engine's prompt that the transfer is for, once the engine has it.
@@ -530,6 +535,11 @@ class SourceRequests:
         self._closed.setdefault(transfer_id, why)
         while len(self._closed) > MAX_REMEMBERED:
             self._closed.popitem(last=False)
+
+
+def _preempted(transfer: Transfer, reason: str) -> TransferError:
+    """One that is computed for this transfer alone goes with it: whoever asks again, perhaps elsewhere, has it computed anew."""
+    return Preempted(reason) if transfer.computing is None else PeerUnreachable(reason)
 
 
 def _check_same_prompt(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:

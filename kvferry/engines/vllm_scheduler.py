@@ -71,6 +71,11 @@ def request_id_of(name: str) -> str:
     return name.rpartition("|")[0]
 
 
+def _set(request: Any, **params: bool) -> None:
+    """In the request's kv_transfer_params, which it can share with others (`n` above 1)."""
+    request.kv_transfer_params = {**request.kv_transfer_params, **params}
+
+
 @dataclass(slots=True, kw_only=True)
 class _Source:
     """A request whose KV another instance fetches."""
@@ -130,7 +135,7 @@ class SchedulerSide:
             return
         transfer_id = params.get("transfer_id") or secrets.token_hex(16)
         if reason := self._why_not_handed_over(request, params, transfer_id):
-            params["do_remote_decode"] = False  # also not when what speaks against it has changed
+            _set(request, do_remote_decode=False)  # also not when what speaks against it has changed
             log.warning("request_not_handed_over", request_id=request.request_id, reason=reason)
             return
         name = self._name(request)
@@ -169,16 +174,17 @@ class SchedulerSide:
             self._settle_locally(request)
             return 0, False
         wanted = self._wanted.get(request.request_id)
-        if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound):
-            self._ask(request, num_computed)
-            return None, False
-        view = self._leader.view(wanted.name)
-        if view is None or view.state is PromptState.WAITING:
-            return None, False
-        if view.state is PromptState.FAILED and self._recomputes:
+        view = None if wanted is None else self._leader.view(wanted.name)
+        if view is not None and view.state is PromptState.FAILED and self._recomputes:
             log.warning("prompt_recomputed", request_id=request.request_id, reason=view.failure)
             self._settle_locally(request)
             return 0, False
+        has_failed = view is not None and view.state is PromptState.FAILED  # and prefill was told that it is not asked again
+        if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound and not has_failed):
+            self._ask(request, num_computed)
+            return None, False
+        if view is None or view.state is PromptState.WAITING:
+            return None, False
         if wanted.is_offered and view.state is PromptState.READY:
             self._leader.lacks_pages(wanted.name)  # or vLLM would have given it blocks when it was told the last time
         wanted.is_offered = True
@@ -212,7 +218,7 @@ class SchedulerSide:
     def _settle_locally(self, request: Any) -> None:
         """Nothing comes from elsewhere for this request any more."""
         self._give_up(request, "its prompt is computed here")
-        request.kv_transfer_params["do_remote_prefill"] = False
+        _set(request, do_remote_prefill=False)
 
     def _give_up(self, request: Any, reason: str) -> None:
         """Of a request whose KV is elsewhere and was not fetched, or not yet; of others nothing."""
@@ -230,7 +236,7 @@ class SchedulerSide:
         if num_external_tokens > 0 and wanted is not None and not wanted.is_bound:
             wanted.is_bound = True
             self._leader.bind(wanted.name, self._page_tables(blocks))
-            request.kv_transfer_params["do_remote_prefill"] = False  # whatever comes of it, it is not asked for again
+            _set(request, do_remote_prefill=False)  # whatever comes of it, it is not asked for again
 
     # Of steps
 

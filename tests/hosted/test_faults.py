@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from decode_node import target_requests
 from decode_node.peers import PrefillPeer
 from decode_node.target_rank import Settled
+from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import SOURCE, TARGET
 from prefill_node import source_requests
 from prefill_node.source_rank import GivenUp
@@ -200,6 +201,12 @@ def preempt(source: Instance) -> None:
         rank.pause(["a"], "preempted")
 
 
+def next_try(source: Instance, before: Sequence[source_requests.Transfer]) -> source_requests.Transfer | None:
+    """Of "a", once the ranks were told of it."""
+    transfer = source.leader._source.requests._prompts["a"].transfer
+    return transfer if transfer is not None and transfer.is_started and transfer not in before else None
+
+
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, is_needed: bool
@@ -244,6 +251,58 @@ def test_pages_of_a_preempted_prompt_go_to_one_that_can_be_sent(
         assert source.freed("a").failure == ""
 
 
+def test_pages_are_not_given_to_a_prompt_that_is_preempted_as_well(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pins nothing any more, and waits like the other."""
+    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.2)
+    source, decode = pair({"tp_size": 2})
+    begun(source, decode, num_computed=64)
+    decode.leader.want("d", "c", source.leader.address, PROMPT)
+    source.leader.offer("c", "c", PROMPT)
+    source.leader.begin("c")
+    decode.wait_until_ready("d")
+    preempt(source)
+    source.leader.pause("c")
+    for rank in source.ranks:
+        rank.pause(["c"], "preempted")
+
+    def is_waiting() -> bool:
+        view = decode.leader.view("d")
+        return view is not None and view.state is PromptState.WAITING
+
+    wait_for(is_waiting, "d is not ready any more")
+    for _ in range(50):
+        decode.leader.lacks_pages("d")
+        time.sleep(0.02)
+    decode.take_news()
+    assert decode.news == [[]]
+    for name, pages in (("c", list(range(30, 37))), ("a", FROM)):
+        source.leader.begin(name)
+        source.compute(name, pages, PROMPT, 0, 100)
+        source.finish(name)
+    decode.wait_until_ready("d")
+    decode.leader.bind("d", [list(range(7))])
+    assert decode.settled("b").failure == decode.settled("d").failure == ""
+    decode.assert_has(TO, PROMPT)
+    decode.assert_has(list(range(7)), PROMPT)
+
+
+def test_pages_that_lacked_once_do_not_lack_for_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.4)
+    monkeypatch.setattr(target_requests, "LACKING_GAP_S", 0.1)
+    source, decode = pair({"tp_size": 2})
+    begun(source, decode, num_computed=64)
+    preempt(source)
+    source.leader.offer("c", "c", PROMPT)
+    source.leader.begin("c")
+    decode.leader.want("d", "c", source.leader.address, PROMPT)
+    decode.wait_until_ready("d")
+    for _ in range(3):
+        decode.leader.lacks_pages("d")
+        time.sleep(0.5)
+    decode.take_news()
+    assert decode.news == [[]]
+
+
 def test_pages_of_a_prompt_that_is_about_to_be_sent_are_not_given(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has been bound just now, and prefill is between two questions for room."""
     monkeypatch.setattr(target_requests, "YIELD_AFTER_S", 0.0)
@@ -268,15 +327,22 @@ def test_pages_of_a_prompt_that_is_about_to_be_sent_are_not_given(pair: Pair, mo
     decode.assert_has(TO, PROMPT)
 
 
-def test_a_prompt_is_preempted_as_often_as_it_happens(pair: Pair) -> None:
+@pytest.mark.parametrize("told_by", ["leader", "ranks"])
+def test_a_prompt_is_preempted_as_often_as_it_happens(pair: Pair, monkeypatch: pytest.MonkeyPatch, told_by: str) -> None:
     """It is no retry, of which there are none here, and nothing that speaks against the prefill node."""
+    monkeypatch.setattr(target_requests, "REASON_GRACE_S", 30.0)  # however slow the machine: prefill's reason counts
     source, decode = pair({"tp_size": 2}, {"limits.prefill_retries": 0, "breaker.failures": 1})
     begun(source, decode, num_computed=64)
+    tries = [wait_for(lambda: next_try(source, []), "the first try")]
     for number in range(5):
-        preempt(source)
+        if told_by == "leader":
+            source.leader.pause("a")
+        for rank in source.ranks:
+            rank.pause(["a"], "preempted")
         source.leader.begin("a")
         source.compute("a", list(range(7 * number, 7 * number + 7)), PROMPT, 0, 40 + number)
-        time.sleep(0.1)
+        tries.append(wait_for(lambda: next_try(source, tries), "the next try"))
+    assert len({transfer.transfer_id for transfer in tries}) == 6
     source.compute("a", list(range(28, 35)), PROMPT, 0, 100)
     source.finish("a")
     assert decode.settled("b").failure == ""
@@ -291,12 +357,13 @@ def test_a_prompt_that_is_preempted_after_all_of_it_was_sent_is_over(pair: Pair)
     source, decode = pair({"tp_size": 2})
     begun(source, decode, num_computed=100)
     assert decode.settled("b").failure == ""
-    time.sleep(0.2)
+    (transfer,) = source.leader._source.requests._transfers.values()
+    wait_for(transfer.sent.is_set, "prefill has heard so")
     preempt(source)
     source.leader.begin("a")
     source.compute("a", FROM, PROMPT, 0, 100)
     source.finish("a")
-    source.freed("a")
+    assert source.freed("a").failure == ""
     source.assert_idle()
     hand_over(source, decode, "next")
 
