@@ -175,12 +175,13 @@ class SchedulerSide:
             return 0, False
         wanted = self._wanted.get(request.request_id)
         view = None if wanted is None else self._leader.view(wanted.name)
-        if view is not None and view.state is PromptState.FAILED and self._recomputes:
+        if view is not None and view.state is PromptState.FAILED:  # prefill was told that it is not asked for again
+            if not self._recomputes:
+                return num_tokens - num_computed, True  # the workers say that it failed, and vLLM ends the request
             log.warning("prompt_recomputed", request_id=request.request_id, reason=view.failure)
             self._settle_locally(request)
             return 0, False
-        has_failed = view is not None and view.state is PromptState.FAILED  # and prefill was told that it is not asked again
-        if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound and not has_failed):
+        if wanted is None or (wanted.start_token != num_computed and not wanted.is_bound):
             self._ask(request, num_computed)
             return None, False
         if view is None or view.state is PromptState.WAITING:
@@ -188,7 +189,7 @@ class SchedulerSide:
         if wanted.is_offered and view.state is PromptState.READY:
             self._leader.lacks_pages(wanted.name)  # or vLLM would have given it blocks when it was told the last time
         wanted.is_offered = True
-        return num_tokens - num_computed, True  # of one that failed the workers say so, and vLLM ends the request
+        return num_tokens - num_computed, True
 
     def _why_not_fetched(self, request: Any, params: Mapping[str, Any]) -> str:
         """What makes the KV that can be fetched another than vLLM would compute, or use."""

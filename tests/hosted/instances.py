@@ -219,3 +219,28 @@ def kv_of(prompt: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
 
 def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple((index * 37 + 101 * seed + 11) % 1000 for index in range(num_tokens))
+
+
+PROMPT = prompt_of(100)
+FROM = list(range(7))
+"""Its pages in a source, of 16 tokens each."""
+
+TO = list(range(PAGES - 1, PAGES - 8, -1))
+"""Its pages in a target."""
+
+
+def hand_over(source: Instance, decode: Instance, name: str) -> None:
+    """That both are well: a prompt goes through, and nothing is left of any."""
+    decode.leader.want(name, name, source.leader.address, PROMPT)
+    decode.leader.bind(name, [TO])
+    source.leader.offer(name, name, PROMPT)
+    source.leader.begin(name)
+    source.compute(name, FROM, PROMPT, 0, 100)
+    source.finish(name)
+    assert decode.settled(name).failure == ""
+    decode.assert_has(TO, PROMPT)
+    assert source.freed(name).failure == ""
+    source.assert_idle()
+    decode.assert_idle()
+    source.leader.check()
+    decode.leader.check()

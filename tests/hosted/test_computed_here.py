@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from prefill_node.source_requests import Transfer
-from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
+from tests.hosted.instances import FROM, PROMPT, TO, Instance, wait_for
 from transfer.errors import ConfigError
 
 Pair = Callable[..., tuple[Instance, Instance]]
-PROMPT = prompt_of(100)
-FROM = list(range(7))
-TO = list(range(PAGES - 1, PAGES - 8, -1))
 
 
 class Front:

@@ -15,28 +15,10 @@ from kvferry.engines.hosted import SOURCE, TARGET
 from prefill_node import source_requests
 from prefill_node.source_rank import GivenUp
 from tests.hosted.conftest import Start
-from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
+from tests.hosted.instances import FROM, PROMPT, TO, Instance, hand_over, wait_for
 from transfer.errors import ConfigError, PeerUnreachable
 
 Pair = Callable[..., tuple[Instance, Instance]]
-PROMPT = prompt_of(100)
-FROM = list(range(7))
-TO = list(range(PAGES - 1, PAGES - 8, -1))
-
-
-def hand_over(source: Instance, decode: Instance, name: str) -> None:
-    """That both are well: a prompt goes through."""
-    decode.leader.want(name, name, source.leader.address, PROMPT)
-    decode.leader.bind(name, [TO])
-    source.leader.offer(name, name, PROMPT)
-    source.leader.begin(name)
-    source.compute(name, FROM, PROMPT, 0, 100)
-    source.finish(name)
-    assert decode.settled(name).failure == ""
-    decode.assert_has(TO, PROMPT)
-    assert source.freed(name).failure == ""
-    source.assert_idle()
-    decode.assert_idle()
 
 
 def begun(source: Instance, decode: Instance, *, num_computed: int = 40) -> None:

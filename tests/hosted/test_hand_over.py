@@ -12,12 +12,9 @@ from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import SOURCE, TARGET
 from prefill_node.source_rank import Free, Wanted
 from tests.hosted.conftest import Start
-from tests.hosted.instances import PAGES, Instance, prompt_of, target, wait_for
+from tests.hosted.instances import FROM, PAGES, PROMPT, TO, Instance, prompt_of, target, wait_for
 
 Pair = Callable[..., tuple[Instance, Instance]]
-PROMPT = prompt_of(100)
-FROM = list(range(7))
-TO = list(range(PAGES - 1, PAGES - 8, -1))
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "page_size"), [(1, 1, 16), (2, 1, 24), (1, 2, 16), (4, 2, 8)])

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -37,7 +37,6 @@ from transfer.config import HostedConfig
 from transfer.load_config import load_config
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import PlainText
-from transfer.registry.server import serve
 
 Code = grpc.StatusCode
 UNREAD_HERE = UNREAD | {("PrefillControl.Prefill", "engine_request")}
@@ -61,16 +60,7 @@ class HostedNodes(Nodes):
     async def open(self) -> None:
         self.target.start(NOWHERE)
         await self.source._joins.open(instance(JOINED_LIFE), NOWHERE, (NOWHERE,))
-        for name, services in (
-            ("PrefillControl", {"prefill_control": self.source}),
-            ("DecodeControl", {"decode_control": self.target}),
-            ("TransferControl", {"transfer_control": self.transfer}),
-        ):
-            server = await serve("127.0.0.1", 0, **cast(Any, services))
-            self.servers.append(server)
-            self.channels[name] = grpc.aio.insecure_channel(
-                server.address, options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
-            )
+        await self.serve(self.source, self.target)
 
     async def close(self) -> None:
         self.transfer.close("the test is over")

@@ -25,7 +25,7 @@ from prefill_node import source_requests
 from prefill_node.source_messages import CloseSource, FreeSource, SourceIdle
 from prefill_node.source_requests import SourceRequests
 from tests.hosted.conftest import Start
-from tests.hosted.instances import LAYOUT, PAGES, Instance, prompt_of, wait_for
+from tests.hosted.instances import FROM, LAYOUT, PROMPT, TO, Instance, hand_over, wait_for
 from transfer.config import HostedConfig
 from transfer.config.hosted import HostedLimitsConfig
 from transfer.errors import ConfigError, LocalProtocolError
@@ -36,26 +36,6 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 
 Pair = Callable[..., tuple[Instance, Instance]]
-PROMPT = prompt_of(100)
-FROM = list(range(7))
-TO = list(range(PAGES - 1, PAGES - 8, -1))
-
-
-def hand_over(source: Instance, decode: Instance, name: str) -> None:
-    """That both are well: a prompt goes through, and nothing is left of any."""
-    decode.leader.want(name, name, source.leader.address, PROMPT)
-    decode.leader.bind(name, [TO])
-    source.leader.offer(name, name, PROMPT)
-    source.leader.begin(name)
-    source.compute(name, FROM, PROMPT, 0, 100)
-    source.finish(name)
-    assert decode.settled(name).failure == ""
-    decode.assert_has(TO, PROMPT)
-    assert source.freed(name).failure == ""
-    source.assert_idle()
-    decode.assert_idle()
-    source.leader.check()
-    decode.leader.check()
 
 
 def life_of(instance: Instance) -> int:

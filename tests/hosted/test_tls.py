@@ -11,12 +11,9 @@ import pytest
 from kvferry.engines.hosted import SOURCE, TARGET
 from tests.authority import Authority, Files
 from tests.hosted.conftest import Start
-from tests.hosted.instances import PAGES, Instance, prompt_of, wait_for
+from tests.hosted.instances import FROM, PROMPT, TO, Instance, wait_for
 from transfer.errors import ConfigError
 
-PROMPT = prompt_of(100)
-FROM = list(range(7))
-TO = list(range(PAGES - 1, PAGES - 8, -1))
 PREFILL, DECODE = "spiffe://cluster.example/prefill", "decode-0.example"
 PREFILL_NAMES = ("prefill-0.example", PREFILL)  # callers check a node by a DNS name
 

@@ -167,9 +167,13 @@ class Nodes:
     async def open(self) -> None:
         self.prefill_life.requests.start()
         await self.prefill_life.joins.open(instance(JOINED_LIFE), NOWHERE, (NOWHERE,))
+        await self.serve(self.prefill, self.decode)
+
+    async def serve(self, prefill_control: Any, decode_control: Any) -> None:
+        """Each service behind a server and a channel of its own."""
         for name, services in (
-            ("PrefillControl", {"prefill_control": self.prefill}),
-            ("DecodeControl", {"decode_control": self.decode}),
+            ("PrefillControl", {"prefill_control": prefill_control}),
+            ("DecodeControl", {"decode_control": decode_control}),
             ("TransferControl", {"transfer_control": self.transfer}),
         ):
             server = await serve("127.0.0.1", 0, **cast(Any, services))
