@@ -13,7 +13,6 @@ import grpc
 import structlog
 
 from decode_node.admission import Admission, page_needs
-from decode_node.breaker import BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
@@ -38,6 +37,7 @@ from node_runtime.leader_service import Leader
 from node_runtime.prompt import checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
 from node_runtime.transfer_ids import check_request_id
+from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, StagingError, TransferAborted, TransferError
 from transfer.instance import Instance

@@ -1,6 +1,6 @@
 """The prefill nodes that a decode node uses: joins each, keeps the join alive, and picks one for a request.
 
-Each has a circuit breaker (`decode_node.breaker`), which has requests go elsewhere for a while when the node was lost or failed.
+Each has a circuit breaker (`transfer.breaker`), which has requests go elsewhere for a while when the node was lost or failed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import grpc
 import structlog
 
-from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from node_runtime.reminders import Reminders
+from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import GREEDY, SamplingParams
 from transfer.errors import (

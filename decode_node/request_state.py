@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from decode_node.breaker import Permit, Verdict
 from decode_node.peers import PrefillPeer
 from decode_node.text import TextStream
+from transfer.breaker import Permit, Verdict
 from transfer.engine_types import SamplingParams
 from transfer.errors import EngineError, IntegrityError, TransferError, TransportError
 from transfer.pb import kvferry_pb2 as pb

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import structlog
 
 from decode_node.admission import Admission
-from decode_node.breaker import Verdict
 from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
@@ -31,6 +30,7 @@ from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Tr
 from decode_node.text import TextCodec
 from node_runtime.step_watch import StepWatch
 from node_runtime.transfer_ids import new_transfer_id
+from transfer.breaker import Verdict
 from transfer.chunk import ChunkPlan, check_num_chunks
 from transfer.engine_types import SamplingParams
 from transfer.errors import (

@@ -17,7 +17,6 @@ from typing import Final
 
 import structlog
 
-from decode_node.breaker import Permit, Verdict
 from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
 from decode_node.request_state import is_retried, verdict_of
 from decode_node.target_messages import (
@@ -30,6 +29,7 @@ from decode_node.target_messages import (
     TransferWhole,
 )
 from node_runtime.transfer_ids import new_transfer_id
+from transfer.breaker import Permit, Verdict
 from transfer.chunk import ChunkPlan, check_num_chunks
 from transfer.config import HostedLimitsConfig
 from transfer.config.values import checked_host_port

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import structlog
 
-from decode_node.breaker import BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
 from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
 from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
 from decode_node.target_requests import TargetRequests
 from node_runtime.rank_report import RankHello, RankReport
 from node_runtime.transfer_ids import is_try_of
+from transfer.breaker import BreakerSettings
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.messages import clip_reason

@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
-from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
+from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 
 log = structlog.get_logger(__name__)
 

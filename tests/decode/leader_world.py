@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from decode_node.admission import Admission, page_needs
-from decode_node.breaker import Breaker, BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
@@ -23,6 +22,7 @@ from decode_node.request_state import Done, Observer, Request, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from tests.runtime.instances import instance
+from transfer.breaker import Breaker, BreakerSettings
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError

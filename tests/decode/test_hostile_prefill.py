@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node.breaker import BreakerSettings
 from decode_node.peers import PrefillPeer, PrefillPeers
 from tests.registry.hostile_messages import hostile_messages
 from tests.runtime.instances import instance
+from transfer.breaker import BreakerSettings
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError, TransportError

@@ -14,10 +14,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
-from decode_node.breaker import BreakerSettings, BreakerState, Verdict
 from decode_node.peers import PrefillPeer, PrefillPeers
 from node_runtime import reminders
 from tests.runtime.instances import instance, until
+from transfer.breaker import BreakerSettings, BreakerState, Verdict
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import ChunkTooLarge, PeerUnreachable, StagingError

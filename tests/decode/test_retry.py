@@ -11,13 +11,13 @@ from typing import cast
 import pytest
 
 from decode_node import requests as requests_module
-from decode_node.breaker import Breaker
 from decode_node.peers import PrefillPeer
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import play
 from tests.decode.leader_world import BREAKER, FIRST_TOKEN, OTHER_LIFE, POOL_PAGES, Peer, World, take, turns
 from tests.runtime.instances import instance, until
+from transfer.breaker import Breaker
 from transfer.errors import (
     ConfigError,
     EngineError,

@@ -30,6 +30,8 @@ PACKAGES: dict[str, set[str]] = {
 
 # What the memory plan is made of: layer 0, so that a plan can be made where there is neither torch nor transformers.
 MEMORY_PLAN = tuple(f"transfer/memory/{name}.py" for name in ("__init__", "config_fields", "model_*", "plan*", "workspace"))
+# How pages are named and lie outside of the pools, and what a store of them can do.
+STORED_PAGES = tuple(f"transfer/storage/{name}.py" for name in ("__init__", "base", "keys", "pages"))
 # Layer 0: standard library and each other; nothing of the outer world.
 L0 = (
     "transfer/__init__.py",
@@ -43,6 +45,8 @@ L0 = (
     "transfer/page_allocator.py",
     "transfer/instance.py",
     "transfer/engine_types.py",
+    "transfer/breaker.py",
+    *STORED_PAGES,
     "transfer/transport/base.py",
     "transfer/control/base.py",
     *MEMORY_PLAN,
@@ -63,7 +67,6 @@ L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings",
 SANS_IO = (
     *(f"prefill_node/sender{part}.py" for part in ("", "_events", "_state")),
     *(f"decode_node/receiver{part}.py" for part in ("", "_events", "_state")),
-    "decode_node/breaker.py",
 )
 SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 
@@ -71,8 +74,8 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 # files of layer 0 are interfaces; they may name an event loop in a signature.)
 LOGIC = (
     "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py",
-    "transfer/ring_index.py", "transfer/page_allocator.py",
-    *MEMORY_PLAN, *SANS_IO,
+    "transfer/ring_index.py", "transfer/page_allocator.py", "transfer/breaker.py",
+    *STORED_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "os", "queue", "random", "secrets", "select", "selectors", "signal",

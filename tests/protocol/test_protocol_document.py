@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from decode_node.breaker import Verdict
 from decode_node.peers import PrefillPeers
 from decode_node.request_state import is_retried, verdict_of
 from decode_node.requests import DecodeRequests
 from prefill_node.joins import Joins
 from transfer import errors
+from transfer.breaker import Verdict
 from transfer.instance import check_compatible
 from transfer.messages import MESSAGE_TYPES, ChunkSize, IssuedGrant, Message
 from transfer.registry.convert import chunk_plan_from_proto, instance_from_proto

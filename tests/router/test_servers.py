@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from decode_node.breaker import BreakerState
 from kvferry.router.servers import STATES, Lease, Server, Tier, compare_names
+from transfer.breaker import BreakerState
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
+from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.errors import ConfigError
 from transfer.metrics import BREAKER_STATES
 

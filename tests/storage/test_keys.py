@@ -1,0 +1,228 @@
+"""Keys of stored pages: equal for equal KV, and never equal for any other."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.errors import ConfigError
+from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
+from transfer.storage.keys import (
+    FINGERPRINT_CHARS,
+    MAX_KEY_CHARS,
+    PageHashes,
+    chain_seed,
+    fingerprint_of,
+    is_shared,
+    page_hashes,
+    store_fingerprint,
+    store_key,
+    storing_rank,
+)
+from transfer.storage.pages import can_be_stored, page_parts
+
+LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.BFLOAT16)
+MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=16, v_head_dim=0)
+ATTENTION = LayerSpec(num_kv_heads=4, k_head_dim=8, v_head_dim=8)
+WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=8, v_head_dim=8, window_tokens=32)
+SHARD = Shard(page_size=4)
+FIELDS = {"architecture": "LlamaForCausalLM", "weights": "0123"}
+SEED = chain_seed("f" * FINGERPRINT_CHARS, "", "")
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def fingerprint(**changed: Any) -> str:
+    arguments = {"layout": LAYOUT, "shard": SHARD, "model_fields": FIELDS, "kv_scales": ()} | changed
+    return store_fingerprint(**arguments)
+
+
+def full_group(layout: KVLayout) -> LayerGroup:
+    return layer_groups(layout)[0]
+
+
+def test_the_fingerprint_is_stable_across_versions() -> None:
+    """A new version would otherwise read nothing of what an older one has stored."""
+    assert fingerprint() == "bb327cb4adfb951d775f4b956fd895b4"
+    assert fingerprint(model_fields=dict(reversed(FIELDS.items()))) == fingerprint()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layout": KVLayout.uniform(num_layers=5, num_kv_heads=4, head_dim=8, dtype=DType.BFLOAT16)},
+        {"layout": KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=8, dtype=DType.FLOAT16)},
+        {"shard": replace(SHARD, page_size=8)},
+        {"shard": replace(SHARD, order=TokenOrder.HND)},
+        {"shard": replace(SHARD, dtype=DType.FLOAT8_E4M3)},
+        {"model_fields": FIELDS | {"weights": "0124"}},
+        {"model_fields": {}},
+        {"kv_scales": ((1.0, 2.0),) * 4},
+    ],
+)
+def test_what_kv_depends_on_is_in_the_fingerprint(changed: dict[str, Any]) -> None:
+    assert fingerprint(**changed) != fingerprint()
+
+
+def test_scales_that_differ_in_the_last_bit_differ() -> None:
+    assert fingerprint(kv_scales=((1.0, 2.0),) * 4) != fingerprint(kv_scales=((1.0, 2.0000000000000004),) * 4)
+    assert fingerprint(kv_scales=((1, 2),) * 4) == fingerprint(kv_scales=((1.0, 2.0),) * 4)
+
+
+def test_ranks_are_not_in_the_fingerprint() -> None:
+    assert fingerprint(shard=replace(SHARD, tp_size=4, tp_rank=3)) == fingerprint()
+    assert fingerprint(shard=replace(SHARD, pp_size=2, pp_rank=1)) == fingerprint()
+    assert fingerprint(shard=replace(SHARD, dtype=DType.BFLOAT16)) == fingerprint()  # what None means
+
+
+@given(st.tuples(st.text(), st.text(), st.text()), st.tuples(st.text(), st.text(), st.text()))
+def test_seeds_are_equal_only_for_equal_texts(ours: tuple[str, str, str], theirs: tuple[str, str, str]) -> None:
+    assert (chain_seed(*ours) == chain_seed(*theirs)) is (ours == theirs)
+
+
+def test_texts_do_not_run_into_each_other() -> None:
+    assert chain_seed("f", "ab", "c") != chain_seed("f", "a", "bc")
+    assert chain_seed("f", "ab", "") != chain_seed("f", "", "ab")
+
+
+def test_the_chain_is_what_it_says() -> None:
+    first = hashlib.sha256(SEED + struct.pack("<2I", 7, 2**32 - 1)).digest()
+    second = hashlib.sha256(first + struct.pack("<2I", 0, 9)).digest()
+    assert page_hashes([7, 2**32 - 1, 0, 9, 5], page_size=2, seed=SEED) == [first, second]
+
+
+@given(TOKENS, TOKENS, st.integers(1, 5))
+def test_pages_share_a_hash_exactly_as_far_as_the_tokens_are_equal(ours: list[int], theirs: list[int], page_size: int) -> None:
+    common = 0
+    while common < min(len(ours), len(theirs)) and ours[common] == theirs[common]:
+        common += 1
+    a, b = (page_hashes(tokens, page_size=page_size, seed=SEED) for tokens in (ours, theirs))
+    assert [x == y for x, y in zip(a, b, strict=False)] == [index < common // page_size for index in range(min(len(a), len(b)))]
+    assert len(set(a)) == len(a) == len(ours) // page_size
+
+
+@given(TOKENS, st.lists(st.integers(0, 9), max_size=12), st.integers(1, 5))
+def test_a_chain_that_grows_is_the_chain_of_all_its_tokens(tokens: list[int], cuts: list[int], page_size: int) -> None:
+    chain = PageHashes(page_size=page_size, seed=SEED)
+    added: list[bytes] = []
+    position = 0
+    for cut in [*cuts, len(tokens)]:
+        added += chain.extend(tokens[position : position + cut])
+        position = min(len(tokens), position + cut)
+        assert chain.num_tokens == position
+    assert added == chain.hashes == page_hashes(tokens, page_size=page_size, seed=SEED)
+
+
+def test_another_seed_is_another_chain() -> None:
+    other = chain_seed("f" * FINGERPRINT_CHARS, "", "tenant")
+    assert not set(page_hashes(range(8), page_size=2, seed=SEED)) & set(page_hashes(range(8), page_size=2, seed=other))
+
+
+def test_a_page_has_tokens() -> None:
+    with pytest.raises(ConfigError, match="page_size is 0; it must be at least 1"):
+        PageHashes(page_size=0, seed=SEED)
+
+
+def keys_of_ranks(layout: KVLayout, group: LayerGroup, tp_size: int) -> list[str]:
+    shards = [Shard(tp_size=tp_size, tp_rank=rank, page_size=4) for rank in range(tp_size)]
+    return [store_key("a" * 32, bytes(32), group=group, layout=layout, shard=shard) for shard in shards]
+
+
+def test_a_key_names_its_part() -> None:
+    assert keys_of_ranks(LAYOUT, full_group(LAYOUT), 2) == [f"{'a' * 32}/{'00' * 32}-full-{rank}of2" for rank in range(2)]
+
+
+def test_ranks_that_hold_the_same_head_share_a_key() -> None:
+    keys = keys_of_ranks(LAYOUT, full_group(LAYOUT), 8)
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    assert len(set(keys)) == 4
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
+def test_ranks_share_a_key_exactly_when_they_hold_the_same_heads(tp_size: int, heads: int, other_heads: int) -> None:
+    specs = tuple(LayerSpec(num_kv_heads=number, k_head_dim=8, v_head_dim=8) for number in (heads, other_heads))
+    layout = KVLayout(layers=specs, dtype=DType.BFLOAT16)
+    shards = [Shard(tp_size=tp_size, tp_rank=rank) for rank in range(tp_size)]
+    keys = keys_of_ranks(layout, full_group(layout), tp_size)
+    for shard, key in zip(shards, keys, strict=True):
+        held = [shard.heads(spec.num_kv_heads) for spec in specs]
+        same = [other.tp_rank for other in shards if [other.heads(spec.num_kv_heads) for spec in specs] == held]
+        assert storing_rank(full_group(layout), layout=layout, shard=shard) == same[0]
+        assert [rank for rank, other in enumerate(keys) if other == key] == same
+
+
+def test_a_latent_is_stored_once_for_every_degree() -> None:
+    layout = KVLayout(layers=(MLA, MLA), dtype=DType.BFLOAT16)
+    assert is_shared(full_group(layout), layout=layout)
+    assert {*keys_of_ranks(layout, full_group(layout), 2), *keys_of_ranks(layout, full_group(layout), 3)} == {
+        f"{'a' * 32}/{'00' * 32}-full-all"
+    }
+    assert storing_rank(full_group(layout), layout=layout, shard=Shard(tp_size=2, tp_rank=1)) == 0
+
+
+def test_a_latent_beside_heads_is_stored_with_them() -> None:
+    layout = KVLayout(layers=(MLA, ATTENTION), dtype=DType.BFLOAT16)
+    assert not is_shared(full_group(layout), layout=layout)
+    assert len(set(keys_of_ranks(layout, full_group(layout), 4))) == 4
+
+
+def test_groups_and_stages_have_keys_of_their_own() -> None:
+    layout = KVLayout(layers=(ATTENTION, WINDOW, ATTENTION, WINDOW), dtype=DType.BFLOAT16)
+    full, window = layer_groups(layout)
+    names = [
+        store_key("a" * 32, bytes(32), group=group, layout=layout, shard=Shard(pp_size=2, pp_rank=rank, tp_size=2))
+        for group in (full, window)
+        for rank in range(2)
+    ]
+    assert [name.partition("00-")[2] for name in names] == [
+        "full-0_2-0of2", "full-2_4-0of2", "window_32-0_2-0of2", "window_32-2_4-0of2",
+    ]  # fmt: skip
+
+
+def test_every_key_is_a_path_that_a_store_takes() -> None:
+    layout = KVLayout(layers=(replace(WINDOW, window_tokens=2**31),) * 4096, dtype=DType.BFLOAT16)
+    shard = Shard(tp_size=2, tp_rank=1, pp_size=512, pp_rank=511)
+    key = store_key(fingerprint(), bytes(range(32)), group=full_group(layout), layout=layout, shard=shard)
+    assert fingerprint_of(key) == fingerprint()
+    assert len(key) <= MAX_KEY_CHARS
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "a" * 32, f"{'a' * 31}/x", f"{'A' * 32}/x", f"{'a' * 32}/../x", f"{'a' * 32}/.x", f"{'a' * 32}/x/y", f"{'a' * 32}/x\n",
+     f"/{'a' * 32}/x", f"{'a' * 32}/", f"{'a' * 32}/{'b' * 300}"],
+)  # fmt: skip
+def test_what_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="store key is"):
+        fingerprint_of(key)
+
+
+@pytest.mark.parametrize("order", list(TokenOrder))
+@pytest.mark.parametrize("tp_size", [1, 2, 8])
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_parts_of_a_page_follow_each_other_without_a_gap(order: TokenOrder, tp_size: int, pp_size: int) -> None:
+    layout = KVLayout(layers=(ATTENTION, WINDOW, MLA, ATTENTION), dtype=DType.FLOAT16)
+    for rank in range(tp_size * pp_size):
+        shard = Shard(tp_size=tp_size, pp_size=pp_size, page_size=4, order=order).at(rank)
+        for group in layer_groups(layout):
+            position = 0
+            for part in page_parts(group, layout=layout, shard=shard):
+                spec = layout.layers[part.layer]
+                heads, dim = len(shard.heads(spec.num_kv_heads)), spec.v_head_dim if part.is_v else spec.k_head_dim
+                assert part.shape == ((4, heads, dim) if order is TokenOrder.NHD else (heads, 4, dim))
+                assert part.offset_bytes == position
+                position += part.num_bytes
+            assert position == group.page_bytes(layout, shard)
+
+
+def test_a_latent_has_one_part_and_a_state_none() -> None:
+    layout = KVLayout(layers=(MLA,), dtype=DType.FLOAT16)
+    assert [part.is_v for part in page_parts(full_group(layout), layout=layout, shard=SHARD)] == [False]
+    assert not can_be_stored(LayerGroup(kind=GroupKind.STATE, layers=(0,)))
+    assert can_be_stored(full_group(layout))

@@ -1,0 +1,171 @@
+"""Names of stored pages: equal KV has an equal key, and KV that differs in anything never has.
+
+A page's hash names all tokens from the prompt's first to the page's last, for the KV of a token depends on every one before it:
+``h_i = SHA-256(h_{i-1}, tokens of page i)``. The chain begins with the fingerprint of whatever else the KV depends on, and with
+the salts that keep tenants apart. Only whole pages have a hash.
+
+A key is ``FINGERPRINT/HASH-GROUP-PART``: a tensor-parallel rank stores its own heads, so PART is ``1of2``; an MLA latent is the
+same on every rank, and is stored once, as ``all``. With several pipeline stages the stage's layers come first: ``0_16-1of2``.
+
+Pure: no clock, no files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from transfer.errors import ConfigError
+from transfer.layer_groups import LayerGroup
+from transfer.layout import KVLayout, LayerKind, Shard
+
+STORE_FORMAT: Final = 1
+"""Of what a key says and of how a page lies in its bytes (`transfer.storage.pages`); whoever changes either raises it."""
+
+FINGERPRINT_CHARS: Final = 32
+MAX_KEY_CHARS: Final = 255
+"""Of a whole key, so that its last part is a file name everywhere."""
+
+_KEY: Final = re.compile(rf"[0-9a-f]{{{FINGERPRINT_CHARS}}}/[0-9a-z][0-9a-z_.-]*")
+
+
+def store_fingerprint(
+    layout: KVLayout, shard: Shard, model_fields: Mapping[str, str], kv_scales: Sequence[tuple[float, float]]
+) -> str:
+    """32 hex digits of everything but tokens that a stored page depends on; stable across versions of kvferry.
+
+    How many ranks there are is not in it: the key of each page says whose part it is.
+
+    Args:
+        layout: The KV of the model.
+        shard: Page size, order and element type of the pool; its ranks do not matter.
+        model_fields: What else must be equal of the model, its weights' digest among it (`transfer.instance.Instance`).
+        kv_scales: Of a pool of 8-bit floats, as of `Instance`; empty elsewhere.
+    """
+    named = {
+        "format": STORE_FORMAT,
+        "layout": layout.fields(),
+        "model": dict(model_fields),
+        "kv_scales": [[scale.hex() for scale in map(float, pair)] for pair in kv_scales],
+        "dtype": str(shard.pool_dtype(layout)),
+        "order": str(shard.order),
+        "page_size": shard.page_size,
+    }
+    canonical = json.dumps(named, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:FINGERPRINT_CHARS]
+
+
+def chain_seed(fingerprint: str, store_salt: str, request_salt: str) -> bytes:
+    """What the hash chain of a request begins with: 32 bytes.
+
+    Args:
+        fingerprint: See `store_fingerprint`.
+        store_salt: Of the nodes, `storage.salt`: they share pages only with nodes of the same one.
+        request_salt: Of the request, `cache_salt`: it shares pages only with requests of the same one.
+    """
+    digest = hashlib.sha256(b"kvferry-kv-chain")
+    for text in (fingerprint, store_salt, request_salt):
+        encoded = text.encode()
+        digest.update(struct.pack("<Q", len(encoded)) + encoded)  # with its length, so that no text runs into the next
+    return digest.digest()
+
+
+class PageHashes:
+    """The chain of one request, which grows with its tokens.
+
+    Args:
+        page_size: Tokens per page, at least 1.
+        seed: See `chain_seed`.
+
+    Attributes:
+        hashes: Of every whole page so far, 32 bytes each. Not to be changed.
+    """
+
+    def __init__(self, *, page_size: int, seed: bytes) -> None:
+        if page_size < 1:
+            raise ConfigError(f"page_size is {page_size}; it must be at least 1 token")
+        self._page = struct.Struct(f"<{page_size}I")
+        self._page_size = page_size
+        self._last = seed
+        self._tail: list[int] = []  # tokens behind the last whole page
+        self.hashes: list[bytes] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, those of the page that is not whole yet among them."""
+        return len(self.hashes) * self._page_size + len(self._tail)
+
+    def extend(self, token_ids: Iterable[int]) -> Sequence[bytes]:
+        """Add the tokens that come next; ids in [0, 2**32).
+
+        Returns:
+            The hashes of the pages that have become whole.
+        """
+        known = len(self.hashes)
+        tokens = [*self._tail, *token_ids]
+        num_whole = len(tokens) // self._page_size * self._page_size
+        for begin in range(0, num_whole, self._page_size):
+            packed = self._page.pack(*tokens[begin : begin + self._page_size])
+            self._last = hashlib.sha256(self._last + packed).digest()
+            self.hashes.append(self._last)
+        self._tail = tokens[num_whole:]
+        return self.hashes[known:]
+
+
+def page_hashes(token_ids: Iterable[int], *, page_size: int, seed: bytes) -> list[bytes]:
+    """The hash of each whole page of the tokens, see `PageHashes`."""
+    chain = PageHashes(page_size=page_size, seed=seed)
+    chain.extend(token_ids)
+    return chain.hashes
+
+
+def is_shared(group: LayerGroup, *, layout: KVLayout) -> bool:
+    """Whether the group's pages are the same on every TP rank, whatever their number: layers of MLA, and no others."""
+    return all(layout.layers[layer].kind is LayerKind.MLA for layer in group.layers)
+
+
+def storing_rank(group: LayerGroup, *, layout: KVLayout, shard: Shard) -> int:
+    """The TP rank that puts the page that this rank has too: the first of those that hold the very same heads.
+
+    It is the rank's own unless the group `is_shared`, or there are more ranks than KV heads.
+    """
+    if is_shared(group, layout=layout):
+        return 0
+    numbers = {layout.layers[layer].num_kv_heads for layer in group.layers}
+    # Ranks that share every head are consecutive; the one with the most heads has the fewest sharers.
+    return max(_first_with(shard, shard.heads(number).begin, number) for number in numbers)
+
+
+def store_key(fingerprint: str, page_hash: bytes, *, group: LayerGroup, layout: KVLayout, shard: Shard) -> str:
+    """Under which the rank's page of a group is stored: one key for all ranks that hold the same bytes.
+
+    Args:
+        fingerprint: See `store_fingerprint`.
+        page_hash: See `page_hashes`.
+        group: One that keeps tokens; states are not stored.
+        shard: Of the rank.
+    """
+    stage = shard.layers(layout)
+    stage_part = f"{stage.begin}_{stage.end}-" if shard.pp_size > 1 else ""
+    part = "all" if is_shared(group, layout=layout) else f"{storing_rank(group, layout=layout, shard=shard)}of{shard.tp_size}"
+    return f"{fingerprint}/{page_hash.hex()}-{group.name}-{stage_part}{part}"
+
+
+def fingerprint_of(key: str) -> str:
+    """The fingerprint in a key.
+
+    Raises:
+        ConfigError: It is no key, so no store may use it as a path.
+    """
+    if len(key) > MAX_KEY_CHARS or _KEY.fullmatch(key) is None:
+        raise ConfigError(f"store key is {key[:MAX_KEY_CHARS]!r}; it must be one that store_key gives")
+    return key[:FINGERPRINT_CHARS]
+
+
+def _first_with(shard: Shard, head: int, num_kv_heads: int) -> int:
+    """The first TP rank whose heads begin with `head`: the least r with r * heads // tp_size == head."""
+    return -(-head * shard.tp_size // num_kv_heads)
