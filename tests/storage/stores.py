@@ -1,0 +1,74 @@
+"""Stores for tests: one in memory that keeps to the contract, and what can be done to it to see how it is lived with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from transfer.storage.base import Outcome
+
+
+class MemoryStore:
+    """Keeps pages in a dictionary. While `gate` is not set, every call hangs; `error` is raised by every call."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.pages: dict[str, bytes] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.failing: set[str] = set()
+        self.num_calls = 0
+        self.entered = threading.Semaphore(0)  # released at each call, before the gate
+
+    def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+        self._enter()
+        for key, view in pages:
+            if key not in self.failing:
+                self.pages[key] = bytes(view)
+        return [Outcome.FAILED if key in self.failing else Outcome.OK for key, _ in pages]
+
+    def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+        self._enter()
+        outcomes = []
+        for key, view in pages:
+            view[:] = self.pages.get(key, bytes(len(view)))
+            outcomes.append(Outcome.OK if key in self.pages else Outcome.MISSING)
+        return outcomes
+
+    def exists(self, keys: Sequence[str]) -> list[Outcome]:
+        self._enter()
+        return [Outcome.OK if key in self.pages else Outcome.MISSING for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> list[Outcome]:
+        self._enter()
+        return [Outcome.MISSING if self.pages.pop(key, None) is None else Outcome.OK for key in keys]
+
+    def _enter(self) -> None:
+        self.num_calls += 1
+        self.entered.release()
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Seen:
+    """A `StoreObserver` that remembers."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[str, tuple[Outcome, ...]]] = []
+        self.num_bytes = 0
+        self.depths: list[int] = []
+        self.circuits: list[tuple[str, str]] = []
+
+    def operation_finished(self, op: str, outcomes: Sequence[Outcome], *, num_bytes: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.operations.append((op, tuple(outcomes)))
+        self.num_bytes += num_bytes
+
+    def queue_changed(self, num_pages: int) -> None:
+        self.depths.append(num_pages)
+
+    def circuits_changed(self, *, read: str, write: str) -> None:
+        self.circuits.append((read, write))

@@ -1,0 +1,332 @@
+"""A store beside an asyncio loop: every call is answered by its deadline, whatever the store does, and never with an exception.
+
+The store's blocking calls run on a few daemon threads behind a queue that is bounded in bytes. What does not fit is refused at
+once. When calls fail or run out of time the circuit opens, and the store is left alone for a while; puts have a circuit of their
+own, so that a full disk can still be read. A store that hangs costs the thread that it hangs in, and nothing else.
+
+**Views.** A call's views are touched until it is answered, or its task is cancelled, and never after: a put copies a page before
+the store sees it, and a get fills memory of its own first. Both copies are made under a lock that a deadline takes as well, so a
+thread that comes too late finds its job given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import structlog
+
+from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
+from transfer.errors import ConfigError
+from transfer.storage.base import Outcome, Store, StoreObserver
+
+JOB_BYTES: Final = 4 << 20
+"""Of the pages that one thread takes at once: a call can keep all threads busy, and a copy is over at once."""
+
+JOB_KEYS: Final = 16
+KEY_BYTES: Final = 256
+"""What a key counts in the queue."""
+
+CLOSE_S: Final = 2.0
+"""What the store may take to end what it is doing when the client is closed; then its threads are left to themselves."""
+
+_SEVERITY: Final = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreClientSettings:
+    """Bounds of a `StoreClient`.
+
+    Args:
+        put_timeout_s: Of `put` and `delete`.
+        get_timeout_s: Of `get` and `exists`.
+        queue_bytes: Of pages that wait for the store, or for its answer; at least one page is always let in.
+        threads: Calls of the store at once.
+        breaker: When the store is left alone, and for how long; calls count, not pages.
+    """
+
+    put_timeout_s: float
+    get_timeout_s: float
+    queue_bytes: int
+    threads: int
+    breaker: BreakerSettings
+
+    def __post_init__(self) -> None:
+        for name in ("put_timeout_s", "get_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("queue_bytes", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+    """One page of a call; `view` is None where only the key counts."""
+
+    key: str
+    view: memoryview | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return KEY_BYTES if self.view is None else self.view.nbytes
+
+
+class _Job:
+    """Part of a call that one thread carries out. What the lock guards: who touches the views, and which outcome counts."""
+
+    def __init__(self, op: str, items: Sequence[_Item], loop: asyncio.AbstractEventLoop) -> None:
+        self.op = op
+        self.num_items = len(items)
+        self.num_bytes = sum(item.num_bytes for item in items)
+        self.answer: asyncio.Future[list[Outcome]] = loop.create_future()  # the loop's
+        self._items: Sequence[_Item] = items  # empty once it is given up
+        self._outcomes: list[Outcome] | None = None  # None: neither the store nor a deadline has spoken
+        self._lock = threading.Lock()
+
+    def conclude(self, outcome: Outcome) -> None:
+        """On the loop: answer with what the store has said, or with that `outcome`; from now on no view is touched."""
+        with self._lock:  # waits for a copy that is being made
+            self._items = ()
+            if self._outcomes is None:
+                self._outcomes = [outcome] * self.num_items
+            outcomes = self._outcomes
+        if not self.answer.done():
+            self.answer.set_result(outcomes)
+
+    def run(self, store: Store) -> None:
+        """On a thread: have the store do it, unless it was given up meanwhile."""
+        with self._lock:
+            items = self._items
+            copies = [_copied(item) for item in items] if self.op == "put" else []
+        if not items:
+            return
+        match self.op:
+            case "put":
+                self._settle(store.put(copies))
+            case "get":
+                pages = [(item.key, memoryview(bytearray(item.num_bytes))) for item in items]
+                self._settle(store.get(pages), [page for _, page in pages])
+            case "exists":
+                self._settle(store.exists([item.key for item in items]))
+            case _:
+                self._settle(store.delete([item.key for item in items]))
+
+    def _settle(self, outcomes: list[Outcome], pages: Sequence[memoryview] = ()) -> None:
+        with self._lock:
+            if self._outcomes is not None:
+                return  # too late
+            for item, page, outcome in zip(self._items, pages, outcomes, strict=False):
+                if outcome is Outcome.OK and item.view is not None:
+                    item.view[:] = page
+            self._outcomes = outcomes
+
+
+class StoreClient:
+    """See the module's docstring. Owned by one loop; every method but the constructor's is called on it.
+
+    Args:
+        store: Called from this client's threads alone.
+        loop: The owner.
+        settings: Bounds.
+        observer: Told of what is done, on the loop.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        settings: StoreClientSettings,
+        observer: StoreObserver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._loop = loop
+        self._settings = settings
+        self._observer = observer
+        self._clock = clock
+        self._reading = Breaker(settings.breaker, clock)
+        self._writing = Breaker(settings.breaker, clock)
+        self._jobs: set[_Job] = set()  # unanswered
+        self._queued_bytes = 0
+        self._num_queued = 0
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._running_threads = settings.threads
+        self._all_ended = asyncio.Event()
+        for index in range(settings.threads):
+            threading.Thread(target=self._serve, name=f"store-{index}", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """Of the store, for people."""
+        return self._store.name
+
+    @property
+    def num_queued(self) -> int:
+        """Pages that wait for the store, or for its answer."""
+        return self._num_queued
+
+    @property
+    def state(self) -> BreakerState:
+        """Of the circuit that is worse off, reading or writing."""
+        return max(self._reading.state, self._writing.state, key=_SEVERITY.index)
+
+    async def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
+        """Store pages. True: the page is in the store now. The earlier ones go first where there is not room for all."""
+        items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
+        return await self._call("put", items, self._writing, self._settings.put_timeout_s)
+
+    async def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
+        """Fill writable views, each of the page's exact size. False: a miss of any kind, and the view is untouched."""
+        items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
+        return await self._call("get", items, self._reading, self._settings.get_timeout_s)
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Whether the store has them, as far as it can say without reading them."""
+        return await self._call("exists", [_Item(key=key) for key in keys], self._reading, self._settings.get_timeout_s)
+
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        """Take pages out. True: it was there, and is there no more."""
+        return await self._call("delete", [_Item(key=key) for key in keys], self._writing, self._settings.put_timeout_s)
+
+    async def close(self) -> None:
+        """Answer everything, and wait a bounded time for what the store is doing. Idempotent; later calls are refused."""
+        self._is_closed = True
+        for job in self._jobs:
+            job.conclude(Outcome.REFUSED)
+        for _ in range(self._settings.threads):
+            self._queue.put(None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_ended.wait(), CLOSE_S)
+
+    # A call
+
+    async def _call(self, op: str, items: Sequence[_Item], breaker: Breaker, timeout_s: float) -> list[bool]:
+        if not items:
+            return []
+        begun_s = self._clock()
+        outcomes = await self._outcomes(op, items, breaker, timeout_s)
+        moved = sum(item.num_bytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK)
+        self._observer.operation_finished(
+            op, outcomes, num_bytes=moved if op in ("put", "get") else 0, seconds=self._clock() - begun_s
+        )
+        self._observer.circuits_changed(read=self._reading.state.value, write=self._writing.state.value)
+        return [outcome is Outcome.OK for outcome in outcomes]
+
+    async def _outcomes(self, op: str, items: Sequence[_Item], breaker: Breaker, timeout_s: float) -> list[Outcome]:
+        if self._is_closed:
+            return [Outcome.REFUSED] * len(items)
+        admitted = self._that_fit(items)
+        if not admitted:
+            return [Outcome.REFUSED] * len(items)
+        permit = _permit(breaker)
+        if permit is None:
+            return [Outcome.CIRCUIT_OPEN] * len(items)
+        verdict = Verdict.NOTHING  # of one whose task is cancelled
+        try:
+            outcomes = await self._answers(self._begin(op, admitted), timeout_s)
+            verdict = _verdict(outcomes)
+        finally:
+            self._end(op, breaker, permit, verdict)
+        return outcomes + [Outcome.REFUSED] * (len(items) - len(admitted))
+
+    def _that_fit(self, items: Sequence[_Item]) -> Sequence[_Item]:
+        """The first of them, as far as the queue has room; one page at least where nothing else waits."""
+        room = self._settings.queue_bytes - self._queued_bytes
+        for index, item in enumerate(items):
+            room -= item.num_bytes
+            if room < 0:
+                return items[: max(index, 0 if self._jobs else 1)]
+        return items
+
+    def _begin(self, op: str, items: Sequence[_Item]) -> list[_Job]:
+        jobs = [_Job(op, part, self._loop) for part in _parts(items)]
+        for job in jobs:
+            self._jobs.add(job)
+            self._queue.put(job)
+        self._count(jobs, 1)
+        return jobs
+
+    async def _answers(self, jobs: Sequence[_Job], timeout_s: float) -> list[Outcome]:
+        """Of all jobs, by the deadline; when this returns or raises, no view is touched any more."""
+        try:
+            await asyncio.wait([job.answer for job in jobs], timeout=timeout_s)
+        finally:
+            for job in jobs:
+                job.conclude(Outcome.TIMEOUT)
+            self._jobs.difference_update(jobs)
+            self._count(jobs, -1)
+        return [outcome for job in jobs for outcome in job.answer.result()]
+
+    def _end(self, op: str, breaker: Breaker, permit: Permit, verdict: Verdict) -> None:
+        was_open, num_openings = breaker.state is not BreakerState.CLOSED, breaker.num_openings
+        breaker.end(permit, verdict)
+        if breaker.num_openings != num_openings:
+            log.warning("store_circuit_opened", store=self.name, op=op, pause_s=round(breaker.pause_left_s, 3))
+        elif was_open and breaker.state is BreakerState.CLOSED:
+            log.info("store_circuit_closed", store=self.name, op=op)
+
+    def _count(self, jobs: Sequence[_Job], sign: int) -> None:
+        self._queued_bytes += sign * sum(job.num_bytes for job in jobs)
+        self._num_queued += sign * sum(job.num_items for job in jobs)
+        self._observer.queue_changed(self._num_queued)
+
+    # On a thread
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                job.run(self._store)
+            except Exception as error:  # whatever a store raises is that store's fault, and its pages are misses
+                log.warning("store_call_failed", store=self.name, op=job.op, error=repr(error))
+            self._post(partial(job.conclude, Outcome.FAILED))
+            del job  # a thread that waits holds no pages
+        self._post(self._thread_ended)
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(callback)
+
+    def _thread_ended(self) -> None:
+        self._running_threads -= 1
+        if not self._running_threads:
+            self._all_ended.set()
+
+
+def _copied(item: _Item) -> tuple[str, memoryview]:
+    return item.key, memoryview(b"" if item.view is None else bytes(item.view))
+
+
+def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    """Consecutive items, at most `JOB_BYTES` or one item, and at most `JOB_KEYS` together."""
+    begin, num_bytes = 0, 0
+    for index, item in enumerate(items):
+        num_bytes += item.num_bytes
+        if index > begin and (num_bytes > JOB_BYTES or index - begin == JOB_KEYS):
+            yield items[begin:index]
+            begin, num_bytes = index, item.num_bytes
+    yield items[begin:]
+
+
+def _permit(breaker: Breaker) -> Permit | None:
+    """None while the store is left alone, or somebody else tries it."""
+    return breaker.begin() if breaker.state is BreakerState.CLOSED or breaker.wants_trial else None
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> Verdict:
+    if all(outcome.is_answer for outcome in outcomes):
+        return Verdict.SUCCESS
+    # Given up because the client is closed.
+    return Verdict.NOTHING if Outcome.REFUSED in outcomes else Verdict.FAILURE
