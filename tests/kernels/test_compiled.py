@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from transfer.kernels.copy_kernel import copy_pieces, piece_words
 from transfer.kernels.head_slice import DEFAULT_TUNING
+from transfer.kernels.page_kernel import copy_segments
 from transfer.kernels.words import sum_words
 
 pytestmark = pytest.mark.skipif(
@@ -132,6 +133,28 @@ def test_conversions_use_the_devices_own_instructions_where_it_has_them(constant
     native, by_hand = ptx(copy_pieces, constants, 90), ptx(copy_pieces, {**constants, "IS_NATIVE": False}, 80)
     assert "e4m3x2" in native and "e4m3" not in by_hand
     assert 16 in widths(native, "ld") and 16 in widths(native, "st")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("is_source_packed", "is_target_packed"), [(False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("segment", "columns"), [(4096, 512), (32, 32), (144, 16), (9216, 512)])
+def test_pages_are_moved_16_bytes_at_a_time(
+    segment: int, columns: int, is_source_packed: bool, is_target_packed: bool, capability: int
+) -> None:
+    constants = {
+        "NUM_SEGMENTS": 64,
+        "SEGMENT": segment,
+        "SOURCE_STRIDE": segment,
+        "TARGET_STRIDE": 64 * segment,
+        "IS_SOURCE_PACKED": is_source_packed,
+        "IS_TARGET_PACKED": is_target_packed,
+        "WORD_TYPE": tl.int64,
+        "IS_ALIGNED": True,
+        "COLUMNS": columns,
+        "ROWS": 1024 // columns,
+    }
+    text = ptx(copy_segments, constants, capability)
+    assert widths(text, "ld") == widths(text, "st") == {16}
 
 
 @pytest.mark.parametrize(("part", "num_bytes"), [(tl.uint64, 8), (tl.uint8, 1)])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from node_runtime import piece_copier
 from node_runtime.piece_copier import PieceCopier
 from tests.kernels.kernel_cases import Case, assert_agrees, cases
+from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from tests.runtime.scattered_tiers import HYBRID
 from tests.runtime.test_piece_copier import carry_over, pages_of
 from transfer.chunk import ChunkPlan, pieces_of, split_into_chunks
 from transfer.errors import LayoutError
-from transfer.kernels import add_digest, copier, head_slice
+from transfer.kernels import add_digest, copier, device_page_mover, head_slice
 from transfer.kernels.copy_kernel import copy_pieces
 from transfer.kernels.digest import DIGEST_WORDS, STEP, HostDigest, digest
 from transfer.kernels.head_slice import TritonCopier, Tuning
@@ -300,3 +301,24 @@ def test_a_piece_is_ready_for_the_wires_that_it_was_made_ready_for() -> None:
     assert not plan.is_compiled(aligned, has_digest=True, is_gather=False)
     assert not plan.is_compiled(aligned, has_digest=False, is_gather=True)
     assert memory.eq(0).all()
+
+
+@pytest.mark.parametrize("side", ["save", "load", "copy"])
+@pytest.mark.parametrize("min_run_bytes", [0, 1 << 30])
+@settings(max_examples=40)
+@given(case=page_cases())
+def test_pages_are_moved_as_by_the_reference(side: Side, min_run_bytes: int, case: PageCase) -> None:
+    """By packing them, and by the kernel's own way to host memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_page_mover, "MIN_RUN_BYTES", min_run_bytes)
+        assert_moves(case, side, lambda pool, host, size: device_page_mover.DevicePageMovement(pool, host, buffer_bytes=size))
+
+
+def test_a_launch_of_few_programs_moves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_page_mover, "MIN_RUN_BYTES", 1 << 30)
+    monkeypatch.setattr(device_page_mover, "LINK_PROGRAMS", 2)
+    layout = KVLayout.uniform(num_layers=2, num_kv_heads=3, head_dim=100, dtype=DType.FLOAT32)
+    case = PageCase(layout=layout, shard=Shard(page_size=16), num_pages=7, num_host_pages=7, buffer_pages=3,
+                    is_consecutive=False, is_view=False, seed=3)  # fmt: skip
+    for side in ("save", "load"):
+        assert_moves(case, side, lambda pool, host, size: device_page_mover.DevicePageMovement(pool, host, buffer_bytes=size))

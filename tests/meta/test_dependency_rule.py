@@ -89,7 +89,8 @@ GRPC_FILES = (
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip
 DEVICE_FILES = (
-    "transfer/kv_pool.py", "transfer/staging.py", "transfer/kernels/*", "transfer/memory/*", "transfer/transport/*", *NODES,
+    "transfer/kv_pool.py", "transfer/host_pool.py", "transfer/staging.py",
+    "transfer/kernels/*", "transfer/memory/*", "transfer/transport/*", *NODES,
 )  # fmt: skip
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/__main__.py", "decode_node/__main__.py")
 

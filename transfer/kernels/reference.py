@@ -1,4 +1,4 @@
-"""Gather and scatter by plain torch indexing: slow, obviously right, and the definition of correct for every other one."""
+"""Gather, scatter and moves of pages by plain torch indexing: slow, obviously right, and what defines correct for the others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transfer.host_pool import HostPool
 from transfer.kernels.copier import CopyPlan, Digest, HeadSliceCopier, WireMemory, wire_tensor
 from transfer.kernels.digest import FACTOR, STEP, WORD_BYTES, HostDigest
-from transfer.kv_pool import as_words, convert
+from transfer.kernels.page_mover import PagePairs, WorkBefore
+from transfer.kv_pool import KVPool, as_words, convert
 from transfer.layout import WireBuffer
 
 
@@ -70,3 +72,34 @@ def _high_half(words: Tensor) -> Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+class ReferencePageMovement:
+    """Moves of whole pages, see `transfer.kernels.page_mover.PageMovement`."""
+
+    def __init__(self, pool: KVPool, host: HostPool) -> None:
+        self._pool = pool
+        self._host = host
+
+    def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        self._move(moves, after, is_from_host=False, is_to_host=True)
+
+    def load(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        self._move(moves, after, is_from_host=True, is_to_host=False)
+
+    def copy(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        self._move(moves, after, is_from_host=False, is_to_host=False)
+
+    def _move(self, moves: Sequence[PagePairs], after: WorkBefore | None, *, is_from_host: bool, is_to_host: bool) -> None:
+        if after is not None:
+            after.synchronize()
+        for move in moves:
+            layers = self._pool.groups[move.group].layers_of(self._pool.layout, self._pool.shard)
+            on_device = self._pool.part_of(layers[0])
+            source = self._host.part(move.group) if is_from_host else on_device
+            target = self._host.part(move.group) if is_to_host else on_device
+            for layer in layers:
+                for is_v in (False, True)[: self._pool.layout.layers[layer].num_buffers]:
+                    from_pages, to_pages = (as_words(part.buffer(layer, is_v=is_v)) for part in (source, target))
+                    found = from_pages[torch.from_numpy(move.source_pages).to(from_pages.device)]
+                    to_pages[torch.from_numpy(move.target_pages).to(to_pages.device)] = found.to(to_pages.device)

@@ -1,0 +1,202 @@
+"""Whole pages between the device pool and the host pool, and between places of the device pool.
+
+`PageMover` checks what it is asked for and leaves the copies to what is fastest for the pool's device; all of them agree byte for
+byte with `transfer.kernels.reference`. Triton is imported only for a pool on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.errors import ConfigError, LayoutError
+from transfer.host_pool import HostPool
+from transfer.kv_pool import KVPool
+
+PageNumbers = NDArray[np.int64]
+
+
+class WorkBefore(Protocol):
+    """A point in a device's work; for a pool on a GPU a recorded `torch.cuda.Event`."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageMove:
+    """Pages of one group that are copied between device and host: ``device_pages[i]`` and ``host_pages[i]``, either way.
+
+    Quickest where host pages follow each other: such a run is one copy over the link.
+    """
+
+    group: int
+    device_pages: Sequence[int]
+    host_pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """Pages of one group that are copied inside the device pool, ``source_pages[i]`` to ``target_pages[i]``."""
+
+    group: int
+    source_pages: Sequence[int]
+    target_pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagePairs:
+    """A checked `PageMove` or `PageCopy`, in ascending order of its host or target pages; never empty."""
+
+    group: int
+    source_pages: PageNumbers
+    target_pages: PageNumbers
+
+
+class PageMovement(Protocol):
+    """How pages are moved on a kind of device; each call returns when the copies are done."""
+
+    def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        """Device (source) to host (target)."""
+        ...
+
+    def load(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        """Host (source) to device (target)."""
+        ...
+
+    def copy(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
+        """Device to device."""
+        ...
+
+
+class PageMover:
+    """Copies whole pages; every call blocks until its copies are done, so it is called on a thread of its own.
+
+    One call runs at a time. Whoever wants both directions of the link at once has two movers.
+
+    Args:
+        pool: The device pool.
+        host: Host pages over the same layout.
+        buffer_bytes: Device memory in which pages are packed on their way, on a GPU; half of it holds at least one page.
+
+    Raises:
+        LayoutError: The pages of some buffer are not contiguous.
+        ConfigError: `buffer_bytes` is too small.
+    """
+
+    def __init__(self, pool: KVPool, host: HostPool, *, buffer_bytes: int) -> None:
+        _check_pages_are_contiguous(pool)
+        largest = max(size for size, count in zip(host.page_bytes, host.num_pages, strict=True) if count)
+        if buffer_bytes < 2 * largest:
+            raise ConfigError(f"buffer_bytes is {buffer_bytes}; must be at least {2 * largest}, two pages of {largest} bytes")
+        self._pool = pool
+        self._host = host
+        self._lock = threading.Lock()
+        self._movement = movement_of(pool, host, buffer_bytes)
+
+    def save(self, moves: Sequence[PageMove], after: WorkBefore | None = None) -> int:
+        """Copy device pages to host pages.
+
+        Args:
+            moves: A host page is there at most once.
+            after: What has to be done before on the device, such as the step that wrote the pages.
+
+        Returns:
+            Bytes moved.
+
+        Raises:
+            LayoutError: A page is outside its pool, or a host page is there twice.
+        """
+        pairs = [self._pairs(one.group, one.device_pages, one.host_pages, is_save=True) for one in moves]
+        return self._run(self._movement.save, pairs, "host_pages", after)
+
+    def load(self, moves: Sequence[PageMove], after: WorkBefore | None = None) -> int:
+        """Copy host pages to device pages, otherwise as `save`; a device page is there at most once."""
+        pairs = [self._pairs(one.group, one.device_pages, one.host_pages, is_save=False) for one in moves]
+        return self._run(self._movement.load, pairs, "device_pages", after)
+
+    def copy(self, moves: Sequence[PageCopy], after: WorkBefore | None = None) -> int:
+        """Copy pages of the device pool to others of it.
+
+        Raises:
+            LayoutError: A page is outside the pool, is a target twice, or both source and target.
+        """
+        pairs: list[PagePairs] = []
+        for one in moves:
+            counts = (self._pool.num_pages[one.group],) * 2
+            numbers = [_checked(name, getattr(one, name), counts[0]) for name in ("source_pages", "target_pages")]
+            pairs.append(_sorted_pairs(one.group, *numbers, key=numbers[1]))
+        for group in {one.group for one in pairs}:
+            sources, targets = (
+                np.concatenate([getattr(one, name) for one in pairs if one.group == group])
+                for name in ("source_pages", "target_pages")
+            )
+            both = np.intersect1d(sources, targets)
+            if len(both):
+                raise LayoutError(f"page {both[0]} of group {group} is both source and target; what it would hold is not defined")
+        return self._run(self._movement.copy, pairs, "target_pages", after)
+
+    def _pairs(self, group: int, device_pages: Sequence[int], host_pages: Sequence[int], *, is_save: bool) -> PagePairs:
+        device = _checked("device_pages", device_pages, self._pool.num_pages[group])
+        host = _checked("host_pages", host_pages, self._host.num_pages[group])
+        source, target = (device, host) if is_save else (host, device)
+        return _sorted_pairs(group, source, target, key=host)
+
+    def _run(
+        self,
+        call: Callable[[Sequence[PagePairs], WorkBefore | None], None],
+        pairs: Sequence[PagePairs],
+        name: str,
+        after: WorkBefore | None,
+    ) -> int:
+        pairs = [one for one in pairs if len(one.source_pages) and self._host.page_bytes[one.group]]
+        for group in {one.group for one in pairs}:
+            targets = np.concatenate([one.target_pages for one in pairs if one.group == group])
+            found, counts = np.unique(targets, return_counts=True)
+            if len(found) != len(targets):
+                raise LayoutError(f"{name} has page {found[counts > 1][0]} of group {group} twice; a target is written once")
+        if pairs:
+            with self._lock:
+                call(pairs, after)
+        return sum(len(one.source_pages) * self._host.page_bytes[one.group] for one in pairs)
+
+
+def movement_of(pool: KVPool, host: HostPool, buffer_bytes: int) -> PageMovement:
+    """The fastest movement for the pool's device."""
+    if pool.device.type == "cpu":
+        from transfer.kernels.host_page_mover import HostPageMovement
+
+        return HostPageMovement(pool, host)
+    from transfer.kernels.device_page_mover import DevicePageMovement
+
+    return DevicePageMovement(pool, host, buffer_bytes=buffer_bytes)
+
+
+def _checked(name: str, pages: Sequence[int], num_pages: int) -> PageNumbers:
+    numbers = np.array(pages, dtype=np.int64)
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < num_pages:
+        raise LayoutError(f"{name} has pages {numbers.min()} to {numbers.max()}; the pool's are in [0, {num_pages})")
+    return numbers
+
+
+def _sorted_pairs(group: int, source: PageNumbers, target: PageNumbers, *, key: PageNumbers) -> PagePairs:
+    if len(source) != len(target):
+        raise LayoutError(f"a move of group {group} has {len(source)} source and {len(target)} target pages; must be as many")
+    order = np.argsort(key, kind="stable")
+    return PagePairs(group=group, source_pages=source[order], target_pages=target[order])
+
+
+def _check_pages_are_contiguous(pool: KVPool) -> None:
+    for part in pool.parts:
+        for layer in part.layers:
+            for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]:
+                buffer = part.buffer(layer, is_v=is_v)
+                if not buffer[0].is_contiguous():
+                    raise LayoutError(
+                        f"{'v' if is_v else 'k'} of layer {layer} has shape {tuple(buffer.shape)}, stride {buffer.stride()}; "
+                        "pages that are moved whole must each be contiguous"
+                    )

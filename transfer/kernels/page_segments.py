@@ -1,0 +1,49 @@
+"""Where the parts of a page lie in the device pool, and where in a page of the host pool; for the movements of whole pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from transfer.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PageSegment:
+    """K or V of one layer.
+
+    Args:
+        buffer: The layer's pages in the pool, each of which is contiguous.
+        offset_bytes: Where the segment begins in a host page.
+        num_bytes: Its size.
+        page_stride: Bytes from one page of the buffer to the next.
+    """
+
+    buffer: Tensor
+    offset_bytes: int
+    num_bytes: int
+    page_stride: int
+
+
+def page_segments(pool: KVPool, group: int) -> list[PageSegment]:
+    """The segments of a group's page, in the order of the host page; none where the rank has none of its layers."""
+    found: list[PageSegment] = []
+    offset = 0
+    for layer in pool.groups[group].layers_of(pool.layout, pool.shard):
+        for is_v in (False, True)[: pool.layout.layers[layer].num_buffers]:
+            buffer = pool.buffer(layer, is_v=is_v)
+            size = buffer[0].numel() * buffer.element_size()
+            stride = buffer.stride(0) * buffer.element_size()
+            found.append(PageSegment(buffer=buffer, offset_bytes=offset, num_bytes=size, page_stride=stride))
+            offset += size
+    return found
+
+
+def page_runs(*sides: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """[begin, end) of the entries whose pages follow each other on every one of some sides, int64 [n] each; n is at least 1."""
+    is_break = np.logical_or.reduce([np.diff(pages) != 1 for pages in sides])
+    begins = [0, *(np.flatnonzero(is_break) + 1).tolist()]
+    return list(zip(begins, [*begins[1:], len(sides[0])], strict=True))
