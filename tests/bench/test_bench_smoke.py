@@ -182,3 +182,11 @@ def test_copies_can_be_said_to_take_no_time(tmp_path: Path) -> None:
     assert moved["ratio"] is None
     (facts,) = [facts for name, facts in record["facts"].items() if name.endswith(", pretended")]
     assert facts["chunks_per_request"] > 4
+
+
+def test_pages_to_and_from_host_memory(tmp_path: Path) -> None:
+    record = bench("bench.offload_copies", tmp_path / "record.json", "--device", "cpu", "--mb", "2")
+    check_rows(record)
+    assert record["must_reach"] == 0.9 and record["worst_ratio"] > 0
+    held_against = {row["what"] for row in record["rows"] if row["ratio"] is not None}
+    assert held_against == {f"{side}, {order}" for side in ("save", "load") for order in ("in order", "in no order")}
