@@ -34,7 +34,7 @@ from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.prompt import checked_prompt, checked_stop_tokens
+from node_runtime.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
 from node_runtime.transfer_ids import check_request_id
 from transfer.breaker import BreakerSettings
@@ -231,6 +231,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         """The queued request, and the id that its client knows it by."""
         request_id = request.request_id or secrets.token_hex(8)
         check_request_id(request_id)
+        check_cache_salt(request.cache_salt)
         given: Sequence[int]
         match request.WhichOneof("input"):
             case "prompt":

@@ -10,6 +10,8 @@ from transfer.errors import ConfigError
 MAX_STOP_TOKENS: Final = 256
 """Token ids that may end one request: they are kept for as long as it is there. The longest lists in use have a few dozen."""
 
+MAX_CACHE_SALT_CHARS: Final = 128
+
 
 def checked_prompt(token_ids: Sequence[int], *, max_context_tokens: int, vocab_size: int) -> tuple[int, ...]:
     """The prompt, if the model can take it.
@@ -46,3 +48,9 @@ def checked_stop_tokens(token_ids: Sequence[int], *, vocab_size: int) -> frozens
     if stop and max(stop) >= vocab_size:
         raise ConfigError(f"stop_token_ids has {max(stop)}; ids must be below the vocabulary's {vocab_size}")
     return stop
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    """Raises ConfigError when it is too long."""
+    if len(cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise ConfigError(f"cache_salt has {len(cache_salt)} characters; it can have at most {MAX_CACHE_SALT_CHARS}")

@@ -51,6 +51,19 @@ class Join:
         return self.attached.done() and not self.lost.done()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """What a decode leader says when it is asked for room for a request.
+
+    Args:
+        is_reserved: There is room; otherwise "not yet".
+        start_token: First token whose KV it needs, where that is no longer what the request said; as told, and not checked.
+    """
+
+    is_reserved: bool
+    start_token: int | None = None
+
+
 class Joins:
     """Keeps the joins, and has the ranks attach and detach.
 

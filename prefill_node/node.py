@@ -12,11 +12,11 @@ import structlog
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
-from node_runtime.prompt import checked_prompt
+from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello
 from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
-from prefill_node.joins import Join, Joins
+from prefill_node.joins import Join, Joins, Reservation
 from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import (
     CODEC,
@@ -162,11 +162,11 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             case _:
                 raise LocalProtocolError(f"a prefill leader cannot serve {type(message).__name__}")
 
-    async def reserve(self, join: Join, request_id: str) -> bool:
-        """Ask the decode leader for room; False is "not yet"."""
+    async def reserve(self, join: Join, request_id: str) -> Reservation:
+        """Ask the decode leader for room."""
         life = self._life
         if life is None:
-            return False
+            return Reservation(is_reserved=False)
         return await self.reserving.reserve(join, request_id, prefill_incarnation=life.instance.incarnation)
 
     # PrefillControl
@@ -209,6 +209,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             raise ConfigError(
                 f"engine_request is {request.engine_request[:128]!r}; this node has prompts computed itself, so it must be empty"
             )
+        check_cache_salt(request.cache_salt)
         token_ids = checked_prompt(request.token_ids, max_context_tokens=life.max_context_tokens, vocab_size=life.vocab_size)
         if request.start_token >= len(token_ids):
             raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")
@@ -220,7 +221,12 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             join.plan, num_tokens=len(token_ids), num_layers=life.instance.layout.num_layers, start_token=request.start_token
         )
         return life.requests.submit(
-            request.request_id, token_ids, request.start_token, sampling_from_proto(request.sampling), join
+            request.request_id,
+            token_ids,
+            request.start_token,
+            sampling_from_proto(request.sampling),
+            join,
+            cache_salt=request.cache_salt,
         )
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from node_runtime.step_watch import StepWatch
-from prefill_node.joins import Join
+from prefill_node.joins import Join, Reservation
 from prefill_node.rank_messages import (
     AbortRequest,
     RequestFailed,
@@ -27,6 +27,7 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
     PeerUnreachable,
+    RemoteProtocolError,
     StagingError,
     TransferAborted,
     TransferError,
@@ -66,6 +67,7 @@ class Request:
     start_token: int
     sampling: SamplingParams
     join: Join
+    cache_salt: str
     queued_s: float
     deadline_s: float
     started_s: float | None = None
@@ -88,7 +90,7 @@ class PrefillRequests:
         queue_timeout_s: How long one may.
         step_timeout_s: How long no step may end while one is under way.
         broadcast: Sends a message to every rank.
-        reserve: Asks the decode leader for room; False is "not yet".
+        reserve: Asks the decode leader for room.
         on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
         on_outcome: Called with "sent", "failed" or "aborted" for each request that ends.
     """
@@ -102,7 +104,7 @@ class PrefillRequests:
         queue_timeout_s: float,
         step_timeout_s: float,
         broadcast: Callable[[object], None],
-        reserve: Callable[[Join, str], Awaitable[bool]],
+        reserve: Callable[[Join, str], Awaitable[Reservation]],
         on_broken: Callable[[str], None],
         on_outcome: Callable[[str], None],
     ) -> None:
@@ -157,7 +159,14 @@ class PrefillRequests:
         self._watch.close()
 
     def submit(
-        self, request_id: str, token_ids: tuple[int, ...], start_token: int, sampling: SamplingParams, join: Join
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        start_token: int,
+        sampling: SamplingParams,
+        join: Join,
+        *,
+        cache_salt: str = "",
     ) -> Request:
         """Queue a prompt.
 
@@ -179,6 +188,7 @@ class PrefillRequests:
             start_token=start_token,
             sampling=sampling,
             join=join,
+            cache_salt=cache_salt,
             queued_s=now_s,
             deadline_s=now_s + self._queue_timeout_s,
         )
@@ -330,14 +340,16 @@ class PrefillRequests:
 
     async def _ask(self, request: Request) -> None:
         try:
-            is_reserved = await self._reserve(request.join, request.request_id)
+            answer = await self._reserve(request.join, request.request_id)
+            if answer.is_reserved and answer.start_token is not None:
+                request.start_token = _checked_start_token(request, answer.start_token)
         except TransferError as error:
             self._fail(request, error)
             return
         finally:
             del self._asking[request]
         # Not yet; or given up meanwhile, of which the decode node has heard from its own call.
-        if is_reserved and not request.is_over:
+        if answer.is_reserved and not request.is_over:
             self._scheduler.accept(request.request_id)
             self._start_accepted()
             self._send_steps()
@@ -378,6 +390,16 @@ class PrefillRequests:
             step = self._steps[self._step] = RunStep(step=self._step, parts=parts)
             self._broadcast(step)
             self._watch.step_sent()
+
+
+def _checked_start_token(request: Request, start_token: int) -> int:
+    """Raises RemoteProtocolError for one that the decode side must not tell."""
+    if not request.start_token <= start_token < len(request.token_ids):
+        raise RemoteProtocolError(
+            f"{request.join.address} told start_token {start_token} in Reserve; it must be at least the request's "
+            f"{request.start_token} and below the prompt's {len(request.token_ids)} tokens"
+        )
+    return start_token
 
 
 def _summed(parts: list[SentStats]) -> SentStats:

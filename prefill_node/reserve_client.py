@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
-from prefill_node.joins import Join
+from prefill_node.joins import Join, Reservation
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_to_proto
@@ -34,8 +34,8 @@ class ReserveClient:
         self._channels: dict[str, PeerChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def reserve(self, join: Join, request_id: str, *, prefill_incarnation: int) -> bool:
-        """Ask the decode leader for room; False is "not yet".
+    async def reserve(self, join: Join, request_id: str, *, prefill_incarnation: int) -> Reservation:
+        """Ask the decode leader for room.
 
         Raises:
             TransferError: It cannot be asked, or its answer fails the request.
@@ -54,7 +54,9 @@ class ReserveClient:
             answer = await stub.Reserve(question, timeout=RESERVE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise tier_error_of(error, peer=join.address) from error
-        return bool(readable(answer, peer=join.address, method="Reserve").reserved)
+        told = readable(answer, peer=join.address, method="Reserve")
+        start_token = told.start_token if told.HasField("start_token") else None
+        return Reservation(is_reserved=bool(told.reserved), start_token=start_token)
 
     def forget_address(self, address: str) -> None:
         """No decode leader there is asked for room any more; calls that are under way end."""

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
-from node_runtime.prompt import checked_prompt
+from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello, RankReport
 from node_runtime.transfer_ids import is_try_of
 from prefill_node.cutting import choose_cut
@@ -24,7 +24,15 @@ from prefill_node.source_messages import SourceIdle, TransferNotSent, TransferSe
 from prefill_node.source_requests import FirstToken, Note, Sent, SourceRequests, Started, Transfer
 from transfer.chunk import check_num_chunks
 from transfer.config import HostedConfig
-from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, Preempted, TransferAborted, TransferError
+from transfer.errors import (
+    ConfigError,
+    LocalProtocolError,
+    PeerUnreachable,
+    Preempted,
+    RemoteProtocolError,
+    TransferAborted,
+    TransferError,
+)
 from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
@@ -138,7 +146,11 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
             self._reserve_client.forget_address(join.address)
 
     async def _reserve(self, join: Join, transfer_id: str) -> bool:
-        return await self._reserve_client.reserve(join, transfer_id, prefill_incarnation=self._instance.incarnation)
+        """Raises RemoteProtocolError for a start token, which only a peer with another list of capabilities may be told."""
+        answer = await self._reserve_client.reserve(join, transfer_id, prefill_incarnation=self._instance.incarnation)
+        if answer.start_token is not None:
+            raise RemoteProtocolError(f"{join.address} told a start_token in Reserve to a side without late_start_token")
+        return answer.is_reserved
 
     # PrefillControl
 
@@ -182,6 +194,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         for name, value, least in (("request_id", request.request_id, 1), ("engine_request", request.engine_request, 0)):
             if not least <= len(value) <= MAX_ID_CHARS:
                 raise ConfigError(f"{name} has {len(value)} characters; it must have {least} to {MAX_ID_CHARS}")
+        check_cache_salt(request.cache_salt)
         token_ids = checked_prompt(request.token_ids, max_context_tokens=self._max_context_tokens, vocab_size=self._vocab_size)
         if request.start_token >= len(token_ids):
             raise ConfigError(f"start_token is {request.start_token}; it must be below the prompt's {len(token_ids)} tokens")

@@ -17,13 +17,17 @@ from transfer.errors import LayoutError
 from transfer.layout import DType, KVLayout, Shard, named_differences, wire_dtype
 from transfer.ring import ALIGNMENT_BYTES
 
-CAPABILITIES: Final = frozenset({"layer_groups", "resend_once", "selective_release"})
-"""Abilities that a later version could do without, so that it can find out what a peer has. Whoever speaks version 1 has all.
+CAPABILITIES: Final = frozenset({"late_start_token", "layer_groups", "resend_once", "selective_release"})
+"""Abilities that a peer may lack, so that it is not asked for what needs one. Whoever speaks version 1 has the last three.
 
+- late_start_token: a prefill side learns from `ReserveResponse` which token the KV is needed from.
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
 - resend_once: a chunk whose bytes arrive broken is sent a second time.
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.
 """
+
+HOSTED_CAPABILITIES: Final = CAPABILITIES - {"late_start_token"}
+"""Of a side that an engine hosts: which pages of a prompt are needed it has to know before the engine computes them."""
 
 CONTROL_KEY_BYTES: Final = 32
 """Of a public key of the control plane (Curve25519)."""
@@ -45,7 +49,7 @@ class Instance:
         transport: Name of the data plane, for example ``ucx``.
         digests: Payload digests that its ranks can compute, preferred first, for example ``("xxh3-64", "kvferry-words-64")``.
         protocol_versions: Versions spoken, ascending.
-        capabilities: Abilities by name, told for later versions and for people: version 1 decides nothing by them.
+        capabilities: Abilities by name, see `CAPABILITIES`.
         version: kvferry's version, for people.
         kv_scales: For a pool of 8-bit floats, (of K, of V) for each layer of the model: a stored value times its scale is the
             value that the model computed. Empty: 1.0 everywhere.

@@ -42,6 +42,7 @@ from prefill_node.source_rank import News, SourceRank
 from transfer.config import HostedConfig
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
+from transfer.instance import HOSTED_CAPABILITIES
 from transfer.memory.node_plan import finest_chunk_plan, ring_capacity_bytes, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.staging import StagingBuffer
@@ -190,7 +191,13 @@ class HostedRank:
         instance, address, ring_bytes = None, "", 0
         if SOURCE in self._sides:
             transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
-            instance = own_instance(engine, transport, incarnation=incarnation, device_type=pool.device.type)
+            instance = own_instance(
+                engine,
+                transport,
+                incarnation=incarnation,
+                device_type=pool.device.type,
+                capabilities=HOSTED_CAPABILITIES,
+            )
             metrics = self._metrics[SOURCE] = RankMetrics(role="prefill", rank=self._rank)
             source = SourceRank(
                 loop=self._thread.loop,
@@ -231,7 +238,13 @@ class HostedRank:
             self._source = source
         if TARGET in self._sides:
             transport = open_transport(config.transport, host=config.server.host, device_index=pool.device.index)
-            instance = own_instance(engine, transport, incarnation=incarnation, device_type=pool.device.type)
+            instance = own_instance(
+                engine,
+                transport,
+                incarnation=incarnation,
+                device_type=pool.device.type,
+                capabilities=HOSTED_CAPABILITIES,
+            )
             metrics = self._metrics[TARGET] = RankMetrics(role="decode", rank=self._rank)
             target = TargetRank(layout=engine.layout, send=self._send, on_news=self._news.append)
             ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from prefill_node.cutting import Cut
-from prefill_node.joins import Join
+from prefill_node.joins import Join, Reservation
 from prefill_node.rank_messages import (
     AbortRequest,
     RequestFailed,
@@ -72,7 +72,7 @@ class World:
         self.broken: list[str] = []
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.asked: list[str] = []
-        self.answers: dict[str, bool | TransferError | asyncio.Future[bool]] = {}
+        self.answers: dict[str, bool | int | TransferError | asyncio.Future[bool]] = {}  # a number: reserved, from that token on
         self.accepted: list[Request] = []
         self.join = new_join()
         self.leader = PrefillRequests(
@@ -88,8 +88,8 @@ class World:
         )
         self.leader.start()
 
-    def submit(self, name: str, num_tokens: int, *, join: Join | None = None) -> Request:
-        request = self.leader.submit(name, tuple(range(num_tokens)), 0, SamplingParams(), join or self.join)
+    def submit(self, name: str, num_tokens: int, *, join: Join | None = None, start_token: int = 0) -> Request:
+        request = self.leader.submit(name, tuple(range(num_tokens)), start_token, SamplingParams(), join or self.join)
         self.accepted.append(request)
         return request
 
@@ -112,14 +112,16 @@ class World:
         if isinstance(message, RunStep):
             self.steps[message.step] = message
 
-    async def _reserve(self, join: Join, request_id: str) -> bool:
+    async def _reserve(self, join: Join, request_id: str) -> Reservation:
         self.asked.append(request_id)
         answer = self.answers.get(request_id, True)
         if isinstance(answer, asyncio.Future):
             answer = await answer
         if isinstance(answer, TransferError):
             raise answer
-        return answer
+        if isinstance(answer, bool):
+            return Reservation(is_reserved=answer)
+        return Reservation(is_reserved=True, start_token=answer)
 
     # Answers of the ranks
 

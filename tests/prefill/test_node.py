@@ -147,3 +147,13 @@ def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> No
         for part in range(1000)
     )
     assert len(CODEC.encode(RunStep(step=2**62, parts=parts))) <= MAX_PAYLOAD_BYTES
+
+
+async def test_a_salt_goes_with_its_request_unless_it_is_too_long(leader: Leader) -> None:
+    await leader.joined(1)
+    question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101, cache_salt="é" * 128)
+    question.sampling.temperature = 0.0
+    assert leader.node._submit(leader.life, question).cache_salt == "é" * 128
+    question.request_id, question.cache_salt = "b", "t" * 129
+    with pytest.raises(ConfigError, match="cache_salt has 129 characters; it can have at most 128"):
+        leader.node._submit(leader.life, question)

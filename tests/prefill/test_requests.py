@@ -14,7 +14,7 @@ from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest
 from prefill_node.requests import FirstToken, Sent, Started
 from tests.prefill.leader_world import CHUNK, PAGE_SIZE, POOL_PAGES, World, new_join, turns
 from tests.runtime.instances import until
-from transfer.errors import EngineError, LocalProtocolError, PeerUnreachable, StagingError, TransferAborted
+from transfer.errors import EngineError, LocalProtocolError, PeerUnreachable, RemoteProtocolError, StagingError, TransferAborted
 
 
 @pytest.fixture
@@ -390,3 +390,32 @@ async def _play(moves: list[tuple[str, int]]) -> None:
             await asyncio.sleep(0.001)
     world.assert_nothing_is_left()
     await world.close()
+
+
+async def test_what_the_decode_side_says_late_is_where_the_ranks_begin(world: World) -> None:
+    world.answers["a"] = 12
+    world.submit("a", 2 * CHUNK, start_token=4)
+    await turns()
+    (start,) = [message for message in world.sent if isinstance(message, StartRequest)]
+    assert start.start_token == 12
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("start_token", [3, 2 * CHUNK, 2**32 - 1])
+async def test_a_late_start_that_cannot_be_fails_its_request(world: World, start_token: int) -> None:
+    world.answers["a"] = start_token
+    request = world.submit("a", 2 * CHUNK, start_token=4)
+    await turns()
+    (failure,) = told(request)
+    assert isinstance(failure, RemoteProtocolError) and "at least the request's 4 and below the prompt's 16" in str(failure)
+    assert not [message for message in world.sent if isinstance(message, StartRequest)]
+    request.progress.put_nowait(failure)
+    world.assert_nothing_is_left()
+
+
+async def test_a_late_start_that_says_nothing_new_is_taken(world: World) -> None:
+    world.answers["a"] = 4
+    world.submit("a", 2 * CHUNK, start_token=4)
+    await turns()
+    assert [message.start_token for message in world.sent if isinstance(message, StartRequest)] == [4]

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvferry.node_client import NodeClient
-from prefill_node.joins import Join
+from prefill_node.joins import Join, Reservation
 from prefill_node.node import PrefillNode
 from tests.registry.hostile_messages import hostile_messages
 from tests.registry.test_hostile_fields import PLAN, told
@@ -130,7 +130,7 @@ async def test_every_field_of_a_watermark(node: HostileNode) -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("payload", [b"\xff" * 9, b"", b"\x08\x02", b"\x0a\x00"])
+@pytest.mark.parametrize("payload", [b"\xff" * 9, b"", b"\x08\x02", b"\x0a\x00", b"\x08\x01\x10\x03"])
 async def test_what_a_decode_leader_says_of_room(node: HostileNode, tmp_path: Path, payload: bytes) -> None:
     """An answer that cannot be read fails its request; as an error of another kind it would end the ranks."""
     leader = PrefillNode(cast(Any, SimpleNamespace(state="ready")), prefill_config(tmp_path))
@@ -141,7 +141,8 @@ async def test_what_a_decode_leader_says_of_room(node: HostileNode, tmp_path: Pa
         with pytest.raises(RemoteProtocolError, match="an answer of Reserve cannot be read"):
             await leader.reserve(join, "a")
     else:
-        assert await leader.reserve(join, "a") is (payload == b"\x08\x02")
+        told = {b"\x08\x02": Reservation(is_reserved=True), b"\x08\x01\x10\x03": Reservation(is_reserved=True, start_token=3)}
+        assert await leader.reserve(join, "a") == told.get(payload, Reservation(is_reserved=False))
     await leader.close()
 
 

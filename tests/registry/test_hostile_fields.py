@@ -266,7 +266,7 @@ def sampling() -> pb.SamplingParams:
 
 def prefill(_: Nodes) -> pb.PrefillRequest:
     return pb.PrefillRequest(
-        request_id="a.1", token_ids=[1, 2, 3], start_token=1, decode_incarnation=JOINED_LIFE, sampling=sampling()
+        request_id="a.1", token_ids=[1, 2, 3], start_token=1, decode_incarnation=JOINED_LIFE, sampling=sampling(), cache_salt="t"
     )
 
 
@@ -278,6 +278,7 @@ def generate(_: Nodes) -> pb.GenerateRequest:
         sampling=sampling(),
         stop_token_ids=[3],
         ignore_eos=True,
+        cache_salt="t",
     )
 
 

@@ -151,20 +151,22 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "start_token", "decode_incarnation", "sampling", "engine_request")
+    __slots__ = ("request_id", "token_ids", "start_token", "decode_incarnation", "sampling", "engine_request", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ENGINE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     start_token: int
     decode_incarnation: int
     sampling: SamplingParams
     engine_request: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., engine_request: _Optional[str] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., start_token: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., engine_request: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("started", "first_token", "sent", "note", "preempted")
@@ -227,7 +229,7 @@ class TransferStats(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., writes: _Optional[int] = ..., writes_without_staging: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., resends: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "token_ids", "max_new_tokens", "sampling", "stop_token_ids", "ignore_eos")
+    __slots__ = ("request_id", "prompt", "token_ids", "max_new_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +237,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
     token_ids: TokenIds
@@ -242,7 +245,8 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -307,10 +311,12 @@ class ReserveRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("reserved",)
+    __slots__ = ("reserved", "start_token")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     reserved: bool
-    def __init__(self, reserved: bool = ...) -> None: ...
+    start_token: int
+    def __init__(self, reserved: bool = ..., start_token: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("prefill", "prefill_rank", "offer", "chunk_plan", "probe_bytes", "control_key")
