@@ -74,6 +74,15 @@ def _spec(kind: str, name: str, help_text: str, *labels: str, buckets: tuple[flo
     return MetricSpec(name=f"kvferry_{name}", kind=kind, help=help_text, labels=labels, buckets=buckets)
 
 
+STORE_METRICS: Final = (
+    _spec("counter", "store_operations", "Pages that the store was asked about, by what became of them.", "op", "outcome"),
+    _spec("counter", "store_bytes", "Bytes of pages that were put into the store, or got from it.", "op"),
+    _spec("histogram", "store_seconds", "Seconds until a call of the store was answered.", "op", buckets=STAGE_BUCKETS_S),
+    _spec("gauge", "store_queue_depth", "Pages that wait for the store, or for its answer."),
+    _spec("gauge", "store_circuit", "1 for the state of the circuit breaker of reads or writes.", "direction", "state"),
+)
+"""Of every process with a store: ranks, and the leader, whose series have no label ``rank``."""
+
 RANK_METRICS: Final = (
     _spec("counter", "transferred_bytes", "Payload bytes written, resent ones included (prefill), or scattered (decode)."),
     _spec("counter", "chunks", "Parts of chunks gathered (prefill) or scattered (decode); one per chunk and route."),
@@ -115,6 +124,7 @@ RANK_METRICS: Final = (
         "decode_rank",
         "lane",
     ),
+    *STORE_METRICS,
 )
 
 NODE_METRICS: Final = (
@@ -140,6 +150,7 @@ NODE_METRICS: Final = (
     _spec("gauge", "certificate_expiry_timestamp_seconds", "When the node's certificate expires, in seconds since 1970."),
     _spec("gauge", "certificate_stale", "1 while the node's certificate files have changed and cannot be used; 0 otherwise."),
     _spec("gauge", "build_info", "Always 1; the labels say what runs.", "version", "python"),
+    *STORE_METRICS,
 )
 
 LINK_METRICS: Final = ("link_latency_seconds", "link_bandwidth_bytes_per_second")
@@ -195,6 +206,34 @@ class _Series:
         self._by_name[name].remove(self._role, *values)
 
 
+class StoreMetrics:
+    """What one process sees of its store; a `transfer.storage.base.StoreObserver`. Shows nothing before it is told anything.
+
+    Args:
+        series: Of the process.
+    """
+
+    def __init__(self, series: _Series) -> None:
+        self._series = series
+
+    def operation_finished(self, op: str, outcomes: Sequence[str], *, num_bytes: int, seconds: float) -> None:
+        """A call of the store is answered, each of its pages with an outcome."""
+        for outcome in outcomes:
+            self._series("store_operations", op=op, outcome=str(outcome)).inc()
+        self._series("store_bytes", op=op).inc(num_bytes)
+        self._series("store_seconds", op=op).observe(seconds)
+
+    def queue_changed(self, num_pages: int) -> None:
+        """So many pages wait for the store, or for its answer."""
+        self._series("store_queue_depth").set(num_pages)
+
+    def circuits_changed(self, *, read: str, write: str) -> None:
+        """States of the circuit breakers of reads and of writes."""
+        for direction, state in (("read", read), ("write", write)):
+            for name in BREAKER_STATES:
+                self._series("store_circuit", direction=direction, state=name).set(name == state)
+
+
 class RankMetrics:
     """What one rank counts. Owned by the rank's loop.
 
@@ -205,6 +244,7 @@ class RankMetrics:
 
     def __init__(self, *, role: str, rank: int) -> None:
         self._series = _Series(RANK_METRICS, role=role)
+        self.store = StoreMetrics(self._series)
         self._rank = rank
         self._reasons: set[str] = set()
         self._links: dict[int, Link] = {}  # by session, the one that was measured last at the end
@@ -372,6 +412,7 @@ class NodeMetrics:
 
     def __init__(self, *, role: str) -> None:
         self._series = _Series(NODE_METRICS, role=role)
+        self.store = StoreMetrics(self._series)
         self._outcomes = OUTCOMES[role]
         for outcome in self._outcomes:
             self._series("requests", outcome=outcome)

@@ -61,6 +61,7 @@ L1 = (
     "transfer/logs.py",
     "transfer/tracing.py",
     "transfer/digest.py",
+    "transfer/storage/envelope.py",
 )
 L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
 # State machines: layer 0, the messages, and nothing else.
@@ -116,6 +117,7 @@ FOREIGN: dict[str, Foreign] = {
     "nixl_cu12": Foreign(distribution="nixl-cu12", allowed=("transfer/transport/nixl_library.py",)),
     "nixl_cu13": Foreign(distribution="nixl-cu13", allowed=("transfer/transport/nixl_library.py",)),
     "numpy": Foreign(distribution="numpy", allowed=(*DEVICE_FILES, "transfer/digest.py")),
+    "obstore": Foreign(distribution="obstore", allowed=("transfer/storage/object_store.py",)),
     "prometheus_client": Foreign(
         distribution="prometheus-client", allowed=("transfer/metrics.py", "node_runtime/*", "kvferry/*")
     ),
@@ -142,7 +144,8 @@ FOREIGN: dict[str, Foreign] = {
         distribution="ucxx-cu13", allowed=("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor.py")
     ),
     "xxhash": Foreign(
-        distribution="xxhash", allowed=("transfer/digest.py", "transfer/transport/*", "transfer/kernels/*", *NODES)
+        distribution="xxhash",
+        allowed=("transfer/digest.py", "transfer/storage/envelope.py", "transfer/transport/*", "transfer/kernels/*", *NODES),
     ),
     "yaml": Foreign(distribution="pyyaml", allowed=("*config.py", "kvferry/*")),
     "zmq": Foreign(distribution="pyzmq", allowed=("transfer/control/zmq_*.py", "node_runtime/*link*.py")),

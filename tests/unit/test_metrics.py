@@ -13,7 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 import transfer
 from transfer.errors import ConfigError
 from transfer.instance import Link
-from transfer.metrics import BREAKER_STATES, MAX_REASONS, NODE_METRICS, RANK_METRICS, NodeMetrics, RankMetrics
+from transfer.metrics import (
+    BREAKER_STATES,
+    MAX_REASONS,
+    NODE_METRICS,
+    RANK_METRICS,
+    STORE_METRICS,
+    NodeMetrics,
+    RankMetrics,
+)
+from transfer.storage.base import Outcome
 
 STATUS = {
     "rank": 1,
@@ -301,8 +310,30 @@ def test_a_metric_keeps_the_conventions(spec: Any) -> None:
 
 
 def test_names_are_declared_once() -> None:
-    names = [spec.name for spec in (*RANK_METRICS, *NODE_METRICS)]
-    assert len(names) == len(set(names))
+    specs = {*RANK_METRICS, *NODE_METRICS}
+    assert len(specs) == len({spec.name for spec in specs})
+    assert set(RANK_METRICS) & set(NODE_METRICS) == set(STORE_METRICS)
+
+
+def test_what_rank_and_leader_see_of_the_store_is_on_one_page() -> None:
+    rank, node = RankMetrics(role="prefill", rank=1), NodeMetrics(role="prefill")
+    shown = samples(node.render([rank.snapshot({})]))
+    assert not [name for name, _ in shown if "_store_" in name], "nothing of a store where there is none"
+    rank.store.operation_finished("get", [Outcome.OK, Outcome.OK, Outcome.CORRUPT], num_bytes=4096, seconds=0.02)
+    rank.store.queue_changed(3)
+    rank.store.circuits_changed(read="closed", write="open")
+    node.store.operation_finished("exists", [Outcome.TIMEOUT], num_bytes=0, seconds=2.0)
+    page = node.render([msgpack.unpackb(msgpack.packb(rank.snapshot({})))])
+    mine = {"role": "prefill", "rank": "1"}
+    assert value(page, "store_operations_total", op="get", outcome="ok", **mine) == 2
+    assert value(page, "store_operations_total", op="get", outcome="corrupt", **mine) == 1
+    assert value(page, "store_operations_total", op="exists", outcome="timeout", role="prefill") == 1
+    assert value(page, "store_bytes_total", op="get", **mine) == 4096
+    assert value(page, "store_seconds_count", op="get", **mine) == 1
+    assert value(page, "store_queue_depth", **mine) == 3
+    assert [value(page, "store_circuit", direction="write", state=state, **mine) for state in BREAKER_STATES] == [0, 1, 0]
+    assert value(page, "store_circuit", direction="read", state="closed", **mine) == 1
+    assert page.count(b"# HELP kvferry_store_seconds ") == 1
 
 
 def test_the_page_has_no_times_of_creation() -> None:

@@ -37,6 +37,7 @@ from transfer.config.operation import (
 )
 from transfer.config.page import configuration_page
 from transfer.config.section import ENVIRONMENT_PREFIX, section_type, settings
+from transfer.config.storage import StorageBreakerConfig, StorageConfig
 from transfer.config.values import (
     EMBEDDED_ENGINE,
     Count,
@@ -90,6 +91,8 @@ __all__ = [
     "ServerConfig",
     "SizeBytes",
     "StagingConfig",
+    "StorageBreakerConfig",
+    "StorageConfig",
     "TlsConfig",
     "TransportConfig",
     "UcxConfig",

@@ -27,6 +27,7 @@ from transfer.config.operation import (
     RestartConfig,
 )
 from transfer.config.section import Section
+from transfer.config.storage import StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds
 
 
@@ -70,6 +71,7 @@ class NodeConfig(ProcessConfig):
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
     heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Beats.")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="Restarts of the rank group.")
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="Pages of KV outside of the pools.")
     log: LogConfig = Field(default_factory=LogConfig, description="The log.")
     drain_timeout_s: Seconds = Field(
         default=30.0, description="On SIGTERM or Drain: time that requests in flight get before they are cut off."

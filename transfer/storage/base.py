@@ -51,7 +51,7 @@ class Store(Protocol):
         ...
 
     def exists(self, keys: Sequence[str]) -> list[Outcome]:
-        """`OK` or `MISSING`, by name and size alone: only `get` knows whether it can be read."""
+        """`OK` or `MISSING` by name alone: only `get` knows whether a page can be read."""
         ...
 
     def delete(self, keys: Sequence[str]) -> list[Outcome]:

@@ -1,0 +1,385 @@
+"""A directory as a store: whole pages or none, whatever happens to disks and processes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage import writer
+from tests.storage.writer import key_of, page_of
+from transfer.errors import ConfigError
+from transfer.storage.base import Outcome
+from transfer.storage.directory import DirectoryStore
+from transfer.storage.directory_room import KEEP_FRACTION, WRITING
+from transfer.storage.envelope import HEADER_BYTES
+
+ROOT = Path(__file__).resolve().parents[2]
+OK, MISSING, CORRUPT, FOREIGN, FAILED = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN, Outcome.FAILED
+PAGE_BYTES = 1024
+FILE_BYTES = PAGE_BYTES + HEADER_BYTES
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "kv")
+
+
+def put(store: DirectoryStore, *numbers: int, num_bytes: int = PAGE_BYTES) -> list[Outcome]:
+    return store.put([(key_of(number), memoryview(page_of(number, num_bytes))) for number in numbers])
+
+
+def get(store: DirectoryStore, number: int, num_bytes: int = PAGE_BYTES) -> Outcome:
+    """What became of it; when it was found, it is the page."""
+    view = memoryview(bytearray(num_bytes))
+    (outcome,) = store.get([(key_of(number), view)])
+    assert outcome is not OK or bytes(view) == page_of(number, num_bytes)
+    return outcome
+
+
+def files(store: DirectoryStore) -> list[Path]:
+    return sorted(path for path in Path(store.name).rglob("*") if path.is_file() and path.parent != Path(store.name))
+
+
+def num_bytes(store: DirectoryStore) -> int:
+    return sum(path.stat().st_size for path in files(store))
+
+
+def counted(store: DirectoryStore) -> int:
+    return store._room._counted()
+
+
+def test_what_was_put_is_got_by_whoever_opens_the_directory(store: DirectoryStore) -> None:
+    assert put(store, 1, 2) == [OK, OK]
+    other = DirectoryStore(Path(store.name))
+    assert [get(other, number) for number in (1, 2, 3)] == [OK, OK, MISSING]
+    assert other.exists([key_of(1), key_of(3)]) == [OK, MISSING]
+    assert other.delete([key_of(1), key_of(3)]) == [OK, MISSING]
+    assert [get(store, number) for number in (1, 2)] == [MISSING, OK]
+    assert store.put([]) == store.get([]) == store.exists([]) == store.delete([]) == []
+
+
+def test_files_fan_out_and_no_unfinished_one_is_left(store: DirectoryStore) -> None:
+    put(store, *range(50))
+    assert len({path.parent for path in files(store)}) > 20
+    assert not [path for path in files(store) if path.name.startswith(WRITING)]
+
+
+def test_what_is_there_is_not_written_again(store: DirectoryStore) -> None:
+    put(store, 1)
+    (file,) = files(store)
+    before = file.stat()
+    os.utime(file, ns=(1, 1))
+    assert put(store, 1) == [OK]
+    after = file.stat()
+    assert after.st_ino == before.st_ino
+    assert after.st_mtime_ns > 1, "a page that is stored again is as new as any"
+
+
+@pytest.mark.parametrize("op", ["get", "put", "exists", "delete"])
+def test_what_is_no_key_is_no_path(store: DirectoryStore, op: str) -> None:
+    with pytest.raises(ConfigError, match="store key is"):
+        if op in ("get", "put"):
+            getattr(store, op)([("../outside", memoryview(bytearray(4)))])
+        else:
+            getattr(store, op)(["../outside"])
+
+
+def break_file(store: DirectoryStore, how: str) -> None:
+    (file,) = files(store)
+    content = bytearray(file.read_bytes())
+    match how:
+        case "flipped":
+            content[-1] ^= 1
+        case "truncated":
+            del content[-1]
+        case "longer":
+            content += b"\0"
+        case "empty":
+            content.clear()
+        case "zeros":  # what is left of a page that was not flushed when the power went
+            content[:] = bytes(len(content))
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "longer", "empty", "zeros"])
+def test_a_broken_page_is_a_miss_and_makes_way_for_a_whole_one(store: DirectoryStore, how: str) -> None:
+    put(store, 1)
+    break_file(store, how)
+    assert get(store, 1) is CORRUPT
+    assert get(store, 1) is MISSING
+    assert put(store, 1) == [OK]
+    assert get(store, 1) is OK
+
+
+def test_a_page_that_was_cut_short_is_replaced_by_a_put(store: DirectoryStore) -> None:
+    put(store, 1)
+    break_file(store, "truncated")
+    assert put(store, 1) == [OK]
+    assert get(store, 1) is OK
+
+
+def test_a_page_of_another_model_is_never_read(store: DirectoryStore) -> None:
+    """Somebody has copied one store over another: the file's name says one thing, its header another."""
+    put(store, 1)
+    (file,) = files(store)
+    other = f"{'f' * 32}/{key_of(1)[33:]}"
+    path = store._path(other)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(file.read_bytes())
+    assert store.get([(other, memoryview(bytearray(PAGE_BYTES)))]) == [FOREIGN]
+    assert not path.exists()
+
+
+def test_a_page_of_another_size_is_a_miss(store: DirectoryStore) -> None:
+    put(store, 1)
+    assert get(store, 1, num_bytes=PAGE_BYTES * 2) is CORRUPT
+
+
+def test_something_else_in_the_place_of_a_page_fails_that_page_alone(store: DirectoryStore) -> None:
+    store._path(key_of(1)).mkdir(parents=True)
+    assert put(store, 1, 2) == [FAILED, OK]
+    assert get(store, 1) is FAILED
+    assert store.exists([key_of(1)]) == [MISSING]
+    assert store.delete([key_of(1)]) == [FAILED]
+    assert get(store, 2) is OK
+
+
+# Killed writers
+
+
+def start_writer(directory: Path, *, seed: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, writer.__file__, str(directory), str(seed)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+
+
+def test_a_writer_that_is_killed_leaves_whole_pages_or_none(tmp_path: Path) -> None:
+    """Real processes, killed at any moment of their puts; then every key is whole or a miss, and nothing else is left."""
+    chance = random.Random(7)
+    found = {OK: 0, MISSING: 0}
+    leftovers = 0
+    for life in range(12):
+        process = start_writer(tmp_path, seed=life)
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun
+        time.sleep(chance.uniform(0, 0.03))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        process.stdout.close()
+        leftovers += sum(path.name.startswith(WRITING) for path in tmp_path.rglob("*"))
+        store = DirectoryStore(tmp_path, leftover_age_s=0.0)
+        assert not [path for path in files(store) if path.name.startswith(WRITING)]
+        for number in range(writer.NUM_PAGES):
+            found[get(store, life * writer.NUM_PAGES + number, writer.PAGE_BYTES)] += 1
+        assert all(path.stat().st_size == writer.PAGE_BYTES + HEADER_BYTES for path in files(store))
+    assert found[OK] and found[MISSING], "killed neither before the first nor behind the last"
+    assert leftovers, "at least one was killed while it wrote"
+
+
+def test_a_file_that_is_being_written_is_left_alone(store: DirectoryStore) -> None:
+    put(store, 1)
+    (page,) = files(store)
+    held, lost, young = (page.with_name(f"{WRITING}{name}") for name in ("held", "lost", "young"))
+    for path in (held, lost, young):
+        path.write_bytes(b"half a page")
+    for path in (held, lost):
+        os.utime(path, (1, 1))
+    with held.open("rb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        DirectoryStore(Path(store.name))
+        assert [path.exists() for path in (held, lost, young)] == [True, False, True]
+    DirectoryStore(Path(store.name))
+    assert [path.exists() for path in (held, lost, young, page)] == [False, False, True, True]
+
+
+# Room
+
+
+def test_the_oldest_pages_make_room_and_what_was_read_is_not_old(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, max_bytes=8 * FILE_BYTES)
+    assert put(store, *range(8)) == [OK] * 8
+    for age, number in enumerate(range(8)):
+        os.utime(store._path(key_of(number)), ns=(age + 1, age + 1))
+    assert get(store, 0) is OK
+    assert put(store, 8) == [OK]
+    assert num_bytes(store) <= 8 * FILE_BYTES
+    assert get(store, 1) is MISSING
+    assert [get(store, number) for number in (0, 7, 8)] == [OK] * 3
+    assert counted(store) == num_bytes(store) <= 8 * KEEP_FRACTION * FILE_BYTES + FILE_BYTES
+
+
+def test_a_page_above_the_limit_is_not_stored_and_takes_nothing_out(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, max_bytes=2 * FILE_BYTES)
+    put(store, 1)
+    assert put(store, 2, num_bytes=4 * PAGE_BYTES) == [FAILED]
+    assert get(store, 1) is OK
+    assert counted(store) == num_bytes(store)
+    assert not [path for path in files(store) if path.name.startswith(WRITING)]
+
+
+def test_what_is_deleted_or_broken_gives_its_room_back(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, max_bytes=100 * FILE_BYTES)
+    put(store, 1, 2)
+    store.delete([key_of(1)])
+    assert counted(store) == FILE_BYTES
+    break_file(store, "flipped")
+    assert get(store, 2) is CORRUPT
+    assert counted(store) == 0
+
+
+def test_a_directory_that_has_grown_above_the_limit_is_cut_when_it_is_opened(tmp_path: Path) -> None:
+    put(DirectoryStore(tmp_path), *range(10))
+    store = DirectoryStore(tmp_path, max_bytes=4 * FILE_BYTES)
+    assert num_bytes(store) == counted(store) == 4 * FILE_BYTES
+
+
+def test_a_wrong_count_is_put_right(tmp_path: Path) -> None:
+    """A machine that lost its power, or a version of tomorrow: the count is as wrong as it may be, and the limit holds."""
+    store = DirectoryStore(tmp_path, max_bytes=4 * FILE_BYTES)
+    put(store, 0, 1)
+    for wrong in (b"", b"\xff" * 8, b"\x00" * 8, (2**62).to_bytes(8, "little")):
+        (tmp_path / ".bytes").write_bytes(wrong)
+        reopened = DirectoryStore(tmp_path, max_bytes=4 * FILE_BYTES)
+        assert counted(reopened) == num_bytes(reopened) == 2 * FILE_BYTES
+    (tmp_path / ".bytes").write_bytes((2**62).to_bytes(8, "little"))
+    assert put(store, 2) == [OK]
+    assert counted(store) == num_bytes(store) == 3 * FILE_BYTES
+
+
+def test_two_processes_stay_below_the_limit_together(tmp_path: Path) -> None:
+    limit = 40 * (writer.PAGE_BYTES + HEADER_BYTES)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    commands = [[sys.executable, writer.__file__, str(tmp_path), str(seed), str(limit)] for seed in (1, 2)]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for command in commands]
+    try:
+        most = 0
+        while any(process.poll() is None for process in processes):
+            most = max(most, used_bytes(tmp_path))
+        assert [process.wait(timeout=10) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(timeout=10)
+            assert process.stdout is not None
+            process.stdout.close()
+    assert 0 < most <= limit
+    store = DirectoryStore(tmp_path, max_bytes=limit)
+    numbers = [seed * writer.NUM_PAGES + number for seed in (1, 2) for number in range(writer.NUM_PAGES)]
+    left = [number for number in numbers if get(store, number, writer.PAGE_BYTES) is OK]
+    assert 20 <= len(left) <= 40
+
+
+def used_bytes(directory: Path) -> int:
+    """Of finished pages; while they are counted nobody may evict, so no page is counted that had gone before another came."""
+    total = 0
+    with (directory / ".evicting").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder, _, names in os.walk(directory):
+            pages = [name for name in names if not name.startswith(".")]
+            total += sum(os.stat(os.path.join(folder, name)).st_size for name in pages)
+    return total
+
+
+# Disks that do not do what they should
+
+
+@pytest.fixture
+def small_files() -> Iterator[int]:
+    """No file may be larger than this: the kernel refuses what goes beyond, as it does on a full disk."""
+    limit = PAGE_BYTES
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_page_that_the_kernel_does_not_take_fails_and_leaves_nothing(tmp_path: Path, small_files: int) -> None:
+    store = DirectoryStore(tmp_path, max_bytes=1 << 30)
+    assert store.put([(key_of(1), memoryview(page_of(1, small_files))), (key_of(2), memoryview(page_of(2, 16)))]) == [FAILED, OK]
+    assert get(store, 2, 16) is OK
+    assert len(files(store)) == 1
+    assert counted(store) == num_bytes(store)
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from tests.storage.writer import key_of, page_of
+from transfer.storage.directory import DirectoryStore
+store = DirectoryStore(Path(sys.argv[1]))
+outcomes = store.put([(key_of(number), memoryview(page_of(number, 1 << 16))) for number in range(40)])
+stored = [number for number, outcome in enumerate(outcomes) if outcome == "ok"]
+assert set(outcomes) == {"ok", "failed"} and 10 <= len(stored) < 32, outcomes
+for number in stored:
+    view = memoryview(bytearray(1 << 16))
+    assert store.get([(key_of(number), view)]) == ["ok"] and bytes(view) == page_of(number, 1 << 16)
+assert not list(Path(sys.argv[1]).rglob(".writing-*"))
+store.delete([key_of(number) for number in stored])
+assert store.put([(key_of(99), memoryview(page_of(99, 1 << 16)))]) == ["ok"], "there is room again"
+print("as expected")
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A file system of two mebibytes, in a mount namespace of the test's own; no rights are needed where users may have them."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=20, check=False).returncode:
+        pytest.skip("this kernel lets nobody make a file system; the limit of files above is what shows the rest")
+    script = f"mount -t tmpfs -o size=2m none {tmp_path} && {sys.executable} -c '{FULL_DISK}' {tmp_path}/kv"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*alone, "sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
+    assert "No space left on device" in done.stdout + done.stderr
+
+
+def test_a_directory_that_cannot_be_made_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"storage.directory is .*/file/kv; it must be a folder that this process can write"):
+        DirectoryStore(tmp_path / "file" / "kv")
+    with pytest.raises(ConfigError, match=r"storage.directory is /proc/kv; it must be a folder"):
+        DirectoryStore(Path("/proc/kv"))
+
+
+def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
+    """As a user without rights, for root is refused nothing."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder.is_relative_to("/tmp"):
+            folder.chmod(folder.stat().st_mode | 0o755)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match=r"storage.directory is .*locked; .* can write: Permission denied"):
+            DirectoryStore(locked)
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_directory_that_goes_away_is_misses_and_failures(store: DirectoryStore) -> None:
+    put(store, 1)
+    moved = Path(store.name).rename(Path(store.name).with_name("elsewhere"))
+    Path(store.name).write_bytes(b"a file in its place")
+    assert put(store, 2) == [FAILED]
+    assert get(store, 1) is FAILED
+    assert store.exists([key_of(1)]) == [FAILED]
+    Path(store.name).unlink()
+    moved.rename(store.name)
+    assert get(store, 1) is OK
+
+
+def test_keys_of_the_tests_are_spread() -> None:
+    assert hashlib.sha256(b"1").hexdigest() in key_of(1)

@@ -1,0 +1,189 @@
+"""A local directory, or a mounted one, as a store: a file for each page, shared by any number of processes.
+
+A page is written into a file with a name of its own, which is then renamed: whatever happens to a writer, a key has a whole page
+or none. Nothing is flushed to the disk, for after a power cut the envelope tells what got there. A file is locked for as long as
+it is written, so what a killed writer leaves is known by nobody's holding it (see `transfer.storage.directory_room`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from transfer.errors import ConfigError
+from transfer.storage.base import Outcome
+from transfer.storage.directory_room import LEFTOVER_AGE_S, WRITING, DirectoryRoom
+from transfer.storage.envelope import HEADER_BYTES, check, header_of
+from transfer.storage.keys import fingerprint_of
+
+_FAN_OUT_CHARS: Final = 2  # of the page's hash: 256 folders for each fingerprint
+
+log = structlog.get_logger(__name__)
+
+
+class DirectoryStore:
+    """See the module's docstring, and `transfer.storage.base.Store`.
+
+    Args:
+        directory: Made where it is not there.
+        max_bytes: Of all files together; None: as many as the disk takes.
+        leftover_age_s: See `LEFTOVER_AGE_S`.
+
+    Raises:
+        ConfigError: It cannot be made, or this process cannot write there.
+    """
+
+    def __init__(self, directory: Path, *, max_bytes: int | None = None, leftover_age_s: float = LEFTOVER_AGE_S) -> None:
+        self._root = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            probe = _new_file_in(directory)
+            os.close(_created(probe))
+            probe.unlink()
+            self._room = DirectoryRoom(directory, max_bytes=max_bytes, leftover_age_s=leftover_age_s)
+        except OSError as error:
+            raise ConfigError(
+                f"storage.directory is {directory}; it must be a folder that this process can write: {error.strerror}"
+            ) from error
+
+    @property
+    def name(self) -> str:
+        return str(self._root)
+
+    def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+        return [self._guarded(self._put, key, page) for key, page in pages]
+
+    def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+        return [self._guarded(self._get, key, page) for key, page in pages]
+
+    def exists(self, keys: Sequence[str]) -> list[Outcome]:
+        return [self._guarded(self._exists, key) for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> list[Outcome]:
+        return [self._guarded(self._delete, key) for key in keys]
+
+    def _guarded(self, action: Callable[..., Outcome], key: str, *arguments: memoryview) -> Outcome:
+        """What the disk cannot do for one page is that page's affair."""
+        try:
+            return action(key, *arguments)
+        except OSError as error:
+            log.warning("stored_page_failed", action=action.__name__.strip("_"), key=key, error=str(error))
+            return Outcome.FAILED
+
+    def _path(self, key: str) -> Path:
+        """Raises ConfigError when it is no key, and so perhaps a path to somewhere else."""
+        fingerprint = fingerprint_of(key)
+        name = key[len(fingerprint) + 1 :]
+        return self._root / fingerprint / name[:_FAN_OUT_CHARS] / name
+
+    def _put(self, key: str, page: memoryview) -> Outcome:
+        path, num_bytes = self._path(key), HEADER_BYTES + page.nbytes
+        if self._is_there(path, num_bytes):
+            return Outcome.OK
+        temporary = _new_file_in(path.parent)
+        with contextlib.ExitStack() as undo:
+            file = _created(temporary)
+            undo.callback(os.close, file)
+            undo.callback(temporary.unlink, missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, num_bytes)  # counted whole from now on, see DirectoryRoom
+            if not self._room.take(num_bytes):
+                raise OSError(errno.EDQUOT, f"{num_bytes} bytes do not fit storage.max_bytes, or others take them at once")
+            undo.callback(self._room.give_back, num_bytes)
+            _write(file, header_of(key, page), page)
+            temporary.rename(path)
+            undo.pop_all()
+            os.close(file)
+        return Outcome.OK
+
+    def _is_there(self, path: Path, num_bytes: int) -> bool:
+        """Whether a page of that size is stored, which is then as new as one that is stored now."""
+        try:
+            if path.stat().st_size != num_bytes:
+                return False
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _get(self, key: str, page: memoryview) -> Outcome:
+        path = self._path(key)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return Outcome.MISSING
+        try:
+            header = bytearray(HEADER_BYTES)
+            num_read = _read(file, header, page, bytearray(1))  # a byte too many, where there is one
+            outcome = check(key, header[:num_read], page, num_bytes=num_read)
+            if outcome is Outcome.OK:
+                os.utime(file)
+        finally:
+            os.close(file)
+        if outcome is not Outcome.OK:
+            self._delete(key)  # else a put would take it for the page
+        return outcome
+
+    def _exists(self, key: str) -> Outcome:
+        try:
+            return Outcome.OK if stat.S_ISREG(self._path(key).stat().st_mode) else Outcome.MISSING
+        except FileNotFoundError:
+            return Outcome.MISSING
+
+    def _delete(self, key: str) -> Outcome:
+        path = self._path(key)
+        try:
+            num_bytes = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return Outcome.MISSING
+        self._room.give_back(num_bytes)
+        return Outcome.OK
+
+
+def _new_file_in(folder: Path) -> Path:
+    """A name that no other process has, on whatever host."""
+    return folder / f"{WRITING}{secrets.token_hex(8)}"
+
+
+def _created(path: Path) -> int:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+
+def _write(file: int, *parts: bytes | memoryview) -> None:
+    """Raises OSError, also when less than all was written without one."""
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            written = os.write(file, rest)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            rest = rest[written:]
+
+
+def _read(file: int, *parts: bytearray | memoryview) -> int:
+    """Fill the parts one after the other; returns the bytes that there were."""
+    total = 0
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            num_read = os.readv(file, [rest])
+            if not num_read:
+                return total
+            total += num_read
+            rest = rest[num_read:]
+    return total

@@ -1,0 +1,193 @@
+"""Room in a directory store: what all of its processes may write together, and what goes when they may write no more.
+
+Bytes are counted in one file, which all processes change under a lock. Who finds no room evicts the pages that were least
+recently stored or read, down to `KEEP_FRACTION` of the limit, one process at a time; that looks at every file, and puts the count
+right on the way. The count errs to the safe side: a file has its whole size before its bytes are taken, and is renamed only
+after that, so an eviction meets it in one of the two ways, if not in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+KEEP_FRACTION: Final = 0.875
+LEFTOVER_AGE_S: Final = 60.0
+"""Of an unfinished file that nobody holds, before it goes: one that was made this moment is not held yet."""
+
+WRITING: Final = ".writing-"
+"""Begins the names of unfinished files."""
+
+_TRIES: Final = 4  # others can take what an eviction has made room for
+_COUNT: Final = struct.Struct("<q")
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class _Page:
+    used_ns: int
+    num_bytes: int
+    path: str
+
+
+class DirectoryRoom:
+    """See the module's docstring. May be used by several threads.
+
+    Args:
+        root: Folder of the store.
+        max_bytes: Of all files; None: no limit, nothing is counted.
+        leftover_age_s: See `LEFTOVER_AGE_S`.
+
+    Raises:
+        OSError: The files that it keeps there cannot be written.
+    """
+
+    def __init__(self, root: Path, *, max_bytes: int | None, leftover_age_s: float) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+        self._leftover_age_s = leftover_age_s
+        self._counting = _Lock(root / ".bytes")
+        self._evicting = _Lock(root / ".evicting")
+        if self._evicting.acquire(wait=False):  # else somebody else is at it
+            try:
+                self._count_all(keep_bytes=max_bytes)
+            finally:
+                self._evicting.release()
+
+    def take(self, num_bytes: int) -> bool:
+        """Count a file that is there in its whole size, before it is written; False: no room can be made for it."""
+        if self._max_bytes is None:
+            return True
+        if num_bytes > self._max_bytes:
+            return False
+        for _ in range(_TRIES):
+            with self._counting:
+                counted = self._counted()
+                if counted + num_bytes <= self._max_bytes:
+                    self._count(counted + num_bytes)
+                    return True
+            if self._evict(num_bytes):
+                return True
+        return False
+
+    def give_back(self, num_bytes: int) -> None:
+        """Those are no longer there."""
+        if self._max_bytes is not None:
+            with self._counting:
+                self._count(max(0, self._counted() - num_bytes))
+
+    def _evict(self, num_bytes: int) -> bool:
+        """Make room; True: the file of so many bytes, which is there already, has been counted with all others, and fits."""
+        assert self._max_bytes is not None
+        with self._evicting:
+            with self._counting:
+                if self._counted() + num_bytes <= self._max_bytes:
+                    return False  # somebody else has made it
+            return self._count_all(keep_bytes=int(self._max_bytes * KEEP_FRACTION)) <= self._max_bytes
+
+    def _count_all(self, *, keep_bytes: int | None) -> int:
+        """Put the count right, and take the oldest pages out until at most `keep_bytes` are left; None takes nothing out.
+
+        Returns:
+            The count.
+        """
+        with self._counting:
+            before = self._counted()
+        pages = sorted(self._pages())
+        total = sum(page.num_bytes for page in pages)
+        num_evicted = 0
+        for page in pages:
+            if keep_bytes is None or total <= keep_bytes:
+                break
+            if not os.path.basename(page.path).startswith(WRITING):
+                with contextlib.suppress(OSError):  # gone, and counted by whoever took it out, or another user's
+                    os.unlink(page.path)
+                    total -= page.num_bytes
+                    num_evicted += 1
+        with self._counting:
+            total = max(0, total + self._counted() - before)  # what was taken and given back meanwhile counts, too
+            self._count(total)
+        if num_evicted:
+            log.info("stored_pages_evicted", directory=str(self._root), pages=num_evicted, bytes_left=total)
+        return total
+
+    def _pages(self) -> Iterator[_Page]:
+        """All files, but for leftovers, which go."""
+        newest_leftover_ns = time.time_ns() - int(self._leftover_age_s * 1e9)
+        for folder, _, names in os.walk(self._root):
+            if folder == str(self._root):
+                continue  # counters and locks
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(FileNotFoundError):  # deleted or renamed meanwhile
+                    status = os.stat(path)
+                    if name.startswith(WRITING) and status.st_mtime_ns < newest_leftover_ns and _is_held_by_nobody(path):
+                        os.unlink(path)
+                    else:
+                        yield _Page(used_ns=status.st_mtime_ns, num_bytes=status.st_size, path=path)
+
+    def _counted(self) -> int:
+        stored = os.pread(self._counting.file, _COUNT.size, 0)
+        return max(0, _COUNT.unpack(stored)[0]) if len(stored) == _COUNT.size else 0
+
+    def _count(self, num_bytes: int) -> None:
+        os.pwrite(self._counting.file, _COUNT.pack(num_bytes), 0)
+
+
+class _Lock:
+    """Between processes and between the threads of one: a locked file, and `file` is its descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._threads = threading.Lock()
+
+    def acquire(self, *, wait: bool = True) -> bool:
+        """False: it is taken, and was not to be waited for."""
+        if not self._threads.acquire(blocking=wait):
+            return False
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._threads.release()
+            return False
+        except BaseException:
+            self._threads.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _is_held_by_nobody(path: str) -> bool:
+    """Whether the process that was writing the file is gone, on whatever host it was."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # another user's, or gone
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(file)

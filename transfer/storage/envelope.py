@@ -1,0 +1,72 @@
+"""The envelope of a stored page: a header before its bytes that says what they are, and proves it.
+
+::
+
+    0    8 bytes   magic
+    8    4         version of this header
+    12   4         length of this header: 512
+    16   8         length of the page
+    24   16        XXH3-128 of the page
+    40   256       the key, filled up with zeros
+    504  8         XXH3-64 of all bytes of the header before
+
+Integers are little-endian. The digests find what disks and hasty copies do to bytes, not what somebody does on purpose: whoever
+may write the store is trusted, see SECURITY.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import xxhash
+
+from transfer.storage.base import Outcome
+from transfer.storage.keys import fingerprint_of
+
+MAGIC: Final = b"KVFERRY\0"
+VERSION: Final = 1
+HEADER_BYTES: Final = 512
+
+_FIELDS: Final = struct.Struct("<8sIIQ16s256s")
+_DIGEST: Final = struct.Struct("<Q")
+
+
+def header_of(key: str, page: memoryview) -> bytes:
+    """The header of a page under that key.
+
+    Raises:
+        ConfigError: It is no key.
+    """
+    fingerprint_of(key)
+    fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, page.nbytes, xxhash.xxh3_128_digest(page), key.encode())
+    head = fields.ljust(HEADER_BYTES - _DIGEST.size, b"\0")
+    return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def check(key: str, header: bytes | bytearray, page: memoryview, *, num_bytes: int) -> Outcome:
+    """Whether what was read is the page of that key.
+
+    Args:
+        header: The first `HEADER_BYTES` bytes, or as many as there were.
+        page: What followed, in a view of the page's exact size; undefined where there was less.
+        num_bytes: Of header and page, as stored.
+
+    Returns:
+        `OK`, `CORRUPT` or `FOREIGN`.
+    """
+    head = bytes(header[:HEADER_BYTES])
+    if len(head) < HEADER_BYTES:
+        return Outcome.CORRUPT
+    magic, version, header_bytes, page_bytes, digest, stored_key = _FIELDS.unpack_from(head)
+    if magic == MAGIC and version != VERSION:
+        return Outcome.FOREIGN
+    if _DIGEST.pack(xxhash.xxh3_64_intdigest(head[: -_DIGEST.size])) != head[-_DIGEST.size :]:
+        return Outcome.CORRUPT
+    if magic != MAGIC or header_bytes != HEADER_BYTES:
+        return Outcome.FOREIGN
+    if stored_key.rstrip(b"\0") != key.encode():
+        return Outcome.FOREIGN
+    if page_bytes != page.nbytes or num_bytes != HEADER_BYTES + page_bytes:
+        return Outcome.CORRUPT
+    return Outcome.OK if xxhash.xxh3_128_digest(page) == digest else Outcome.CORRUPT
