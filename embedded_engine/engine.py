@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from embedded_engine.architectures import ARCHITECTURES, Hook
+from embedded_engine.host_tier import HostTier
 from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
 from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles, read_model_files
@@ -32,6 +33,7 @@ from embedded_engine.step_checks import CheckedTables, StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import ConfigError, EngineError
+from transfer.host_pool import HostPool
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
@@ -230,13 +232,8 @@ class EmbeddedEngine:
             loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=shard)
             num_pages = num_pages(loaded)
         self.pool = KVPool(layout=self.layout, shard=shard, num_pages=num_pages, device=self._device)
-        self._checks = StepChecks(
-            groups=self.pool.groups,
-            num_pages=self.pool.num_pages,
-            page_size=self.pool.page_size,
-            max_context_tokens=self.max_context_tokens,
-            vocab_size=self.vocab_size,
-        )
+        self._checks = self._make_checks()
+        self._tier: HostTier | None = None
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and _has_decode_kernels(self._device):
             self._decoder = self._make_decoder(max_running_requests)
@@ -271,6 +268,35 @@ class EmbeddedEngine:
         if self._decoder is not None:
             with self._step():
                 self._decoder.capture(batch_sizes)
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of the device that the buffers for host blocks take."""
+        return 0 if self._decoder is None else self._decoder.host_block_bytes
+
+    def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None:
+        """Let decode steps attend to pages in host memory, see `DecodeItem.host_tables`; once, before any step.
+
+        On a GPU it takes two buffers of up to `block_bytes` of the device, and runs a step for the dummy request, to compile what
+        such steps launch.
+
+        Args:
+            host: Host pages of this engine's pool.
+            block_bytes: Most bytes of a layer's K and V that are read together.
+
+        Raises:
+            ConfigError: The engine has a host pool already, the model has no full attention, the host pool no pages of it or
+                another layout, or a block holds no page.
+            EngineError: The device has too little memory left.
+        """
+        if self._tier is not None:
+            raise ConfigError("the engine has a host pool already; it takes one, before its first step")
+        tier = HostTier(self.pool, host, block_bytes=block_bytes)
+        if self._decoder is not None:
+            with self._step():
+                self._decoder.use_host_tier(tier)
+        self._tier = tier
+        self._checks = self._make_checks(host.num_pages)
 
     def prefill(self, items: Sequence[PrefillItem], on_layers_written: OnLayersWritten | None = None) -> dict[str, int]:
         """Run one prefill step over all items together; see `PrefillEngine.prefill`."""
@@ -321,9 +347,14 @@ class EmbeddedEngine:
             most = self._decoder.max_running_requests
             raise EngineError(f"the step has {len(items)} requests; max_running_requests is {most}")
         # As they were checked: what is behind the entries that this step reads, or is changed meanwhile, concerns it no more.
-        items = tuple(replace(item, page_tables=own) for item, own in zip(items, tables, strict=True))
-        with self._step():
-            plan = GatherDecodePlan(items, _as_arrays(tables), self.pool, self._dtype) if self._decoder is None else None
+        items = tuple(
+            replace(item, page_tables=own, host_tables=in_host)
+            for item, own, in_host in zip(items, tables, self._checks.check_host_tables(items), strict=True)
+        )
+        plan: StepPlan | None = None
+        if self._decoder is None:
+            with self._step():
+                plan = GatherDecodePlan(items, _as_arrays(tables), self.pool, self._dtype, self._tier)
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
             for row, item in enumerate(items)
@@ -364,6 +395,16 @@ class EmbeddedEngine:
         self._decoder = None
         if self._group is not None:
             self._group.close()
+
+    def _make_checks(self, num_host_pages: Sequence[int] | None = None) -> StepChecks:
+        return StepChecks(
+            groups=self.pool.groups,
+            num_pages=self.pool.num_pages,
+            page_size=self.pool.page_size,
+            max_context_tokens=self.max_context_tokens,
+            vocab_size=self.vocab_size,
+            num_host_pages=num_host_pages,
+        )
 
     def _load_model(self) -> PreTrainedModel:
         hook = self.files.family.hook

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from embedded_engine.attention import ATTENTION_BYTES, RunningSoftmax, Scores, attention
+from embedded_engine.host_tier import HostTier
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.kv_pool import KVPool, PagedKVPool
 from transfer.layer_groups import GroupKind, LayerGroup
@@ -316,6 +317,10 @@ def _attend_in_parts(
         output[:, begin:end] = softmax.result().transpose(1, 2)
 
 
+_Pages = KVPool | PagedKVPool
+"""Where K and V of a layer are read by slot: the pool, or the host pool's part."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowGroup:
     """Rows of the step that attend in one call.
@@ -331,10 +336,30 @@ class _RowGroup:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TieredRow:
+    """A row of the step whose first tokens are in host memory.
+
+    Args:
+        row: Which row.
+        device_slots: int64 [tokens], of those on the device.
+        host_blocks: int64 [tokens] each: slots of the host pool that are read together.
+    """
+
+    row: int
+    device_slots: Tensor
+    host_blocks: tuple[Tensor, ...]
+
+
 class _TokenGroup:
     """What the layers of one group share in a decode step: where the new tokens go and what each row reads.
 
-    Requests attend together, padded to the longest of their row group; none is padded to more than twice its own length.
+    Requests attend together, padded to the longest of their row group; none is padded to more than twice its own length. Those
+    with pages in host memory attend by themselves.
+
+    Args:
+        hosts: Host pages of each item.
+        pages_per_block: Host pages that are read together.
     """
 
     def __init__(
@@ -344,15 +369,34 @@ class _TokenGroup:
         items: Sequence[DecodeItem],
         tables: Sequence[NDArray[np.int64]],
         dtype: torch.dtype,
+        hosts: Sequence[Sequence[int]],
+        pages_per_block: int,
     ) -> None:
         slots = [
-            token_slots(table, group.first_needed_token(item.position), item.position + 1, part.page_size)
-            for item, table in zip(items, tables, strict=True)
+            token_slots(
+                table, max(group.first_needed_token(item.position), len(host) * part.page_size), item.position + 1, part.page_size
+            )
+            for item, table, host in zip(items, tables, hosts, strict=True)
         ]
         self._dtype = dtype
         self._device = part.device
         self.new_slots = torch.tensor([own[-1] for own in slots], dtype=torch.int64, device=part.device)
-        self.row_groups = [self._row_group(rows, slots) for rows in _rows_of_similar_length([len(own) for own in slots])]
+        plain = [row for row, host in enumerate(hosts) if not host]
+        groups = _rows_of_similar_length([len(slots[row]) for row in plain])
+        self.row_groups = [self._row_group([plain[index] for index in rows], slots) for rows in groups]
+        self.tiered_rows = [
+            self._tiered_row(row, slots[row], host, part.page_size, pages_per_block) for row, host in enumerate(hosts) if host
+        ]
+
+    def _tiered_row(
+        self, row: int, slots: NDArray[np.int64], host: Sequence[int], page_size: int, pages_per_block: int
+    ) -> _TieredRow:
+        host_slots = token_slots(np.array(host, dtype=np.int64), 0, len(host) * page_size, page_size)
+        return _TieredRow(
+            row=row,
+            device_slots=torch.from_numpy(slots).to(self._device),
+            host_blocks=torch.from_numpy(host_slots).to(self._device).split(pages_per_block * page_size),
+        )
 
     def _row_group(self, rows: list[int], slots: list[NDArray[np.int64]]) -> _RowGroup:
         longest = max(len(slots[row]) for row in rows)
@@ -378,11 +422,20 @@ class GatherDecodePlan:
         tables: Their page tables.
         pool: Where K, V and states are written and read.
         dtype: What the model computes in.
+        tier: Where host pages are read; needed where an item has any.
     """
 
-    def __init__(self, items: Sequence[DecodeItem], tables: Sequence[Tables], pool: KVPool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        items: Sequence[DecodeItem],
+        tables: Sequence[Tables],
+        pool: KVPool,
+        dtype: torch.dtype,
+        tier: HostTier | None = None,
+    ) -> None:
         self._pool = pool
         self._dtype = dtype
+        self._host = None if tier is None else tier.host.device_part(tier.group)
         self._groups: dict[int, _TokenGroup] = {}
         for index, (group, part) in enumerate(zip(pool.groups, pool.parts, strict=True)):
             own = [tables_of_item[index] for tables_of_item in tables]
@@ -390,14 +443,16 @@ class GatherDecodePlan:
                 self._state_rows = torch.from_numpy(np.concatenate(own)).to(pool.device)
                 self._new_states = torch.tensor([item.position == 0 for item in items], device=pool.device)
             else:
-                self._groups[index] = _TokenGroup(group, part, items, own, dtype)
+                hosts = [item.host_tables[index] if item.host_tables else () for item in items]
+                pages_per_block = 1 if tier is None else tier.pages_per_block
+                self._groups[index] = _TokenGroup(group, part, items, own, dtype, hosts, pages_per_block)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         group = self._groups[self._pool.group_of(layer)]
         self._pool.write(layer, group.new_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
 
-        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = (part.to(self._dtype).transpose(1, 2) for part in self._pool.read(layer, slots))
+        def read(pages: _Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = (part.to(self._dtype).transpose(1, 2) for part in pages.read(layer, slots))
             return k, v
 
         return self._attend(group, query, value.shape[-1], read, scores)
@@ -407,9 +462,9 @@ class GatherDecodePlan:
         group = self._groups[self._pool.group_of(layer)]
         self._pool.write(layer, group.new_slots, latents, latents[..., :0])
 
-        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+        def read(pages: _Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
             # The rotary part is carried along among the values and dropped: values as wide as keys keep the fast path.
-            context = self._pool.read(layer, slots)[0].to(self._dtype).transpose(1, 2)
+            context = pages.read(layer, slots)[0].to(self._dtype).transpose(1, 2)
             return context, context
 
         return heads.values(self._attend(group, heads.absorb(query), latents.shape[-1], read, scores))
@@ -419,20 +474,29 @@ class GatherDecodePlan:
         group: _TokenGroup,
         query: Tensor,
         value_dim: int,
-        read: Callable[[Tensor], tuple[Tensor, Tensor]],
+        read: Callable[[_Pages, Tensor], tuple[Tensor, Tensor]],
         scores: Scores,
     ) -> Tensor:
         num_query_heads, num_rows = query.shape[1:3]
         queries = query[0].transpose(0, 1).unsqueeze(2)  # [rows, query heads, 1, dim]
         output = torch.empty((num_rows, num_query_heads, 1, value_dim), dtype=query.dtype, device=query.device)
         for rows in group.row_groups:
-            k, v = read(rows.context_slots)
+            k, v = read(self._pool, rows.context_slots)
             own = queries if rows.rows is None else queries[rows.rows]
             attended = attention(own, k, v, rows.mask, scores)
             if rows.rows is None:
                 output = attended
             else:
                 output[rows.rows] = attended
+        for tiered in group.tiered_rows:
+            assert self._host is not None  # without a host pool the step's checks let none through
+            # One of the pool's own pages at least, that of the newest token.
+            k, v = read(self._pool, tiered.device_slots.unsqueeze(0))
+            running = RunningSoftmax(queries[tiered.row : tiered.row + 1], k.shape[1], value_dim, scores)
+            running.add(k, v, None)
+            for block in tiered.host_blocks:
+                running.add(*read(self._host, block.unsqueeze(0)), None)
+            output[tiered.row] = running.result()[0]
         return output.view(1, num_rows, num_query_heads, -1)
 
     def advance(self, layer: int, hidden: Tensor, advance: Advance) -> Tensor:

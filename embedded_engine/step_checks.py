@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from embedded_engine.host_tables import HostTableChecks, HostTables
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import EngineError
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup
@@ -44,17 +45,27 @@ class StepChecks:
         page_size: Tokens of a page.
         max_context_tokens: Most tokens of a request.
         vocab_size: Tokens that there are.
+        num_host_pages: Host pages of each group; None where there is no host pool.
     """
 
     def __init__(
-        self, *, groups: Sequence[LayerGroup], num_pages: Sequence[int], page_size: int, max_context_tokens: int, vocab_size: int
+        self,
+        *,
+        groups: Sequence[LayerGroup],
+        num_pages: Sequence[int],
+        page_size: int,
+        max_context_tokens: int,
+        vocab_size: int,
+        num_host_pages: Sequence[int] | None = None,
     ) -> None:
+        self._hosts = HostTableChecks(groups, page_size, num_host_pages)
         self._groups = tuple(groups)
         self._num_pages = tuple(num_pages)
         self._page_sizes = tuple(group.page_size(page_size) for group in groups)
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
         self._last_decode: dict[str, tuple[_Checked, ...]] = {}
+        self._nothing_in_host = (0,) * len(self._groups)
 
     def check_prefill(self, items: Sequence[PrefillItem]) -> list[CheckedTables]:
         """The items' page tables.
@@ -62,23 +73,35 @@ class StepChecks:
         Raises:
             EngineError: An item does not fit the model or the pool.
         """
-        checked = self._check(items, [(item.first_token, item.end_token) for item in items], {})
+        spans = [(item.first_token, item.end_token) for item in items]
+        checked = self._check(items, spans, [self._nothing_in_host] * len(items), {})
         for item in items:
             self._check_tokens(item.request_id, item.token_ids)
         return [tuple(one.table for one in own) for own in checked]
 
     def check_decode(self, items: Sequence[DecodeItem]) -> list[CheckedTables]:
         """As `check_prefill`; the same objects as in the last step where nothing of a table has changed."""
-        checked = self._check(items, [(item.position, item.position + 1) for item in items], self._last_decode)
+        spans = [(item.position, item.position + 1) for item in items]
+        host_ends = [tuple(map(len, own)) for own in self.check_host_tables(items)]
+        checked = self._check(items, spans, host_ends, self._last_decode)
         for item in items:
             self._check_tokens(item.request_id, (item.token_id,))
         self._last_decode = {item.request_id: own for item, own in zip(items, checked, strict=True)}
         return [tuple(one.table for one in own) for own in checked]
 
+    def check_host_tables(self, items: Sequence[DecodeItem]) -> list[HostTables]:
+        """The items' host pages, one table for each group; again the same objects where nothing has changed.
+
+        Raises:
+            EngineError: One does not fit the host pool or the item's page tables.
+        """
+        return self._hosts.check(items)
+
     def _check(
         self,
         items: Sequence[PrefillItem | DecodeItem],
         spans: Sequence[tuple[int, int]],
+        host_ends: Sequence[tuple[int, ...]],
         known: dict[str, tuple[_Checked, ...]],
     ) -> list[tuple[_Checked, ...]]:
         """The tables of each item.
@@ -86,12 +109,13 @@ class StepChecks:
         Args:
             items: The step.
             spans: Of each item, how many tokens of the request are in the pool before the step, and how many after it.
+            host_ends: Of each item, how many entries of each table are in host memory.
             known: request_id -> tables that passed before.
         """
         if len({item.request_id for item in items}) != len(items):
             raise EngineError("a request_id is in the step twice; a step has at most one item of a request")
         checked: list[tuple[_Checked, ...]] = []
-        for item, (begin, end) in zip(items, spans, strict=True):
+        for item, (begin, end), ends in zip(items, spans, host_ends, strict=True):
             if end > self._max_context_tokens:
                 raise EngineError(
                     f"request {item.request_id!r} ends at token {end}; the model's context is {self._max_context_tokens} tokens"
@@ -102,18 +126,18 @@ class StepChecks:
                     f"request {item.request_id!r} has {len(item.page_tables)} page tables; the model has one for each of: {names}"
                 )
             before = known.get(item.request_id, (None,) * len(self._groups))
-            tables = enumerate(zip(item.page_tables, before, strict=True))
+            tables = enumerate(zip(item.page_tables, before, ends, strict=True))
             checked.append(tuple(self._checked(item.request_id, index, *table, begin, end) for index, table in tables))
         self._check_states(items, checked)
         return checked
 
     def _checked(
-        self, request_id: str, index: int, pages: Sequence[int], known: _Checked | None, begin: int, end: int
+        self, request_id: str, index: int, pages: Sequence[int], known: _Checked | None, host_end: int, begin: int, end: int
     ) -> _Checked:
         """One table, after a check of the entries that a step over the tokens [begin, end) looks at."""
         group, page_size = self._groups[index], self._page_sizes[index]
         num_entries = group.num_pages(end, page_size)
-        first = group.first_needed_token(begin) // page_size
+        first = max(group.first_needed_token(begin) // page_size, host_end)
         if known is not None and known.first > first:
             known = None
         if known is not None and known.given is pages and len(known.table) == num_entries:

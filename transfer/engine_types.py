@@ -3,7 +3,8 @@
 Standard library only, so that an engine's author needs nothing but these names. Pages are those of the engine's own pool: for
 each group of layers (`transfer.layer_groups`; most models have one) a request has a page table, and token `t` lives in page
 ``table[t // page_size]`` at offset ``t % page_size``. Of a sliding window, entries whose tokens are out of reach are `NO_PAGE`.
-Of recurrent layers, the table's one entry is the row that holds the request's state.
+Of recurrent layers, the table's one entry is the row that holds the request's state. What has left the device lies in pages of a
+host pool (`transfer.host_pool`): their entries are `NO_PAGE`, too.
 """
 
 from __future__ import annotations
@@ -137,8 +138,11 @@ class DecodeItem:
         token_id: The newest token; its KV is written in this step.
         position: Position of `token_id`; everything before it is in the pool already.
         page_tables: For each group of layers, the pages bound to the request; they hold every position up to and with
-            `position` that attention can still reach.
+            `position` that attention can still reach, but for those in host memory.
         sampling: How the next token is chosen.
+        host_tables: For each group of layers, the host pages that hold the request's first tokens: of group g the entries below
+            ``len(host_tables[g])``, which are `NO_PAGE` in its page table. Only groups of full attention have any, and the page
+            of `position` is never among them. Empty where nothing is in host memory.
 
     Raises:
         EngineError: A value is out of its range.
@@ -149,6 +153,7 @@ class DecodeItem:
     position: int
     page_tables: tuple[Sequence[int], ...]
     sampling: SamplingParams = GREEDY
+    host_tables: tuple[Sequence[int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.position < 0:

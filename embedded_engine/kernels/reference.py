@@ -62,3 +62,12 @@ def _tokens(view: Tensor, slots: Tensor) -> Tensor:
     """[n, KV heads, dim] of the slots, in the pool's dtype."""
     page_size = view.shape[1]
     return as_words(view)[slots // page_size, slots % page_size].view(view.dtype)
+
+
+def reference_merge_partial(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a partial result of attention to a running one, in place; see `embedded_engine.kernels.merge_partial`."""
+    both = torch.logaddexp(total_lse, part_lse)
+    is_nothing = both.isneginf()
+    kept, added = (torch.exp(lse - both).masked_fill(is_nothing, 0)[..., None] for lse in (total_lse, part_lse))
+    total.copy_(total * kept + part.float() * added)
+    total_lse.copy_(both)

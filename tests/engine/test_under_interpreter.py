@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-DRIVERS = ("decode_under_interpreter.py", "device_decode_under_interpreter.py")
+DRIVERS = ("decode_under_interpreter.py", "device_decode_under_interpreter.py", "tiered_under_interpreter.py")
 
 
 @pytest.mark.timeout(400)

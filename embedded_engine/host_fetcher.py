@@ -1,0 +1,146 @@
+"""Host blocks on their way to a GPU: layer after layer through two device buffers, while others compute.
+
+A kernel on a stream of its own reads pinned host memory over the link; of a page a layer's K and V lie together. Fetches of a
+step follow each other in one known order, the blocks of one layer and then those of the next, so the first blocks of a layer come
+while the layer before is still at its MLP: the stream waits only for a buffer to be free, and a reader only for its own block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embedded_engine.host_tier import HostBlock, HostTier
+from transfer.errors import LocalProtocolError
+from transfer.kernels.page_kernel import LINK_PROGRAMS, Segment, SegmentCopier
+from transfer.kv_pool import KVPool
+
+NUM_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockBuffer:
+    """A layer's view of a device buffer: pages as a small pool has them, and what fetches them.
+
+    Args:
+        k, v: [pages, ...] in the shapes of the pool's buffers; `v` is None where the layer has none.
+        copier: From the layer's part of host pages.
+    """
+
+    k: Tensor
+    v: Tensor | None
+    copier: SegmentCopier
+
+
+class HostFetcher:
+    """Brings the host blocks of a step, once per layer. Not thread-safe: it has one owner.
+
+    With TRITON_INTERPRET=1 it also works on a CPU, where everything runs at once.
+
+    Args:
+        pool: The engine's pool.
+        tier: Its host tier.
+    """
+
+    def __init__(self, pool: KVPool, tier: HostTier) -> None:
+        self._device = device = pool.device
+        is_gpu = device.type == "cuda"
+        self._layers = tuple(tier.slice_bytes)
+        num_bytes = tier.pages_per_block * max(tier.slice_bytes.values())
+        self._memory = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self._buffers = [{layer: _block_buffer(tier, layer, memory) for layer in self._layers} for memory in self._memory]
+        # Before whatever else the device could run: a fetch takes few of its multiprocessors, and the link must not wait.
+        self._stream = torch.cuda.Stream(device, priority=-1) if is_gpu else None
+        self._fetched = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
+        self._used = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
+        self._blocks: Sequence[HostBlock] = ()
+        self._pages = torch.empty(0, dtype=torch.int64)
+        self._num_fetched = 0
+        self._num_used = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device that both buffers take."""
+        return sum(memory.numel() for memory in self._memory)
+
+    def begin(self, blocks: Sequence[HostBlock], pages: Tensor) -> None:
+        """Begin a step: its first blocks are on their way.
+
+        Args:
+            blocks: Of the step, at least one.
+            pages: Their host pages, int64 on the device, behind what is queued on the current stream.
+        """
+        self._blocks, self._pages = blocks, pages
+        self._num_fetched = self._num_used = 0
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            pages.record_stream(self._stream)
+        for _ in range(NUM_BUFFERS):
+            self._fetch_next()
+
+    def blocks_of(self, layer: int) -> Iterator[tuple[HostBlock, BlockBuffer]]:
+        """Each block of a layer, in a buffer that is good until the next one is asked for.
+
+        What reads it is to be queued on the current stream. Layers must be asked for in ascending order, each once.
+        """
+        for block in self._blocks:
+            if self._layers[self._num_used // len(self._blocks)] != layer:
+                raise LocalProtocolError(f"host blocks of layer {layer} are asked for out of turn")
+            place = self._num_used % NUM_BUFFERS
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._fetched[place])
+            yield block, self._buffers[place][layer]
+            if self._stream is not None:
+                self._used[place].record(torch.cuda.current_stream(self._device))
+                self._stream.wait_event(self._used[place])
+            self._num_used += 1
+            self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        """Queue the next fetch of the step, if there is one; its buffer is free by what the stream waits for."""
+        if self._num_fetched == len(self._layers) * len(self._blocks):
+            return
+        layer, block = (
+            self._layers[self._num_fetched // len(self._blocks)],
+            self._blocks[self._num_fetched % len(self._blocks)],
+        )
+        place = self._num_fetched % NUM_BUFFERS
+        copier, pages = self._buffers[place][layer].copier, self._pages[block.begin :].data_ptr()
+        if self._stream is None:
+            copier(pages, 0, block.num_pages)
+        else:
+            with torch.cuda.stream(self._stream):
+                copier(pages, 0, block.num_pages)
+            self._fetched[place].record(self._stream)
+        self._num_fetched += 1
+
+
+def _block_buffer(tier: HostTier, layer: int, memory: Tensor) -> BlockBuffer:
+    part, size = tier.host.device_part(tier.group), tier.slice_bytes[layer]
+    host_k = part.buffer(layer, is_v=False)
+    pages = memory[: tier.pages_per_block * size].view(tier.pages_per_block, size)
+    k_bytes = host_k.shape[1:].numel() * host_k.element_size()
+    k = pages[:, :k_bytes].view(host_k.dtype).view(-1, *host_k.shape[1:])
+    v: Tensor | None = None
+    if part.layout.layers[layer].num_buffers == 2:
+        host_v = part.buffer(layer, is_v=True)
+        v = pages[:, k_bytes:].view(host_v.dtype).view(-1, *host_v.shape[1:])
+    segment = Segment(
+        source=host_k.data_ptr(),
+        target=memory.data_ptr(),
+        source_stride=tier.host.page_bytes[tier.group],
+        target_stride=size,
+        num_bytes=size,
+    )
+    copier = SegmentCopier(
+        memory.device,
+        [segment],
+        num_source_pages=part.num_pages,
+        num_target_pages=tier.pages_per_block,
+        is_target_packed=True,
+        max_programs=LINK_PROGRAMS,
+    )
+    return BlockBuffer(k=k, v=v, copier=copier)

@@ -1,0 +1,134 @@
+"""The host tier of an engine: which pages it may attend to in host memory, and in what blocks it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.errors import ConfigError
+from transfer.host_pool import HostPool
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import GroupKind
+
+_PARTS_ALIGNMENT = 4  # int32 numbers: where a block's parts begin, Triton's variants are those for 16 bytes
+
+
+class HostTier:
+    """A host pool as an engine reads it: layer by layer, in blocks of whole pages.
+
+    Args:
+        pool: The engine's pool.
+        host: Host pages over the same layout.
+        block_bytes: Most bytes of one layer's part of the pages that are read together.
+
+    Attributes:
+        host: The host pool.
+        group: Index of the one group whose pages may be there: full attention.
+        page_size: Tokens of a page.
+        slice_bytes: Bytes of a page of each layer of the group, its K then its V.
+        pages_per_block: Most pages of a block.
+
+    Raises:
+        ConfigError: The model has no full attention, the host pool no pages of it or another layout, or a block holds no page.
+    """
+
+    def __init__(self, pool: KVPool, host: HostPool, *, block_bytes: int) -> None:
+        groups = [index for index, group in enumerate(pool.groups) if group.kind is GroupKind.FULL]
+        if not groups:
+            names = ", ".join(group.name for group in pool.groups)
+            raise ConfigError(f"the model has no full attention ({names}); nothing of it can be read from host memory")
+        (self.group,) = groups
+        if len(host.num_pages) != len(pool.groups) or not host.num_pages[self.group]:
+            raise ConfigError(f"host num_pages is {host.num_pages}; the group of full attention must have at least 1 host page")
+        part = host.part(self.group)
+        if (part.layout, part.shard) != (pool.layout, pool.shard):
+            raise ConfigError("the host pool has another layout or shard than the engine's pool; make it of that pool")
+        self.host = host
+        self.page_size = pool.page_size
+        self.slice_bytes: dict[int, int] = {
+            layer: part.page_size
+            * part.num_heads(layer)
+            * sum(part.head_dim(layer, is_v=is_v) for is_v in (False, True))
+            * part.element.num_bytes
+            for layer in part.layers
+        }
+        largest = max(self.slice_bytes.values())
+        self.pages_per_block: int = block_bytes // largest
+        if self.pages_per_block < 1:
+            raise ConfigError(f"block_bytes is {block_bytes}; must be at least {largest}, a layer's part of one page")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBlock:
+    """Host pages that are read and attended to together, of one row of a step or more.
+
+    Args:
+        begin, end: Its pages among those of the step.
+        first_row, end_row: The rows of the step that have pages in it, and any between them.
+        first_part: Where the rows' parts begin in the step's arrays.
+    """
+
+    begin: int
+    end: int
+    first_row: int
+    end_row: int
+    first_part: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def end_part(self) -> int:
+        return self.first_part + self.end_row - self.first_row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBlocks:
+    """The host pages of a step, cut into blocks: the same for all layers.
+
+    Args:
+        pages: int64 [n], host pages of all rows, one row after the other.
+        first_tokens, num_tokens: int32 [parts]: of each row of each block, its first token in the block and how many it has
+            there; 0 for a row that only lies between others.
+        blocks: In the order of `pages`.
+    """
+
+    pages: NDArray[np.int64]
+    first_tokens: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    blocks: tuple[HostBlock, ...]
+
+
+def cut_into_blocks(tables: Sequence[Sequence[int]], *, pages_per_block: int, page_size: int) -> StepBlocks:
+    """Cut the host pages of a step into blocks, each full but for the last.
+
+    Args:
+        tables: Host pages of each row of the step, in order; of one row at least one.
+        pages_per_block: Most pages of a block.
+        page_size: Tokens of a page.
+    """
+    ends = np.cumsum([len(table) for table in tables])
+    begins = ends - np.array([len(table) for table in tables])
+    firsts: list[int] = []
+    counts: list[int] = []
+    blocks: list[HostBlock] = []
+    for begin in range(0, int(ends[-1]), pages_per_block):
+        end = min(begin + pages_per_block, int(ends[-1]))
+        first_row, end_row = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(begins, end, side="left"))
+        while len(tables[end_row - 1]) == 0:
+            end_row -= 1
+        blocks.append(HostBlock(begin=begin, end=end, first_row=first_row, end_row=end_row, first_part=len(firsts)))
+        own_begins, own_ends = np.maximum(begins[first_row:end_row], begin), np.minimum(ends[first_row:end_row], end)
+        padding = [0] * (-(end_row - first_row) % _PARTS_ALIGNMENT)
+        firsts += [*((own_begins - begin) * page_size).tolist(), *padding]
+        counts += [*((own_ends - own_begins) * page_size).tolist(), *padding]
+    return StepBlocks(
+        pages=np.concatenate([np.array(table, dtype=np.int64) for table in tables]),
+        first_tokens=np.array(firsts, dtype=np.int32),
+        num_tokens=np.array(counts, dtype=np.int32),
+        blocks=tuple(blocks),
+    )

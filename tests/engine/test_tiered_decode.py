@@ -1,0 +1,272 @@
+"""Decode over pages on the device and in host memory: the same tokens as with everything on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedded_engine.attention import Scores
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.host_tier import HostTier, cut_into_blocks
+from embedded_engine.model_files import read_model_files
+from embedded_engine.paged_attention import GatherDecodePlan
+from tests.engine.conftest import Generate
+from tests.engine.families import FAMILIES
+from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
+from tests.engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of
+from transfer.engine_types import DecodeItem
+from transfer.errors import ConfigError, EngineError
+from transfer.host_pool import HostPool
+from transfer.kernels.page_mover import PageMove, PageMover
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
+from transfer.layout import DType, KVLayout, Shard, TokenOrder
+
+Directory = Callable[[str], Path]
+Prompts = dict[int, tuple[int, ...]]
+LENGTHS = {"a": 64, "b": 5, "c": 33, "d": 17}
+NUM_TOKENS = 12
+ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "b": HALF, "d": NOTHING}  # and c, which knows of no host memory
+WITHOUT_FULL_ATTENTION = ("mistral", "mixtral", "qwen3_moe")
+WITH_FULL_ATTENTION = [name for name in FAMILIES if name not in WITHOUT_FULL_ATTENTION]
+OF_EACH_KIND = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")  # a cap, sinks, latents, states; windows in the first two
+SHARDS = {
+    "pages of 4": Shard(page_size=4),
+    "pages of 16, HND": Shard(page_size=16, order=TokenOrder.HND),
+    "pages of 1": Shard(page_size=1),
+}
+
+
+def make_engine(directory: Path, shard: Shard, num_tokens: int = 320) -> EmbeddedEngine:
+    groups = layer_groups(read_model_files(directory).layout())
+    return EmbeddedEngine(directory, shard=shard, num_pages=pages_for(groups, num_tokens // shard.page_size))
+
+
+def largest_slice(host: HostPool, group: int) -> int:
+    """Bytes of a layer's part of a page."""
+    part = host.part(group)
+    return max(
+        sum(part.buffer(layer, is_v=is_v)[0].nbytes for is_v in (False, True)[: part.layout.layers[layer].num_buffers])
+        for layer in part.layers
+    )
+
+
+def tiered_tokens(
+    engine: EmbeddedEngine, prompts: Prompts, ends: dict[str, HostEnd], *, pages_per_block: int = 3, num_tokens: int = NUM_TOKENS
+) -> dict[str, list[int]]:
+    """Of all requests at once, after a prefill on the device."""
+    book = PageBook.of(engine, {name: length + num_tokens for name, length in LENGTHS.items()})
+    host = host_pool_of(engine, 200 // engine.pool.page_size + 8)
+    engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, full_group(engine.pool.groups)))
+    first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
+    return Tiers(engine, host, book, ends).decode(first, LENGTHS, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "shard"),
+    [
+        pytest.param(family, shard, id=f"{family}, {name}")
+        for family in WITH_FULL_ATTENTION
+        for name, shard in SHARDS.items()
+        if family in OF_EACH_KIND or shard.page_size == 4
+    ],
+)
+def test_tokens_are_those_of_the_device_alone(
+    family_dir: Directory, prompts: Prompts, generate: Generate, family: str, shard: Shard
+) -> None:
+    directory = family_dir(family)
+    found = tiered_tokens(make_engine(directory, shard), prompts, ENDS)
+    assert found == {name: generate(directory, prompts[length], NUM_TOKENS) for name, length in LENGTHS.items()}
+
+
+@pytest.mark.parametrize("ends", [{}, {"a": NOTHING}, {"a": HALF}, {name: ALL_BUT_NEWEST for name in LENGTHS}], ids=str)
+def test_any_share_may_be_in_host_memory(demo_dir: Path, prompts: Prompts, generate: Generate, ends: dict[str, HostEnd]) -> None:
+    for pages_per_block in (1, 1000):
+        found = tiered_tokens(make_engine(demo_dir, Shard(page_size=4)), prompts, ends, pages_per_block=pages_per_block)
+        assert found == {name: generate(demo_dir, prompts[length], NUM_TOKENS) for name, length in LENGTHS.items()}
+
+
+def test_rows_without_host_pages_are_computed_as_ever() -> None:
+    """Bit for bit, alone and beside a row that has some."""
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=8, dtype=DType.FLOAT32)
+    pool = KVPool(layout=layout, shard=Shard(page_size=4), num_pages=20)
+    host = HostPool(pool, num_pages=[4])
+    generator = torch.Generator().manual_seed(3)
+    for part in (pool, host.part(0)):
+        for is_v in (False, True):
+            part.buffer(0, is_v=is_v).normal_(generator=generator)
+    tier = HostTier(pool, host, block_bytes=1 << 12)
+    tables = {"a": (7, 3, 5), "b": (1, 2, 4, 6, 8, 9), "c": (NO_PAGE, NO_PAGE, 10, 11)}
+    positions, hosts = {"a": 9, "b": 23, "c": 14}, {"a": (), "b": (), "c": ((0, 2),)}
+    query, key, value = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2, 2))
+
+    def attended(*names: str) -> torch.Tensor:
+        items = [
+            DecodeItem(
+                request_id=name, token_id=5, position=positions[name], page_tables=(tables[name],), host_tables=hosts[name]
+            )
+            for name in names
+        ]
+        arrays = [(np.array(tables[name]),) for name in names]
+        plan = GatherDecodePlan(items, arrays, pool, torch.float32, tier)
+        own = [["a", "b", "c"].index(name) for name in names]
+        return plan.attend(0, query[:, :, own], key[:, :, own], value[:, :, own], Scores(scale=0.3))
+
+    together = attended("a", "b", "c")
+    assert torch.equal(attended("a", "b"), together[:, :2])
+    torch.testing.assert_close(attended("c"), together[:, 2:], rtol=0, atol=0)
+
+
+def test_a_pool_narrower_than_the_model(qwen_dir: Path, prompts: Prompts) -> None:
+    shard = Shard(page_size=4, dtype=DType.FLOAT16)
+    found = tiered_tokens(make_engine(qwen_dir, shard), prompts, ENDS)
+    engine = make_engine(qwen_dir, shard)
+    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in LENGTHS.items()})
+    first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
+    assert found == decode_all(engine, first, LENGTHS, book, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("family", ["glm", "deepseek_v2"])
+def test_a_request_longer_than_the_device_pool(family_dir: Directory, prompts: Prompts, generate: Generate, family: str) -> None:
+    """Six pages on the device, a prompt of 32 and more: the tokens of one process with a large pool."""
+    directory, page_size, num_device_pages, length, num_tokens = family_dir(family), 4, 6, 128, 30
+    large, small = (make_engine(directory, Shard(page_size=page_size), num_tokens=size) for size in (640, num_device_pages * 4))
+    book = PageBook.of(large, {"a": length})
+    first = prefill_all(large, {"a": prompts[length]}, book)["a"]
+    hosts = [host_pool_of(engine, 48) for engine in (large, small)]
+    num_pages = length // page_size
+    moves = [PageMove(group=0, device_pages=book.at("a", length)[0], host_pages=range(num_pages))]
+    PageMover(large.pool, hosts[0], buffer_bytes=2 * hosts[0].page_bytes[0]).save(moves)
+    for page in range(num_pages):
+        hosts[1].page(0, page)[:] = hosts[0].page(0, page)
+    small.use_host_pool(hosts[1], block_bytes=1 << 14)
+    mover = PageMover(small.pool, hosts[1], buffer_bytes=2 * hosts[1].page_bytes[0])
+    host_table, pages, free = list(range(num_pages)), [NO_PAGE] * num_pages, list(range(num_device_pages))
+    tokens = [first]
+    for position in range(length, length + num_tokens - 1):
+        if position // page_size == len(pages):
+            if not free:  # the oldest pages that are on the device leave it for others
+                oldest = [len(host_table), len(host_table) + 1]
+                released = [pages[entry] for entry in oldest]
+                mover.save([PageMove(group=0, device_pages=released, host_pages=oldest)])
+                host_table += oldest
+                pages[oldest[0] : oldest[-1] + 1] = [NO_PAGE] * len(oldest)
+                free += released
+            pages.append(free.pop())
+        item = DecodeItem(
+            request_id="a", token_id=tokens[-1], position=position, page_tables=(pages,), host_tables=(tuple(host_table),)
+        )
+        tokens.append(small.decode([item])["a"])
+    assert len(host_table) > num_pages and len(pages) > num_device_pages
+    assert tokens == generate(directory, prompts[length], num_tokens)
+
+
+def test_an_engine_takes_one_host_pool_that_is_its_own(demo_dir: Path, family_dir: Directory) -> None:
+    engine = make_engine(demo_dir, Shard(page_size=4))
+    host = host_pool_of(engine, 4)
+    size = largest_slice(host, 0)
+    with pytest.raises(ConfigError, match=f"block_bytes is {size - 1}; must be at least {size}"):
+        engine.use_host_pool(host, block_bytes=size - 1)
+    other = KVPool(layout=engine.layout, shard=Shard(page_size=8), num_pages=1)
+    with pytest.raises(ConfigError, match="another layout or shard"):
+        engine.use_host_pool(HostPool(other, num_pages=[1]), block_bytes=1 << 20)
+    engine.use_host_pool(host, block_bytes=size)
+    with pytest.raises(ConfigError, match="has a host pool already"):
+        engine.use_host_pool(host, block_bytes=size)
+    mixed = make_engine(family_dir("gemma2"), Shard(page_size=4))
+    counts = [0 if group.kind is GroupKind.FULL else 2 for group in mixed.pool.groups]
+    with pytest.raises(ConfigError, match="full attention must have at least 1 host page"):
+        mixed.use_host_pool(HostPool(mixed.pool, num_pages=counts), block_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("family", WITHOUT_FULL_ATTENTION)
+def test_a_model_without_full_attention_takes_none(family_dir: Directory, family: str) -> None:
+    engine = make_engine(family_dir(family), Shard(page_size=4))
+    assert [group.kind for group in engine.pool.groups] == [GroupKind.WINDOW]
+    with pytest.raises(ConfigError, match=r"the model has no full attention \(window_\d+\)"):
+        engine.use_host_pool(HostPool(engine.pool, num_pages=[2]), block_bytes=1 << 20)
+
+
+def host_item(**changes: Any) -> DecodeItem:
+    """Ten tokens in pages of 4, of which the first is in host memory."""
+    fields: dict[str, Any] = {"page_tables": ((NO_PAGE, 1, 2),), "host_tables": ((3,),), "position": 9}
+    return DecodeItem(request_id="a", token_id=5, **fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_tables": ((3,), ())}, "has 2 host tables; the model has one for each of: full"),
+        ({"host_tables": ((4,),)}, r"has host pages 4 to 4; the host pool's are in \[0, 4\)"),
+        ({"host_tables": ((-1,),)}, "has host pages -1 to -1"),
+        ({"host_tables": ((0, 1),)}, "has 2 host pages; so many entries of its page table must begin it as -1"),
+        ({"page_tables": ((0, 1, 2),)}, "has 1 host pages; so many entries"),
+        ({"host_tables": ((0, 1, 2),)}, "has 3 host pages; position 9 is written on the device, so at most 2"),
+        ({"host_tables": ()}, r"has pages -1 to 2; the pool's are in \[0, "),
+        ({"host_tables": ((),)}, r"has pages -1 to 2"),
+    ],
+)
+def test_items_whose_tables_do_not_fit_are_refused(demo_dir: Path, changes: dict[str, Any], message: str) -> None:
+    engine = make_engine(demo_dir, Shard(page_size=4))
+    with pytest.raises(EngineError, match=r"the engine has no host pool \(use_host_pool\)"):
+        engine.decode_batch([host_item()])
+    engine.use_host_pool(host_pool_of(engine, 4), block_bytes=1 << 20)
+    with pytest.raises(EngineError, match=message):
+        engine.decode_batch([host_item(**changes)])
+    (kept,) = engine.decode_batch([host_item()]).decode_items
+    assert kept.page_tables == ((NO_PAGE, 1, 2),) and kept.host_tables == ((3,),)
+
+
+def test_only_full_attention_leaves_the_device(family_dir: Directory) -> None:
+    engine = make_engine(family_dir("gemma2"), Shard(page_size=4))
+    engine.use_host_pool(host_pool_of(engine, 4), block_bytes=1 << 20)
+    tables = ((NO_PAGE, 1, 2), (NO_PAGE, 1, 2))
+    with pytest.raises(EngineError, match="has 1 host pages; only full attention can leave the device"):
+        engine.decode_batch([host_item(page_tables=tables, host_tables=((), (3,)))])
+
+
+def test_tables_that_do_not_change_are_handed_on_as_they_are(demo_dir: Path) -> None:
+    engine = make_engine(demo_dir, Shard(page_size=4))
+    engine.use_host_pool(host_pool_of(engine, 4), block_bytes=1 << 20)
+    hosts, pages = (3,), (NO_PAGE, 1, 2)
+    first, second = (
+        engine.decode_batch([host_item(host_tables=(hosts,), page_tables=(pages,), position=position)]).decode_items[0]
+        for position in (9, 10)
+    )
+    assert first.host_tables[0] is second.host_tables[0] is hosts and first.page_tables[0] is second.page_tables[0]
+    changed = [NO_PAGE, 1, 2]
+    engine.decode_batch([host_item(page_tables=(changed,))])
+    changed[0] = 4
+    with pytest.raises(EngineError, match="so many entries of its page table"):
+        engine.decode_batch([host_item(page_tables=(changed,))])
+
+
+@settings(max_examples=200)
+@given(
+    counts=st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any),
+    pages_per_block=st.integers(1, 9),
+    page_size=st.sampled_from([1, 4]),
+)
+def test_blocks_hold_every_page_once_and_say_whose_it_is(counts: list[int], pages_per_block: int, page_size: int) -> None:
+    tables = [tuple(100 * row + index for index in range(count)) for row, count in enumerate(counts)]
+    cut = cut_into_blocks(tables, pages_per_block=pages_per_block, page_size=page_size)
+    found: list[list[int]] = [[] for _ in tables]
+    for block in cut.blocks:
+        assert block.num_pages == pages_per_block or block is cut.blocks[-1]
+        assert counts[block.first_row] and counts[block.end_row - 1], "no row without pages at either end"
+        assert block.first_part % 4 == 0, "where the compiled kernel takes 16 bytes at a time"
+        pages = cut.pages[block.begin : block.end].tolist()
+        parts = range(block.first_part, block.end_part)
+        for row, part in zip(range(block.first_row, block.end_row), parts, strict=True):
+            first, count = int(cut.first_tokens[part]), int(cut.num_tokens[part])
+            assert first % page_size == count % page_size == 0
+            found[row] += pages[first // page_size : (first + count) // page_size]
+    assert found == [list(table) for table in tables]
+    assert [block.begin for block in cut.blocks] == [0, *(block.end for block in cut.blocks[:-1])]

@@ -1,0 +1,106 @@
+"""Tiered decode as on a GPU, under Triton's interpreter; run by test_under_interpreter.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embedded_engine import engine as engine_module
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.kernels.merge_partial import merge_partial
+from embedded_engine.kernels.reference import reference_merge_partial
+from embedded_engine.model_files import read_model_files
+from tests.engine.steps import PageBook, pages_for, prefill_all
+from tests.engine.test_tiered_decode import largest_slice
+from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of
+from transfer.errors import LayoutError
+from transfer.layer_groups import layer_groups
+from transfer.layout import DType, Shard, TokenOrder
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+
+Directory = Callable[[str], Path]
+Prompts = dict[int, tuple[int, ...]]
+LENGTHS = {"a": 33, "b": 5, "c": 17, "d": 15}
+ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "c": HALF, "d": ALL_BUT_NEWEST}  # b lies between them, without any
+NUM_TOKENS = 4
+
+
+def tokens_by(
+    directory: Path, prompts: Prompts, shard: Shard, *, has_kernels: bool, pages_per_block: int = 3
+) -> dict[str, list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_has_decode_kernels", lambda device: has_kernels)
+        groups = layer_groups(read_model_files(directory).layout())
+        engine = EmbeddedEngine(
+            directory,
+            shard=shard,
+            num_pages=pages_for(groups, 160 // shard.page_size, num_states=4),
+            max_seq_len=64,
+            max_running_requests=4,
+        )
+    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in LENGTHS.items()})
+    host = host_pool_of(engine, 80 // shard.page_size + 8)
+    group = full_group(engine.pool.groups)
+    engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, group))
+    assert engine.host_block_bytes == (2 * pages_per_block * largest_slice(host, group) if has_kernels else 0)
+    first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
+    return Tiers(engine, host, book, ENDS).decode(first, LENGTHS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prompts, family: str) -> None:
+    shard = Shard(page_size=4)
+    found = tokens_by(family_dir(family), prompts, shard, has_kernels=True)
+    assert found == tokens_by(family_dir(family), prompts, shard, has_kernels=False)
+
+
+@pytest.mark.parametrize(
+    ("shard", "pages_per_block"),
+    [
+        (Shard(page_size=16, order=TokenOrder.HND), 1),
+        (Shard(page_size=4, order=TokenOrder.HND), 100),
+        (Shard(page_size=1, dtype=DType.FLOAT16), 7),
+    ],
+    ids=["HND, a page a block", "HND, all in one block", "narrower pool, pages of 1"],
+)
+def test_pools_and_blocks_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard: Shard, pages_per_block: int) -> None:
+    found = tokens_by(qwen_dir, prompts, shard, has_kernels=True, pages_per_block=pages_per_block)
+    assert found == tokens_by(qwen_dir, prompts, shard, has_kernels=False, pages_per_block=pages_per_block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_partial_results_are_merged_as_by_the_reference(dtype: torch.dtype) -> None:
+    """Rows of whose two parts one or both saw nothing, and one that is no number."""
+    generator = torch.Generator().manual_seed(5)
+    total, part = torch.randn(6, 3, 20, generator=generator), torch.randn(6, 5, 24, generator=generator).to(dtype)[:, 1:4, :20]
+    lses = [torch.randn(6, 3, generator=generator) * 4 for _ in range(2)]
+    lses[0][0], lses[1][1], lses[0][2], lses[1][2] = (float("-inf"),) * 4
+    total[[0, 2]], lses[1][5, 1] = 0.0, float("nan")
+    ours, theirs = [(total.clone(), lses[0].clone()) for _ in range(2)]
+    merge_partial(*ours, part, lses[1])
+    reference_merge_partial(*theirs, part, lses[1])
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.equal(ours[0][1], total[1]) and ours[0][2].eq(0).all() and ours[0][5, 1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"total": torch.zeros(2, 3, 4, dtype=torch.float16)}, "total is torch.float16"),
+        ({"part": torch.zeros(2, 3, 5)}, r"part is \(2, 3, 5\), .*must be \(2, 3, 4\)"),
+        ({"part": torch.zeros(2, 4, 3).transpose(1, 2)}, "its last elements adjacent"),
+        ({"part_lse": torch.zeros(3, 3)}, "part_lse is"),
+        ({"total_lse": torch.zeros(2, 6)[:, :3]}, "both log-sum-exps contiguous"),
+    ],
+)
+def test_a_merge_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    numbers, lses = torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3)
+    tensors = {"total": numbers[0], "total_lse": lses[0], "part": numbers[1], "part_lse": lses[1]}
+    with pytest.raises(LayoutError, match=message):
+        merge_partial(**tensors | changes)
