@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from decode_node.receiver_events import IncomingRoute
-from decode_node.receiver_loop import ReceiverLoop, ReceiverOwner
+from decode_node.receiver_loop import HostArrivals, ReceiverLoop, ReceiverOwner
 from node_runtime.refusals import say_refused
 from node_runtime.reminders import Reminders
 from node_runtime.warm_up import warm_up
@@ -96,6 +96,7 @@ def open_receiving(
     incarnation: int,
     metrics: RankMetrics,
     on_crash: Callable[[BaseException], None],
+    host_arrivals: HostArrivals | None = None,
 ) -> Receiving:
     """Open the control channel and the receiver of a rank; arguments as of `ReceiverLoop`.
 
@@ -120,6 +121,7 @@ def open_receiving(
         metrics=metrics,
         on_crash=on_crash,
         probe_bytes=memory.tail_bytes,
+        host_arrivals=host_arrivals,
     )
     return Receiving(loop=receiver, control=control, scratch=scratch)
 

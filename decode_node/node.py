@@ -13,11 +13,14 @@ import grpc
 import structlog
 
 from decode_node.admission import Admission, page_needs
+from decode_node.offload.open import LeaderTiers, window_slack_tokens
+from decode_node.offload.tiers import DeviceOnly
 from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
     CODEC,
     ForgetPrefill,
+    JobDone,
     LinkProbed,
     PagesReleased,
     RequestExpected,
@@ -80,12 +83,26 @@ class _Life:
             on_breaker_opened=node.metrics.breaker_opened,
             on_fault=node.metrics.join_broke,
         )
-        self.requests = DecodeRequests(
-            admission=Admission(
-                pool_pages=PageCounts(first.pool_pages),
-                needs=page_needs(layer_groups(first.instance.layout), first.instance.shard.page_size),
-                max_running=config.limits.max_running_requests,
+        page_size = first.instance.shard.page_size
+        admission = Admission(
+            pool_pages=PageCounts(first.pool_pages),
+            needs=page_needs(
+                layer_groups(first.instance.layout), page_size, slack_tokens=window_slack_tokens(config.offload, page_size)
             ),
+            max_running=config.limits.max_running_requests,
+        )
+        self.tiers: LeaderTiers | None = None
+        if config.offload.is_on:
+            self.tiers = LeaderTiers(
+                config,
+                hellos,
+                admission=admission,
+                broadcast=node.broadcast,
+                observer=node.metrics.tiers,
+                store_observer=node.metrics.store,
+            )
+        self.requests = DecodeRequests(
+            tiers=DeviceOnly(admission) if self.tiers is None else self.tiers.leader,
             peers=self.peers,
             text=node.text,
             num_ranks=len(hellos),
@@ -141,6 +158,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if life is not None:
             await life.requests.close(error)
             await life.peers.close()
+            if life.tiers is not None:
+                await life.tiers.close()
 
     def readiness(self) -> Readiness:
         if self._draining.is_set():
@@ -152,6 +171,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
 
     def render_metrics(self) -> bytes:
         peers = self._life.peers.peers if self._life is not None else []
+        if self._life is not None and self._life.tiers is not None:
+            self._life.tiers.show()
         self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
         self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
         return self._render_metrics(Counter(peer.state for peer in peers))
@@ -177,6 +198,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 life.requests.on_transfer_complete(rank, message.request_id)
             case TransferFailed():
                 life.requests.on_transfer_failed(rank, message)
+            case JobDone():
+                if life.tiers is None:
+                    raise LocalProtocolError(f"rank {rank} has done job {message.job}; this node keeps nothing in host memory")
+                life.tiers.jobs.done(rank, message.job, message.failed)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
             case WriterLost():
@@ -257,7 +282,9 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             raise PeerUnreachable("the decode ranks have died")
         if request_id in self._in_flight:
             raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
-        accepted = life.requests.submit(request_id, token_ids, request.max_new_tokens, sampling, end_ids)
+        accepted = life.requests.submit(
+            request_id, token_ids, request.max_new_tokens, sampling, end_ids, cache_salt=request.cache_salt
+        )
         self._in_flight.add(request_id)
         return accepted, request_id
 
@@ -281,12 +308,12 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         try:
             plan = chunk_plan_from_proto(request.chunk_plan)
             life.peers.check_plan(request.prefill_incarnation, plan)
-            reserved = await life.requests.reserve(
+            start_token = await life.requests.reserve(
                 request.request_id, request.prefill_incarnation, request.decode_incarnation, plan
             )
         except TransferError as error:
             await end_with(context, error)
-        return pb.ReserveResponse(reserved=reserved)
+        return pb.ReserveResponse(reserved=start_token is not None, start_token=start_token or None)
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
         peers = self._life.peers.peers if self._life is not None else []

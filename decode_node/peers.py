@@ -95,6 +95,11 @@ class PrefillPeer:
     is_added: bool = False  # by a request, not by the settings
     num_users: int = 0  # who would miss it, joined or not
 
+    @property
+    def can_start_late(self) -> bool:
+        """Whether it learns only when it asks for room which token the KV is needed from."""
+        return self.instance is not None and "late_start_token" in self.instance.capabilities
+
     async def stub(self) -> PrefillControlAsyncStub:
         """For a call at once.
 
@@ -112,12 +117,14 @@ class PrefillPeer:
         sampling: SamplingParams = GREEDY,
         start_token: int = 0,
         engine_request: str = "",
+        cache_salt: str = "",
     ) -> AsyncIterator[pb.PrefillEvent]:
         """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
 
         Args:
             start_token: First token whose KV is sent.
             engine_request: Name of the prompt in the node's engine, which has it from elsewhere; empty: the node has it computed.
+            cache_salt: Stored KV is shared with requests of the same one only.
 
         Raises:
             TransferError: The call failed; see `transfer.registry.status`.
@@ -129,6 +136,7 @@ class PrefillPeer:
             sampling=sampling_to_proto(sampling),
             start_token=start_token,
             engine_request=engine_request,
+            cache_salt=cache_salt,
         )
         call = (await self.stub()).Prefill(question)
         try:

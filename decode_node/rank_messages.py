@@ -24,7 +24,10 @@ class ExpectRequest:
     """Reserve pages for the request's whole life and let its writers ask for grants; answer `RequestExpected`.
 
     Args:
-        reserved_tokens: Prompt and new tokens; what the pages are counted for.
+        start_token: First token that comes from prefill; whole pages of those before it are in the host pool.
+        pages: What it takes of each group of layers of the device pool.
+        host_pages: Where in the host pool its leading pages lie, those that are not on the device: what is there already, and
+            behind that what arrives there. Of the layers that keep every token.
         plan: How it is cut, as the prefill node said.
     """
 
@@ -32,7 +35,8 @@ class ExpectRequest:
     prefill_incarnation: int
     num_tokens: int
     start_token: int
-    reserved_tokens: int
+    pages: tuple[int, ...]
+    host_pages: tuple[int, ...] = ()
     plan: ChunkPlan
     sampling: SamplingParams
 
@@ -77,7 +81,106 @@ class ForgetPrefill:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRun:
+    """Adjacent entries of a request's page table in one group of layers, and a host page for each."""
+
+    group: int
+    first_entry: int
+    host_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePages:
+    """Copy pages of a request into the host pool; answer `JobDone`. Every token of them has been computed by the steps before."""
+
+    job: int
+    request_id: str
+    runs: tuple[PageRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPages:
+    """Copy pages from the host pool onto the device; answer `JobDone`.
+
+    Args:
+        grow: Device pages that the request has more from now on, of the layers that keep every token.
+    """
+
+    job: int
+    request_id: str
+    runs: tuple[PageRun, ...]
+    grow: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRun:
+    """Entries [first_entry, first_entry + count) of page tables in one group of layers."""
+
+    group: int
+    first_entry: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPages:
+    """Copy pages that one request has on the device into the same entries of another; answer `JobDone`. As of `SavePages`."""
+
+    job: int
+    source_id: str
+    request_id: str
+    runs: tuple[EntryRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveBoundary:
+    """From the next step on the request's leading `boundary` pages are read in host memory, the others on the device.
+
+    Where it moves up, device pages are free once the steps before are over: answer `JobDone` then. Where it moves down, the pages
+    have been loaded.
+
+    Args:
+        job: None where no answer is wanted.
+        host_pages: Host pages of the entries from the present boundary on, as far as it moves up.
+        give_back: Device pages that the request has less from then on.
+    """
+
+    job: int | None
+    request_id: str
+    boundary: int
+    host_pages: tuple[int, ...] = ()
+    give_back: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackUpPages:
+    """Put host pages of one group into the store, each under its hash; answer `JobDone`."""
+
+    job: int
+    group: int
+    hashes: tuple[bytes, ...]
+    host_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPages:
+    """Fill host pages of one group from the store; answer `JobDone`."""
+
+    job: int
+    group: int
+    hashes: tuple[bytes, ...]
+    host_pages: tuple[int, ...]
+
+
 # Rank -> leader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobDone:
+    """A job is over. `failed`: places in its list of pages that could not be stored or had from the store."""
+
+    job: int
+    failed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +256,13 @@ CODEC = RankCodec(
     RunStep,
     FinishRequest,
     ForgetPrefill,
+    SavePages,
+    LoadPages,
+    CopyPages,
+    MoveBoundary,
+    BackUpPages,
+    FetchPages,
+    JobDone,
     RequestExpected,
     TransferComplete,
     TransferFailed,

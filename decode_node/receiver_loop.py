@@ -56,6 +56,23 @@ class ReceiverOwner(Protocol):
         ...
 
 
+class HostArrivals(Protocol):
+    """Where part of a prompt goes to host memory, because the device has no room for all of it."""
+
+    @property
+    def copier(self) -> PieceCopier:
+        """Prepares such pieces."""
+        ...
+
+    def arrives_in_host(self, request_id: str, tokens: Span) -> bool:
+        """Whether these tokens of the request, which are a chunk's, do."""
+        ...
+
+    def host_tables(self, request_id: str, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The request's page tables for that copier, made of those on the device."""
+        ...
+
+
 class ReceiverLoop:
     """See the module's docstring.
 
@@ -71,6 +88,7 @@ class ReceiverLoop:
         metrics: Where durations and counts go.
         on_crash: Called with an error that must end the rank.
         open_lane: What the pieces are scattered on.
+        host_arrivals: Where part of a prompt can go to host memory; None where everything goes into the pool.
     """
 
     def __init__(
@@ -87,8 +105,10 @@ class ReceiverLoop:
         on_crash: Callable[[BaseException], None],
         probe_bytes: int = 0,
         open_lane: OpenCopyLane = open_copy_lane,
+        host_arrivals: HostArrivals | None = None,
     ) -> None:
         self._loop = loop
+        self._host_arrivals = host_arrivals
         self._owner = owner
         self._transport = transport
         self._ring_memory = ring_memory
@@ -291,6 +311,8 @@ class ReceiverLoop:
         del self._requests[request_id]
         self._prepared.pop(request_id, None)
         self.copier.forget(request_id)
+        if self._host_arrivals is not None:
+            self._host_arrivals.copier.forget(request_id)
 
     def _prepare_later(self, action: protocol.PrepareScatter) -> None:
         """Behind the grant's message, which somebody waits for, and one a turn of the loop: a message can ask for a thousand."""
@@ -314,7 +336,11 @@ class ReceiverLoop:
 
     def _piece_of(self, action: protocol.GrantedPiece, request: protocol.IncomingRequest) -> PieceCopy:
         heads = action.route.heads
-        return self.copier.prepare(
+        copier, tables = self.copier, self._owner.tables_up_to(action.request_id, action.chunk.tokens.end)
+        host = self._host_arrivals
+        if host is not None and host.arrives_in_host(action.request_id, action.chunk.tokens):
+            copier, tables = host.copier, host.host_tables(action.request_id, tables)
+        return copier.prepare(
             request.layout,
             action.route,
             action.chunk,
@@ -323,7 +349,7 @@ class ReceiverLoop:
             num_tokens=action.num_tokens,
             dtype=request.wire_dtype,
             scales=request.scales,
-            tables=self._owner.tables_up_to(action.request_id, action.chunk.tokens.end),
+            tables=tables,
         )
 
     def _scatter(self, action: protocol.StartScatter) -> None:

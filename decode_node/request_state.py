@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from decode_node.offload.tiers import Prompt
 from decode_node.peers import PrefillPeer
 from decode_node.text import TextStream
 from transfer.breaker import Permit, Verdict
@@ -58,6 +59,7 @@ class Request:
     accepted_s: float
     queue_left_s: float  # how long it may still wait for room, over all of its tries
     text: TextStream
+    cache_salt: str = ""
     tries: list[Try] = field(default_factory=list)  # the last one is under way; those before it have been given up
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
     generated: list[int] = field(default_factory=list)
@@ -75,8 +77,9 @@ class Request:
         return self.is_told or bool(self.finish_reason)
 
     @property
-    def reserved_tokens(self) -> int:
-        return len(self.token_ids) + self.max_new_tokens
+    def next_position(self) -> int:
+        """Position of the newest token, which the next step takes in."""
+        return len(self.token_ids) + len(self.generated) - 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,6 +93,7 @@ class Try:
     permit: Permit | None  # until the peer's breaker has heard what came of it
     begun_s: float
     stage: Stage = Stage.WAITING
+    prompt: Prompt | None = None  # once it has been looked for
     first_token: int | None = None
     stats: pb.TransferStats | None = None
     expected: asyncio.Future[str] | None = None  # every rank has answered ExpectRequest

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import structlog
 
-from decode_node.admission import Admission
+from decode_node.offload.tiers import Tiers
 from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
@@ -53,7 +53,7 @@ class DecodeRequests:
     """Owned by the leader's loop.
 
     Args:
-        admission: Counts pages.
+        tiers: Decide what of each request lies where.
         peers: Prefill nodes.
         text: Between text and tokens.
         num_ranks: Ranks of this instance.
@@ -72,7 +72,7 @@ class DecodeRequests:
     def __init__(
         self,
         *,
-        admission: Admission,
+        tiers: Tiers,
         peers: PrefillPeers,
         text: TextCodec,
         num_ranks: int,
@@ -87,7 +87,7 @@ class DecodeRequests:
         observer: Observer,
         name_try: Callable[[str], str] = new_transfer_id,
     ) -> None:
-        self._admission = admission
+        self._tiers = tiers
         self._peers = peers
         self._text = text
         self._num_ranks = num_ranks
@@ -100,6 +100,7 @@ class DecodeRequests:
         self._broadcast = broadcast
         self._observer = observer
         self._name_try = name_try
+        tiers.listen(on_loaded=self._on_loaded, on_room=self._send_step)
         self._tries: dict[str, Try] = {}  # under way, or given up while a rank still holds its pages
         self._running: dict[str, Try] = {}
         self._step: RunStep | None = None
@@ -142,21 +143,27 @@ class DecodeRequests:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(
-        self, request_id: str, token_ids: tuple[int, ...], max_new_tokens: int, sampling: SamplingParams, end_ids: frozenset[int]
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        end_ids: frozenset[int],
+        cache_salt: str = "",
     ) -> Request:
         """Queue a generation.
 
         Args:
             request_id: The client's; each try gets an id of its own that begins with it.
+            cache_salt: It shares kept KV with requests of the same one only.
 
         Raises:
             StagingError: The queue is full, or the pool can never hold prompt and new tokens.
             PeerUnreachable: No prefill node is joined.
         """
         needed = len(token_ids) + max_new_tokens
-        if not self._admission.can_ever_hold(needed):
-            pages = self._admission.pages_for(needed)
-            raise StagingError(f"prompt and new tokens ({needed}) need {pages} pages; this decode node's pool has fewer")
+        if (refusal := self._tiers.refusal(needed)) is not None:
+            raise StagingError(f"prompt and new tokens ({needed}) {refusal}")
         if self.num_queued >= self._max_queued:
             raise StagingError(f"decode queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
         peer = self._peers.pick()
@@ -171,6 +178,7 @@ class DecodeRequests:
             accepted_s=time.monotonic(),
             queue_left_s=self._queue_timeout_s,
             text=self._text.stream(),
+            cache_salt=cache_salt,
         )
         self._begin(request, peer)
         return request
@@ -254,6 +262,7 @@ class DecodeRequests:
     def _give_up(self, a_try: Try, error: TransferError) -> None:
         """Stop the prefill node's call, and have the ranks give the try up where they know of it."""
         self._running.pop(a_try.transfer_id, None)
+        self._tiers.give_up(a_try.transfer_id)
         if a_try.prefill is not None and a_try.prefill is not asyncio.current_task():
             a_try.prefill.cancel()
         if a_try.stage is Stage.WAITING:
@@ -278,8 +287,13 @@ class DecodeRequests:
         request = a_try.request
         deadline = asyncio.get_running_loop().call_later(request.queue_left_s, self._expire, a_try)
         try:
+            a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt)
             call = a_try.peer.prefill(
-                a_try.transfer_id, request.token_ids, decode_incarnation=self._incarnation, sampling=request.sampling
+                a_try.transfer_id,
+                request.token_ids,
+                decode_incarnation=self._incarnation,
+                sampling=request.sampling,
+                cache_salt=request.cache_salt,
             )
             async for event in call:
                 match event.WhichOneof("event"):
@@ -311,17 +325,21 @@ class DecodeRequests:
         if a_try.stage is Stage.WAITING:
             self._fail(a_try.request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
-    async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> bool:
-        """A prefill leader is about to start a try: take room for all of its request, on every rank; False is "not yet".
+    async def reserve(self, request_id: str, prefill_incarnation: int, decode_incarnation: int, plan: ChunkPlan) -> int | None:
+        """A prefill leader is about to start a try: take room for all of its request, on every rank.
 
         Args:
             request_id: The try's.
             plan: How the request is cut.
 
+        Returns:
+            The first token whose KV has to be sent; None: "not yet".
+
         Raises:
             TransportClosed: The try does not wait here.
             PeerUnreachable: A rank cannot receive it.
             LayoutError: The plan cuts it into too many chunks.
+            StagingError: Cut like that it can never have room here.
         """
         a_try = self._tries.get(request_id)
         if a_try is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:
@@ -330,8 +348,16 @@ class DecodeRequests:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         request = a_try.request
         check_num_chunks(plan, num_tokens=len(request.token_ids), num_layers=self._num_layers)
-        if not self._admission.reserve(request_id, request.reserved_tokens):
-            return False
+        assert a_try.prompt is not None  # who asks for room has been called since
+        place = self._tiers.place(
+            request_id,
+            a_try.prompt,
+            max_new_tokens=request.max_new_tokens,
+            chunk_tokens=plan.chunk_tokens,
+            may_skip=a_try.peer.can_start_late,
+        )
+        if place is None:
+            return None
         self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
         request.queue_left_s = self._queue_left_s(a_try)
         a_try.stage = Stage.RECEIVING
@@ -344,18 +370,25 @@ class DecodeRequests:
                 request_id=request_id,
                 prefill_incarnation=prefill_incarnation,
                 num_tokens=len(request.token_ids),
-                start_token=0,
-                reserved_tokens=request.reserved_tokens,
+                start_token=place.start_token,
+                pages=place.pages.by_group,
+                host_pages=place.host_pages,
                 plan=plan,
                 sampling=request.sampling,
             )
         )
+        self._tiers.begin_loading(request_id)
         reason = await asyncio.shield(a_try.expected)
         if reason:
             error = PeerUnreachable(reason)
             self._fail_transfer(a_try, error)
             raise error
-        return True
+        return place.start_token
+
+    def _on_loaded(self, request_id: str) -> None:
+        a_try = self._tries.get(request_id)
+        if a_try is not None:
+            self._run_if_whole(a_try)
 
     # What the ranks say
 
@@ -388,12 +421,14 @@ class DecodeRequests:
         a_try = self._tries[request_id]
         a_try.holding.discard(rank)
         if not a_try.holding:
-            self._admission.release(request_id)
+            self._tiers.gone(request_id)
             self._forget_if_done(a_try)
 
     def on_step_done(self, message: StepDone) -> None:
         if self._step is None or message.step != self._step.step:
             raise LocalProtocolError(f"step {message.step} is done, but it is not the one under way")
+        for part in self._step.parts:
+            self._tiers.computed(part.request_id, part.token_id)
         self._step = None
         self._watch.step_over(num_left=0)
         for request_id, token in message.tokens.items():
@@ -404,6 +439,7 @@ class DecodeRequests:
             a_try = self._running.get(request_id)
             if a_try is not None:
                 self._fail(a_try.request, EngineError(reason))
+        self._tiers.step_over()
         self._send_step()
 
     def on_step_failed(self, message: StepFailed) -> None:
@@ -420,10 +456,12 @@ class DecodeRequests:
 
     def _run_if_whole(self, a_try: Try) -> None:
         """Start to generate once every rank has the whole KV and the first token is known; nothing less will do."""
-        whole = a_try.stage is Stage.RECEIVING and not a_try.receiving
+        is_there = not a_try.receiving and not self._tiers.is_loading(a_try.transfer_id)
+        whole = a_try.stage is Stage.RECEIVING and is_there
         if whole and a_try.first_token is not None:
             request = a_try.request
             a_try.stage = Stage.RUNNING
+            self._tiers.begin(a_try.transfer_id)
             self._running[a_try.transfer_id] = a_try
             self._judge(a_try, Verdict.SUCCESS)
             request.ttft_s = time.monotonic() - request.accepted_s
@@ -449,6 +487,7 @@ class DecodeRequests:
         del self._running[a_try.transfer_id]
         a_try.stage = Stage.LEAVING
         self._observer.on_outcome("done")
+        self._tiers.finish(a_try.transfer_id)
         self._broadcast(FinishRequest(request_id=a_try.transfer_id))
         a_try.request.finish_reason = reason
         # The tokens can be quicker than the last acks; the caller's statistics come with those.
@@ -480,17 +519,16 @@ class DecodeRequests:
 
     def _send_step(self) -> None:
         """One step at a time: the next one's input is this one's output."""
-        if self._step is not None or not self._running:
+        if self._step is not None:
+            return
+        parts = tuple(
+            StepPart(request_id=a_try.transfer_id, token_id=a_try.request.generated[-1], position=a_try.request.next_position)
+            for a_try in self._running.values()
+            if self._tiers.may_step(a_try.transfer_id, a_try.request.next_position)
+        )
+        if not parts:
             return
         self._num_steps += 1
-        parts = tuple(
-            StepPart(
-                request_id=a_try.transfer_id,
-                token_id=a_try.request.generated[-1],
-                position=len(a_try.request.token_ids) + len(a_try.request.generated) - 1,
-            )
-            for a_try in self._running.values()
-        )
         self._step = RunStep(step=self._num_steps, parts=parts)
         self._broadcast(self._step)
         self._watch.step_sent()

@@ -16,6 +16,9 @@ from typing import Any
 from decode_node.admission import page_needs
 from decode_node.attach import RingMemory, Unattached, WriterSessions, open_receiving
 from decode_node.engine import DecodeEngine
+from decode_node.offload.open import window_slack_tokens
+from decode_node.offload.open_rank import open_offload_rank
+from decode_node.offload.rank import OffloadRank
 from decode_node.rank_messages import (
     CancelRequest,
     ExpectRequest,
@@ -27,6 +30,7 @@ from decode_node.rank_messages import (
     RunStep,
     StepDone,
     StepFailed,
+    StepPart,
     TransferComplete,
     TransferFailed,
     WriterLost,
@@ -43,6 +47,7 @@ from transfer.config import DecodeNodeConfig
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError
 from transfer.instance import Instance
+from transfer.layer_groups import PageCounts
 from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
@@ -75,6 +80,7 @@ class DecodeWorker:
         self._engine: DecodeEngine
         self._instance: Instance
         self._allocator: GroupAllocator
+        self._offload: OffloadRank | None = None
         self._receiver: ReceiverLoop
         self._sessions: WriterSessions
 
@@ -96,7 +102,20 @@ class DecodeWorker:
         )
         memory = rank_memory(engine, {"ring": ring_bytes + probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
-        self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size), pool.num_pages)
+        slack_tokens = window_slack_tokens(config.offload, pool.page_size)
+        self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
+        self._offload = open_offload_rank(
+            config,
+            self._instance,
+            engine,
+            allocator=self._allocator,
+            engine_lane=self._engine_lane,
+            loop=self._loop,
+            metrics=self._metrics,
+            send=self._link.send,
+            on_free=self._leave_if_asked,
+            on_crash=self._crash,
+        )
         receiving = open_receiving(
             loop=self._loop,
             owner=self,
@@ -107,6 +126,7 @@ class DecodeWorker:
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
             on_crash=self._crash,
+            host_arrivals=self._offload,
         )
         self._receiver = receiving.loop
         self._sessions = WriterSessions(
@@ -139,6 +159,7 @@ class DecodeWorker:
             address=address,
             ring_bytes=self._receiver.ring.capacity_bytes,
             memory=memory,
+            host_pages=() if self._offload is None else self._offload.num_pages,
         )
 
     def _crash(self, error: BaseException) -> None:
@@ -159,12 +180,15 @@ class DecodeWorker:
             case ForgetPrefill():
                 self._sessions.forget_prefill(message.incarnation, message.reason)
             case _:
-                raise LocalProtocolError(f"a decode rank cannot serve {type(message).__name__}")
+                if self._offload is None or not self._offload.on_message(message):
+                    raise LocalProtocolError(f"a decode rank cannot serve {type(message).__name__}")
 
     def _expect(self, message: ExpectRequest) -> None:
-        if not self._allocator.reserve(message.request_id, message.reserved_tokens):
+        if not self._allocator.reserve_pages(message.request_id, PageCounts(message.pages)):
             raise LocalProtocolError(f"no room for request {message.request_id}, which the leader had counted")
         self._allocator.begin_at(message.request_id, message.num_tokens)
+        if self._offload is not None:
+            self._offload.expect(message.request_id, message.host_pages)
         request = self._requests[message.request_id] = _Request(sampling=message.sampling)
         writers = self._sessions.writers_of(message.prefill_incarnation)
         if self._receiver.is_known(message.request_id):
@@ -197,13 +221,21 @@ class DecodeWorker:
             return  # on_drained releases it
         self._leave(message.request_id)
 
+    def _leave_if_asked(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.is_leaving:
+            self._leave(request_id)
+
     def _leave(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
         request.is_leaving = True
-        if not request.is_receiving and not request.steps_under_way:
+        is_copied = self._offload is not None and self._offload.is_busy(request_id)
+        if not request.is_receiving and not request.steps_under_way and not is_copied:
             del self._requests[request_id]
+            if self._offload is not None:
+                self._offload.forget(request_id)
             self._allocator.release(request_id)
             if not self._requests:
                 self._allocator.check_idle()
@@ -214,17 +246,7 @@ class DecodeWorker:
         for part in message.parts:
             request = self._requests[part.request_id]
             request.steps_under_way += 1
-            # The steps before are over: the leader sends one at a time.
-            self._allocator.advance(part.request_id, part.position)
-            items.append(
-                DecodeItem(
-                    request_id=part.request_id,
-                    token_id=part.token_id,
-                    position=part.position,
-                    page_tables=self._allocator.cover(part.request_id, part.position + 1),
-                    sampling=request.sampling,
-                )
-            )
+            items.append(self._item_of(part, request))
 
         def work() -> StepDone | StepFailed:
             started = time.monotonic()
@@ -240,6 +262,24 @@ class DecodeWorker:
             return StepDone(step=message.step, tokens=tokens, compute_s=time.monotonic() - started)
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
+
+    def _item_of(self, part: StepPart, request: _Request) -> DecodeItem:
+        offload = self._offload
+        # The steps before are over: the leader sends one at a time.
+        copied_from = None if offload is None else offload.copied_from(part.request_id)
+        self._allocator.advance(part.request_id, part.position, copied_from=copied_from)
+        tables = self._allocator.cover(part.request_id, part.position + 1)
+        in_host: tuple[Sequence[int], ...] = ()
+        if offload is not None:
+            tables, in_host = offload.step_tables(part.request_id, tables)
+        return DecodeItem(
+            request_id=part.request_id,
+            token_id=part.token_id,
+            position=part.position,
+            page_tables=tables,
+            host_tables=in_host,
+            sampling=request.sampling,
+        )
 
     def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
         for part in step.parts:
@@ -284,10 +324,11 @@ class DecodeWorker:
             **pool_status(self._allocator),
             **self._sessions.status(),
             "requests": len(self._requests) + self._receiver.num_requests,
+            **({} if self._offload is None else self._offload.status()),
         }
 
     def check_idle(self) -> bool:
-        if self._requests or not self._receiver.is_idle:
+        if self._requests or not self._receiver.is_idle or (self._offload is not None and not self._offload.is_idle):
             return False
         self._receiver.check_idle()
         self._allocator.check_idle()
@@ -302,3 +343,5 @@ class DecodeWorker:
         self._receiver.close()
         await self._engine_lane.call(self._engine.close)
         self._engine_lane.close(timeout_s=5.0)
+        if self._offload is not None:
+            await self._offload.close()

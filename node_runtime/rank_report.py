@@ -46,6 +46,7 @@ class RankHello:
         address: host:port of the rank's own gRPC server; empty where it has none.
         ring_bytes: Size of its ring; 0 where it has none.
         memory: What it planned to take of its device, and what it took.
+        host_pages: Pages of its host pool, for each group of layers; empty where it has none.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class RankHello:
     address: str = ""
     ring_bytes: int = 0
     memory: RankMemory = field(default_factory=RankMemory)
+    host_pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,13 @@ RANK_METRICS: Final = (
     _spec("gauge", "rank_open_files", "Open file descriptors of the rank's process."),
     _spec("gauge", "rank_threads", "Threads of the rank's process."),
     _spec("gauge", "rank_resident_bytes", "Bytes of the rank's process that are in memory, shared ones included."),
+    _spec(
+        "counter",
+        "offload_copied_bytes",
+        "Bytes copied to host memory (save), from it (load), or on the device (copy).",
+        "direction",
+    ),
+    _spec("histogram", "offload_copy_seconds", "Seconds of such a copy.", "direction", buckets=STAGE_BUCKETS_S),
     _spec("gauge", "rank_idle_checks", "Times that the rank, with no request in flight, has proven its invariants."),
     _spec(
         "gauge", "link_latency_seconds", "Latency of a small write, measured at attach.", "prefill_rank", "decode_rank", "lane"
@@ -149,6 +156,19 @@ NODE_METRICS: Final = (
     _spec("counter", "refused_calls", "Calls to the node that the caller's certificate does not allow.", "method"),
     _spec("gauge", "certificate_expiry_timestamp_seconds", "When the node's certificate expires, in seconds since 1970."),
     _spec("gauge", "certificate_stale", "1 while the node's certificate files have changed and cannot be used; 0 otherwise."),
+    _spec("counter", "offload_hit_tokens", "Tokens of prompts found in a tier, which did not come from prefill.", "tier"),
+    _spec("counter", "offload_saved_pages", "Pages saved into host memory, of the prompt or generated.", "source"),
+    _spec("counter", "offload_released_pages", "Device pages given back before their request ended."),
+    _spec("counter", "offload_restored_pages", "Pages of running requests brought back onto the device."),
+    _spec(
+        "counter",
+        "offload_host_full",
+        "Times that host memory had no room: a page stays on the device alone, or a request waits.",
+    ),
+    _spec("counter", "offload_stalls", "Steps that a request missed because its copies had not come far enough."),
+    _spec("counter", "offload_backups", "Pages put into the store on every rank, by outcome: stored or failed.", "outcome"),
+    _spec("gauge", "offload_backup_queue", "Pages that wait to be put into the store."),
+    _spec("gauge", "host_pages", "Pages of the host pools by group of layers and state: free, cached or held.", "group", "state"),
     _spec("gauge", "build_info", "Always 1; the labels say what runs.", "version", "python"),
     *STORE_METRICS,
 )
@@ -289,6 +309,11 @@ class RankMetrics:
         self._series("transferred_bytes").inc(num_bytes)
         self._series("stage_seconds", stage="scatter").observe(seconds)
 
+    def pages_copied(self, direction: str, num_bytes: int, seconds: float) -> None:
+        """Pages were copied between device and host memory; `direction` is "save", "load" or "copy"."""
+        self._series("offload_copied_bytes", direction=direction).inc(num_bytes)
+        self._series("offload_copy_seconds", direction=direction).observe(seconds)
+
     def chunk_broken(self) -> None:
         """Bytes arrived that are not those that were sent."""
         self._series("broken_chunks").inc()
@@ -403,6 +428,60 @@ _GAUGES_OF_STATUS: Final = {
 }
 
 
+class TierMetrics:
+    """What a decode leader counts of pages outside of the device. Pages count once, and not for every rank."""
+
+    def __init__(self, series: _Series) -> None:
+        self._series = series
+        for name, label, values in (
+            ("offload_hit_tokens", "tier", ("device", "host", "storage")),
+            ("offload_saved_pages", "source", ("prompt", "generated")),
+            ("offload_backups", "outcome", ("stored", "failed")),
+        ):
+            for value in values:
+                series(name, **{label: value})
+        for name in ("offload_released_pages", "offload_restored_pages", "offload_host_full", "offload_stalls"):
+            series(name)
+
+    def hit(self, tier: str, num_tokens: int) -> None:
+        """Tokens of a prompt were found in "device", "host" or "storage"."""
+        self._series("offload_hit_tokens", tier=tier).inc(num_tokens)
+
+    def saved(self, source: str, num_pages: int) -> None:
+        """Pages of a "prompt", or "generated" ones, are in host memory on every rank."""
+        self._series("offload_saved_pages", source=source).inc(num_pages)
+
+    def released_early(self, num_pages: int) -> None:
+        """Device pages were given back before their request ended."""
+        self._series("offload_released_pages").inc(num_pages)
+
+    def brought_back(self, num_pages: int) -> None:
+        """Pages are on the device again."""
+        self._series("offload_restored_pages").inc(num_pages)
+
+    def host_full(self) -> None:
+        """Host memory had no room."""
+        self._series("offload_host_full").inc()
+
+    def stalled(self) -> None:
+        """A request missed a step."""
+        self._series("offload_stalls").inc()
+
+    def backed_up(self, num_pages: int, num_failed: int) -> None:
+        """So many pages are in the store on every rank, and so many could not be put there."""
+        self._series("offload_backups", outcome="stored").inc(num_pages)
+        self._series("offload_backups", outcome="failed").inc(num_failed)
+
+    def host_pages(self, group: str, *, free: int, cached: int, held: int) -> None:
+        """Host pages of a group of layers now."""
+        for state, pages in (("free", free), ("cached", cached), ("held", held)):
+            self._series("host_pages", group=group, state=state).set(pages)
+
+    def backup_queue(self, num_pages: int) -> None:
+        """So many pages wait to be put into the store now."""
+        self._series("offload_backup_queue").set(num_pages)
+
+
 class NodeMetrics:
     """What a node's leader counts, and the page that it serves. Owned by the leader's loop.
 
@@ -417,6 +496,7 @@ class NodeMetrics:
         for outcome in self._outcomes:
             self._series("requests", outcome=outcome)
         self._series("queue_seconds")
+        self.tiers = TierMetrics(self._series) if role == "decode" else None
         if role == "decode":
             self._series("time_to_first_token_seconds")
             self._series("time_per_output_token_seconds")

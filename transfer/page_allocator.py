@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.layer_groups import NO_PAGE, LayerGroup, PageNeeds
+from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, PageCounts, PageNeeds
 
 
 @dataclass(slots=True)
@@ -128,6 +128,39 @@ class PageAllocator:
         self._num_reserved -= count
         return bound
 
+    def give_back(self, owner: str, count: int) -> None:
+        """`owner` renounces `count` of the pages that it may still bind; they are anybody's again.
+
+        Raises:
+            LocalProtocolError: The owner is unknown, or `count` is negative or more than it has reserved.
+        """
+        holding = self._holding(owner)
+        if not 0 <= count <= holding.reserved:
+            raise LocalProtocolError(f"owner {owner!r} gives {count} pages back; it has reserved {holding.reserved}")
+        holding.reserved -= count
+        self._num_reserved -= count
+
+    def bind_before(self, owner: str, count: int) -> list[int]:
+        """Bind reserved pages to the last `count` entries that were passed: the reverse of `pass_before`.
+
+        Returns:
+            The pages bound by this call, in the order of their entries.
+
+        Raises:
+            LocalProtocolError: As `bind`, or fewer entries were passed.
+        """
+        holding = self._holding(owner)
+        if count > holding.num_passed:
+            raise LocalProtocolError(f"owner {owner!r} binds {count} pages in front; {holding.num_passed} entries were passed")
+        behind, holding.pages = holding.pages, deque()
+        try:
+            bound = self.bind(owner, count)
+        finally:
+            holding.pages += behind
+        holding.num_passed -= count
+        holding.table = None
+        return bound
+
     def pass_before(self, owner: str, entry: int) -> int:
         """Nobody reads the entries of `owner`'s table below `entry` any more, nor writes them.
 
@@ -217,13 +250,29 @@ class GroupAllocator:
         """Each group with the allocator of its pages; to look at."""
         return tuple(zip(self._needs.groups, self._allocators, strict=True))
 
+    @property
+    def full(self) -> PageAllocator:
+        """Pages of the layers that keep every token.
+
+        Raises:
+            LocalProtocolError: The model has no such layers.
+        """
+        for group, allocator in self.by_group:
+            if group.kind is GroupKind.FULL:
+                return allocator
+        raise LocalProtocolError("the model has no layers that keep every token")
+
     def reserve(self, owner: str, num_tokens: int) -> bool:
         """Promise everything that a request of `num_tokens` tokens ever holds at once, in all groups or in none.
 
         Returns:
             False when there is no room yet, and nothing has changed.
         """
-        counts = self._needs.peak(num_tokens).by_group
+        return self.reserve_pages(owner, self._needs.peak(num_tokens))
+
+    def reserve_pages(self, owner: str, pages: PageCounts) -> bool:
+        """As `reserve`, for whoever has counted the pages: a request part of which lies elsewhere needs fewer."""
+        counts = pages.by_group
         if any(count > allocator.num_free for count, allocator in zip(counts, self._allocators, strict=True)):
             return False
         for count, allocator in zip(counts, self._allocators, strict=True):
@@ -245,11 +294,12 @@ class GroupAllocator:
                 allocator.bind(owner, missing)
         return self.tables(owner)
 
-    def advance(self, owner: str, next_token: int, *, kept_from: int | None = None) -> None:
+    def advance(self, owner: str, next_token: int, *, kept_from: int | None = None, copied_from: int | None = None) -> None:
         """Every step before `next_token` is over, and none will compute a token before it: let the windows move on.
 
         Args:
             kept_from: Number of tokens of a prompt whose last window still has to be gathered from here; None for no such need.
+            copied_from: First entry that a copy is still reading; None where there is no copy.
 
         Raises:
             LocalProtocolError: The owner is unknown.
@@ -258,8 +308,11 @@ class GroupAllocator:
             first = group.first_needed_token(next_token)
             if kept_from is not None:
                 first = min(first, group.first_travelling_token(kept_from))
+            entry = first // self._page_size
+            if copied_from is not None:
+                entry = min(entry, copied_from)
             if first:
-                allocator.pass_before(owner, first // self._page_size)
+                allocator.pass_before(owner, entry)
 
     def begin_at(self, owner: str, num_tokens: int) -> None:
         """A prompt of `num_tokens` tokens is about to arrive: windows get no pages for what does not travel.

@@ -79,6 +79,13 @@ class DecodeEngine(Protocol):
         """
         ...
 
+    # An engine may have one more method, without which the setting `offload.device_window` is refused:
+    #
+    #     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None
+    #
+    # Called once, before the first step. From then on an item's `host_tables` can name pages of that `transfer.host_pool`, which
+    # hold what the item's page tables leave out. `block_bytes`: device memory that it may take to read them.
+
     def close(self) -> None:
         """Give back everything, leave the TP group. May be called twice."""
         ...

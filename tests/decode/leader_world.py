@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from decode_node.admission import Admission, page_needs
+from decode_node.offload.tiers import DeviceOnly
 from decode_node.peers import PrefillPeer, PrefillPeers
 from decode_node.rank_messages import (
     CancelRequest,
@@ -89,6 +90,7 @@ class Peer:
         self.instance: Instance | None = instance(life)
         self.breaker = breaker
         self.breaker_reason = ""
+        self.can_start_late = True
         self.outstanding_tokens = 0
         self.calls: dict[str, Call] = {}
 
@@ -158,10 +160,10 @@ class World:
         self.num_retries, self.max_retries = 0, prefill_retries
         self.accepted: list[Request] = []
         self.names: dict[str, int] = {}  # how many tries of a name there were
-        self.reserving: dict[str, asyncio.Task[bool]] = {}
+        self.reserving: dict[str, asyncio.Task[int | None]] = {}
         self.peers = Peers(self.peer, self.other)
         self.leader = DecodeRequests(
-            admission=self.admission,
+            tiers=DeviceOnly(self.admission),
             peers=self.peers,
             text=cast(TextCodec, Text()),
             num_ranks=NUM_RANKS,
@@ -223,7 +225,7 @@ class World:
 
     def reserve(
         self, name: str, *, prefill: int | None = None, decode: int = DECODE_LIFE, plan: ChunkPlan = PLAN
-    ) -> asyncio.Task[bool]:
+    ) -> asyncio.Task[int | None]:
         """As the prefill leader that has the call does, unless it is said which life asks."""
         if prefill is None:
             peer = self.other if name in self.other.calls else self.peer
@@ -328,9 +330,9 @@ class World:
         await asyncio.gather(*self.reserving.values(), return_exceptions=True)
 
 
-def has_room(task: asyncio.Task[bool]) -> bool:
+def has_room(task: asyncio.Task[int | None]) -> bool:
     """Whether the prefill node was told to start."""
-    return not task.cancelled() and task.exception() is None and task.result()
+    return not task.cancelled() and task.exception() is None and task.result() is not None
 
 
 def take(request: Request) -> list[object]:

@@ -44,7 +44,7 @@ async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: i
     await turns()
     for rank in range(2):
         world.expected(rank, name)
-    assert await reserving
+    assert await reserving == 0  # the first token
     for rank in range(2):
         world.complete(rank, name)
     return request
@@ -59,13 +59,13 @@ async def test_a_request_waits_receives_generates_and_leaves(world: World) -> No
     await turns()
     (expect,) = world.sent
     assert isinstance(expect, ExpectRequest)
-    assert (expect.num_tokens, expect.reserved_tokens, expect.prefill_incarnation) == (3, 6, 11)
+    assert (expect.num_tokens, expect.pages, expect.prefill_incarnation) == (3, (2,), 11)
     assert (world.leader.num_queued, world.leader.num_running, world.admission.free_pages.by_group) == (0, 1, (6,))
     world.expected(0, "a")
     await turns()
     assert not reserving.done(), "rank 1 may refuse yet"
     world.expected(1, "a")
-    assert await reserving
+    assert await reserving == 0  # the first token
     world.complete(0, "a")
     world.call("a").first_token()
     await turns()
@@ -160,7 +160,7 @@ async def test_the_wait_for_room_is_observed_once_and_only_when_there_is_room(wo
     await received(world, "a", num_tokens=20, new=4)
     world.submit("b", 20, new=4)
     await asyncio.sleep(0.05)
-    assert not await world.reserve("b")
+    assert await world.reserve("b") is None
     assert len(world.queue_seconds) == 1, "b waits on"
     await drained(world)
     first_s, second_s = world.queue_seconds
@@ -171,7 +171,7 @@ async def test_no_room_is_not_yet_and_takes_nothing(world: World) -> None:
     await received(world, "a", num_tokens=20, new=4)
     world.submit("b", 20, new=4)
     await turns()
-    assert not await world.reserve("b")
+    assert await world.reserve("b") is None
     assert world.leader.num_queued == 1 and not world.admission.holds("b")
     await drained(world)
 

@@ -72,6 +72,7 @@ class Rank:
         worker._engine_lane = self.lane  # type: ignore[assignment]
         worker._allocator = self.allocator
         worker._requests = {}
+        worker._offload = None
         worker._sessions = SimpleNamespace(writers_of=lambda _: writers)  # type: ignore[assignment]
         worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
         worker._receiver = SimpleNamespace(  # type: ignore[assignment]
@@ -88,7 +89,7 @@ class Rank:
             prefill_incarnation=PREFILL_LIFE,
             num_tokens=PROMPT,
             start_token=0,
-            reserved_tokens=PROMPT + NEW,
+            pages=NEEDS.peak(PROMPT + NEW).by_group,
             plan=PLAN,
             sampling=SamplingParams(),
         )

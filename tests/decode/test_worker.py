@@ -42,6 +42,7 @@ class Rank:
         asked: list[int] = []
         self.worker = SimpleNamespace(
             _instance=OWN,
+            _offload=None,
             _requests={},
             _allocator=GroupAllocator(page_needs(layer_groups(OWN.layout), 4), (8,)),
             _sessions=SimpleNamespace(writers_of=lambda incarnation: asked.append(incarnation) or writers),
@@ -53,7 +54,7 @@ class Rank:
             prefill_incarnation=PREFILL_LIFE,
             num_tokens=3,
             start_token=0,
-            reserved_tokens=5,
+            pages=(2,),
             plan=PLAN,
             sampling=SamplingParams(),
         )

@@ -17,6 +17,7 @@ from transfer.config.memory import (
     StagingConfig,
 )
 from transfer.config.network import PeersConfig, ServerConfig, TlsConfig, TransportConfig
+from transfer.config.offload import OffloadConfig
 from transfer.config.operation import (
     BreakerConfig,
     DecodeLimitsConfig,
@@ -122,5 +123,6 @@ class DecodeNodeConfig(NodeConfig):
     )
     limits: DecodeLimitsConfig = Field(default_factory=DecodeLimitsConfig, description="Bounds.")
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
+    offload: OffloadConfig = Field(default_factory=OffloadConfig, description="KV outside of the devices.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Circuit breakers of the prefill nodes.")

@@ -1,0 +1,89 @@
+"""What the parts of the leader's offload share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from decode_node.admission import Admission
+from decode_node.offload.device_index import DeviceIndex
+from decode_node.offload.host_tier import HostTier
+from decode_node.offload.jobs import Jobs
+from decode_node.offload.rules import TierRules
+from transfer.layer_groups import GroupKind, LayerGroup
+
+FULL: Final = 0
+"""Index of the group of layers that keep every token, which comes first."""
+
+
+class TierObserver(Protocol):
+    """Hears what becomes of pages, each of which is counted once and not for every rank."""
+
+    def hit(self, tier: str, num_tokens: int) -> None:
+        """Tokens of a prompt were found in "device", "host" or "storage", and did not come from prefill."""
+        ...
+
+    def saved(self, source: str, num_pages: int) -> None:
+        """Pages of a "prompt", or "generated" ones, are in host memory on every rank."""
+        ...
+
+    def released_early(self, num_pages: int) -> None:
+        """Device pages were given back before their request ended."""
+        ...
+
+    def brought_back(self, num_pages: int) -> None:
+        """Pages are on the device again."""
+        ...
+
+    def host_full(self) -> None:
+        """Host memory had no room: a page stays on the device alone, or a request has to wait."""
+        ...
+
+    def stalled(self) -> None:
+        """A request missed a step, because its copies had not come far enough."""
+        ...
+
+    def backed_up(self, num_pages: int, num_failed: int) -> None:
+        """So many pages are in the store on every rank, and so many could not be put there."""
+        ...
+
+    def host_pages(self, group: str, *, free: int, cached: int, held: int) -> None:
+        """Host pages of a group of layers now, by what they are."""
+        ...
+
+    def backup_queue(self, num_pages: int) -> None:
+        """So many pages wait to be put into the store now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierContext:
+    """Args:
+    rules: The settings, in pages.
+    groups: The model's groups of layers.
+    tier: Index of the host pools.
+    on_device: Pages of running requests.
+    admission: Who has what of the device pools.
+    jobs: What the ranks have been given to do.
+    broadcast: Sends a message to every rank.
+    observer: Hears of what happens.
+    """
+
+    rules: TierRules
+    groups: tuple[LayerGroup, ...]
+    tier: HostTier
+    on_device: DeviceIndex
+    admission: Admission
+    jobs: Jobs
+    broadcast: Callable[[object], None]
+    observer: TierObserver
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Indices of the sliding windows."""
+        return tuple(index for index, group in enumerate(self.groups) if group.kind is GroupKind.WINDOW)
+
+    def first_window_page(self, group: int, next_token: int) -> int:
+        """The first page of a window that is still read when `next_token` is computed."""
+        return self.groups[group].first_needed_token(next_token) // self.rules.page_size

@@ -1,0 +1,257 @@
+"""Which page of the ranks' host pools holds what. Pure; owned by the leader.
+
+All ranks have equally many host pages and one numbering: page 7 of every rank holds the same tokens, each its own heads of them.
+A page is known by the hash of its tokens and of all before them (`transfer.storage.keys`), so equal prefixes are kept once.
+
+A page is *free*, *cached* (it holds something, and nobody needs it: the next one to go), or *held* by users: requests that read
+it, and jobs that fill or read it. Room can be *promised*: what a request may still have to move off the device. Invariant,
+executed by `check_invariants()`: what is free or cached covers what is promised, so that a promise can always be kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transfer.errors import LocalProtocolError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HostPage:
+    """One page of every rank's host pool.
+
+    Args:
+        group: Index of its group of layers.
+        number: In the ranks' host pools.
+        page_hash: Of what it holds or is being filled with; None where another page of that hash is known already.
+        is_ready: Every rank has filled it.
+        is_stored: Every rank's part is in the store.
+        users: Who needs it.
+    """
+
+    group: int
+    number: int
+    page_hash: bytes | None
+    is_ready: bool = False
+    is_stored: bool = False
+    users: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPageCounts:
+    """Pages of one group by what they are; promised ones are among the free and the cached."""
+
+    free: int
+    cached: int
+    held: int
+    promised: int
+
+
+class _Group:
+    """The host pages of one group of layers."""
+
+    def __init__(self, index: int, num_pages: int) -> None:
+        self.index = index
+        self.num_pages = num_pages
+        self.free: deque[int] = deque(range(num_pages))
+        self.by_hash: dict[bytes, HostPage] = {}
+        self.cached: OrderedDict[HostPage, None] = OrderedDict()  # the longest unused first
+        self.held: set[HostPage] = set()
+        self.promised: dict[str, int] = {}
+        self.num_promised = 0
+
+    @property
+    def num_spare(self) -> int:
+        """Pages that can be taken without breaking a promise."""
+        return len(self.free) + len(self.cached) - self.num_promised
+
+
+class HostTier:
+    """See the module's docstring.
+
+    Args:
+        num_pages: Host pages of each group of layers; 0 for a group that has none.
+    """
+
+    def __init__(self, num_pages: Sequence[int]) -> None:
+        self._groups = tuple(_Group(index, count) for index, count in enumerate(num_pages))
+        self.num_evicted = 0
+        """Cached pages that made room; of them, `num_evicted_unstored` were in no store."""
+        self.num_evicted_unstored = 0
+
+    def num_pages(self, group: int) -> int:
+        """Pages that there are."""
+        return self._groups[group].num_pages
+
+    def counts(self, group: int) -> HostPageCounts:
+        """How many pages are what."""
+        found = self._groups[group]
+        return HostPageCounts(free=len(found.free), cached=len(found.cached), held=len(found.held), promised=found.num_promised)
+
+    def spare(self, group: int) -> int:
+        """Pages that can be taken without breaking a promise."""
+        return self._groups[group].num_spare
+
+    def find(self, group: int, page_hash: bytes) -> HostPage | None:
+        """The page of that hash, ready or still being filled."""
+        return self._groups[group].by_hash.get(page_hash)
+
+    def promise(self, owner: str, group: int, count: int) -> bool:
+        """Set `count` more pages aside for `owner`; False when there is no room for all of them yet."""
+        found = self._groups[group]
+        if count < 0:
+            raise LocalProtocolError(f"owner {owner!r} is promised {count} host pages; it must be 0 or more")
+        if count > found.num_spare:
+            return False
+        if count:
+            found.promised[owner] = found.promised.get(owner, 0) + count
+            found.num_promised += count
+        return True
+
+    def promised(self, owner: str, group: int) -> int:
+        """Pages that `owner` may still take of what it was promised."""
+        return self._groups[group].promised.get(owner, 0)
+
+    def take(self, group: int, page_hash: bytes | None, *, owner: str | None = None) -> HostPage | None:
+        """A page to be filled, with one user: the taker. Where none is free, the cached page that was unused for longest goes.
+
+        Args:
+            page_hash: Of what it will hold. None, or a hash that another page has: it is found by nobody.
+            owner: Take it out of what this owner was promised.
+
+        Returns:
+            None when there is no room; never for a promised page.
+
+        Raises:
+            LocalProtocolError: Nothing is promised to the owner.
+        """
+        found = self._groups[group]
+        if owner is None and found.num_spare < 1:
+            return None
+        if owner is not None:
+            self._redeem(found, owner)
+        number = found.free.popleft() if found.free else self._evict(found)
+        if page_hash is not None and page_hash in found.by_hash:
+            page_hash = None
+        page = HostPage(group=group, number=number, page_hash=page_hash, users=1)
+        found.held.add(page)
+        if page_hash is not None:
+            found.by_hash[page_hash] = page
+        return page
+
+    def hold(self, page: HostPage, *, owner: str | None = None) -> bool:
+        """Be one more user of a page; False when that would break a promise to somebody else.
+
+        Args:
+            owner: One page of what this owner was promised is no longer needed: it is this one.
+        """
+        found = self._groups[page.group]
+        if owner is None and page in found.cached and found.num_spare < 1:
+            return False
+        if owner is not None:
+            self._redeem(found, owner)
+        if page in found.cached:
+            del found.cached[page]
+            found.held.add(page)
+        page.users += 1
+        return True
+
+    def ready(self, page: HostPage) -> None:
+        """Every rank has filled the page."""
+        page.is_ready = True
+
+    def let_go(self, page: HostPage) -> None:
+        """One user less. With the last one the page is cached, or free where nobody could find it.
+
+        Raises:
+            LocalProtocolError: It has no user; most likely this is the second time.
+        """
+        if page.users < 1:
+            raise LocalProtocolError(f"host page {page.number} of group {page.group} has no user to let it go")
+        page.users -= 1
+        if page.users:
+            return
+        found = self._groups[page.group]
+        found.held.discard(page)
+        if page.is_ready and page.page_hash is not None:
+            found.cached[page] = None
+        else:
+            self._free(found, page)
+
+    def discard(self, page: HostPage) -> None:
+        """What it holds means nothing: nobody finds it any more, and it is free once its users are gone."""
+        found = self._groups[page.group]
+        page.is_ready = False
+        if page.page_hash is not None:
+            del found.by_hash[page.page_hash]
+            page.page_hash = None
+
+    def touch(self, page: HostPage) -> None:
+        """The page was looked for: of the cached ones it is the last to go now."""
+        found = self._groups[page.group]
+        if page in found.cached:
+            found.cached.move_to_end(page)
+
+    def forget(self, owner: str) -> None:
+        """Take back what `owner` was promised and has not taken."""
+        for found in self._groups:
+            found.num_promised -= found.promised.pop(owner, 0)
+
+    def check_invariants(self) -> None:
+        """Execute what the module's docstring promises; O(pages).
+
+        Raises:
+            LocalProtocolError: A page is lost or known twice, a counter is wrong, or a promise cannot be kept.
+        """
+        for found in self._groups:
+            numbers = [*found.free, *(page.number for page in (*found.cached, *found.held))]
+            if sorted(numbers) != list(range(found.num_pages)):
+                raise LocalProtocolError(
+                    f"host pages of group {found.index} are lost or known twice: {len(numbers)} of {found.num_pages}"
+                )
+            if found.num_promised != sum(found.promised.values()) or found.num_spare < 0:
+                raise LocalProtocolError(
+                    f"{found.num_promised} host pages of group {found.index} are promised; "
+                    f"{len(found.free)} are free and {len(found.cached)} cached"
+                )
+            if any(page.users or not page.is_ready for page in found.cached) or any(page.users < 1 for page in found.held):
+                raise LocalProtocolError(f"a host page of group {found.index} is held without a user, or cached with one")
+            if any(page.page_hash != known for known, page in found.by_hash.items()):
+                raise LocalProtocolError(f"a host page of group {found.index} is found by a hash that it does not have")
+
+    def check_idle(self) -> None:
+        """With no request and no job left nothing is held or promised.
+
+        Raises:
+            LocalProtocolError: Something is.
+        """
+        for found in self._groups:
+            if found.held or found.num_promised:
+                raise LocalProtocolError(
+                    f"nothing is in flight, and of the host pages of group {found.index} {len(found.held)} are still held and "
+                    f"{found.num_promised} promised"
+                )
+
+    def _redeem(self, found: _Group, owner: str) -> None:
+        left = found.promised.get(owner, 0)
+        if not left:
+            raise LocalProtocolError(f"owner {owner!r} takes a host page of group {found.index}; nothing is promised to it")
+        found.num_promised -= 1
+        if left == 1:
+            del found.promised[owner]
+        else:
+            found.promised[owner] = left - 1
+
+    def _evict(self, found: _Group) -> int:
+        page, _ = found.cached.popitem(last=False)
+        self.num_evicted += 1
+        self.num_evicted_unstored += not page.is_stored
+        if page.page_hash is not None:
+            del found.by_hash[page.page_hash]
+        return page.number
+
+    def _free(self, found: _Group, page: HostPage) -> None:
+        if page.page_hash is not None:
+            del found.by_hash[page.page_hash]
+        found.free.append(page.number)

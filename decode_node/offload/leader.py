@@ -1,0 +1,369 @@
+"""What of each request lies where: ordered by the decode leader, carried out by its ranks.
+
+A request gets its place in both tiers at once, when prefill is about to compute it (`decode_node.offload.placing`). While it
+runs, its whole pages are saved into host memory a stride at a time. Where pages leave the device early, those that every rank has
+saved are left behind when the request's share is used up; the share shrinks when others need room, and pages come back when there
+is plenty.
+
+Nothing here waits: every order is a job (`decode_node.offload.jobs`), and what follows from it is decided when the last rank has
+answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from decode_node.offload.context import FULL, TierContext
+from decode_node.offload.device_index import DeviceCopy
+from decode_node.offload.host_tier import HostPage
+from decode_node.offload.placing import Placement, place, refusal
+from decode_node.offload.saving import next_save
+from decode_node.offload.store_leader import StoreLeader
+from decode_node.offload.tiered_request import TieredRequest
+from decode_node.offload.tiers import Place, Prompt
+from decode_node.rank_messages import CopyPages, EntryRun, LoadPages, MoveBoundary, PageRun, SavePages
+from transfer.storage.keys import PageHashes
+
+MAX_SAVES: Final = 4
+"""Saves under way at once, over all requests: one is copied while the ranks' answers to another are on their way."""
+
+MAX_BROUGHT_BACK: Final = 256
+"""Pages that are brought back at a time, so that what has to be saved has its turn."""
+
+
+class OffloadLeader:
+    """`Tiers` with host memory, and with a store where there is one; see the module's docstring.
+
+    Args:
+        context: Settings, index, counts and ranks.
+        slack_pages: Pages of a window that are set aside, see `TieredRequest.may_step`.
+        seed_of: From a request's salt, what its hashes begin with.
+        store: Keeps what is in host memory, and brings what is not; None: there is no third tier.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        *,
+        slack_pages: int,
+        seed_of: Callable[[str], bytes],
+        store: StoreLeader | None,
+    ) -> None:
+        self._context = context
+        self._rules = context.rules
+        self._tier = context.tier
+        self._slack_pages = slack_pages
+        self._seed_of = seed_of
+        self._store = store
+        self._on_loaded: Callable[[str], None] = lambda request_id: None
+        self._on_room: Callable[[], None] = lambda: None
+        self._requests: dict[str, TieredRequest] = {}
+        self._to_load: dict[str, Placement] = {}  # placed, and not known to the ranks yet
+        self._saving: dict[str, None] = {}  # requests with something to save, the longest waiting first
+        self._num_saves = 0
+        self._waiting: dict[str, int] = {}  # requests that found too few device pages, and how many each needs at least
+        self._has_stalled = False
+
+    def listen(self, *, on_loaded: Callable[[str], None], on_room: Callable[[], None]) -> None:
+        self._on_loaded, self._on_room = on_loaded, on_room
+
+    # A request's life
+
+    async def look_up(self, token_ids: Sequence[int], salt: str) -> Prompt:
+        """What the store has of a prompt, and host memory has not, is brought into host memory."""
+        chain = PageHashes(page_size=self._rules.page_size, seed=self._seed_of(salt))
+        chain.extend(token_ids)
+        fetched = await self._store.fetch(chain, len(token_ids)) if self._store is not None else frozenset()
+        return Prompt(token_ids=token_ids, chain=chain, fetched=fetched)
+
+    def refusal(self, num_tokens: int) -> str | None:
+        return refusal(self._context, num_tokens)
+
+    def place(self, request_id: str, prompt: Prompt, *, max_new_tokens: int, chunk_tokens: int, may_skip: bool) -> Place | None:
+        assert prompt.chain is not None  # look_up
+        prompt_tokens = len(prompt.token_ids)
+        total_tokens = prompt_tokens + max_new_tokens
+        found = place(
+            self._context,
+            request_id,
+            prompt.chain,
+            prompt_tokens=prompt_tokens,
+            total_tokens=total_tokens,
+            chunk_tokens=chunk_tokens,
+            may_skip=may_skip,
+        )
+        if found is None:
+            least = self._rules.least_share(self._rules.num_pages(total_tokens), self._rules.grid_pages(chunk_tokens))
+            if self._rules.has_early_release and least > self._free_pages():
+                self._waiting[request_id] = least
+                self._go_on()
+            return None
+        self._waiting.pop(request_id, None)
+        request = self._requests[request_id] = found.request
+        request.num_loading = bool(found.loads) + len(found.copies)
+        if request.num_loading:
+            self._to_load[request_id] = found
+        self._count_hits(found, prompt.fetched)
+        return Place(
+            pages=found.pages,
+            start_token=found.start_token,
+            host_pages=tuple(page.number for page in request.host[: request.boundary]),
+        )
+
+    def _count_hits(self, found: Placement, fetched: frozenset[bytes]) -> None:
+        num_fetched = sum(page.page_hash in fetched for page in found.hits)
+        hits = {"device": found.num_device_hits, "host": len(found.hits) - num_fetched, "storage": num_fetched}
+        for tier, num_pages in hits.items():
+            self._context.observer.hit(tier, num_pages * self._rules.page_size)
+
+    def begin_loading(self, request_id: str) -> None:
+        found = self._to_load.pop(request_id, None)
+        if found is None:
+            return
+
+        def done(_: frozenset[int]) -> None:
+            for page in reversed(found.loaded_from):
+                self._tier.let_go(page)
+            self._loaded(found.request)
+
+        if found.loads:
+            job = self._context.jobs.begin(done)
+            self._context.broadcast(LoadPages(job=job, request_id=request_id, runs=found.loads))
+        for copy in found.copies:
+            self._copy(found.request, copy)
+
+    def _copy(self, request: TieredRequest, copy: DeviceCopy) -> None:
+        """Have pages of another request copied, which keeps them meanwhile."""
+        source = copy.source
+
+        def done(_: frozenset[int]) -> None:
+            source.num_copied_from -= 1
+            source.saving.pop(job, None)
+            self._loaded(request)
+            self._go_on()
+            self._tell_room()
+
+        job = self._context.jobs.begin(done)
+        source.num_copied_from += 1
+        source.saving[job] = {group: begin for group, (begin, _) in copy.runs.items() if group != FULL}
+        runs = tuple(EntryRun(group=group, first_entry=begin, count=end - begin) for group, (begin, end) in copy.runs.items())
+        self._context.broadcast(CopyPages(job=job, source_id=source.request_id, request_id=request.request_id, runs=runs))
+
+    def _loaded(self, request: TieredRequest) -> None:
+        request.num_loading -= 1
+        if not request.num_loading and request.request_id in self._requests:
+            self._on_loaded(request.request_id)
+
+    def is_loading(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request is not None and request.num_loading > 0
+
+    def begin(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        arrived = [page for page in request.host[: request.boundary] if not page.is_ready]
+        self._filled(arrived, "prompt")
+        request.is_running = True
+        request.num_computed = request.num_prompt_tokens
+        request.whole_windows(self._context.groups)
+        self._context.on_device.add(request, request.boundary)
+        self._saving[request_id] = None
+        self._go_on()
+
+    def computed(self, request_id: str, token_id: int) -> None:
+        request = self._requests.get(request_id)
+        if request is None or not request.is_running:
+            return
+        request.num_computed += 1
+        if request.chain.extend((token_id,)):
+            self._context.on_device.add(request, request.num_whole - 1)
+            self._saving[request_id] = None
+
+    def may_step(self, request_id: str, position: int) -> bool:
+        may = self._requests[request_id].may_step(position, self._context.groups, self._slack_pages)
+        if not may:
+            self._has_stalled = True
+            self._context.observer.stalled()
+        return may
+
+    def step_over(self) -> None:
+        self._go_on()
+
+    def finish(self, request_id: str) -> None:
+        """What is whole of it is saved before the ranks give its pages back."""
+        request = self._requests[request_id]
+        self._saving.pop(request_id, None)
+        while self._save(request, is_last=True):
+            pass
+        self._end(request)
+
+    def give_up(self, request_id: str) -> None:
+        self._saving.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request)
+
+    def _end(self, request: TieredRequest) -> None:
+        request.is_running = False
+        self._context.on_device.remove(request)
+
+    def gone(self, request_id: str) -> None:
+        """The ranks have done their jobs for it, too."""
+        request = self._requests.pop(request_id)
+        self._context.admission.release(request_id)
+        self._tier.forget(request_id)
+        for page in reversed(request.host):  # the prompt's first page is the last to be evicted
+            if not page.is_ready:
+                self._tier.discard(page)
+            self._tier.let_go(page)
+        self._go_on()
+
+    def check_idle(self) -> None:
+        """Raises LocalProtocolError when no request and no job is left and yet host pages are held."""
+        if not self._requests and not len(self._context.jobs):
+            self._tier.check_idle()
+
+    # Saving
+
+    def _go_on(self) -> None:
+        while self._saving and self._num_saves < MAX_SAVES:
+            request_id = next(iter(self._saving))
+            del self._saving[request_id]
+            if self._save(self._requests[request_id], is_last=False):
+                self._saving[request_id] = None  # behind the others
+        if self._rules.has_early_release:
+            self._shrink()
+            for request in self._movable():
+                self._move(request)
+            self._bring_back()
+
+    def _save(self, request: TieredRequest, *, is_last: bool) -> bool:
+        """Order the next save of a request; False when there is none."""
+        save = next_save(self._context, request, is_last=is_last)
+        if save is None:
+            return False
+        self._num_saves += 1
+
+        def done(_: frozenset[int]) -> None:
+            self._num_saves -= 1
+            request.saving.pop(job, None)
+            self._filled(save.pages, save.source)
+            for page in save.transient:
+                self._tier.let_go(page)
+            self._go_on()
+            self._tell_room()
+
+        job = self._context.jobs.begin(done)
+        request.saving[job] = save.first_window_pages
+        self._context.broadcast(SavePages(job=job, request_id=request.request_id, runs=save.runs))
+        return True
+
+    def _filled(self, pages: Sequence[HostPage], source: str) -> None:
+        for page in pages:
+            self._tier.ready(page)
+        if pages:
+            self._context.observer.saved(source, sum(page.group == FULL for page in pages))
+            if self._store is not None:
+                self._store.back_up(pages)
+
+    def _tell_room(self) -> None:
+        if self._has_stalled:
+            self._has_stalled = False
+            self._on_room()
+
+    # Early release
+
+    def _movable(self) -> Iterator[TieredRequest]:
+        return (
+            request
+            for request in list(self._requests.values())
+            if request.is_running and not request.is_moving and not request.num_copied_from
+        )
+
+    def _move(self, request: TieredRequest) -> None:
+        """Leave device pages behind, as far as they are saved and the request's share asks for it."""
+        boundary = request.wanted_boundary()
+        give_back = 0
+        target = request.shrinks_to
+        if target is not None and request.num_whole + 1 - boundary <= target:
+            give_back = request.share - target
+        if boundary == request.boundary and not give_back:
+            return
+        request.is_moving, request.leaves_to = True, boundary if give_back else None
+        pages = tuple(page.number for page in request.host[request.boundary : boundary])
+
+        def done(_: frozenset[int]) -> None:
+            request.is_moving, request.leaves_to = False, None
+            if request.request_id not in self._requests:
+                return
+            self._context.observer.released_early(boundary - request.boundary)
+            request.boundary = boundary
+            if give_back:
+                self._resize(request, -give_back)
+                request.shrinks_to = None
+            self._go_on()
+            self._tell_room()
+
+        job = self._context.jobs.begin(done)
+        self._context.broadcast(
+            MoveBoundary(job=job, request_id=request.request_id, boundary=boundary, host_pages=pages, give_back=give_back)
+        )
+
+    def _shrink(self) -> None:
+        """While a request waits for device pages, or more are taken than the mark allows, ask whoever has most to spare."""
+        free = self._free_pages()
+        wanted = next(iter(self._waiting.values()), 0)
+        short = max(wanted - free, self._rules.pool_pages - free - self._rules.high_pages)
+        short -= sum(request.share - request.target_share for request in self._requests.values())  # is on its way
+        if short <= 0:
+            return
+        spare = max(self._movable(), key=lambda one: one.target_share - one.least_share, default=None)
+        if spare is None or spare.shrinks_to is not None or spare.share <= spare.least_share:
+            return
+        target = max(spare.least_share, spare.share - short)
+        more = max(0, spare.total_pages - target - spare.guaranteed)
+        if not self._tier.promise(spare.request_id, FULL, more):
+            self._context.observer.host_full()
+            return
+        spare.guaranteed += more
+        spare.shrinks_to = target
+        spare.next_save = min(spare.next_save, len(spare.host))
+        self._saving[spare.request_id] = None
+
+    def _bring_back(self) -> None:
+        """While there is plenty of room, load pages that were left behind; the request that lacks fewest first."""
+        room = self._rules.low_pages - (self._rules.pool_pages - self._free_pages())
+        behind = [request for request in self._movable() if request.boundary and request.shrinks_to is None]
+        if self._waiting or room <= 0 or not behind:
+            return
+        request = min(behind, key=lambda one: one.boundary)
+        count = min(room, request.boundary, MAX_BROUGHT_BACK)
+        if count < min(self._rules.stride_pages, request.boundary) or not self._resize(request, count):
+            return
+        boundary = request.boundary - count
+        request.is_moving, request.returns_to = True, boundary
+
+        def done(_: frozenset[int]) -> None:
+            request.is_moving, request.returns_to = False, None
+            if not request.is_running:
+                return  # a rank may have forgotten it
+            request.boundary = boundary
+            self._context.broadcast(MoveBoundary(job=None, request_id=request.request_id, boundary=boundary))
+            self._context.observer.brought_back(count)
+            self._go_on()
+            self._tell_room()
+
+        pages = tuple(page.number for page in request.host[boundary : request.boundary])
+        run = PageRun(group=FULL, first_entry=boundary, host_pages=pages)
+        job = self._context.jobs.begin(done)
+        self._context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
+
+    def _free_pages(self) -> int:
+        return self._context.admission.free_pages.by_group[FULL]
+
+    def _resize(self, request: TieredRequest, count: int) -> bool:
+        is_done = self._context.admission.resize(request.request_id, FULL, count)
+        if is_done:
+            request.share += count
+        return is_done

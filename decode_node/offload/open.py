@@ -1,0 +1,112 @@
+"""From a decode node's settings to the leader's part of its tiers; each rank's is `decode_node.offload.open_rank`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from decode_node.admission import Admission
+from decode_node.offload.context import FULL, TierContext, TierObserver
+from decode_node.offload.device_index import DeviceIndex
+from decode_node.offload.host_tier import HostTier
+from decode_node.offload.jobs import Jobs
+from decode_node.offload.leader import OffloadLeader
+from decode_node.offload.rules import TierRules
+from decode_node.offload.store_leader import StoreLeader
+from node_runtime.rank_report import RankHello
+from transfer.config import DecodeNodeConfig
+from transfer.config.offload import OffloadConfig
+from transfer.instance import Instance
+from transfer.layer_groups import layer_groups
+from transfer.storage.base import StoreObserver
+from transfer.storage.keys import chain_seed, store_fingerprint, store_key
+from transfer.storage.open import open_store_client
+
+
+def window_slack_tokens(config: OffloadConfig, page_size: int) -> int:
+    """Tokens of a window for which pages are set aside while a save still reads what the window has passed."""
+    return 2 * config.stride_pages(page_size) * page_size if config.is_on else 0
+
+
+def fingerprint_of(instance: Instance) -> str:
+    """Of the pages that this instance stores."""
+    return store_fingerprint(instance.layout, instance.shard, instance.model_fields, instance.kv_scales)
+
+
+class LeaderTiers:
+    """A life's tiers, where there is host memory.
+
+    Args:
+        config: The node's settings.
+        hellos: What the ranks have said of themselves.
+        admission: Counts device pages.
+        broadcast: Sends a message to every rank.
+        observer: Hears what becomes of pages.
+        store_observer: Hears what is asked of the store.
+
+    Raises:
+        ConfigError: The pools are too small for the settings, or the store's are wrong.
+    """
+
+    def __init__(
+        self,
+        config: DecodeNodeConfig,
+        hellos: Sequence[RankHello],
+        *,
+        admission: Admission,
+        broadcast: Callable[[object], None],
+        observer: TierObserver,
+        store_observer: StoreObserver,
+    ) -> None:
+        instance, settings = hellos[0].instance, config.offload
+        layout, page_size = instance.layout, instance.shard.page_size
+        groups, fingerprint = layer_groups(layout), fingerprint_of(instance)
+        self.tier = HostTier([min(counts) for counts in zip(*(hello.host_pages for hello in hellos), strict=True)])
+        self._groups = groups
+        self._observer = observer
+        self.jobs = Jobs(len(hellos))
+        context = TierContext(
+            rules=TierRules(
+                page_size=page_size,
+                pool_pages=admission.pool_pages.by_group[FULL],
+                stride_pages=settings.stride_pages(page_size),
+                window_tokens=settings.device_window,
+                high_water=settings.high_water,
+                low_water=settings.low_water,
+            ),
+            groups=groups,
+            tier=self.tier,
+            on_device=DeviceIndex(groups),
+            admission=admission,
+            jobs=self.jobs,
+            broadcast=broadcast,
+            observer=observer,
+        )
+        self._client = open_store_client(config.storage, loop=asyncio.get_running_loop(), observer=store_observer)
+        store = None
+        if self._client is not None:
+            first = instance.shard.at(0)
+            key_of = lambda group, page_hash: store_key(  # noqa: E731  # of rank 0's part
+                fingerprint, page_hash, group=groups[group], layout=layout, shard=first
+            )
+            store = StoreLeader(context, client=self._client, key_of=key_of)
+        self.store = store
+        self.leader = OffloadLeader(
+            context,
+            slack_pages=window_slack_tokens(settings, page_size) // page_size,
+            seed_of=partial(chain_seed, fingerprint, config.storage.salt),
+            store=store,
+        )
+
+    def show(self) -> None:
+        """Set the gauges to what there is now."""
+        for index, group in enumerate(self._groups):
+            counts = self.tier.counts(index)
+            self._observer.host_pages(group.name, free=counts.free, cached=counts.cached, held=counts.held)
+        self._observer.backup_queue(0 if self.store is None else self.store.num_queued)
+
+    async def close(self) -> None:
+        """End what is asked of the store, in bounded time."""
+        if self._client is not None:
+            await self._client.close()

@@ -1,0 +1,81 @@
+"""From a decode node's settings to one rank's host pool and its end of the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from decode_node.offload.open import fingerprint_of
+from decode_node.offload.rank import OffloadRank
+from decode_node.offload.sizes import host_page_counts
+from node_runtime.lane import Lane
+from transfer.config import DecodeNodeConfig
+from transfer.errors import ConfigError
+from transfer.host_pool import HostPool
+from transfer.instance import Instance
+from transfer.memory.host_memory import host_memory
+from transfer.metrics import RankMetrics
+from transfer.page_allocator import GroupAllocator
+from transfer.storage.open import open_store_client
+
+
+def open_offload_rank(
+    config: DecodeNodeConfig,
+    instance: Instance,
+    engine: Any,
+    *,
+    allocator: GroupAllocator,
+    engine_lane: Lane,
+    loop: asyncio.AbstractEventLoop,
+    metrics: RankMetrics,
+    send: Callable[[object], None],
+    on_free: Callable[[str], None],
+    on_crash: Callable[[BaseException], None],
+) -> OffloadRank | None:
+    """The rank's part of the tiers; None where there is no host memory for KV. Arguments as of `OffloadRank`.
+
+    Args:
+        engine: The rank's engine, loaded; where pages can leave the device early it must be able to read them in host memory,
+            see `DecodeEngine.use_host_pool`.
+
+    Raises:
+        ConfigError: The settings do not go together with the model or the engine.
+        MemoryPlanError: The host has too little memory.
+    """
+    settings = config.offload
+    if not settings.is_on:
+        return None
+    pool = engine.pool
+    counts = host_page_counts(
+        settings,
+        pool.groups,
+        page_size=pool.page_size,
+        device_pages=pool.num_pages,
+        page_bytes=[group.page_bytes(pool.layout, pool.shard) for group in pool.groups],
+        available_bytes=host_memory()[1] // pool.shard.num_ranks,
+    )
+    host = HostPool(pool, num_pages=counts)
+    if settings.device_window is not None:
+        use_host_pool = getattr(engine, "use_host_pool", None)
+        if use_host_pool is None:
+            raise ConfigError(
+                f"offload.device_window is {settings.device_window}, and the engine {config.engine} cannot read KV in host "
+                "memory (it has no use_host_pool); leave it out"
+            )
+        use_host_pool(host, block_bytes=settings.buffer_bytes)
+    fingerprint = fingerprint_of(instance)
+    return OffloadRank(
+        pool=pool,
+        host=host,
+        allocator=allocator,
+        engine_lane=engine_lane,
+        loop=loop,
+        metrics=metrics,
+        send=send,
+        on_free=on_free,
+        on_crash=on_crash,
+        store=open_store_client(config.storage, loop=loop, observer=metrics.store),
+        fingerprint=fingerprint,
+        buffer_bytes=settings.buffer_bytes,
+    )

@@ -1,0 +1,228 @@
+"""A request's place in both tiers, and what of its prompt is there already.
+
+A prompt's leading pages that are known need not come from prefill. Of a sliding window only what the next tokens still reach has
+to be there; where that is missing, prefill sends from further ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_node.offload.context import FULL, TierContext
+from decode_node.offload.device_index import DeviceCopy
+from decode_node.offload.host_tier import HostPage
+from decode_node.offload.tiered_request import TieredRequest
+from decode_node.rank_messages import PageRun
+from transfer.errors import StagingError
+from transfer.layer_groups import PageCounts
+from transfer.storage.keys import PageHashes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A request with its room in both tiers.
+
+    Args:
+        request: What will be remembered of it.
+        pages: Device pages of each group of layers.
+        start_token: First token that has to come from prefill.
+        loads: What has to be loaded onto the device before it may run.
+        loaded_from: Host pages of these, which are held until then and not for longer.
+        copies: What has to be copied from other requests' pages before that.
+        hits: Pages that were found in host memory, in the order of their tokens; those on the device follow them.
+    """
+
+    request: TieredRequest
+    pages: PageCounts
+    start_token: int
+    loads: tuple[PageRun, ...]
+    loaded_from: tuple[HostPage, ...]
+    copies: tuple[DeviceCopy, ...]
+    hits: tuple[HostPage, ...]
+
+    @property
+    def num_device_hits(self) -> int:
+        """Pages that were found on the device."""
+        return self.start_token // self.request.rules.page_size - len(self.hits)
+
+
+def refusal(context: TierContext, num_tokens: int) -> str | None:
+    """Why a request of so many tokens can never have a place; None when it can."""
+    rules, admission = context.rules, context.admission
+    total = rules.num_pages(num_tokens)
+    least = _with_full(admission.peak(num_tokens), rules.least_share(total, grid_pages=1))
+    if not least.fit(admission.pool_pages):
+        return f"need {admission.shown(least)} pages; this decode node's pool has fewer"
+    share = max(least.by_group[FULL], min(total, rules.high_pages))
+    if total - share > context.tier.num_pages(FULL):
+        return (
+            f"need {total} pages; this decode node has {share} on the device for one request and "
+            f"{context.tier.num_pages(FULL)} in host memory"
+        )
+    return None
+
+
+def matched(context: TierContext, chain: PageHashes, prompt_tokens: int) -> list[HostPage]:
+    """The leading pages of a prompt that can be had from host memory; at least one token is left to be computed."""
+    most = (prompt_tokens - 1) // context.rules.page_size
+    found: list[HostPage] = []
+    for page_hash in chain.hashes[:most]:
+        page = context.tier.find(FULL, page_hash)
+        if page is None or not page.is_ready:
+            break
+        found.append(page)
+    for page in reversed(found):
+        context.tier.touch(page)  # a prefix is of more use than what follows it
+    return found[: _window_limit(context, chain, prompt_tokens, len(found))]
+
+
+def _found_on_device(context: TierContext, request: TieredRequest, num_hits: int) -> DeviceCopy | None:
+    """What one other request has on the device of the pages behind those in host memory, windows included."""
+    index, chain, first = context.on_device, request.chain, num_hits
+    most = (request.num_prompt_tokens - 1) // context.rules.page_size
+    if first >= most or first < request.boundary:
+        return None
+    source = index.source_of(chain.hashes[first], first)
+    end = first
+    while source is not None and end < most and index.source_of(chain.hashes[end], end) is source:
+        end += 1
+    if source is None:
+        return None
+    runs = {FULL: (first, end)}
+    for group in context.windows:
+        begin = context.first_window_page(group, request.num_prompt_tokens)
+        if begin < first:
+            return None  # part of what is still reached would have to come from elsewhere
+        if begin < end and not index.has(source, group, begin):
+            end = begin
+        runs[group] = (begin, end)
+    found = {group: (begin, end) for group, (begin, _) in runs.items() if begin < end}
+    return DeviceCopy(source=source, runs=found) if found else None
+
+
+def place(
+    context: TierContext,
+    request_id: str,
+    chain: PageHashes,
+    *,
+    prompt_tokens: int,
+    total_tokens: int,
+    chunk_tokens: int,
+    may_skip: bool,
+) -> Placement | None:
+    """Take room in both tiers; None is "not yet".
+
+    Args:
+        chain: Of the prompt.
+        chunk_tokens: Where its chunks begin.
+        may_skip: Whether what is there of the prompt can be left out of what prefill sends.
+
+    Raises:
+        StagingError: With chunks of that size it can never have room.
+    """
+    rules = context.rules
+    total, grid = rules.num_pages(total_tokens), rules.grid_pages(chunk_tokens)
+    least = rules.least_share(total, grid)
+    _refuse_what_never_fits(context, total, least, prompt_tokens, chunk_tokens)
+    share = _share_now(context, total, least)
+    boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
+    guaranteed = max(total - share, boundary)
+    if not context.tier.promise(request_id, FULL, guaranteed):
+        context.observer.host_full()
+        return None
+    pages = _with_full(context.admission.peak(total_tokens), share)
+    if not context.admission.reserve(request_id, pages):
+        context.tier.forget(request_id)
+        return None
+    request = TieredRequest(
+        request_id=request_id,
+        rules=rules,
+        chain=chain,
+        num_prompt_tokens=prompt_tokens,
+        total_pages=total,
+        share=share,
+        least_share=least,
+        guaranteed=guaranteed,
+        boundary=boundary,
+    )
+    return _with_hits(context, request, pages, may_skip=may_skip)
+
+
+def _share_now(context: TierContext, total: int, least: int) -> int:
+    """As many device pages as there are below the high-water mark, and at least what it takes to go on."""
+    rules, admission = context.rules, context.admission
+    used = rules.pool_pages - admission.free_pages.by_group[FULL]
+    return min(total, max(least, rules.high_pages - used))
+
+
+def _refuse_what_never_fits(context: TierContext, total: int, least: int, prompt_tokens: int, chunk_tokens: int) -> None:
+    rules, host_pages = context.rules, context.tier.num_pages(FULL)
+    share = min(total, max(least, rules.high_pages))
+    boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=rules.grid_pages(chunk_tokens))
+    if least > rules.pool_pages or max(total - share, boundary) > host_pages:
+        raise StagingError(
+            f"{total} pages in chunks of {chunk_tokens} tokens need {least} pages of {rules.page_size} tokens on the device and "
+            f"{max(total - share, boundary)} in host memory; this decode node has {rules.pool_pages} and {host_pages}"
+        )
+
+
+def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, *, may_skip: bool) -> Placement:
+    """Hold what is found of the prompt, and pages for what arrives in host memory."""
+    tier, boundary = context.tier, request.boundary
+    transient: list[HostPage] = []
+    for page in matched(context, request.chain, request.num_prompt_tokens) if may_skip else ():
+        is_kept = len(request.host) < request.guaranteed
+        if not tier.hold(page, owner=request.request_id if is_kept else None):
+            break
+        (request.host if is_kept else transient).append(page)
+    hits = (*request.host, *transient)
+    request.next_save = len(hits)
+    loads = [PageRun(group=FULL, first_entry=boundary, host_pages=_numbers(hits[boundary:]))] if len(hits) > boundary else []
+    for group in context.windows:
+        first = context.first_window_page(group, request.num_prompt_tokens)
+        reached = [tier.find(group, page_hash) for page_hash in request.chain.hashes[first : len(hits)]]
+        held = [page for page in reached if page is not None and tier.hold(page)]
+        assert len(held) == len(reached)  # _window_limit has seen to it
+        transient += held
+        if held:
+            loads.append(PageRun(group=group, first_entry=first, host_pages=_numbers(held)))
+    copy = _found_on_device(context, request, len(hits)) if may_skip else None
+    num_found = len(hits) if copy is None else copy.runs[FULL][1]
+    request.next_save = max(request.next_save, boundary)
+    while len(request.host) < boundary:
+        taken = tier.take(FULL, request.chain.hashes[len(request.host)], owner=request.request_id)
+        assert taken is not None  # promised
+        request.host.append(taken)
+    return Placement(
+        request=request,
+        pages=pages,
+        start_token=num_found * context.rules.page_size,
+        loads=tuple(loads),
+        loaded_from=tuple(transient),
+        copies=() if copy is None else (copy,),
+        hits=hits,
+    )
+
+
+def _window_limit(context: TierContext, chain: PageHashes, prompt_tokens: int, num_pages: int) -> int:
+    """How many of a prompt's leading pages are of use, as to its windows: of these what is still reached must be there, too."""
+    limit = num_pages
+    for group in context.windows:
+        first = context.first_window_page(group, prompt_tokens)
+        for entry in range(first, limit):
+            page = context.tier.find(group, chain.hashes[entry])
+            if page is None or not page.is_ready:
+                limit = entry
+                break
+        if limit - first > context.tier.spare(group):
+            limit = min(limit, first)
+    return limit
+
+
+def _numbers(pages: list[HostPage] | tuple[HostPage, ...]) -> tuple[int, ...]:
+    return tuple(page.number for page in pages)
+
+
+def _with_full(pages: PageCounts, count: int) -> PageCounts:
+    """The same, with so many pages of the layers that keep every token."""
+    return PageCounts((count, *pages.by_group[FULL + 1 :]))

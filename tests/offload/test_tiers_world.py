@@ -1,0 +1,48 @@
+"""Whatever happens in whatever order: every step reads the right KV in one tier or the other, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.offload.tiers_world import World
+
+
+async def play(world: World, *, num_requests: int, prompts: list[list[int]], longest_new: int, give_up: float) -> None:
+    chance = world.chance
+    left = num_requests
+    for _ in range(40_000):
+        if left and chance.random() < 0.05:
+            left -= 1
+            shared = chance.choice(prompts)
+            cut = chance.randint(1, len(shared))
+            prompt = shared[:cut] + [chance.randint(0, 49) for _ in range(chance.randint(0, 3))]
+            world.submit(prompt, chance.randint(1, longest_new), chance.choice(["", "", "b"]))
+        if chance.random() < give_up and world.jobs:
+            world.give_up(chance.choice(list(world.jobs.values())))
+        await world.turn()
+        if not left and all(job.is_over and not job.holding for job in world.jobs.values()):
+            break
+    else:
+        raise AssertionError(f"the world does not come to an end: {world.shown()}")
+    await world.drain()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("has_windows", [False, True])
+async def test_every_token_is_read_where_it_lies(seed: int, has_windows: bool) -> None:
+    chance = random.Random(seed)
+    world = World(
+        chance,
+        device_pages=chance.choice([14, 16, 24]),
+        host_pages=chance.choice([12, 30, 60]),
+        window_layers_tokens=chance.choice([5, 6, 9]),
+        window_tokens=chance.choice([None, 2, 4]),
+        stride_pages=chance.choice([1, 2]),
+        has_windows=has_windows,
+        failing=chance.choice([0.0, 0.2]),
+    )
+    prompts = [[chance.randint(0, 49) for _ in range(30)] for _ in range(2)]
+    await asyncio.wait_for(play(world, num_requests=25, prompts=prompts, longest_new=20, give_up=0.002), 120)

@@ -1,0 +1,526 @@
+"""A decode leader's tiers with two real ranks: real leader, workers, allocators, pools and copies; lanes and links by hand.
+
+KV is a function of the tokens up to its position, so that whoever reads a page that is another's, or old, or not there yet, reads
+something else than it must. Every step checks every token that it reads, wherever that lies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from decode_node.admission import Admission, page_needs
+from decode_node.attach import WritersOfInstance
+from decode_node.offload.context import TierContext
+from decode_node.offload.device_index import DeviceIndex
+from decode_node.offload.host_tier import HostTier
+from decode_node.offload.jobs import Jobs
+from decode_node.offload.leader import OffloadLeader
+from decode_node.offload.rank import OffloadRank
+from decode_node.offload.rules import TierRules
+from decode_node.offload.store_leader import StoreLeader
+from decode_node.offload.tiers import Prompt
+from decode_node.rank_messages import (
+    CancelRequest,
+    ExpectRequest,
+    FinishRequest,
+    JobDone,
+    PagesReleased,
+    RequestExpected,
+    RunStep,
+    StepDone,
+    StepPart,
+    TransferComplete,
+)
+from decode_node.worker import DecodeWorker
+from tests.runtime.instances import instance
+from transfer.chunk import ChunkPlan, split_into_chunks
+from transfer.engine_types import DecodeItem, SamplingParams
+from transfer.host_pool import HostPool
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import NO_PAGE, GroupKind, PageCounts, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
+from transfer.metrics import NodeMetrics, RankMetrics
+from transfer.page_allocator import GroupAllocator
+from transfer.storage.keys import chain_seed, store_key
+
+PAGE, CHUNK = 2, 4
+NUM_RANKS = 2
+PREFILL_LIFE = 11
+PLAN = ChunkPlan(chunk_tokens=CHUNK)
+WINDOW_TOKENS = 6
+FULL_SPEC = LayerSpec(num_kv_heads=2, k_head_dim=2, v_head_dim=2)
+WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=2, v_head_dim=2, window_tokens=WINDOW_TOKENS)
+FINGERPRINT = "ab" * 16
+
+
+class HandLane:
+    """A `Lane` whose work is done when the world says so, one piece after the other."""
+
+    def __init__(self) -> None:
+        self.work: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+
+    def submit(self, work: Callable[[], Any], on_done: Callable[[Any], None]) -> None:
+        self.work.append((work, on_done))
+
+    def run(self) -> None:
+        work, on_done = self.work.popleft()
+        on_done(work())
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+class MemoryStore:
+    """A rank's, or the leader's, `StoreClient`, on a dictionary that all share; some pages fail."""
+
+    def __init__(self, pages: dict[str, bytes], chance: random.Random, failing: float) -> None:
+        self.pages, self._chance, self._failing = pages, chance, failing
+        self.num_queued = 0
+
+    def _works(self) -> bool:
+        return self._chance.random() >= self._failing
+
+    async def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
+        await asyncio.sleep(0)
+        done = []
+        for key, view in pages:
+            if works := self._works():
+                assert self.pages.setdefault(key, bytes(view)) == bytes(view), "equal keys, and other bytes"
+            done.append(works)
+        return done
+
+    async def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
+        await asyncio.sleep(0)
+        found = []
+        for key, view in pages:
+            is_there = key in self.pages and self._works()
+            if is_there:
+                view[:] = self.pages[key]
+            found.append(is_there)
+        return found
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        await asyncio.sleep(0)
+        return [key in self.pages and self._works() for key in keys]
+
+    async def close(self) -> None:
+        pass
+
+
+def values_of(token_ids: Sequence[int]) -> list[float]:
+    """One number for each token, of it and all before it; exact in float32."""
+    found, state = [], 1
+    for token in token_ids:
+        state = (state * 7919 + token + 1) % 1_000_003
+        found.append(float(state))
+    return found
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A request of the world."""
+
+    request_id: str
+    prompt: list[int]
+    max_new: int
+    salt: str
+    known: Prompt | None = None
+    tokens: list[int] = field(default_factory=list)  # prompt and generated
+    start_token: int = 0
+    is_placed: bool = False
+    arriving: dict[int, list[Any]] = field(default_factory=dict)  # chunks that each rank has not
+    receiving: set[int] = field(default_factory=set)
+    holding: set[int] = field(default_factory=set)
+    is_running: bool = False
+    is_over: bool = False
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens) - 1
+
+
+class RankWorld:
+    """One rank: a real worker, without an engine, sessions or a receiver."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.inbox: deque[object] = deque()
+        self.engine_lane = HandLane()
+        shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
+        self.pool = KVPool(layout=world.layout, shard=shard, num_pages=world.device_pages)
+        self.host = HostPool(self.pool, num_pages=world.host_pages)
+        worker = self.worker = object.__new__(DecodeWorker)
+        worker._spec = SimpleNamespace(rank=rank)  # type: ignore[assignment]
+        worker._instance = instance(22, layout=world.layout)
+        worker._engine = self  # type: ignore[assignment]
+        worker._engine_lane = self.engine_lane  # type: ignore[assignment]
+        worker._allocator = GroupAllocator(
+            page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens), self.pool.num_pages
+        )
+        worker._requests = {}
+        writers = WritersOfInstance(wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None)
+        worker._sessions = SimpleNamespace(writers_of=lambda _: writers)  # type: ignore[assignment]
+        worker._link = SimpleNamespace(send=lambda message: world.from_ranks.append((rank, message)))  # type: ignore[assignment]
+        worker._receiver = SimpleNamespace(  # type: ignore[assignment]
+            is_known=lambda _: False, expect_request=lambda _: None, cancel_request=self._cancel
+        )
+        self.draining: list[str] = []
+        self.offload = OffloadRank(
+            pool=self.pool,
+            host=self.host,
+            allocator=worker._allocator,
+            engine_lane=self.engine_lane,  # type: ignore[arg-type]
+            loop=asyncio.get_running_loop(),
+            metrics=RankMetrics(role="decode", rank=rank),
+            send=lambda message: world.from_ranks.append((rank, message)),
+            on_free=worker._leave_if_asked,
+            on_crash=world.crashed.append,
+            store=world.store(),  # type: ignore[arg-type]
+            fingerprint=FINGERPRINT,
+            buffer_bytes=1 << 20,
+        )
+        for name in ("_save_lane", "_load_lane"):
+            getattr(self.offload, name).close(timeout_s=5.0)
+            setattr(self.offload, name, HandLane())
+        worker._offload = self.offload
+
+    def _cancel(self, request_id: str, reason: str) -> bool:
+        self.draining.append(request_id)
+        return True
+
+    @property
+    def lanes(self) -> list[HandLane]:
+        return [self.engine_lane, self.offload._save_lane, self.offload._load_lane]  # type: ignore[list-item]
+
+    # What a rank's engine does
+
+    def decode(self, items: Sequence[DecodeItem]) -> dict[str, int]:
+        tokens = {}
+        for item in items:
+            job = self.world.jobs[item.request_id]
+            values = values_of(job.tokens)
+            assert item.token_id == job.tokens[item.position]  # rank 0 can be a step ahead
+            tables = item.page_tables
+            self._write(tables, item.position, values[item.position])
+            for index, group in enumerate(self.pool.groups):
+                host = item.host_tables[index] if item.host_tables else ()
+                for token in range(group.first_needed_token(item.position), item.position + 1):
+                    found = self._read(index, tables[index], host, token)
+                    assert found == values[token], (item.request_id, self.rank, group.name, token, item.position, len(host))
+            tokens[item.request_id] = (item.token_id * 31 + item.position) % 50
+        return tokens if self.rank == 0 else {}
+
+    def _write(self, tables: Sequence[Sequence[int]], token: int, value: float) -> None:
+        for index in range(len(self.pool.groups)):
+            self.write_group(self.pool.parts[index], tables[index], token, value)
+
+    @staticmethod
+    def write_group(part: Any, table: Sequence[int], token: int, value: float) -> None:
+        page = table[token // PAGE]
+        assert page != NO_PAGE
+        for layer in part.layers:
+            for is_v in (False, True):
+                part.buffer(layer, is_v=is_v)[page, token % PAGE] = value + layer + 0.5 * is_v
+
+    def _read(self, index: int, table: Sequence[int], host: Sequence[int], token: int) -> float:
+        entry = token // PAGE
+        in_host = entry < len(host)
+        part = self.host.part(index) if in_host else self.pool.parts[index]
+        page = host[entry] if in_host else table[entry]
+        assert (table[entry] == NO_PAGE) == in_host, "a token is read in one tier, and in one only"
+        assert page != NO_PAGE
+        values = [
+            part.buffer(layer, is_v=is_v)[page, token % PAGE] - layer - 0.5 * is_v
+            for layer in part.layers
+            for is_v in (False, True)
+        ]
+        flat = torch.stack(values).flatten()
+        assert bool((flat == flat[0]).all())
+        return float(flat[0])
+
+    # What arrives
+
+    def arrive(self, job: Job) -> None:
+        chunk = job.arriving[self.rank].pop(0)
+        values = values_of(job.prompt)
+        tables = self.worker.tables_up_to(job.request_id, chunk.tokens.end)
+        in_host = self.offload.arrives_in_host(job.request_id, chunk.tokens)
+        if in_host:
+            tables = self.offload.host_tables(job.request_id, tables)
+        for index, group in enumerate(self.pool.groups):
+            part = self.host.part(index) if in_host and index == 0 else self.pool.parts[index]
+            for token in range(max(chunk.tokens.begin, group.first_travelling_token(len(job.prompt))), chunk.tokens.end):
+                self.write_group(part, tables[index], token, values[token])
+        if not job.arriving[self.rank]:
+            self.worker.on_complete(job.request_id)
+
+
+class World:
+    """Everything; made inside a running loop."""
+
+    def __init__(
+        self,
+        chance: random.Random,
+        *,
+        device_pages: int = 16,
+        host_pages: int = 40,
+        window_tokens: int | None = 4,
+        stride_pages: int = 1,
+        has_windows: bool = True,
+        window_layers_tokens: int = WINDOW_TOKENS,
+        failing: float = 0.0,
+        stored: dict[str, bytes] | None = None,
+    ) -> None:
+        self.chance, self._failing = chance, failing
+        self.layout = KVLayout(
+            layers=(FULL_SPEC, replace(WINDOW_SPEC, window_tokens=window_layers_tokens), FULL_SPEC)
+            if has_windows
+            else (FULL_SPEC, FULL_SPEC),
+            dtype=DType.FLOAT32,
+        )
+        self.groups = layer_groups(self.layout)
+        self.device_pages = tuple(device_pages if group.kind is GroupKind.FULL else 24 for group in self.groups)
+        self.host_pages = tuple(host_pages if group.kind is GroupKind.FULL else 12 for group in self.groups)
+        self.slack_tokens = 2 * stride_pages * PAGE
+        self.stored: dict[str, bytes] = {} if stored is None else stored
+        self.crashed: list[BaseException] = []
+        self.from_ranks: deque[tuple[int, object]] = deque()
+        self.jobs: dict[str, Job] = {}
+        self.step: RunStep | None = None
+        self.num_steps = 0
+        self.metrics = NodeMetrics(role="decode")
+        assert self.metrics.tiers is not None
+        needs = page_needs(self.groups, PAGE, slack_tokens=self.slack_tokens)
+        self.admission = Admission(pool_pages=PageCounts(self.device_pages), needs=needs, max_running=8)
+        self.tier = HostTier(self.host_pages)
+        self.rank_jobs = Jobs(NUM_RANKS)
+        self.sent: list[object] = []
+        context = TierContext(
+            rules=TierRules(
+                page_size=PAGE,
+                pool_pages=device_pages,
+                stride_pages=stride_pages,
+                window_tokens=window_tokens,
+                high_water=0.9,
+                low_water=0.6,
+            ),
+            groups=self.groups,
+            tier=self.tier,
+            on_device=DeviceIndex(self.groups),
+            admission=self.admission,
+            jobs=self.rank_jobs,
+            broadcast=self._broadcast,
+            observer=self.metrics.tiers,
+        )
+        shard = Shard(tp_size=NUM_RANKS, page_size=PAGE)
+        store = StoreLeader(
+            context,
+            client=self.store(),  # type: ignore[arg-type]
+            key_of=lambda group, page_hash: store_key(
+                FINGERPRINT, page_hash, group=self.groups[group], layout=self.layout, shard=shard
+            ),
+        )
+        self.leader = OffloadLeader(
+            context,
+            slack_pages=self.slack_tokens // PAGE,
+            seed_of=lambda salt: chain_seed(FINGERPRINT, "", salt),
+            store=store,
+        )
+        self.loaded: list[str] = []
+        self.leader.listen(on_loaded=self.loaded.append, on_room=lambda: None)
+        self.ranks = [RankWorld(self, rank) for rank in range(NUM_RANKS)]
+        self.looking: dict[str, asyncio.Task[Prompt]] = {}
+
+    def store(self) -> MemoryStore:
+        return MemoryStore(self.stored, self.chance, self._failing)
+
+    def _broadcast(self, message: object) -> None:
+        self.sent.append(message)
+        for rank in self.ranks:
+            rank.inbox.append(message)
+
+    # Moves; each is one that can be made now
+
+    def submit(self, prompt: list[int], max_new: int, salt: str = "") -> Job | None:
+        if self.leader.refusal(len(prompt) + max_new) is not None:
+            return None
+        job = Job(request_id=f"r{len(self.jobs)}", prompt=prompt, max_new=max_new, salt=salt, tokens=list(prompt))
+        self.jobs[job.request_id] = job
+        self.looking[job.request_id] = asyncio.ensure_future(self.leader.look_up(prompt, salt))
+        return job
+
+    def moves(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        for rank in self.ranks:
+            if rank.inbox:
+                found += [lambda rank=rank: rank.worker.on_message(rank.inbox.popleft())]  # type: ignore[misc]
+            found += [lane.run for lane in rank.lanes if lane.work]
+            if rank.draining:
+                found.append(lambda rank=rank: rank.worker.on_drained(rank.draining.pop()))  # type: ignore[misc]
+        if self.from_ranks:
+            found += [self._hear, self._hear]
+        for job in self.jobs.values():
+            task = self.looking.get(job.request_id)
+            if not job.is_placed and not job.is_over and task is not None and task.done():
+                found.append(lambda job=job: self._place(job))  # type: ignore[misc]
+            for number in sorted(job.receiving):
+                if self._knows(number, job):
+                    found.append(lambda job=job, number=number: self.ranks[number].arrive(job))  # type: ignore[misc]
+            is_here = job.is_placed and not job.receiving and not self.leader.is_loading(job.request_id)
+            if is_here and not job.is_running and not job.is_over:
+                found.append(lambda job=job: self._begin(job))  # type: ignore[misc]
+        if self.step is None and any(job.is_running for job in self.jobs.values()):
+            found.append(self._step)
+        return found
+
+    def _knows(self, number: int, job: Job) -> bool:
+        rank = self.ranks[number]
+        is_expected = job.request_id in rank.worker._requests and job.request_id not in rank.draining
+        return is_expected and rank.worker._requests[job.request_id].is_receiving and bool(job.arriving[number])
+
+    def _place(self, job: Job) -> None:
+        known = self.looking[job.request_id].result()
+        place = self.leader.place(
+            job.request_id, known, max_new_tokens=job.max_new, chunk_tokens=CHUNK, may_skip=self.chance.random() < 0.9
+        )
+        if place is None:
+            return
+        job.is_placed, job.start_token = True, place.start_token
+        job.holding = set(range(NUM_RANKS))
+        job.receiving = set(range(NUM_RANKS))
+        chunks = split_into_chunks(
+            PLAN, num_tokens=len(job.prompt), num_layers=self.layout.num_layers, start_token=place.start_token
+        )
+        for number in range(NUM_RANKS):
+            job.arriving[number] = self.chance.sample(list(chunks), len(chunks))
+        self._broadcast(
+            ExpectRequest(
+                request_id=job.request_id,
+                prefill_incarnation=PREFILL_LIFE,
+                num_tokens=len(job.prompt),
+                start_token=place.start_token,
+                pages=place.pages.by_group,
+                host_pages=place.host_pages,
+                plan=PLAN,
+                sampling=SamplingParams(),
+            )
+        )
+        self.leader.begin_loading(job.request_id)
+
+    def _begin(self, job: Job) -> None:
+        job.is_running = True
+        self.leader.begin(job.request_id)
+        self._take(job, job.prompt[-1])
+
+    def _take(self, job: Job, token: int) -> None:
+        job.tokens.append(token)
+        if job.num_generated >= job.max_new:
+            self.leader.finish(job.request_id)
+            self._broadcast(FinishRequest(request_id=job.request_id))
+            job.is_running, job.is_over = False, True
+
+    def _step(self) -> None:
+        parts = tuple(
+            StepPart(request_id=job.request_id, token_id=job.tokens[-1], position=job.position)
+            for job in self.jobs.values()
+            if job.is_running and self.leader.may_step(job.request_id, job.position)
+        )
+        if parts:
+            self.num_steps += 1
+            self.step = RunStep(step=self.num_steps, parts=parts)
+            self._broadcast(self.step)
+
+    def give_up(self, job: Job) -> None:
+        if job.is_over:
+            return
+        job.is_over, job.is_running = True, False
+        self.leader.give_up(job.request_id)
+        if job.is_placed:
+            self._broadcast(CancelRequest(request_id=job.request_id, reason="gone"))
+
+    def _hear(self) -> None:
+        if not self.from_ranks:
+            return
+        rank, message = self.from_ranks.popleft()
+        match message:
+            case JobDone():
+                self.rank_jobs.done(rank, message.job, message.failed)
+            case StepDone():
+                assert self.step is not None
+                for part in self.step.parts:
+                    self.leader.computed(part.request_id, part.token_id)
+                self.step = None
+                for name, token in message.tokens.items():
+                    if self.jobs[name].is_running:
+                        self._take(self.jobs[name], token)
+                self.leader.step_over()
+            case TransferComplete():
+                self.jobs[message.request_id].receiving.discard(rank)
+            case PagesReleased():
+                job = self.jobs[message.request_id]
+                job.holding.discard(rank)
+                if not job.holding:
+                    self.leader.gone(job.request_id)
+            case RequestExpected():
+                assert not message.reason
+            case _:
+                raise AssertionError(message)
+
+    def shown(self) -> str:
+        """What is not over, for a failed assertion."""
+        unfinished = {name: job for name, job in self.jobs.items() if not job.is_over or job.holding}
+        tiers = {name: self.leader._requests.get(name) for name in unfinished}
+        counts = [self.tier.counts(index) for index in range(len(self.groups))]
+        return (
+            f"{self.admission.free_pages} {counts} {self.rank_jobs._jobs} {self.leader._waiting} {self.step} {unfinished} {tiers}"
+        )
+
+    # The end
+
+    async def turn(self) -> bool:
+        """Make one move at random; False when there is none."""
+        await asyncio.sleep(0)
+        moves = self.moves()
+        if not moves:
+            return False
+        self.chance.choice(moves)()
+        if self.crashed:
+            raise self.crashed[0]
+        self.tier.check_invariants()
+        return True
+
+    async def drain(self) -> None:
+        """Go on until everything is over; nothing may be left then."""
+        idle = 0
+        while idle < 20:
+            idle = 0 if await self.turn() and not self._only_waits() else idle + 1
+        for job in self.jobs.values():
+            assert job.is_over and not job.holding, (job.request_id, job.is_placed, job.is_running, job.num_generated)
+        assert not len(self.rank_jobs)
+        self.tier.check_invariants()
+        self.tier.check_idle()
+        self.leader.check_idle()
+        for rank in self.ranks:
+            rank.worker._allocator.check_invariants()
+            rank.worker._allocator.check_idle()
+            assert rank.offload.is_idle
+        assert self.admission.free_pages == PageCounts(self.device_pages)
+
+    def _only_waits(self) -> bool:
+        """Whether nothing can change any more: every move asks again for room, or for a step that may not be."""
+        busy = any(rank.inbox or any(lane.work for lane in rank.lanes) for rank in self.ranks) or self.from_ranks
+        alive = any(job.is_running or (job.is_placed and not job.is_over) for job in self.jobs.values())
+        waiting = any(not job.is_over for job in self.jobs.values())
+        return not busy and not alive and not waiting
