@@ -429,10 +429,20 @@ _GAUGES_OF_STATUS: Final = {
 
 
 class TierMetrics:
-    """What a decode leader counts of pages outside of the device. Pages count once, and not for every rank."""
+    """What a decode leader counts of pages outside of the device. Pages count once, and not for every rank.
 
-    def __init__(self, series: _Series) -> None:
+    Args:
+        series: The leader's.
+        is_shown: Whether zeros are shown from the start.
+    """
+
+    def __init__(self, series: _Series, *, is_shown: bool) -> None:
         self._series = series
+        if is_shown:
+            self._show_zeros()
+
+    def _show_zeros(self) -> None:
+        series = self._series
         for name, label, values in (
             ("offload_hit_tokens", "tier", ("device", "host", "storage")),
             ("offload_saved_pages", "source", ("prompt", "generated")),
@@ -496,7 +506,7 @@ class NodeMetrics:
         for outcome in self._outcomes:
             self._series("requests", outcome=outcome)
         self._series("queue_seconds")
-        self.tiers = TierMetrics(self._series) if role == "decode" else None
+        self.tiers = TierMetrics(self._series, is_shown=role == "decode")
         if role == "decode":
             self._series("time_to_first_token_seconds")
             self._series("time_per_output_token_seconds")
