@@ -21,6 +21,8 @@ from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from tests.engine.steps import pages_for
 from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.host_pool import HostPool
+from transfer.kernels.page_mover import PageMove, PageMover
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
 
@@ -66,6 +68,19 @@ class Rank:
         import torch
 
         return self.engine.pool.read(layer, torch.tensor(slots))[0].numpy()
+
+    def move_to_host(self, num_host_pages: int, moves: list[tuple[list[int], list[int]]]) -> None:
+        """Give the engine a host pool and move (device pages, host pages) there; on the device they are then no numbers."""
+        from tests.engine.steps import fill_with_nan
+
+        pool = self.engine.pool
+        host = HostPool(pool, num_pages=[num_host_pages])
+        self.engine.use_host_pool(host, block_bytes=host.page_bytes[0])
+        mover = PageMover(pool, host, buffer_bytes=2 * host.page_bytes[0])
+        for device_pages, host_pages in moves:
+            mover.save([PageMove(group=0, device_pages=device_pages, host_pages=host_pages)])
+            for page in device_pages:
+                fill_with_nan(pool, page=page)
 
     def about(self) -> dict[str, Any]:
         shape = tuple(self.engine.pool.buffer(0, is_v=False).shape)

@@ -18,6 +18,7 @@ from tests.engine.ranks import GroupOfRanks, Ranks, RankServer
 from tests.engine.steps import bind_pages, decode_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
 from transfer.errors import ConfigError, EngineError
+from transfer.layer_groups import NO_PAGE
 from transfer.layout import Shard
 
 NUM_TOKENS = 8
@@ -26,7 +27,7 @@ FROZEN_TIMEOUT_S = 3.0
 
 @pytest.fixture(scope="module")
 def groups(demo_dir: Path, qwen_dir: Path, rank_server: RankServer) -> dict[str, Ranks]:
-    sizes = {"two": 2, "three": 3, "killed": 2, "frozen": 2, "qwen": 2, "callback": 2, "leaving": 3}
+    sizes = {"two": 2, "three": 3, "killed": 2, "frozen": 2, "qwen": 2, "callback": 2, "leaving": 3, "tiered": 2}
     timeouts_s = {"frozen": FROZEN_TIMEOUT_S, "callback": FROZEN_TIMEOUT_S}
     described = {
         group: GroupOfRanks(size=size, model=qwen_dir if group == "qwen" else demo_dir, timeout_s=timeouts_s.get(group, 30.0))
@@ -67,6 +68,34 @@ def test_each_pool_holds_its_own_heads_and_no_others(
     about = ranks.call("about")
     assert all(one["shape"] == (200, 16, 12 // size, 32) and one["fields"] == whole.model_fields for one in about)
     assert all(one["calls"][-4:] == [2, 4, 6, 8] for one in about)
+
+
+def test_tokens_over_host_memory_are_those_of_one_rank(
+    groups: dict[str, Ranks], demo_dir: Path, generate: Generate, prompts: dict[int, tuple[int, ...]]
+) -> None:
+    """Each rank has its own heads' pages in its own host memory, under the same numbers."""
+    ranks = groups["tiered"]
+    chosen = {str(length): prompts[length] for length in (5, 129, 257)}
+    lengths = {name: len(tokens) for name, tokens in chosen.items()}
+    tables = bind_pages(200, 16, {name: length + NUM_TOKENS for name, length in lengths.items()})
+    first = prefill_all(ranks, chosen, tables)
+    hosts = {"5": (), "129": tuple(range(30, 34)), "257": tuple(range(16))}  # nothing, the half, all but the newest page
+    ranks.call("move_to_host", 34, [(tables[name][: len(host)], list(host)) for name, host in hosts.items() if host])
+    tokens = {name: [token] for name, token in first.items()}
+    for step in range(NUM_TOKENS - 1):
+        items = [
+            DecodeItem(
+                request_id=name,
+                token_id=own[-1],
+                position=lengths[name] + step,
+                page_tables=([NO_PAGE] * len(hosts[name]) + tables[name][len(hosts[name]) :],),
+                host_tables=(hosts[name],),
+            )
+            for name, own in tokens.items()
+        ]
+        for name, token in ranks.decode(items).items():
+            tokens[name].append(token)
+    assert tokens == {name: generate(demo_dir, own, NUM_TOKENS) for name, own in chosen.items()}
 
 
 def test_qwen3_with_tied_embeddings_and_biases(

@@ -1,0 +1,220 @@
+"""Decode over device and host memory on a real GPU: against everything on the device, against the CPU, and beside copies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.model_files import read_model_files
+from kvferry.demo_model import make_demo_model
+from tests.engine.families import FAMILIES, make_family
+from tests.engine.steps import PageBook, pages_for, prefill_all
+from tests.engine.test_tiered_decode import WITHOUT_FULL_ATTENTION, largest_slice
+from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of
+from transfer.engine_types import DecodeItem
+from transfer.host_pool import HostPool
+from transfer.kernels.page_mover import PageMove, PageMover
+from transfer.layer_groups import NO_PAGE, layer_groups
+from transfer.layout import DType, Shard, TokenOrder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),  # the first of each shape compiles its kernels
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
+]
+
+Directory = Callable[[str], Path]
+Prompts = dict[int, tuple[int, ...]]
+MODELS = ("llama", *(name for name in FAMILIES if name not in WITHOUT_FULL_ATTENTION))
+LENGTHS = {"a": 129, "b": 5, "c": 64, "d": 33}
+ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "c": HALF, "d": ALL_BUT_NEWEST}
+NUM_TOKENS = 8
+TOLERANCES = {DType.FLOAT32: 2e-3, DType.BFLOAT16: 6e-2}
+"""Of logits, whose largest are some units: what another order of sums comes to behind a few layers."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Directory:
+    parent = tmp_path_factory.mktemp("models")
+
+    def directory_of(name: str) -> Path:
+        directory = parent / name
+        if directory.exists():
+            return directory
+        return make_demo_model(directory) if name == "llama" else make_family(name, directory)
+
+    return directory_of
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    generator = torch.Generator().manual_seed(11)
+    return {length: tuple(torch.randint(3, 240, (length,), generator=generator).tolist()) for length in LENGTHS.values()}
+
+
+def make_engine(directory: Path, device: str, shard: Shard, **settings: Any) -> EmbeddedEngine:
+    files = read_model_files(directory)
+    return EmbeddedEngine(
+        files,
+        shard=shard,
+        num_pages=pages_for(layer_groups(files.layout()), 480 // shard.page_size, num_states=5),
+        device=device,
+        max_seq_len=160,
+        max_running_requests=4,
+        **settings,
+    )
+
+
+def tokens_of(engine: EmbeddedEngine, prompts: Prompts, pages_per_block: int) -> dict[str, list[int]]:
+    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in LENGTHS.items()})
+    host = host_pool_of(engine, 240 // engine.pool.page_size + 8)
+    engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, full_group(engine.pool.groups)))
+    first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
+    found = Tiers(engine, host, book, ENDS).decode(first, LENGTHS, NUM_TOKENS)
+    torch.cuda.synchronize()
+    host.close()
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_the_cpu(model: Directory, prompts: Prompts, name: str) -> None:
+    """In float32, with graphs captured for the steps that need no host memory, of which there are none."""
+    shard = Shard(page_size=4)
+    on_cpu = tokens_of(make_engine(model(name), "cpu", shard), prompts, 3)
+    assert tokens_of(make_engine(model(name), "cuda", shard, cuda_graph_batch_sizes=(4,)), prompts, 3) == on_cpu
+
+
+@pytest.mark.parametrize("pages_per_block", [1, 5, 1000])
+@pytest.mark.parametrize(
+    "shard", [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1), Shard(page_size=16)], ids=["HND", "tokens", "NHD"]
+)
+def test_pools_and_blocks_of_other_kinds(model: Directory, prompts: Prompts, shard: Shard, pages_per_block: int) -> None:
+    on_cpu = tokens_of(make_engine(model("llama"), "cpu", shard), prompts, pages_per_block)
+    assert tokens_of(make_engine(model("llama"), "cuda", shard), prompts, pages_per_block) == on_cpu
+
+
+class LongRequest:
+    """A request of many pages, once all on the device and once but for its newest pages in host memory.
+
+    Args:
+        directory: The model.
+        dtype: What it computes in, and its pool has.
+        num_tokens: Of the request.
+        num_device_pages: Newest pages that stay.
+        pages_per_block: Of the host pages.
+    """
+
+    def __init__(
+        self, directory: Path, *, dtype: DType, num_tokens: int = 3000, num_device_pages: int = 3, pages_per_block: int = 20
+    ) -> None:
+        self.page_size = 16
+        num_pages = -(-num_tokens // self.page_size)
+        files = read_model_files(directory)
+        groups = layer_groups(files.layout())
+        self.engine = EmbeddedEngine(
+            files,
+            shard=Shard(page_size=self.page_size),
+            num_pages=pages_for(groups, num_pages + 8, num_states=3),
+            device="cuda",
+            dtype=dtype,
+            max_running_requests=2,
+        )
+        self.group = full_group(groups)
+        for layer in range(files.layout().num_layers):
+            for is_v in (False, True)[: files.layout().layers[layer].num_buffers]:
+                self.engine.pool.buffer(layer, is_v=is_v).normal_()
+        self.host = HostPool(
+            self.engine.pool, num_pages=[num_pages if index == self.group else 0 for index in range(len(groups))]
+        )
+        self.engine.use_host_pool(self.host, block_bytes=pages_per_block * largest_slice(self.host, self.group))
+        pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(4)).tolist()
+        host_pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5)).tolist()
+        num_in_host = num_pages - num_device_pages
+        self.moved = [PageMove(group=self.group, device_pages=pages[:num_in_host], host_pages=host_pages[:num_in_host])]
+        self.mover = PageMover(self.engine.pool, self.host, buffer_bytes=8 * max(self.host.page_bytes))
+        self.mover.save(self.moved)
+        others = [[0] if group.page_size(16) == 1 else pages for group in groups]
+        tables = [tuple(pages if index == self.group else other) for index, other in enumerate(others)]
+        left = [
+            (NO_PAGE,) * num_in_host + table[num_in_host:] if index == self.group else table for index, table in enumerate(tables)
+        ]
+        hosts = [tuple(host_pages[:num_in_host]) if index == self.group else () for index in range(len(groups))]
+        what: dict[str, Any] = {"request_id": "a", "token_id": 7, "position": num_tokens - 1}
+        self.on_device = DecodeItem(**what, page_tables=tuple(tables))
+        self.tiered = DecodeItem(**what, page_tables=tuple(left), host_tables=tuple(hosts))
+
+    def logits(self, items: Sequence[DecodeItem]) -> Tensor:
+        batch = self.engine.decode_batch(items)
+        assert self.engine._decoder is not None
+        with torch.inference_mode():
+            found = self.engine._decoder.logits(batch.decode_items).float().clone()
+        torch.cuda.synchronize()
+        return found
+
+
+@pytest.fixture
+def long_context(tmp_path: Path) -> Path:
+    """The demo model with room for long requests."""
+    directory = make_demo_model(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=str)
+def test_a_long_request_is_attended_to_as_if_it_were_on_the_device(long_context: Path, dtype: DType) -> None:
+    request = LongRequest(long_context, dtype=dtype)
+    expected = request.logits([request.on_device])
+    tolerance = TOLERANCES[dtype] * float(expected.abs().max())
+    torch.testing.assert_close(request.logits([request.tiered]), expected, rtol=0, atol=tolerance)
+    assert request.engine.host_block_bytes == 2 * 20 * largest_slice(request.host, 0)
+
+
+def test_buffers_are_never_read_before_they_are_filled_nor_filled_before_they_are_read(long_context: Path) -> None:
+    """Many steps in a row, none of them waited for, beside a copy of other pages and work on another stream: the same bits."""
+    request = LongRequest(long_context, dtype=DType.BFLOAT16)
+    expected = request.logits([request.tiered])
+    items = request.engine.decode_batch([request.tiered]).decode_items
+    is_over = threading.Event()
+
+    def save() -> None:
+        while not is_over.is_set():
+            request.mover.save(request.moved)  # what is there already: the pages' bytes do not change
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        matrix = torch.randn(4096, 4096, device="cuda")
+        other = torch.cuda.Stream()
+        found: list[Tensor] = []
+        for _ in range(30):
+            with torch.cuda.stream(other):
+                matrix = torch.tanh(matrix @ matrix)
+            assert request.engine._decoder is not None
+            with torch.inference_mode():
+                found.append(request.engine._decoder.logits(items).float().clone())
+        torch.cuda.synchronize()
+    finally:
+        is_over.set()
+        thread.join(60)
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_rows_with_and_without_host_pages_share_a_step(long_context: Path) -> None:
+    request = LongRequest(long_context, dtype=DType.FLOAT32)
+    own_pages = tuple(range(len(request.on_device.page_tables[0]), len(request.on_device.page_tables[0]) + 3))
+    short = DecodeItem(request_id="b", token_id=9, position=40, page_tables=(own_pages,))
+    alone, expected = request.logits([short]), request.logits([request.on_device])
+    for items, rows in (([short, request.tiered], (0, 1)), ([request.tiered, short], (1, 0))):
+        together = request.logits(items)
+        tolerance = 2e-3 * float(together.abs().max())
+        torch.testing.assert_close(together[rows[0]], alone[0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(together[rows[1]], expected[0], rtol=0, atol=tolerance)
