@@ -46,7 +46,8 @@ class Segment:
 
 def segments(plan: MemoryPlan) -> list[Segment]:
     """The device from its beginning to its end, without what is empty."""
-    sizes = {"pool": plan.pool_bytes, "workspaces": sum(one.num_bytes for one in plan.workspaces if one.is_allocated)}
+    allocated = sum(one.num_bytes for one in plan.workspaces if one.is_allocated)
+    sizes = {"pool": plan.pool_bytes, "workspaces": allocated + plan.inputs.offload_bytes}
     sizes["transfer"] = plan.inputs.staging_bytes + plan.inputs.ring_bytes
     lines = {line.name: line.num_bytes for line in plan.lines} | sizes
     kinds = (

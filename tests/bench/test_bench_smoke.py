@@ -190,3 +190,10 @@ def test_pages_to_and_from_host_memory(tmp_path: Path) -> None:
     assert record["must_reach"] == 0.9 and record["worst_ratio"] > 0
     held_against = {row["what"] for row in record["rows"] if row["ratio"] is not None}
     assert held_against == {f"{side}, {order}" for side in ("save", "load") for order in ("in order", "in no order")}
+
+
+def test_decode_over_device_and_host_memory(tmp_path: Path) -> None:
+    record = bench("bench.tiered_decode", tmp_path / "record.json", "--device", "cpu")
+    check_rows(record)
+    assert record["must_reach_beside_saves"] == 0.97 and record["ratio_beside_saves"] > 0
+    assert 0 < record["ratio_of_longest"] < 10 and record["must_reach_of_link"] == 1 / 1.3

@@ -237,6 +237,15 @@ def test_workspaces_of_kv_heads_are_refused_for_a_model_without() -> None:
         make_plan(inputs_of("deepseek-v3.1", tp_size=8, device_bytes=H200, workspaces=sparse_prefill_workspaces()))
 
 
+def test_buffers_for_pages_in_host_memory_are_taken_from_the_pool() -> None:
+    flags: dict[str, Any] = {"tp_size": 8, "device_bytes": H200}
+    without, plan = (make_plan(inputs_of("deepseek-v3.1", **flags, offload_bytes=size)) for size in (0, GIB))
+    assert lines_of(plan)["offload"] == GIB and "offload" not in lines_of(without)
+    assert abs(GIB - (without.pool_bytes - plan.pool_bytes)) <= 16 * plan.cell_bytes, "but for a page"
+    with pytest.raises(ConfigError, match="offload_bytes is -1"):
+        inputs_of("deepseek-v3.1", **flags, offload_bytes=-1)
+
+
 def test_recurrent_states_are_one_row_for_each_request() -> None:
     plan = make_plan(inputs_of("qwen3-next-80b-a3b", tp_size=4, device_bytes=80 * GIB, max_running_requests=100))
     full, state = plan.groups

@@ -64,6 +64,8 @@ def make_plan(inputs: PlanInputs) -> MemoryPlan:
         PlanLine(name="ring", num_bytes=inputs.ring_bytes, formula="as set"),
         PlanLine(name="page_tables", num_bytes=page_table_bytes, formula=page_table_formula),
     ]
+    if inputs.offload_bytes:
+        before_pool.append(PlanLine(name="offload", num_bytes=inputs.offload_bytes, formula="as set"))
     before_pool += [
         PlanLine(name=one.name, num_bytes=one.num_bytes, formula=one.reason) for one in workspaces if one.is_allocated
     ]

@@ -103,6 +103,8 @@ class PlanInputs:
         memory_ratio: Share of the free memory for weights and KV, with the policy page-count.
         max_total_tokens: Upper bound of the pool's tokens.
         staging_bytes, ring_bytes: Memory of the transfer on this rank.
+        offload_bytes: Buffers of a decode rank whose requests may have pages in host memory: two blocks that attention reads
+            (`EmbeddedEngine.host_block_bytes`), and what pages are packed in (`transfer.kernels.page_mover.PageMover`).
         weights_bytes: Measured size of this rank's weights; None: taken from the checkpoint, or estimated.
         checkpoint_bytes: Size of the stored model; None: unknown.
         checkpoint_source: Where that comes from, for people.
@@ -141,6 +143,7 @@ class PlanInputs:
     max_total_tokens: int | None = None
     staging_bytes: int = 0
     ring_bytes: int = 0
+    offload_bytes: int = 0
     weights_bytes: int | None = None
     checkpoint_bytes: int | None = None
     checkpoint_source: str = ""
@@ -159,7 +162,7 @@ class PlanInputs:
                 raise self._wrong(f"{flag} is {value}; it must be at least 1")
             if value is not None and value > _MOST:
                 raise self._wrong(f"{flag} is {value}; it must be at most {_MOST}")
-        for flag, size in (("--staging", self.staging_bytes), ("--ring", self.ring_bytes)):
+        for flag, size in (("--staging", self.staging_bytes), ("--ring", self.ring_bytes), ("offload_bytes", self.offload_bytes)):
             if size < 0:
                 raise self._wrong(f"{flag} is {size}; it must be at least 0")
         if min(self.cuda_graph_batch_sizes or (1,)) < 1:
