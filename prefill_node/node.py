@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,19 +19,21 @@ from node_runtime.rank_report import RankHello
 from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins, Reservation
+from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank import run_prefill_rank
 from prefill_node.rank_messages import (
     CODEC,
     DecodeAttached,
     DecodeLost,
     PagesReleased,
+    PrefixLoaded,
     RequestFailed,
     RequestSent,
     StepDone,
     StepFailed,
     check_step_fits,
 )
-from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
+from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, Request, Sent, Started
 from prefill_node.reserve_client import ReserveClient
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
@@ -42,6 +46,7 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import sampling_from_proto
 from transfer.registry.status import end_with
+from transfer.storage.open import open_store_client
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +80,7 @@ class _Life:
             reserve=node.reserve,
             on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
+            loads=partial(self._loads, node) if config.storage.is_set else None,
         )
         self.joins = Joins(
             len(hellos),
@@ -85,6 +91,25 @@ class _Life:
             ),
         )
         self._forget_address = node.reserving.forget_address
+
+    def _loads(self, node: PrefillNode, on_loaded: OnLoaded, on_task_over: OnTaskOver) -> PrefixLoads:
+        storage = node.config.storage
+        client = open_store_client(storage, loop=asyncio.get_running_loop(), observer=node.metrics.store)
+        assert client is not None, "asked for only where a store is set"
+
+        def loaded(request_id: str, num_tokens: int) -> None:
+            node.metrics.tokens_loaded(num_tokens)
+            on_loaded(request_id, num_tokens)
+
+        return PrefixLoads(
+            client,
+            store_salt=storage.salt,
+            timeout_s=storage.get_timeout_s,
+            num_ranks=self.instance.shard.num_ranks,
+            broadcast=node.broadcast,
+            on_loaded=loaded,
+            on_task_over=on_task_over,
+        )
 
     def _on_join_lost(self, join: Join, error: TransferError) -> None:
         log.warning("decode_instance_lost", address=join.address, reason=str(error))
@@ -143,6 +168,8 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         match message:
             case StepDone():
                 life.requests.on_step_done(message)
+            case PrefixLoaded():
+                life.requests.on_prefix_loaded(rank, message)
             case StepFailed():
                 if message.is_fatal:
                     # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.

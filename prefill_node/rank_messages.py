@@ -54,6 +54,21 @@ class StartRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPrefix:
+    """Load the stored beginning of a request that was started, in no more time than `storage.get_timeout_s`.
+
+    Every rank answers `PrefixLoaded` once; the first `RunStep` of the request says where computing begins.
+
+    Args:
+        hashes: Of the decode instance's pages from the first on, 32 bytes each.
+    """
+
+    request_id: str
+    decode_incarnation: int
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
     """Tokens of one request in a step; `first_token` is the position of `token_ids[0]`."""
 
@@ -98,6 +113,14 @@ class DecodeLost:
     incarnation: int
     reason: str
     is_refused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLoaded:
+    """So many tokens at the request's beginning are in this rank's pool; 0 when there is nothing of use, for whatever reason."""
+
+    request_id: str
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +171,12 @@ CODEC = RankCodec(
     AttachDecode,
     DetachDecode,
     StartRequest,
+    LoadPrefix,
     RunStep,
     AbortRequest,
     DecodeAttached,
     DecodeLost,
+    PrefixLoaded,
     StepDone,
     StepFailed,
     PagesReleased,

@@ -11,8 +11,10 @@ import structlog
 
 from node_runtime.step_watch import StepWatch
 from prefill_node.joins import Join, Reservation
+from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
     AbortRequest,
+    PrefixLoaded,
     RequestFailed,
     RequestSent,
     RunStep,
@@ -35,6 +37,9 @@ from transfer.errors import (
 from transfer.messages import clip_reason
 
 RETRY_RESERVE_S = 0.05
+
+OnLoaded = Callable[[str, int], None]
+OnTaskOver = Callable[[asyncio.Task[None]], None]
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +98,7 @@ class PrefillRequests:
         reserve: Asks the decode leader for room.
         on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
         on_outcome: Called with "sent", "failed" or "aborted" for each request that ends.
+        loads: Makes what looks for stored beginnings, given whom to tell of them; None: there is no store.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class PrefillRequests:
         reserve: Callable[[Join, str], Awaitable[Reservation]],
         on_broken: Callable[[str], None],
         on_outcome: Callable[[str], None],
+        loads: Callable[[OnLoaded, OnTaskOver], PrefixLoads] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._num_ranks = num_ranks
@@ -123,6 +130,7 @@ class PrefillRequests:
         self._asking: dict[Request, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._loads = loads(self._on_loaded, self._on_task_over) if loads is not None else None
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -152,6 +160,8 @@ class PrefillRequests:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._loads is not None:
+            await self._loads.close()
         for request in list(self._requests.values()):
             self._end(request, error)
         self._requests.clear()
@@ -238,6 +248,10 @@ class PrefillRequests:
         self._send_steps()
         self._wake.set()
 
+    def on_prefix_loaded(self, rank: int, message: PrefixLoaded) -> None:
+        if self._loads is not None:
+            self._loads.on_prefix_loaded(rank, message)
+
     def on_step_failed(self, message: StepFailed) -> None:
         self._steps.pop(message.step, None)
         self._watch.step_over(num_left=len(self._steps))
@@ -286,6 +300,8 @@ class PrefillRequests:
         if self._requests.get(request.request_id) is not request:
             return  # it is over everywhere; its id may be another request's by now
         self._end(request, error)
+        if self._loads is not None:
+            self._loads.forget(request.request_id)
         if self._scheduler.withdraw(request.request_id):
             del self._requests[request.request_id]  # it was still waiting: no rank knows of it
             self._wake.set()  # if it was accepted, others may have waited behind it
@@ -374,6 +390,16 @@ class PrefillRequests:
             )
         )
         request.progress.put_nowait(Started(queue_s=request.started_s - request.queued_s))
+        if self._loads is not None and self._loads.begin(
+            request.request_id, request.token_ids, request.join.instance, cache_salt=request.cache_salt
+        ):
+            self._scheduler.hold(request.request_id)
+
+    def _on_loaded(self, request_id: str, num_tokens: int) -> None:
+        """Every rank has the first `num_tokens` tokens of a request, which is not over."""
+        self._scheduler.begin_at(request_id, num_tokens)
+        self._send_steps()
+        self._wake.set()
 
     def _send_steps(self) -> None:
         while len(self._steps) < STEPS_AHEAD and (items := self._scheduler.next_step()):

@@ -1,7 +1,8 @@
 """Which request a prefill node starts next, and which tokens its next step computes. Pure: no clock, no I/O.
 
 A request waits (pinning nothing), is accepted by the decode instance that it is for, is started once this node's pool has room
-for all of it as well, is computed chunk by chunk, and gives its pages back when every rank has gathered them.
+for all of it as well, is computed chunk by chunk, without what a store has of its beginning, and gives its pages back when
+every rank has gathered them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class _Request:
     order: int  # of submission
     is_overtaken: bool = False  # a younger one, for another destination, was started first
     computed: int = 0
+    is_held: bool = False  # where computing begins is not known yet
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,6 +154,23 @@ class PrefillScheduler:
             started.append(request_id)
         return started
 
+    def hold(self, request_id: str) -> None:
+        """Compute nothing of a request that has just been started before `begin_at`: its beginning is being loaded."""
+        self._computing[request_id].is_held = True
+
+    def begin_at(self, request_id: str, num_loaded: int) -> None:
+        """Compute a request that was held, without its first `num_loaded` tokens.
+
+        Raises:
+            LocalProtocolError: It is not held, or not one token would be computed.
+        """
+        request = self._computing.get(request_id)
+        if request is None or not request.is_held:
+            raise LocalProtocolError(f"request {request_id} is not held; what was loaded of it comes too late")
+        if not 0 <= num_loaded < request.num_tokens:
+            raise LocalProtocolError(f"{num_loaded} tokens of {request_id} were loaded, of {request.num_tokens}; one is computed")
+        request.is_held, request.computed = False, num_loaded
+
     def _note_overtaken(self, started: _Request) -> None:
         """Older requests for other destinations; the queue's order is by age."""
         for request in self._waiting.values():
@@ -164,6 +183,8 @@ class PrefillScheduler:
         items: list[StepItem] = []
         budget = self._max_step_tokens
         for request_id, request in list(self._computing.items()):
+            if request.is_held:
+                continue
             begin = request.computed
             end = min(request.num_tokens, (begin // self._chunk_tokens + 1) * self._chunk_tokens)
             if items and end - begin > budget:

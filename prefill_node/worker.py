@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,16 @@ from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import engine_loader, open_transport, own_instance
 from prefill_node.attach import DecodeSessions
 from prefill_node.engine import PrefillEngine
+from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
 from prefill_node.rank_messages import (
     AbortRequest,
     AttachDecode,
     DecodeAttached,
     DecodeLost,
     DetachDecode,
+    LoadPrefix,
     PagesReleased,
+    PrefixLoaded,
     RequestFailed,
     RequestSent,
     RunStep,
@@ -40,6 +43,7 @@ from prefill_node.rank_messages import (
 from prefill_node.scheduler import page_needs
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
+from prefill_node.stored_prefix import StoredPrefix
 from transfer.chunk import Chunk, split_into_chunks
 from transfer.config import PrefillNodeConfig
 from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, SamplingParams
@@ -51,6 +55,8 @@ from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.registry.security import security_of
 from transfer.staging import StagingBuffer
+from transfer.storage.client import StoreClient
+from transfer.storage.open import open_store_client
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +68,9 @@ class _Request:
     num_tokens: int
     sampling: SamplingParams
     chunks: dict[int, list[Chunk]]  # cell of the chunk grid -> its chunks, first layers first
-    steps_under_way: int = 0
+    steps_under_way: int = 0  # a load of its beginning counts as one
+    num_prepared: int = 0  # tokens that have pages because they were to be loaded
+    is_begun: bool = False  # its first step was sent
     is_computed: bool = False  # its last step is done, or the leader will send no more of them
     is_source_released: bool = False
     reported: set[int] = field(default_factory=set)  # chunks that the sender has been told of
@@ -80,13 +88,15 @@ class PrefillWorker:
         self._metrics = RankMetrics(role="prefill", rank=spec.rank)
         self._engine_lane = Lane("engine", loop, self._crash)
         self._requests: dict[str, _Request] = {}
-        self._attaching: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # attaches and loads
         self._chunk_tokens = spec.config.chunk.chunk_tokens  # of every request's plan
         self._engine: PrefillEngine
         self._instance: Instance
         self._allocator: GroupAllocator
         self._sender: SenderLoop
         self._sessions: DecodeSessions
+        self._store: StoreClient | None = None
+        self._loader: PrefixLoader | None = None
 
     async def start(self) -> RankHello:
         """Load the engine; see `Worker.start`."""
@@ -132,6 +142,7 @@ class PrefillWorker:
                 DecodeLost(join=join, incarnation=incarnation, reason=reason)
             ),
         )
+        self._open_store()
         return RankHello(
             rank=self._spec.rank,
             pid=os.getpid(),
@@ -142,6 +153,19 @@ class PrefillWorker:
             memory=memory,
         )
 
+    def _open_store(self) -> None:
+        storage = self._config.storage
+        self._store = open_store_client(storage, loop=self._loop, observer=self._metrics.store)
+        if self._store is not None:
+            self._loader = PrefixLoader(
+                self._store,
+                pool=self._engine.pool,
+                own=self._instance,
+                lane=self._engine_lane,
+                timeout_s=storage.get_timeout_s,
+                batch_bytes=min(BATCH_BYTES, storage.queue_bytes),
+            )
+
     def _crash(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
 
@@ -150,13 +174,13 @@ class PrefillWorker:
     def on_message(self, message: Any) -> None:
         match message:
             case AttachDecode():
-                attaching = self._loop.create_task(self._attach(message))
-                self._attaching.add(attaching)
-                attaching.add_done_callback(self._on_attach_over)
+                self._begin_task(self._attach(message))
             case DetachDecode():
                 self._sessions.close(message.incarnation, message.reason)
             case StartRequest():
                 self._start_request(message)
+            case LoadPrefix():
+                self._load_prefix(message)
             case RunStep():
                 self._run_step(message)
             case AbortRequest():
@@ -176,8 +200,13 @@ class PrefillWorker:
             ring_bytes = 0 if peer is None else peer.ring_bytes
             self._link.send(DecodeAttached(join=message.join, incarnation=incarnation, links=links, ring_bytes=ring_bytes))
 
-    def _on_attach_over(self, task: asyncio.Task[None]) -> None:
-        self._attaching.discard(task)
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_over)
+
+    def _on_task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._crash(error)  # the leader would wait for an answer that never comes
 
@@ -189,10 +218,7 @@ class PrefillWorker:
         cells: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             cells.setdefault(chunk.tokens.begin // self._chunk_tokens, []).append(chunk)
-        if not self._allocator.reserve(message.request_id, message.num_tokens):
-            raise LocalProtocolError(
-                f"no room for {message.num_tokens} tokens of request {message.request_id}, which the leader had counted"
-            )
+        self._reserve(message.request_id, message.num_tokens)
         self._requests[message.request_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling, chunks=cells)
         peer = self._sessions.of(message.decode_incarnation)
         if peer is None:
@@ -214,10 +240,47 @@ class PrefillWorker:
             )
         )
 
+    def _reserve(self, request_id: str, num_tokens: int) -> None:
+        if not self._allocator.reserve(request_id, num_tokens):
+            raise LocalProtocolError(f"no room for {num_tokens} tokens of request {request_id}, which the leader had counted")
+
+    def _load_prefix(self, message: LoadPrefix) -> None:
+        request, peer = self._requests.get(message.request_id), self._sessions.of(message.decode_incarnation)
+        if request is None:
+            return  # given up, and the leader asks for nothing of it any more
+        if peer is None or self._loader is None:
+            self._link.send(PrefixLoaded(request_id=message.request_id, num_tokens=0))
+            return
+        prefix = StoredPrefix(decode=peer.instance, hashes=message.hashes)
+        request.num_prepared = prefix.num_pages * prefix.page_size
+        request.steps_under_way += 1
+        self._allocator.advance(message.request_id, request.num_prepared)
+        tables = self._allocator.cover(message.request_id, request.num_prepared)
+        self._begin_task(self._load(message.request_id, request, self._loader.load(prefix, tables)))
+
+    async def _load(self, request_id: str, request: _Request, loading: Coroutine[Any, Any, int]) -> None:
+        num_tokens = await loading
+        request.steps_under_way -= 1
+        self._link.send(PrefixLoaded(request_id=request_id, num_tokens=num_tokens))
+        self._release_if_over(request_id, request)
+
+    def _begin_computing(self, request_id: str, request: _Request, first_token: int) -> None:
+        """Every rank has loaded what is before the request's first step: chunks that lie in it can be sent."""
+        request.is_begun = True
+        if request.num_prepared and not first_token:
+            # Windows have no pages for what was to be loaded, and now they need them: as if nothing had been prepared.
+            self._allocator.release(request_id)
+            self._reserve(request_id, request.num_tokens)
+        for chunk in (chunk for cell in request.chunks.values() for chunk in cell if chunk.tokens.end <= first_token):
+            request.reported.add(chunk.index)
+            self._sender.chunk_computed(request_id, chunk.index, None)
+
     def _run_step(self, message: RunStep) -> None:
         items: list[PrefillItem] = []
         for part in message.parts:
             request = self._requests[part.request_id]
+            if not request.is_begun:
+                self._begin_computing(part.request_id, request, part.first_token)
             end = part.first_token + len(part.token_ids)
             request.steps_under_way += 1
             items.append(
@@ -343,8 +406,10 @@ class PrefillWorker:
         return self._metrics.snapshot(status)
 
     async def close(self) -> None:
-        for attaching in list(self._attaching):
-            attaching.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._store is not None:
+            await self._store.close()
         await self._sessions.close_all("the prefill node shuts down")
         self._sender.close()
         await self._engine_lane.call(self._engine.close)

@@ -137,6 +137,7 @@ RANK_METRICS: Final = (
 NODE_METRICS: Final = (
     _spec("counter", "requests", "Requests that ended, by outcome.", "outcome"),
     _spec("counter", "retries", "Tries of requests on another prefill node, after their own was lost before the first token."),
+    _spec("counter", "loaded_prompt_tokens", "Tokens of prompts that were taken from the store, and not computed."),
     _spec("histogram", "queue_seconds", "Seconds that a request waited for room, each try by itself.", buckets=STAGE_BUCKETS_S),
     _spec("histogram", "time_to_first_token_seconds", "Seconds from acceptance to the first token.", buckets=TOKEN_BUCKETS_S),
     _spec("histogram", "time_per_output_token_seconds", "Seconds between two tokens of a request.", buckets=TOKEN_BUCKETS_S),
@@ -530,6 +531,10 @@ class NodeMetrics:
     def request_retried(self) -> None:
         """A request is tried on another prefill node."""
         self._series("retries").inc()
+
+    def tokens_loaded(self, num_tokens: int) -> None:
+        """So many tokens of a prompt were taken from the store; 0 when it was looked for there and not found."""
+        self._series("loaded_prompt_tokens").inc(num_tokens)
 
     def breaker_opened(self) -> None:
         """A prefill node is left out for a while."""

@@ -76,6 +76,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 LOGIC = (
     "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py",
     "transfer/ring_index.py", "transfer/page_allocator.py", "transfer/breaker.py",
+    "prefill_node/scheduler.py", "prefill_node/stored_prefix.py", "prefill_node/prefix_pages.py",
     *STORED_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {

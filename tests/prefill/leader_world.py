@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 from prefill_node.cutting import Cut
 from prefill_node.joins import Join, Reservation
+from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
     AbortRequest,
+    LoadPrefix,
+    PrefixLoaded,
     RequestFailed,
     RequestSent,
     RunStep,
@@ -15,7 +20,7 @@ from prefill_node.rank_messages import (
     StepDone,
     StepFailed,
 )
-from prefill_node.requests import FirstToken, PrefillRequests, Request, Sent, Started
+from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
 from tests.runtime.instances import instance
@@ -51,13 +56,20 @@ class Rank:
         self.holding: set[str] = set()
         self.aborted: set[str] = set()
         self.computed: set[str] = set()
+        self.loading: dict[str, LoadPrefix] = {}
 
 
 class World:
     """The leader's side is real, the ranks and the decode leader are this."""
 
     def __init__(
-        self, *, max_queued: int = 100, queue_timeout_s: float = 60.0, step_timeout_s: float = 60.0, max_running: int = 4
+        self,
+        *,
+        max_queued: int = 100,
+        queue_timeout_s: float = 60.0,
+        step_timeout_s: float = 60.0,
+        max_running: int = 4,
+        make_loads: Callable[[Callable[[object], None], OnLoaded, OnTaskOver], PrefixLoads] | None = None,
     ) -> None:
         self.scheduler = PrefillScheduler(
             pool_pages=PageCounts((POOL_PAGES,)),
@@ -85,6 +97,7 @@ class World:
             reserve=self._reserve,
             on_broken=self.broken.append,
             on_outcome=self.outcomes.append,
+            loads=partial(make_loads, self._broadcast) if make_loads is not None else None,
         )
         self.leader.start()
 
@@ -106,8 +119,12 @@ class World:
                     rank.computed.discard(message.request_id)
                 case AbortRequest():
                     rank.aborted.add(message.request_id)
+                case LoadPrefix():
+                    assert message.request_id in rank.holding - rank.aborted
+                    rank.loading[message.request_id] = message
                 case RunStep():
                     for part in message.parts:
+                        assert part.request_id not in rank.loading, "no step of what is being loaded"
                         assert part.request_id not in rank.aborted, "no step of what was given up"
         if isinstance(message, RunStep):
             self.steps[message.step] = message
@@ -141,6 +158,10 @@ class World:
         names = tuple(part.request_id for part in step.parts)
         self.leader.on_step_failed(StepFailed(step=step.step, request_ids=names, reason="the engine failed", is_fatal=False))
 
+    def finish_load(self, rank: int, name: str, num_tokens: int) -> None:
+        del self.ranks[rank].loading[name]
+        self.leader.on_prefix_loaded(rank, PrefixLoaded(request_id=name, num_tokens=num_tokens))
+
     def send_part(self, rank: int, name: str) -> None:
         self.ranks[rank].unsent.discard(name)
         self.leader.on_sent(rank, RequestSent(request_id=name, stats=SentStats(num_bytes=10, writes=1, transfer_s=0.5 + rank)))
@@ -155,6 +176,9 @@ class World:
 
     def settle(self) -> None:
         """Everything that the ranks still have to say, until they have nothing more to say."""
+        for number, rank in enumerate(self.ranks):
+            for name in sorted(rank.loading):
+                self.finish_load(number, name, 0)
         while self.steps:
             self.finish_step()
         for number, rank in enumerate(self.ranks):

@@ -207,6 +207,45 @@ def test_those_accepted_are_no_more_than_may_run() -> None:
     assert one.start_accepted() == ["3"]
 
 
+def test_what_was_loaded_is_not_computed_and_nobody_waits_for_it() -> None:
+    one = scheduler()
+    for name, tokens in (("a", 19), ("b", 3)):
+        submit(one, name, tokens)
+        start(one, name)
+    one.hold("a")
+    assert [item.request_id for item in one.next_step()] == ["b"]
+    assert one.next_step() == ()
+    one.begin_at("a", 12)
+    assert one.next_step() == (StepItem(request_id="a", begin=12, end=16, is_last=False),)
+    assert one.next_step() == (StepItem(request_id="a", begin=16, end=19, is_last=True),)
+
+
+def test_a_request_that_is_held_can_be_withdrawn() -> None:
+    one = scheduler()
+    submit(one, "a", 8)
+    start(one, "a")
+    one.hold("a")
+    assert not one.withdraw("a")
+    with pytest.raises(LocalProtocolError, match="request a is not held; what was loaded of it comes too late"):
+        one.begin_at("a", 4)
+    one.release("a")
+    one.check_idle()
+
+
+def test_what_cannot_have_been_loaded_is_refused() -> None:
+    one = scheduler()
+    submit(one, "a", 8)
+    start(one, "a")
+    with pytest.raises(LocalProtocolError, match="not held"):
+        one.begin_at("a", 4)
+    one.hold("a")
+    for number in (-1, 8):
+        with pytest.raises(LocalProtocolError, match=f"{number} tokens of a were loaded, of 8; one is computed"):
+            one.begin_at("a", number)
+    one.begin_at("a", 0)
+    assert [item.begin for item in one.next_step()] == [0]
+
+
 class Life(RuleBasedStateMachine):
     """Any order of calls: every token is computed once and in order, and pages are never overdrawn or lost."""
 
@@ -220,6 +259,7 @@ class Life(RuleBasedStateMachine):
         self.accepted: list[str] = []
         self.started: list[str] = []
         self.withdrawn: set[str] = set()
+        self.held: set[str] = set()
 
     @rule(tokens=st.integers(1, POOL_PAGES * PAGE_SIZE), destination=st.integers(1, 3))
     def submit(self, tokens: int, destination: int) -> None:
@@ -248,13 +288,25 @@ class Life(RuleBasedStateMachine):
         assert names == self.accepted[: len(names)]
         del self.accepted[: len(names)]
         self.started += names
+        for name in names:
+            if int(name[1:]) % 2:
+                self.one.hold(name)
+                self.held.add(name)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.held)))
+        self.computed[name] = data.draw(st.integers(0, self.sizes[name] - 1))
+        self.one.begin_at(name, self.computed[name])
+        self.held.discard(name)
 
     @rule()
     def step(self) -> None:
         items = self.one.next_step()
         assert len(items) <= 1 or sum(item.end - item.begin for item in items) <= STEP
         for item in items:
-            assert item.request_id not in self.withdrawn
+            assert item.request_id not in self.withdrawn | self.held
             assert item.begin == self.computed[item.request_id] < item.end
             assert item.begin // CHUNK == (item.end - 1) // CHUNK, "within one cell"
             self.computed[item.request_id] = item.end
@@ -266,6 +318,7 @@ class Life(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.waiting + self.accepted + self.started))
         assert self.one.withdraw(name) == (name not in self.started)
         self.withdrawn.add(name)
+        self.held.discard(name)
         for names in (self.waiting, self.accepted):
             if name in names:
                 names.remove(name)

@@ -9,7 +9,10 @@ from transfer.storage.base import Outcome
 
 
 class MemoryStore:
-    """Keeps pages in a dictionary. While `gate` is not set, every call hangs; `error` is raised by every call."""
+    """Keeps pages in a dictionary. While `gate` is not set, every call hangs; `error` is raised by every call.
+
+    `hang_after`: so many calls from now on are served, and then the gate closes.
+    """
 
     name = "memory"
 
@@ -20,6 +23,7 @@ class MemoryStore:
         self.error: Exception | None = None
         self.failing: set[str] = set()
         self.num_calls = 0
+        self.hang_after: int | None = None
         self.entered = threading.Semaphore(0)  # released at each call, before the gate
 
     def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
@@ -47,6 +51,11 @@ class MemoryStore:
 
     def _enter(self) -> None:
         self.num_calls += 1
+        if self.hang_after is not None:
+            self.hang_after -= 1
+            if self.hang_after < 0:
+                self.hang_after = None
+                self.gate.clear()
         self.entered.release()
         self.gate.wait()
         if self.error is not None:

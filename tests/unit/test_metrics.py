@@ -315,6 +315,13 @@ def test_names_are_declared_once() -> None:
     assert set(RANK_METRICS) & set(NODE_METRICS) == set(STORE_METRICS)
 
 
+def test_tokens_that_a_store_spared_are_a_prefill_nodes() -> None:
+    node = NodeMetrics(role="prefill")
+    for num_tokens in (0, 64, 16):
+        node.tokens_loaded(num_tokens)
+    assert value(node.render([]), "loaded_prompt_tokens_total", role="prefill") == 80
+
+
 def test_what_rank_and_leader_see_of_the_store_is_on_one_page() -> None:
     rank, node = RankMetrics(role="prefill", rank=1), NodeMetrics(role="prefill")
     shown = samples(node.render([rank.snapshot({})]))

@@ -1,0 +1,186 @@
+"""Loads the stored beginning of a prompt into a prefill rank's pool: pages of the decode ranks' cut, into pages of its own.
+
+Decode ranks may have another number of ranks, page size, order of dimensions and element type. The store is read beside the
+loop; what has been read is written by the engine's lane, between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from node_runtime.lane import Lane
+from prefill_node.prefix_pages import PageSource, page_sources
+from prefill_node.stored_prefix import StoredPrefix, needed_pages
+from transfer.instance import Instance
+from transfer.kv_pool import TORCH_DTYPES, KVPool, as_words, convert
+from transfer.layer_groups import GroupKind, LayerGroup
+from transfer.layout import DType, HeadSlice, TokenOrder
+from transfer.storage.client import StoreClient
+from transfer.storage.keys import store_key
+from transfer.storage.pages import PagePart
+
+BATCH_BYTES = 32 << 20
+"""Read at once, and then written; together with what the client keeps of its own, twice that much memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Consecutive pages of one group, as they were read: ``pages[i]`` is [num_pages, page_bytes] uint8 of the i-th source."""
+
+    group: LayerGroup
+    first_page: int
+    num_pages: int
+    sources: Sequence[PageSource]
+    pages: Sequence[Tensor]
+
+
+class PrefixLoader:
+    """Owned by the rank's loop; one prompt at a time, the others wait with their deadlines running.
+
+    Args:
+        client: Of the store.
+        pool: Written on `lane` only.
+        own: This rank's instance; its shard is at this rank.
+        lane: The engine's.
+        timeout_s: Of one prompt.
+        batch_bytes: See `BATCH_BYTES`.
+    """
+
+    def __init__(
+        self, client: StoreClient, *, pool: KVPool, own: Instance, lane: Lane, timeout_s: float, batch_bytes: int = BATCH_BYTES
+    ) -> None:
+        self._client = client
+        self._pool = pool
+        self._own = own
+        self._lane = lane
+        self._timeout_s = timeout_s
+        self._batch_bytes = batch_bytes
+        self._turn = asyncio.Lock()
+
+    async def load(self, prefix: StoredPrefix, tables: Sequence[Sequence[int]]) -> int:
+        """Load as many pages of a prompt as there are and time allows.
+
+        Args:
+            prefix: Pages to load.
+            tables: The request's page table in each group, with a page for every token that is needed to go on behind `prefix`.
+
+        Returns:
+            Tokens at the prompt's beginning that are in the pool now. With sliding windows, all of `prefix` or 0: the windows'
+            pages before another place have not been asked for.
+        """
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        sources = page_sources(self._own.layout, self._own.shard, prefix.decode.shard)
+        windows = [group for group in self._pool.groups if group.kind is GroupKind.WINDOW]
+        rest = [group for group in self._pool.groups if group.kind is not GroupKind.WINDOW]
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            return 0
+        try:
+            num_pages = prefix.num_pages
+            for group in (*windows, *rest):
+                mine = [source for source in sources if source.group == group]
+                num_pages = min(num_pages, await self._load_group(group, mine, prefix, tables, deadline_s))
+                if windows and num_pages < prefix.num_pages:
+                    return 0
+            return num_pages * prefix.page_size
+        finally:
+            self._turn.release()
+
+    async def _load_group(
+        self,
+        group: LayerGroup,
+        sources: Sequence[PageSource],
+        prefix: StoredPrefix,
+        tables: Sequence[Sequence[int]],
+        deadline_s: float,
+    ) -> int:
+        """Load a group's needed pages in order, up to the first one that is missing or late; returns its number."""
+        pages = needed_pages(group, prefix.num_pages, prefix.page_size)
+        at_once = max(1, self._batch_bytes // max(1, sum(source.page_bytes for source in sources)))
+        for first in pages[::at_once] if sources else ():
+            batch = _new_batch(group, sources, first, min(at_once, pages.stop - first))
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    num_read = await self._read(batch, prefix)
+            except TimeoutError:
+                return first
+            # Without a deadline: pages are written between two steps, and nobody may have them back before.
+            await self._lane.call(partial(self._write, batch, num_read, prefix, tables))
+            if num_read < batch.num_pages:
+                return first + num_read
+        return prefix.num_pages
+
+    async def _read(self, batch: _Batch, prefix: StoredPrefix) -> int:
+        """Fill the batch; returns how many pages at its beginning have all their sources."""
+        wanted: list[tuple[str, memoryview]] = []
+        for index in range(batch.num_pages):
+            for source, pages in zip(batch.sources, batch.pages, strict=True):
+                page_hash = prefix.hashes[batch.first_page + index]
+                key = store_key(prefix.fingerprint, page_hash, group=batch.group, layout=prefix.decode.layout, shard=source.shard)
+                wanted.append((key, pages[index].numpy().data))
+        answers = await self._client.get(wanted)
+        missing = answers.index(False) if False in answers else len(answers)
+        return missing // len(batch.sources)
+
+    # On the lane
+
+    def _write(self, batch: _Batch, num_read: int, prefix: StoredPrefix, tables: Sequence[Sequence[int]]) -> None:
+        """Copy the first `num_read` pages of a batch into the pool, converted to its element type."""
+        page_size = prefix.page_size
+        first_needed = batch.group.first_needed_token(prefix.num_pages * page_size)
+        begin = max(batch.first_page * page_size, first_needed)
+        end = (batch.first_page + num_read) * page_size
+        if begin >= end:
+            return
+        tokens = torch.arange(begin, end)
+        table = torch.tensor(tables[self._pool.groups.index(batch.group)])
+        slots = (table[tokens // self._pool.page_size] * self._pool.page_size + tokens % self._pool.page_size).to(
+            self._pool.device
+        )
+        skipped = begin - batch.first_page * page_size
+        for layer in batch.group.layers_of(self._own.layout, self._own.shard):
+            k, v = (self._rows(batch, num_read, layer, is_v, prefix)[skipped:].to(self._pool.device) for is_v in (False, True))
+            self._pool.write(layer, slots, k, v)
+        if self._pool.device.type == "cuda":
+            torch.cuda.current_stream(self._pool.device).synchronize()  # chunks of it are gathered without an event
+
+    def _rows(self, batch: _Batch, num_read: int, layer: int, is_v: bool, prefix: StoredPrefix) -> Tensor:
+        """K or V of all tokens of the pages: [tokens, heads, dim] in the pool's element type; dim is 0 where there is no V."""
+        part_of = self._pool.part_of(layer)
+        shape = (num_read * prefix.page_size, part_of.num_heads(layer), part_of.head_dim(layer, is_v=is_v))
+        rows = torch.empty(shape, dtype=part_of.dtype)
+        for source, pages in zip(batch.sources, batch.pages, strict=True):
+            for part, heads in source.parts:
+                if (part.layer, part.is_v) == (layer, is_v):
+                    stored = _heads_of(pages[:num_read], part, heads, prefix.decode.shard.order)
+                    scale = self._scale(layer, is_v, prefix.decode)
+                    target = as_words(rows)[:, heads.target_start : heads.target_start + heads.count]
+                    target.copy_(as_words(convert(stored, part_of.element, scale=scale)))
+        return rows
+
+    def _scale(self, layer: int, is_v: bool, decode: Instance) -> float:
+        """Of whichever of the two pools keeps 8-bit floats; with both of them their bits are copied."""
+        side = decode if decode.pool_dtype is DType.FLOAT8_E4M3 else self._own
+        return side.scales_of(layer)[is_v]
+
+
+def _new_batch(group: LayerGroup, sources: Sequence[PageSource], first_page: int, num_pages: int) -> _Batch:
+    pages = [torch.empty((num_pages, source.page_bytes), dtype=torch.uint8) for source in sources]
+    return _Batch(group=group, first_page=first_page, num_pages=num_pages, sources=sources, pages=pages)
+
+
+def _heads_of(pages: Tensor, part: PagePart, heads: HeadSlice, order: TokenOrder) -> Tensor:
+    """Some heads of one layer's K or V in stored pages ([num_pages, page_bytes] uint8): [tokens, heads, dim], contiguous."""
+    stored = pages[:, part.offset_bytes : part.offset_bytes + part.num_bytes].contiguous()
+    words = as_words(stored.view(-1).view(TORCH_DTYPES[part.dtype])).view(len(pages), *part.shape)
+    by_token = words if order is TokenOrder.NHD else words.transpose(1, 2)  # [pages, page_size, heads, dim]
+    chosen = by_token[:, :, heads.source_start : heads.source_start + heads.count]
+    return chosen.flatten(0, 1).contiguous().view(TORCH_DTYPES[part.dtype])

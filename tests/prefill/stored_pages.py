@@ -1,0 +1,112 @@
+"""A prompt's KV as decode ranks store it, and as a prefill rank must have it, whatever the two cuts are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefill_node.stored_prefix import StoredPrefix, stored_prefix
+from transfer.instance import Instance
+from transfer.kv_pool import KVPool, convert
+from transfer.layer_groups import layer_groups
+from transfer.layout import DType, KVLayout, Shard
+from transfer.messages import PROTOCOL_VERSIONS
+from transfer.storage.base import Outcome, Store
+from transfer.storage.keys import store_key
+from transfer.storage.pages import page_parts
+
+
+def cut(layout: KVLayout, shard: Shard, **fields: Any) -> Instance:
+    return Instance(
+        incarnation=5,
+        layout=layout,
+        shard=shard,
+        model_fields={"weights": "some"},
+        transport="inproc",
+        digests=("xxh3-64",),
+        protocol_versions=PROTOCOL_VERSIONS,
+        **fields,
+    )
+
+
+class Prompt:
+    """The KV that the model computes of a prompt: ``values[layer, is_v]`` is [tokens, all heads, dim]."""
+
+    def __init__(self, layout: KVLayout, num_tokens: int, *, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.layout = layout
+        self.token_ids = tuple(torch.randint(0, 1000, (num_tokens,), generator=generator).tolist())
+        self.values: dict[tuple[int, bool], Tensor] = {
+            (layer, is_v): torch.randn(
+                (num_tokens, spec.num_kv_heads, spec.v_head_dim if is_v else spec.k_head_dim), generator=generator
+            )
+            for layer, spec in enumerate(layout.layers)
+            for is_v in (False, True)
+        }
+
+    def prefix(self, decode: Instance, *, store_salt: str = "", request_salt: str = "") -> StoredPrefix:
+        found = stored_prefix(self.token_ids, decode, store_salt=store_salt, request_salt=request_salt)
+        assert found is not None
+        return found
+
+    def stored(self, instance: Instance, layer: int, is_v: bool) -> Tensor:
+        """What a pool of that instance holds of it, all heads."""
+        if instance.pool_dtype is DType.INT8:  # of an engine that quantises by itself
+            return (self.values[layer, is_v] * 20).to(torch.int8)
+        scale = instance.scales_of(layer)[is_v]
+        return convert(self.values[layer, is_v], instance.pool_dtype, scale=scale)
+
+    def store(self, store: Store, decode: Instance, *, leave_out: Sequence[str] = (), **salts: str) -> StoredPrefix:
+        """Put all its whole pages there, as every rank of the instance does; keys in `leave_out` are not put."""
+        prefix = self.prefix(decode, **salts)
+        for rank in range(decode.shard.num_ranks):
+            shard = decode.shard.at(rank)
+            for group in layer_groups(self.layout):
+                for page, page_hash in enumerate(prefix.hashes):
+                    key = store_key(prefix.fingerprint, page_hash, group=group, layout=self.layout, shard=shard)
+                    content = self._page(decode, shard, group_index=layer_groups(self.layout).index(group), page=page)
+                    if content and key not in leave_out:
+                        assert store.put([(key, memoryview(content))]) == [Outcome.OK]
+        return prefix
+
+    def _page(self, decode: Instance, shard: Shard, *, group_index: int, page: int) -> bytes:
+        """By way of a real pool, so that what lies where in a page is the pool's word and not this test's."""
+        group = layer_groups(self.layout)[group_index]
+        parts = page_parts(group, layout=self.layout, shard=shard)
+        if not parts:
+            return b""
+        pool = KVPool(layout=self.layout, shard=shard, num_pages=[1] * len(layer_groups(self.layout)))
+        tokens = slice(page * shard.page_size, (page + 1) * shard.page_size)
+        content = b""
+        for layer in dict.fromkeys(part.layer for part in parts):
+            heads = shard.heads(self.layout.layers[layer].num_kv_heads)
+            k, v = (self.stored(decode, layer, is_v)[tokens, heads.begin : heads.end] for is_v in (False, True))
+            pool.write(layer, torch.arange(shard.page_size), k, v)
+        for part in parts:
+            buffer = pool.buffer(part.layer, is_v=part.is_v)[0]
+            assert tuple(buffer.shape) == part.shape
+            content += buffer.contiguous().view(torch.uint8).numpy().tobytes()
+        return content
+
+    def check(self, pool: KVPool, own: Instance, decode: Instance, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """The pool has what is needed of the first `num_tokens` tokens to go on behind them."""
+        for layer in range(own.shard.layers(self.layout).begin, own.shard.layers(self.layout).end):
+            group = pool.groups[pool.group_of(layer)]
+            tokens = torch.arange(group.first_needed_token(num_tokens), num_tokens)
+            table = torch.tensor(tables[pool.group_of(layer)])
+            slots = table[tokens // pool.page_size] * pool.page_size + tokens % pool.page_size
+            assert int(slots.min()) >= 0
+            heads = own.shard.heads(self.layout.layers[layer].num_kv_heads)
+            for is_v, found in zip((False, True), pool.read(layer, slots), strict=True):
+                stored = self.stored(decode, layer, is_v)[tokens, heads.begin : heads.end]
+                scale = (decode if decode.kv_scales else own).scales_of(layer)[is_v]
+                expected = convert(stored, own.pool_dtype, scale=scale)
+                assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), (layer, is_v)
+
+
+def at_rank(instance: Instance, rank: int) -> Instance:
+    return replace(instance, shard=instance.shard.at(rank))

@@ -1,0 +1,303 @@
+"""A prefill rank begins behind what it has loaded: what is sent, and what attention reads, is the prompt's KV in any case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from node_runtime.lane import Lane
+from prefill_node.attach import DecodePeer
+from prefill_node.prefix_loader import PrefixLoader
+from prefill_node.rank_messages import (
+    AbortRequest,
+    LoadPrefix,
+    PagesReleased,
+    PrefixLoaded,
+    RunStep,
+    StartRequest,
+    StepDone,
+    StepPart,
+)
+from prefill_node.scheduler import page_needs
+from prefill_node.worker import PrefillWorker
+from tests.prefill.stored_pages import Prompt, cut
+from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
+from tests.runtime.instances import until
+from tests.storage.stores import MemoryStore, Seen
+from transfer.breaker import BreakerSettings
+from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
+from transfer.engine_types import PrefillItem, SamplingParams
+from transfer.instance import Instance
+from transfer.kv_pool import KVPool
+from transfer.layer_groups import layer_groups
+from transfer.layout import KVLayout, Shard
+from transfer.page_allocator import GroupAllocator
+from transfer.storage.base import Store
+from transfer.storage.client import StoreClient, StoreClientSettings
+from transfer.storage.directory import DirectoryStore
+
+NUM_TOKENS, CHUNK_TOKENS = 45, 8
+
+
+class Engine:
+    """Computes a known prompt: reads what attention reads, and writes what the model would."""
+
+    def __init__(self, prompt: Prompt, own: Instance, decode: Instance, pool: KVPool) -> None:
+        self.layout, self.shard, self.pool = own.layout, own.shard, pool
+        self._prompt, self._own, self._decode = prompt, own, decode
+
+    def prefill(self, items: Sequence[PrefillItem], on_layers_written: Callable[[int, None], None]) -> dict[str, int]:
+        for item in items:
+            if item.first_token:
+                self._prompt.check(self.pool, self._own, self._decode, item.page_tables, item.first_token)
+            tokens = torch.arange(item.first_token, item.end_token)
+            for layer in range(self.layout.num_layers):
+                table = torch.tensor(item.page_tables[self.pool.group_of(layer)])
+                slots = table[tokens // self.pool.page_size] * self.pool.page_size + tokens % self.pool.page_size
+                assert int(slots.min()) >= 0
+                k, v = (self._prompt.values[layer, is_v][tokens] for is_v in (False, True))
+                self.pool.write(layer, slots, k, v)
+        on_layers_written(self.layout.num_layers, None)
+        return {item.request_id: 7 for item in items if item.is_last}
+
+
+class Rank:
+    """A worker with a pool and a store, and a sender that looks at every chunk when it is told of it."""
+
+    def __init__(self, prompt: Prompt, own: Shard, decode: Shard, store: Store, *, timeout_s: float) -> None:
+        layout, loop = prompt.layout, asyncio.get_running_loop()
+        self.prompt, self.own, self.decode = prompt, cut(layout, own), cut(layout, decode)
+        groups = layer_groups(layout)
+        needs = page_needs(groups, own.page_size, chunk_tokens=CHUNK_TOKENS)
+        num_pages = needs.peak(NUM_TOKENS).by_group  # not one more than the prompt is counted with
+        self.pool = KVPool(layout=layout, shard=own, num_pages=num_pages)
+        self.allocator = GroupAllocator(needs, num_pages)
+        self.lane = Lane("engine", loop, lambda error: pytest.fail(str(error)))
+        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
+        settings = StoreClientSettings(put_timeout_s=9.0, get_timeout_s=9.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
+        self.client = StoreClient(store, loop=loop, settings=settings, observer=Seen())
+        self.said: list[Any] = []
+        self.sent: list[int] = []  # chunks, as they were told
+        self.crashes: list[BaseException] = []
+        worker = self.worker = object.__new__(PrefillWorker)
+        worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
+        worker._loop = loop
+        worker._chunk_tokens = CHUNK_TOKENS
+        worker._engine = Engine(prompt, self.own, self.decode, self.pool)  # type: ignore[assignment]
+        worker._engine_lane = self.lane
+        worker._allocator = self.allocator
+        worker._requests = {}
+        worker._tasks = set()
+        worker._crash = self.crashes.append  # type: ignore[method-assign]
+        worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
+        worker._loader = PrefixLoader(
+            self.client, pool=self.pool, own=self.own, lane=self.lane, timeout_s=timeout_s, batch_bytes=3000
+        )
+        self.peer: DecodePeer | None = DecodePeer(join=1, instance=self.decode, digest="xxh3-64", scales=None, routes=())
+        worker._sessions = SimpleNamespace(of=lambda _: self.peer)  # type: ignore[assignment]
+        worker._sender = SimpleNamespace(  # type: ignore[assignment]
+            start_request=lambda request: None,
+            chunk_computed=lambda request_id, chunk, _: self._on_chunk(request_id, chunk),
+            abort_request=lambda request_id, _: None,
+        )
+
+    def start(self, *, start_token: int = 0) -> None:
+        plan = ChunkPlan(chunk_tokens=CHUNK_TOKENS, layers_per_group=2)
+        self.chunks: tuple[Chunk, ...] = split_into_chunks(
+            plan, num_tokens=NUM_TOKENS, num_layers=self.prompt.layout.num_layers, start_token=start_token
+        )
+        start = StartRequest(
+            request_id="a",
+            decode_incarnation=5,
+            num_tokens=NUM_TOKENS,
+            start_token=start_token,
+            plan=plan,
+            sampling=SamplingParams(),
+        )
+        self.worker.on_message(start)
+
+    def order_load(self, num_pages: int | None = None) -> None:
+        hashes = self.prompt.prefix(self.decode).hashes[:num_pages]
+        self.worker.on_message(LoadPrefix(request_id="a", decode_incarnation=5, hashes=hashes))
+
+    async def load(self, num_pages: int | None = None) -> int:
+        self.order_load(num_pages)
+        await until(lambda: self.loaded())
+        (num_tokens,) = self.loaded()
+        return num_tokens
+
+    def loaded(self) -> list[int]:
+        return [message.num_tokens for message in self.said if isinstance(message, PrefixLoaded)]
+
+    async def compute(self, begin: int) -> None:
+        """As the leader has it computed, with two steps ahead."""
+        steps = 0
+        while begin < NUM_TOKENS:
+            end = min(NUM_TOKENS, (begin // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
+            steps += 1
+            part = StepPart(
+                request_id="a", token_ids=self.prompt.token_ids[begin:end], first_token=begin, is_last=end == NUM_TOKENS
+            )
+            self.worker.on_message(RunStep(step=steps, parts=(part,)))
+            begin = end
+            await until(lambda steps=steps: self.steps_done() >= steps - 1)
+        await until(lambda: self.steps_done() == steps)
+
+    def steps_done(self) -> int:
+        return sum(isinstance(message, StepDone) for message in self.said)
+
+    def _on_chunk(self, request_id: str, index: int) -> None:
+        """What a gather would send of it is the prompt's; of a window what travels."""
+        assert index not in self.sent
+        self.sent.append(index)
+        chunk, tables = self.chunks[index], self.worker.tables_of(request_id)
+        for layer in range(chunk.layers.begin, chunk.layers.end):
+            group = self.pool.groups[self.pool.group_of(layer)]
+            first = max(chunk.tokens.begin, group.first_travelling_token(NUM_TOKENS))
+            tokens = torch.arange(first, max(first, chunk.tokens.end))
+            table = torch.tensor(tables[self.pool.group_of(layer)])
+            slots = table[tokens // self.pool.page_size] * self.pool.page_size + tokens % self.pool.page_size
+            assert not len(slots) or int(slots.min()) >= 0
+            found = self.pool.read(layer, slots)
+            for is_v in (False, True):
+                assert torch.equal(found[is_v], self.prompt.values[layer, is_v][tokens]), (index, layer, is_v)
+
+    def assert_over(self) -> None:
+        """Everything was told, and is given back."""
+        assert sorted(self.sent) == [chunk.index for chunk in self.chunks]
+        self.worker.on_source_released("a")
+        self.assert_released()
+
+    def assert_released(self) -> None:
+        assert [type(message) for message in self.said].count(PagesReleased) == 1
+        assert isinstance(self.said[-1], PagesReleased)
+        assert not self.worker._requests and not self.crashes
+        self.allocator.check_invariants()
+        self.allocator.check_idle()
+
+
+@asynccontextmanager
+async def rank_of(layout: KVLayout, own: Shard, decode: Shard, store: Store, *, timeout_s: float = 10.0) -> AsyncIterator[Rank]:
+    rank = Rank(Prompt(layout, NUM_TOKENS), own, decode, store, timeout_s=timeout_s)
+    try:
+        yield rank
+    finally:
+        if isinstance(store, MemoryStore):
+            store.gate.set()
+        await rank.client.close()
+        assert rank.lane.close(timeout_s=10.0)
+
+
+CUTS = [(shard(), shard()), (shard(page_size=2), shard(page_size=8)), (shard(page_size=8), shard(tp_size=2, page_size=3))]
+
+
+@pytest.mark.parametrize(("own", "decode"), CUTS)
+@pytest.mark.parametrize("layout", [PLAIN, MIXED], ids=["plain", "windows"])
+@pytest.mark.parametrize("start_token", [0, 19])
+async def test_what_was_loaded_is_sent_without_being_computed(
+    tmp_path: Path, layout: KVLayout, own: Shard, decode: Shard, start_token: int
+) -> None:
+    store = DirectoryStore(tmp_path)
+    async with rank_of(layout, own, decode, store) as rank:
+        rank.prompt.store(store, rank.decode)
+        rank.start(start_token=start_token)
+        loaded = await rank.load()
+        assert loaded == 44 // decode.page_size * decode.page_size
+        assert not rank.sent, "where computing begins is the leader's to say"
+        computing = asyncio.ensure_future(rank.compute(loaded))
+        await asyncio.sleep(0)
+        done = [chunk.index for chunk in rank.chunks if chunk.tokens.end <= loaded]
+        assert rank.sent == done and done
+        await computing
+        rank.assert_over()
+
+
+async def test_a_rank_that_has_more_than_the_others_begins_where_they_do(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    async with rank_of(PLAIN, shard(), shard(), store) as rank:
+        rank.prompt.store(store, rank.decode)
+        rank.start()
+        assert await rank.load() == 44
+        await rank.compute(20)
+        rank.assert_over()
+
+
+@pytest.mark.parametrize("layout", [PLAIN, MIXED], ids=["plain", "windows"])
+async def test_a_rank_that_has_loaded_in_vain_computes_everything(tmp_path: Path, layout: KVLayout) -> None:
+    """Another rank lacks a page. Windows have no page for what is before their reach, and get one after all."""
+    store = DirectoryStore(tmp_path)
+    async with rank_of(layout, shard(), shard(), store) as rank:
+        rank.prompt.store(store, rank.decode)
+        rank.start()
+        assert await rank.load() == 44
+        await rank.compute(0)
+        rank.assert_over()
+
+
+async def test_nothing_stored_is_everything_computed() -> None:
+    async with rank_of(MIXED, shard(), shard(), MemoryStore()) as rank:
+        rank.start()
+        assert await rank.load() == 0
+        await rank.compute(0)
+        rank.assert_over()
+
+
+async def test_a_request_that_was_not_looked_for_is_computed_as_ever() -> None:
+    async with rank_of(MIXED, shard(), shard(), MemoryStore()) as rank:
+        rank.start(start_token=9)
+        await rank.compute(0)
+        rank.assert_over()
+
+
+async def test_a_store_that_hangs_is_answered_for_in_time() -> None:
+    store = MemoryStore()
+    store.gate.clear()
+    async with rank_of(PLAIN, shard(), shard(), store, timeout_s=0.1) as rank:
+        rank.start()
+        rank.order_load()
+        async with asyncio.timeout(5.0):
+            await until(rank.loaded)
+        assert rank.loaded() == [0]
+        await rank.compute(0)
+        rank.assert_over()
+
+
+@pytest.mark.parametrize("order", ["load ends first", "gathers end first"])
+async def test_pages_of_what_is_given_up_are_kept_until_nothing_is_written_into_them(order: str) -> None:
+    store = MemoryStore()
+    async with rank_of(PLAIN, shard(), shard(), store) as rank:
+        rank.prompt.store(store, rank.decode)
+        store.gate.clear()
+        rank.start()
+        rank.order_load()
+        await until(lambda: store.num_calls)
+        rank.worker.on_message(AbortRequest(request_id="a", reason="the client left"))
+        if order == "gathers end first":
+            rank.worker.on_source_released("a")
+            assert rank.said == []
+        store.gate.set()
+        await until(rank.loaded)
+        if order == "load ends first":
+            assert [type(message) for message in rank.said] == [PrefixLoaded]
+            rank.worker.on_source_released("a")
+        rank.assert_released()
+
+
+async def test_an_order_that_comes_behind_the_end_is_ignored() -> None:
+    async with rank_of(PLAIN, shard(), shard(), MemoryStore()) as rank:
+        rank.order_load()
+        assert not rank.said and not rank.worker._tasks
+
+
+async def test_without_the_decode_instance_there_is_nothing_to_load() -> None:
+    async with rank_of(PLAIN, shard(), shard(), MemoryStore()) as rank:
+        rank.start()
+        rank.peer = None
+        assert await rank.load() == 0

@@ -1,0 +1,250 @@
+"""Requests of a node with a store: what is stored is loaded first, and a store that fails costs time, never a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefill_node.joins import Join
+from prefill_node.prefix_loads import PrefixLoads
+from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunStep, StartRequest
+from prefill_node.requests import OnLoaded, OnTaskOver, Request
+from prefill_node.stored_prefix import stored_prefix
+from tests.prefill.leader_world import CHUNK, World, new_join, turns
+from tests.runtime.instances import until
+from tests.storage.stores import MemoryStore, Seen
+from transfer.breaker import BreakerSettings
+from transfer.engine_types import SamplingParams
+from transfer.errors import PeerUnreachable, TransferAborted
+from transfer.layer_groups import layer_groups
+from transfer.layout import Shard
+from transfer.storage.client import StoreClient, StoreClientSettings
+
+NUM_TOKENS = 29  # seven whole pages of four
+TIMEOUT_S = 0.2
+
+
+class Loading(World):
+    """A leader with a store, to whose decode instance pages of four tokens belong."""
+
+    def __init__(self, store: MemoryStore, *, store_salt: str = "") -> None:
+        self.store = store
+        self.store_salt = store_salt
+        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
+        settings = StoreClientSettings(put_timeout_s=5.0, get_timeout_s=5.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
+        self.client = StoreClient(store, loop=asyncio.get_running_loop(), settings=settings, observer=Seen())
+        super().__init__(make_loads=self._make_loads)
+        self.join = self.paged(new_join())
+
+    def _make_loads(self, broadcast: Callable[[object], None], on_loaded: OnLoaded, on_task_over: OnTaskOver) -> PrefixLoads:
+        return PrefixLoads(
+            self.client,
+            store_salt=self.store_salt,
+            timeout_s=TIMEOUT_S,
+            num_ranks=2,
+            broadcast=broadcast,
+            on_loaded=on_loaded,
+            on_task_over=on_task_over,
+        )
+
+    @staticmethod
+    def paged(join: Join) -> Join:
+        join.instance = replace(join.instance, shard=Shard(page_size=4))
+        return join
+
+    def put(self, num_pages: int, *, num_tokens: int = NUM_TOKENS, request_salt: str = "") -> None:
+        """Names suffice: the leader reads no page."""
+        decode = self.join.instance
+        prefix = stored_prefix(range(num_tokens), decode, store_salt=self.store_salt, request_salt=request_salt)
+        assert prefix is not None
+        self.store.pages |= dict.fromkeys(prefix.keys(layer_groups(decode.layout), range(num_pages)), b"")
+
+    def orders(self) -> list[LoadPrefix]:
+        return [message for message in self.sent if isinstance(message, LoadPrefix)]
+
+    def computed(self) -> list[tuple[int, int]]:
+        """Ranges of tokens of every step that was sent."""
+        parts = [part for message in self.sent if isinstance(message, RunStep) for part in message.parts]
+        return [(part.first_token, part.first_token + len(part.token_ids)) for part in parts]
+
+    def assert_nothing_is_left(self) -> None:
+        super().assert_nothing_is_left()
+        assert self.leader._loads is not None and not self.leader._loads.request_ids
+
+
+@asynccontextmanager
+async def opened(store: MemoryStore | None = None, **settings: Any) -> AsyncIterator[Loading]:
+    world = Loading(store or MemoryStore(), **settings)
+    try:
+        yield world
+    finally:
+        world.store.gate.set()
+        await world.close()
+
+
+async def test_what_every_rank_has_is_not_computed() -> None:
+    async with opened() as world:
+        world.put(5)
+        world.submit("a", NUM_TOKENS)
+        await until(world.orders)
+        (order,) = world.orders()
+        assert (len(order.hashes), order.decode_incarnation) == (5, 5)
+        assert not world.computed(), "nothing before it is known where to begin"
+        world.finish_load(1, "a", 20)
+        await turns()
+        assert not world.computed()
+        world.finish_load(0, "a", 12)
+        assert world.computed() == [(12, 16), (16, 24)], "from the least that a rank has, up to the grid"
+        world.finish_step()
+        world.settle()
+        assert world.computed()[-1] == (24, NUM_TOKENS)
+        world.assert_nothing_is_left()
+
+
+async def test_a_prompt_that_is_not_stored_is_computed_whole() -> None:
+    async with opened() as world:
+        world.submit("a", NUM_TOKENS)
+        await until(lambda: world.steps)
+        assert not world.orders() and world.computed()[0] == (0, CHUNK)
+        world.settle()
+        world.assert_nothing_is_left()
+
+
+async def test_a_prompt_below_a_page_is_not_looked_for() -> None:
+    async with opened() as world:
+        world.submit("a", 4)
+        await turns()
+        assert world.computed() == [(0, 4)] and not world.store.num_calls
+        world.settle()
+        world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("loaded", [(0, 20), (20, 0), (0, 0)])
+async def test_one_rank_without_it_has_all_compute_everything(loaded: tuple[int, int]) -> None:
+    async with opened() as world:
+        world.put(5)
+        world.submit("a", NUM_TOKENS)
+        await until(world.orders)
+        for rank, num_tokens in enumerate(loaded):
+            world.finish_load(rank, "a", num_tokens)
+        assert world.computed()[0] == (0, CHUNK)
+        world.settle()
+        world.assert_nothing_is_left()
+
+
+async def test_salts_keep_prompts_apart() -> None:
+    async with opened(store_salt="node") as world:
+        world.put(5, request_salt="tenant")
+        for name, salt in (("a", "tenant"), ("b", "other")):
+            tokens = tuple(range(NUM_TOKENS))
+            world.accepted.append(world.leader.submit(name, tokens, 0, SamplingParams(), world.join, cache_salt=salt))
+            await until(lambda name=name: name in [m.request_id for m in world.sent if isinstance(m, StartRequest)])
+            await until(lambda: world.orders() or world.steps)
+            assert bool(world.orders()) is (name == "a")
+            world.settle()
+            world.sent.clear()
+        world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("what", ["hangs", "raises"])
+async def test_a_store_that_fails_costs_its_deadline_and_no_request(what: str) -> None:
+    store = MemoryStore()
+    async with opened(store) as world:
+        world.put(5)
+        if what == "hangs":
+            store.gate.clear()
+        else:
+            store.error = OSError("gone")
+        begun_s = time.monotonic()
+        for name in "abc":
+            world.submit(name, 8)
+        await until(lambda: len(world.steps) == 2)
+        assert time.monotonic() - begun_s < TIMEOUT_S + 2
+        world.settle()
+        assert world.outcomes == ["sent"] * 3
+        world.assert_nothing_is_left()
+
+
+async def test_others_are_computed_while_one_is_loaded() -> None:
+    async with opened() as world:
+        world.put(3)
+        world.submit("a", 16)
+        await until(world.orders)
+        world.submit("b", 3)
+        await turns()
+        assert world.computed() == [(0, 3)]
+        world.settle()
+        world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("when", ["looked up", "loaded", "loaded in part"])
+@pytest.mark.parametrize("end", ["abort", "join", "rank"])
+async def test_a_request_that_ends_while_it_is_loaded_is_released_once(when: str, end: str) -> None:
+    async with opened() as world:
+        world.put(5)
+        if when == "looked up":
+            world.store.gate.clear()
+        request = world.submit("a", NUM_TOKENS)
+        await until(lambda: world.store.num_calls if when == "looked up" else world.orders())
+        if when == "loaded in part":
+            world.finish_load(0, "a", 20)
+        end_request(world, request, end)
+        await turns()
+        assert isinstance(world.sent[-1], AbortRequest)
+        world.store.gate.set()
+        assert world.scheduler.num_running == 1, "a rank may still write its pages"
+        for rank in range(2):
+            if "a" in world.ranks[rank].loading:
+                world.finish_load(rank, "a", 20)
+        await turns()
+        assert not world.computed()
+        world.settle()
+        await until(lambda: not world.leader.num_in_flight)
+        again = world.submit("a", NUM_TOKENS)  # the id is free, and what comes late of the first is not the second's
+        await until(lambda: len(world.orders()) == (1 if when == "looked up" else 2))
+        world.leader.on_prefix_loaded(0, PrefixLoaded(request_id="b", num_tokens=4))
+        world.settle()
+        assert again.is_over
+        world.assert_nothing_is_left()
+
+
+def end_request(world: Loading, request: Request, how: str) -> None:
+    if how == "abort":
+        assert world.leader.abort(request.request_id, TransferAborted("gone"))
+    elif how == "join":
+        world.leader.abort_join(world.join, PeerUnreachable("decode is gone"))
+    else:
+        world.fail_part(1, request.request_id)
+
+
+async def test_a_rank_is_heard_once() -> None:
+    async with opened() as world:
+        world.put(5)
+        world.submit("a", NUM_TOKENS)
+        await until(world.orders)
+        world.finish_load(0, "a", 8)
+        world.leader.on_prefix_loaded(0, PrefixLoaded(request_id="a", num_tokens=4))
+        await turns()
+        assert not world.computed()
+        world.finish_load(1, "a", 20)
+        assert world.computed()[0] == (8, 16)
+        world.settle()
+        world.assert_nothing_is_left()
+
+
+async def test_the_end_of_the_life_ends_loads_too() -> None:
+    store = MemoryStore()
+    store.gate.clear()
+    async with opened(store) as world:
+        request = world.submit("a", NUM_TOKENS)
+        await until(lambda: store.num_calls)
+        store.gate.set()
+        await world.close()
+        assert request.is_over and not world.computed()
+        assert await world.client.exists(["x"]) == [False], "the store was let go of"

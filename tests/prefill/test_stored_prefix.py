@@ -1,0 +1,149 @@
+"""What of a prompt can lie in the store, and how much of it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from prefill_node.prefix_lookup import num_stored_pages
+from prefill_node.prefix_pages import page_sources
+from prefill_node.stored_prefix import StoredPrefix, needed_pages, stored_prefix
+from tests.prefill.stored_pages import cut
+from tests.storage.stores import MemoryStore, Seen
+from transfer.breaker import BreakerSettings
+from transfer.layer_groups import layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span
+from transfer.storage.client import StoreClient, StoreClientSettings
+
+FULL = LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=2)
+WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=10)
+STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=2, k_head_dim=9, v_head_dim=0)
+PLAIN = KVLayout(layers=(FULL,) * 2, dtype=DType.FLOAT32)
+MIXED = KVLayout(layers=(FULL, WINDOW), dtype=DType.FLOAT32)
+SLIDING = KVLayout(layers=(WINDOW,), dtype=DType.FLOAT32)
+
+
+def prefix_of(layout: KVLayout, num_tokens: int = 45, **shard: Any) -> StoredPrefix:
+    found = found_of(layout, num_tokens, **shard)
+    assert found is not None
+    return found
+
+
+def found_of(layout: KVLayout, num_tokens: int, **shard: Any) -> StoredPrefix | None:
+    decode = cut(layout, Shard(**({"page_size": 4} | shard)))
+    return stored_prefix(range(num_tokens), decode, store_salt="", request_salt="")
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (45, 11)])
+def test_at_least_one_token_is_computed(num_tokens: int, num_pages: int) -> None:
+    found = found_of(PLAIN, num_tokens)
+    assert (found.num_pages if found is not None else 0) == num_pages
+
+
+def test_a_model_with_states_skips_nothing() -> None:
+    assert found_of(KVLayout(layers=(FULL, STATE), dtype=DType.FLOAT32), 45) is None
+
+
+def test_keys_are_those_of_every_decode_rank_each_once() -> None:
+    groups = layer_groups(PLAIN)
+    assert len(prefix_of(PLAIN, tp_size=2).keys(groups, [0, 3])) == 4
+    assert len(prefix_of(PLAIN, tp_size=8).keys(groups, [0])) == 4, "two ranks to a head"
+    staged = prefix_of(MIXED, pp_size=2).keys(layer_groups(MIXED), [0])
+    assert len(staged) == 2, "one stage has the full layer, the other the window"
+
+
+def test_a_window_needs_what_it_reaches_and_full_attention_all() -> None:
+    full, window = layer_groups(MIXED)
+    assert needed_pages(full, 11, 4) == range(11)
+    assert needed_pages(window, 11, 4) == range(8, 11)  # token 44 reaches back to 35
+    assert needed_pages(window, 1, 4) == range(1)
+
+
+@pytest.mark.parametrize("own_tp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("decode_tp", [1, 2, 4, 8])
+def test_every_head_of_every_layer_has_exactly_one_source(own_tp: int, decode_tp: int) -> None:
+    layout = KVLayout(layers=(FULL, WINDOW, FULL, WINDOW), dtype=DType.FLOAT32)
+    decode = Shard(tp_size=decode_tp, pp_size=2, page_size=4)
+    for rank in range(own_tp):
+        own = Shard(tp_size=own_tp, tp_rank=rank)
+        found: list[tuple[int, bool, int]] = []
+        for source in page_sources(layout, own, decode):
+            assert source.page_bytes == source.group.page_bytes(layout, source.shard)
+            for part, heads in source.parts:
+                held = source.shard.heads(layout.layers[part.layer].num_kv_heads)
+                wanted = own.heads(layout.layers[part.layer].num_kv_heads)
+                assert heads.source_start + heads.count <= len(held)
+                assert held.begin + heads.source_start == wanted.begin + heads.target_start
+                found += [(part.layer, part.is_v, wanted.begin + heads.target_start + one) for one in range(heads.count)]
+        spans: dict[int, Span] = {layer: own.heads(spec.num_kv_heads) for layer, spec in enumerate(layout.layers)}
+        expected = [
+            (layer, is_v, head) for layer, span in spans.items() for is_v in (False, True) for head in range(span.begin, span.end)
+        ]
+        assert sorted(found) == sorted(expected)
+
+
+class Lookup:
+    """A store, and how many of its pages a prompt of 45 tokens could begin behind."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.seen = Seen()
+        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
+        settings = StoreClientSettings(put_timeout_s=5.0, get_timeout_s=5.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
+        self.client = StoreClient(self.store, loop=asyncio.get_running_loop(), settings=settings, observer=self.seen)
+
+    def put(self, prefix: StoredPrefix, group: int, *pages: int) -> None:
+        self.store.pages |= dict.fromkeys(prefix.keys([layer_groups(prefix.decode.layout)[group]], pages), b"")
+
+    async def num_pages(self, prefix: StoredPrefix) -> int:
+        return await num_stored_pages(prefix, self.client)
+
+
+@pytest.fixture
+async def lookup() -> AsyncIterator[Lookup]:
+    one = Lookup()
+    yield one
+    await one.client.close()
+
+
+@pytest.mark.parametrize("num_pages", range(12))
+async def test_the_stored_pages_are_counted(lookup: Lookup, num_pages: int) -> None:
+    prefix = prefix_of(PLAIN, tp_size=2)
+    lookup.put(prefix, 0, *range(num_pages))
+    assert await lookup.num_pages(prefix) == num_pages
+    assert len(lookup.seen.operations) <= (1 if not num_pages else 2 if num_pages == 11 else 6)
+
+
+async def test_a_page_counts_only_with_the_parts_of_all_ranks(lookup: Lookup) -> None:
+    prefix = prefix_of(PLAIN, tp_size=2)
+    lookup.put(prefix, 0, *range(11))
+    del lookup.store.pages[prefix.keys(layer_groups(PLAIN), [10])[1]]
+    assert await lookup.num_pages(prefix) == 10
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        (range(11), 11),
+        (range(8, 11), 11),
+        (range(0), 0),
+        (range(10), 10),
+        (range(5), 5),
+        ([*range(3), *range(8, 10)], 3),  # behind page 10 a window would need page 7 as well
+        ([*range(3), *range(7, 10)], 10),
+    ],
+)
+async def test_windows_say_where_it_can_begin(lookup: Lookup, windows: range | list[int], expected: int) -> None:
+    prefix = prefix_of(MIXED)
+    lookup.put(prefix, 0, *range(11))
+    lookup.put(prefix, 1, *windows)
+    assert await lookup.num_pages(prefix) == expected
+
+
+async def test_a_model_of_windows_alone_needs_only_their_pages(lookup: Lookup) -> None:
+    prefix = prefix_of(SLIDING)
+    lookup.put(prefix, 0, 8, 9, 10)
+    assert await lookup.num_pages(prefix) == 11
