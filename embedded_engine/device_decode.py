@@ -95,11 +95,13 @@ class DeviceDecoder:
 
     def logits(self, items: Sequence[DecodeItem]) -> Tensor:
         """[items, vocabulary] of a step of at most `max_running_requests`, queued on the current stream; until the next step."""
-        if self._host is not None and any(any(item.host_tables) for item in items):
-            self._load(items, len(items))
-            group = self._host.tier.group
-            return self._tiered_step([item.host_tables[group] if item.host_tables else () for item in items], self._host)
         size = None if self._graphs is None else self._graphs.size_for(len(items))
+        if self._host is not None and any(any(item.host_tables) for item in items):
+            # Padded like a replayed step: of those sizes all that is launched has been compiled.
+            num_rows, group = size or len(items), self._host.tier.group
+            self._load(items, num_rows)
+            host_tables = [item.host_tables[group] if item.host_tables else () for item in items]
+            return self._tiered_step([*host_tables, *[()] * (num_rows - len(items))], self._host)[: len(items)]
         if self._graphs is None or size is None:
             self._load(items, len(items))
             return self._step(len(items))

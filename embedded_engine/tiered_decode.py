@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,10 +19,14 @@ from embedded_engine.host_fetcher import HostFetcher
 from embedded_engine.host_tier import HostBlock, HostTier, cut_into_blocks
 from embedded_engine.kernel_plan import KernelDecodePlan
 from embedded_engine.kernels.merge_partial import merge_partial
-from embedded_engine.kernels.paged_decode import paged_decode_attention
+from embedded_engine.kernels.paged_decode import MIN_SPLIT_TOKENS, paged_decode_attention
 from embedded_engine.paged_attention import on_device
 from transfer.kv_pool import KVPool
 from transfer.memory.page_table import PageTable
+
+MAX_BLOCK_SPLITS: Final = 32
+"""Splits of a row's tokens in a block, at most: its attention only has to be over long before the next block is there. The same
+for any number of rows, for each number is a variant of the kernel to compile, in the middle of serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,9 +60,10 @@ class HostReader:
         self.fetcher = HostFetcher(pool, tier)
         self._device = pool.device
         self._known: DeviceBlocks | None = None
+        tokens = tier.pages_per_block * tier.page_size
+        self.num_splits = max(1, min(MAX_BLOCK_SPLITS, tokens // MIN_SPLIT_TOKENS))
         # A row of a block lies in its pages without gaps: its slots are those from its first token on. So every row's table is
         # a part of one: row r, column t is slot r + t.
-        tokens = tier.pages_per_block * tier.page_size
         self.slots = torch.arange(2 * tokens, dtype=torch.int32, device=pool.device).as_strided((tokens, tokens), (1, 1))
 
     def begin(self, tables: Sequence[Sequence[int]]) -> DeviceBlocks:
@@ -115,6 +121,7 @@ class TieredDecodePlan(KernelDecodePlan):
                 v_dim=v_dim,
                 order=self._pool.order,
                 softcap=scores.softcap,
+                num_splits=self._reader.num_splits,
             )
             merge_partial(total[rows], lse[rows], part, part_lse)
         return total.to(out.dtype)

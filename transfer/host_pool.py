@@ -7,6 +7,7 @@ which page is not known here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,8 @@ class HostPool:
         if self._pool.device.type != "cuda":
             return self.part(group)
         if group not in self._device_parts:
-            self._device_parts[group] = self._part_over(group, _on_device(self.pages(group), self._pool.device))
+            with torch.inference_mode(False):  # whoever asks first: others may write to it elsewhere
+                self._device_parts[group] = self._part_over(group, _on_device(self.pages(group), self._pool.device))
         return self._device_parts[group]
 
     def close(self) -> None:
@@ -180,6 +182,8 @@ def _pin(memory: Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
         code = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)  # CUDA tells an error to the next launch, too: not to somebody else's
         raise MemoryPlanError(
             f"CUDA could not pin the host pool's {memory.numel()} bytes ({runtime.cudaGetErrorString(code)}); a smaller host "
             "pool, or more memory that may be locked, would help"

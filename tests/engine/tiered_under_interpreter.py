@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from embedded_engine import device_decode
 from embedded_engine import engine as engine_module
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.reference import reference_merge_partial
 from embedded_engine.model_files import read_model_files
+from tests.engine.device_decode_under_interpreter import Relaunched
 from tests.engine.steps import PageBook, pages_for, prefill_all
 from tests.engine.test_tiered_decode import largest_slice
 from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of
@@ -31,10 +33,19 @@ NUM_TOKENS = 4
 
 
 def tokens_by(
-    directory: Path, prompts: Prompts, shard: Shard, *, has_kernels: bool, pages_per_block: int = 3
+    directory: Path,
+    prompts: Prompts,
+    shard: Shard,
+    *,
+    has_kernels: bool,
+    pages_per_block: int = 3,
+    names: Sequence[str] = tuple(LENGTHS),
+    batch_sizes: Sequence[int] = (),
 ) -> dict[str, list[int]]:
+    lengths = {name: LENGTHS[name] for name in names}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "_has_decode_kernels", lambda device: has_kernels)
+        patch.setattr(device_decode, "DecodeGraphs", Relaunched)
         groups = layer_groups(read_model_files(directory).layout())
         engine = EmbeddedEngine(
             directory,
@@ -42,14 +53,21 @@ def tokens_by(
             num_pages=pages_for(groups, 160 // shard.page_size, num_states=4),
             max_seq_len=64,
             max_running_requests=4,
+            cuda_graph_batch_sizes=batch_sizes,
         )
-    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in LENGTHS.items()})
+    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in lengths.items()})
     host = host_pool_of(engine, 80 // shard.page_size + 8)
     group = full_group(engine.pool.groups)
     engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, group))
     assert engine.host_block_bytes == (2 * pages_per_block * largest_slice(host, group) if has_kernels else 0)
-    first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
-    return Tiers(engine, host, book, ENDS).decode(first, LENGTHS, NUM_TOKENS)
+    first = prefill_all(engine, {name: prompts[length] for name, length in lengths.items()}, book)
+    ends = {name: end for name, end in ENDS.items() if name in names}
+    found = Tiers(engine, host, book, ends).decode(first, lengths, NUM_TOKENS)
+    if batch_sizes:
+        assert engine._decoder is not None
+        graphs: Any = engine._decoder._graphs
+        assert not graphs.replayed, "every step of these has host pages"
+    return found
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
@@ -71,6 +89,12 @@ def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prom
 def test_pools_and_blocks_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard: Shard, pages_per_block: int) -> None:
     found = tokens_by(qwen_dir, prompts, shard, has_kernels=True, pages_per_block=pages_per_block)
     assert found == tokens_by(qwen_dir, prompts, shard, has_kernels=False, pages_per_block=pages_per_block)
+
+
+def test_steps_are_padded_to_captured_sizes_but_never_replayed(family_dir: Directory, prompts: Prompts) -> None:
+    shard, names = Shard(page_size=4), ("b", "c", "a")
+    found = tokens_by(family_dir("glm"), prompts, shard, has_kernels=True, names=names, batch_sizes=(2, 4))
+    assert found == tokens_by(family_dir("glm"), prompts, shard, has_kernels=False, names=names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

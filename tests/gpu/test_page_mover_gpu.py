@@ -44,7 +44,7 @@ def assert_saved(pool: KVPool, host: HostPool, device_pages: list[int], host_pag
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("min_run_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("side", ["save", "load", "copy"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(case=page_cases())
 def test_moves_what_the_reference_moves(side: Side, min_run_bytes: int, case: PageCase) -> None:
     from transfer.kernels import device_page_mover
@@ -52,6 +52,27 @@ def test_moves_what_the_reference_moves(side: Side, min_run_bytes: int, case: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_page_mover, "MIN_RUN_BYTES", min_run_bytes)
         assert_moves(case, side, movement_of, "cuda")
+
+
+@pytest.mark.parametrize("order", list(TokenOrder))
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_what_has_been_compiled_is_all_that_is_launched(
+    order: TokenOrder, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transfer.kernels.page_kernel import copy_segments
+
+    pool = KVPool(layout=LAYOUT, shard=Shard(page_size=page_size, order=order), num_pages=40, device="cuda")
+    host = HostPool(pool, num_pages=[40])
+    mover = PageMover(pool, host, buffer_bytes=8 * host.page_bytes[0])
+    mover.compile()
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a kernel is compiled")
+
+    monkeypatch.setattr(copy_segments, "warmup", refuse)
+    for host_pages in (list(range(40)), list(range(0, 40, 2))):
+        moves = [PageMove(group=0, device_pages=list(range(len(host_pages))), host_pages=host_pages)]
+        assert mover.save(moves) == mover.load(moves) == len(host_pages) * host.page_bytes[0]
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))

@@ -39,6 +39,7 @@ def test_moves_what_the_reference_moves(side: Side, case: PageCase) -> None:
 def test_pages_come_back_as_they_were_from_another_place() -> None:
     pool, host = make_pools()
     mover = PageMover(pool, host, buffer_bytes=1 << 16)
+    mover.compile()
     pool.buffer(1, is_v=True)[3] = 7.0
     assert mover.save([PageMove(group=0, device_pages=[3, 1], host_pages=[0, 4])]) == 2 * host.page_bytes[0]
     pool.buffer(1, is_v=True).zero_()

@@ -112,6 +112,11 @@ class DevicePageMovement:
         }
         self._inside = [_inside_copier(pool, group) for group in range(len(pool.groups))]
 
+    def compile(self) -> None:
+        for group in self._groups.values():
+            for copier in (*group.pack, *group.unpack, group.write, group.read):
+                copier.compile()
+
     def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
         with self._lanes_after(after):
             tables = [upload(_both(move), self._device) for move in moves]

@@ -28,6 +28,9 @@ class HostPageMovement:
             stacks = _stacks(page_segments(pool, group)) if count and size else []
             self._stacks.append([(_on_pool(stack), _on_host(stack, host.pages(group))) for stack in stacks])
 
+    def compile(self) -> None:
+        """Nothing to do on a host."""
+
     def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
         _wait(after)
         for move in moves:

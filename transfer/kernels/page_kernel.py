@@ -141,6 +141,11 @@ class SegmentCopier:
             alike.setdefault((segment.num_bytes, segment.source_stride, segment.target_stride), []).append(segment)
         self._launches = [_Launch(device, own, is_source_packed, is_target_packed) for own in alike.values()]
 
+    def compile(self) -> None:
+        """Compile and load what calls launch, where that has not been done; launches nothing."""
+        for launch in self._launches:
+            launch.launcher.compile((0, 0, launch.table.data_ptr(), 0, *self._num_pages))
+
     def __call__(self, source_pages: int, target_pages: int, num_rows: int) -> None:
         """Queue the copy of `num_rows` pages.
 

@@ -60,6 +60,10 @@ class PagePairs:
 class PageMovement(Protocol):
     """How pages are moved on a kind of device; each call returns when the copies are done."""
 
+    def compile(self) -> None:
+        """See `PageMover.compile`."""
+        ...
+
     def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
         """Device (source) to host (target)."""
         ...
@@ -97,6 +101,10 @@ class PageMover:
         self._host = host
         self._lock = threading.Lock()
         self._movement = movement_of(pool, host, buffer_bytes)
+
+    def compile(self) -> None:
+        """Compile what saves and loads launch on a GPU; otherwise the first of each does so, for seconds. Launches nothing."""
+        self._movement.compile()
 
     def save(self, moves: Sequence[PageMove], after: WorkBefore | None = None) -> int:
         """Copy device pages to host pages.

@@ -81,6 +81,9 @@ class ReferencePageMovement:
         self._pool = pool
         self._host = host
 
+    def compile(self) -> None:
+        """Nothing to do."""
+
     def save(self, moves: Sequence[PagePairs], after: WorkBefore | None) -> None:
         self._move(moves, after, is_from_host=False, is_to_host=True)
 
