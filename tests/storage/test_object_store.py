@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from moto.server import ThreadedMotoServer
 
+from tests.storage.stores import Seen
 from tests.storage.writer import key_of, page_of
+from transfer.breaker import BreakerSettings
 from transfer.errors import ConfigError
 from transfer.storage.base import Outcome
+from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.object_store import ObjectStore
 
 OK, MISSING, CORRUPT, FOREIGN, FAILED = Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN, Outcome.FAILED
 PAGE_BYTES = 4096
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    """S3, as moto serves it to whoever speaks its protocol."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()[1]
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """In a bucket of the test's own."""
+    for name, value in environment(s3_port).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"kv-{secrets.token_hex(4)}"
+    request = urllib.request.Request(f"http://127.0.0.1:{s3_port}/{bucket}", method="PUT")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.status == 200
+    return ObjectStore(f"s3://{bucket}/some/prefix", timeout_s=5.0)
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "s3":
+        opened: ObjectStore = request.getfixturevalue("s3")
+        return opened
     return ObjectStore("memory:///" if request.param == "memory" else tmp_path.as_uri(), timeout_s=5.0)
 
 
@@ -89,23 +123,59 @@ def test_what_is_no_key_is_no_path(store: ObjectStore) -> None:
         store.get([("../outside", memoryview(bytearray(1)))])
 
 
-def test_a_service_that_nobody_reaches_is_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in NOWHERE.items():
+def test_two_processes_of_one_bucket_share_it(s3: ObjectStore) -> None:
+    other = ObjectStore(s3.name, timeout_s=5.0)
+    assert put(s3, 1) == [OK]
+    assert get(other, 1) is OK
+
+
+async def test_a_loop_goes_on_while_a_service_is_asked(s3: ObjectStore) -> None:
+    """And the service runs in this process: if obstore kept the interpreter's lock, nobody would ever answer it."""
+    breaker = BreakerSettings(failures=3, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
+    settings = StoreClientSettings(put_timeout_s=10.0, get_timeout_s=10.0, queue_bytes=1 << 24, threads=4, breaker=breaker)
+    client = StoreClient(s3, loop=asyncio.get_running_loop(), settings=settings, observer=Seen())
+    pages = [(key_of(number), memoryview(page_of(number, PAGE_BYTES))) for number in range(20)]
+    assert await client.put(pages) == [True] * 20
+    views = [memoryview(bytearray(PAGE_BYTES)) for _ in pages]
+    assert await client.get([(key, view) for (key, _), view in zip(pages, views, strict=True)]) == [True] * 20
+    assert views == [view for _, view in pages]
+    await client.close()
+
+
+@pytest.mark.parametrize("url", ["s3://there-is-no-such-bucket/kv", "s3://not..allowed/kv"])
+def test_a_bucket_that_is_not_there_is_failures_and_misses(s3_port: int, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    for name, value in environment(s3_port).items():
         monkeypatch.setenv(name, value)
-    store = ObjectStore("s3://bucket/kv", timeout_s=0.5)
-    assert put(store, 1) == [FAILED]
-    assert get(store, 1) is FAILED
-    assert store.exists([key_of(1)]) == [FAILED]
-    assert store.delete([key_of(1)]) == [FAILED]
+    store = ObjectStore(url, timeout_s=2.0)
+    assert put(store, 1) == [FAILED], "or a mistake in the settings would look like a store that works"
+    assert get(store, 1) in (FAILED, MISSING)
 
 
-NOWHERE = {
-    "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
-    "AWS_ALLOW_HTTP": "true",
-    "AWS_ACCESS_KEY_ID": "a",
-    "AWS_SECRET_ACCESS_KEY": "b",
-    "AWS_REGION": "us-east-1",
-}
+@pytest.mark.parametrize("service", ["nobody", "silent"])
+def test_a_service_that_does_not_answer_is_failures_in_time(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if service == "nobody":
+            listener.close()
+        for name, value in environment(port).items():
+            monkeypatch.setenv(name, value)
+        store = ObjectStore("s3://bucket/kv", timeout_s=0.5)
+        begun_s = time.monotonic()
+        assert put(store, 1) == [FAILED]
+        assert get(store, 1) is FAILED
+        assert store.exists([key_of(1)]) == [FAILED]
+        assert store.delete([key_of(1)]) == [FAILED]
+        assert time.monotonic() - begun_s < 15
+
+
+def environment(port: int) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+    }
 
 
 def test_a_url_that_obstore_does_not_take_is_refused() -> None:

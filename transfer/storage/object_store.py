@@ -6,6 +6,7 @@ is and who calls it obstore takes from the environment (``AWS_ACCESS_KEY_ID``, `
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
@@ -47,7 +48,13 @@ class ObjectStore:
         options: dict[str, Any] = {}
         if parts.scheme not in ("file", "memory"):
             timeout, connect_timeout = (timedelta(seconds=seconds) for seconds in (timeout_s, min(timeout_s, CONNECT_TIMEOUT_S)))
-            options["client_options"] = {"timeout": timeout, "connect_timeout": connect_timeout}
+            # obstore itself looks there only while it is given no options of its own.
+            is_http_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+            options["client_options"] = {
+                "timeout": timeout,
+                "connect_timeout": connect_timeout,
+                "allow_http": is_http_allowed,
+            }
             options["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": timeout}
         try:
             self._store = self._obstore.store.from_url(url, **options)
@@ -85,7 +92,10 @@ class ObjectStore:
                 return Outcome.OK
         except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
             pass  # what most puts find
-        self._obstore.put(self._store, key, b"".join((header_of(key, page), page)), use_multipart=False)
+        try:
+            self._obstore.put(self._store, key, b"".join((header_of(key, page), page)), use_multipart=False)
+        except (self._obstore.exceptions.NotFoundError, FileNotFoundError) as error:
+            raise OSError(f"there is no such bucket: {_in_a_line(error)}") from error
         return Outcome.OK
 
     def _get(self, key: str, page: memoryview) -> Outcome:
