@@ -107,26 +107,25 @@ class PrefixLoader:
         at_once = max(1, self._batch_bytes // max(1, sum(source.page_bytes for source in sources)))
         for first in pages[::at_once] if sources else ():
             batch = _new_batch(group, sources, first, min(at_once, pages.stop - first))
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    num_read = await self._read(batch, prefix)
-            except TimeoutError:
-                return first
+            num_read = await self._read(batch, prefix, deadline_s)
             # Without a deadline: pages are written between two steps, and nobody may have them back before.
             await self._lane.call(partial(self._write, batch, num_read, prefix, tables))
             if num_read < batch.num_pages:
                 return first + num_read
         return prefix.num_pages
 
-    async def _read(self, batch: _Batch, prefix: StoredPrefix) -> int:
+    async def _read(self, batch: _Batch, prefix: StoredPrefix, deadline_s: float) -> int:
         """Fill the batch; returns how many pages at its beginning have all their sources."""
+        left_s = deadline_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return 0
         wanted: list[tuple[str, memoryview]] = []
         for index in range(batch.num_pages):
             for source, pages in zip(batch.sources, batch.pages, strict=True):
                 page_hash = prefix.hashes[batch.first_page + index]
                 key = store_key(prefix.fingerprint, page_hash, group=batch.group, layout=prefix.decode.layout, shard=source.shard)
                 wanted.append((key, pages[index].numpy().data))
-        answers = await self._client.get(wanted)
+        answers = await self._client.get(wanted, timeout_s=left_s)
         missing = answers.index(False) if False in answers else len(answers)
         return missing // len(batch.sources)
 

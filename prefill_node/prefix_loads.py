@@ -97,11 +97,8 @@ class PrefixLoads:
         await self._client.close()
 
     async def _look_up(self, request_id: str, load: _Load, prefix: StoredPrefix) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                num_pages = await num_stored_pages(prefix, self._client)
-        except TimeoutError:
-            num_pages = 0
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        num_pages = await num_stored_pages(prefix, self._client, deadline_s=deadline_s)
         if not num_pages:
             del self._loads[request_id]
             self._on_loaded(request_id, 0)

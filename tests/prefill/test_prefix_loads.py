@@ -33,10 +33,10 @@ TIMEOUT_S = 0.2
 class Loading(World):
     """A leader with a store, to whose decode instance pages of four tokens belong."""
 
-    def __init__(self, store: MemoryStore, *, store_salt: str = "") -> None:
+    def __init__(self, store: MemoryStore, *, store_salt: str = "", failures: int = 100) -> None:
         self.store = store
         self.store_salt = store_salt
-        breaker = BreakerSettings(failures=100, window_s=60.0, pause_s=1.0, max_pause_s=1.0)
+        breaker = BreakerSettings(failures=failures, window_s=60.0, pause_s=30.0, max_pause_s=30.0)
         settings = StoreClientSettings(put_timeout_s=5.0, get_timeout_s=5.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
         self.client = StoreClient(store, loop=asyncio.get_running_loop(), settings=settings, observer=Seen())
         super().__init__(make_loads=self._make_loads)
@@ -168,6 +168,24 @@ async def test_a_store_that_fails_costs_its_deadline_and_no_request(what: str) -
         assert time.monotonic() - begun_s < TIMEOUT_S + 2
         world.settle()
         assert world.outcomes == ["sent"] * 3
+        world.assert_nothing_is_left()
+
+
+async def test_a_store_that_hangs_is_soon_left_alone() -> None:
+    """The deadline is paid by a few requests, and not by all that come."""
+    store = MemoryStore()
+    store.gate.clear()
+    async with opened(store, failures=2) as world:
+        for name in "ab":
+            world.submit(name, 8)
+            await until(lambda: world.steps)
+            world.settle()
+        begun_s = time.monotonic()
+        for name in "cdefgh":
+            world.submit(name, 8)
+            await until(lambda: world.steps)
+            world.settle()
+        assert time.monotonic() - begun_s < 3 * TIMEOUT_S
         world.assert_nothing_is_left()
 
 

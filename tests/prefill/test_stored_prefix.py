@@ -99,7 +99,7 @@ class Lookup:
         self.store.pages |= dict.fromkeys(prefix.keys([layer_groups(prefix.decode.layout)[group]], pages), b"")
 
     async def num_pages(self, prefix: StoredPrefix) -> int:
-        return await num_stored_pages(prefix, self.client)
+        return await num_stored_pages(prefix, self.client, deadline_s=asyncio.get_running_loop().time() + 10.0)
 
 
 @pytest.fixture
@@ -147,3 +147,11 @@ async def test_a_model_of_windows_alone_needs_only_their_pages(lookup: Lookup) -
     prefix = prefix_of(SLIDING)
     lookup.put(prefix, 0, 8, 9, 10)
     assert await lookup.num_pages(prefix) == 11
+
+
+async def test_what_is_not_answered_in_time_is_not_there(lookup: Lookup) -> None:
+    prefix = prefix_of(PLAIN)
+    lookup.put(prefix, 0, *range(11))
+    deadline_s = asyncio.get_running_loop().time()
+    assert await num_stored_pages(prefix, lookup.client, deadline_s=deadline_s) == 0
+    assert not lookup.store.num_calls

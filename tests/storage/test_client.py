@@ -131,6 +131,20 @@ async def test_a_store_that_hangs_is_not_waited_for(op: str) -> None:
         assert client.num_queued == 0
 
 
+@pytest.mark.parametrize("left_s", [0.05, 0.0, -1.0])
+async def test_a_caller_that_has_less_time_says_so_and_the_store_is_blamed_all_the_same(left_s: float) -> None:
+    store = MemoryStore()
+    store.gate.clear()
+    async with opened(store, threads=8) as (client, seen, _):
+        begun_s = time.monotonic()
+        for _ in range(BREAKER.failures):
+            assert await client.get([("a", page(1))], timeout_s=left_s) == [False]
+        assert client.state is BreakerState.OPEN
+        assert await client.exists(["a"], timeout_s=60.0) == [False]
+        assert time.monotonic() - begun_s < 2
+        assert seen.operations[0] == ("get", (Outcome.TIMEOUT,))
+
+
 async def test_nobody_touches_a_view_after_the_deadline() -> None:
     """The thread that hangs in `get` comes back with bytes that nobody waits for; the view is somebody else's by then."""
     store = MemoryStore()

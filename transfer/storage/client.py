@@ -188,14 +188,19 @@ class StoreClient:
         items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
         return await self._call("put", items, self._writing, self._settings.put_timeout_s)
 
-    async def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
-        """Fill writable views, each of the page's exact size. False: a miss of any kind, and the view is untouched."""
-        items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
-        return await self._call("get", items, self._reading, self._settings.get_timeout_s)
+    async def get(self, pages: Sequence[tuple[str, memoryview]], *, timeout_s: float | None = None) -> list[bool]:
+        """Fill writable views, each of the page's exact size. False: a miss of any kind, and the view is untouched.
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether the store has them, as far as it can say without reading them."""
-        return await self._call("exists", [_Item(key=key) for key in keys], self._reading, self._settings.get_timeout_s)
+        Args:
+            timeout_s: Where less than `get_timeout_s` is left. To run out of it speaks against the store, too; who cancels the
+                call instead has learnt nothing of it, and the circuit stays as it is.
+        """
+        items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
+        return await self._call("get", items, self._reading, self._reading_s(timeout_s))
+
+    async def exists(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
+        """Whether the store has them, as far as it can say without reading them; `timeout_s` as of `get`."""
+        return await self._call("exists", [_Item(key=key) for key in keys], self._reading, self._reading_s(timeout_s))
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
         """Take pages out. True: it was there, and is there no more."""
@@ -212,6 +217,9 @@ class StoreClient:
             await asyncio.wait_for(self._all_ended.wait(), CLOSE_S)
 
     # A call
+
+    def _reading_s(self, timeout_s: float | None) -> float:
+        return self._settings.get_timeout_s if timeout_s is None else min(timeout_s, self._settings.get_timeout_s)
 
     async def _call(self, op: str, items: Sequence[_Item], breaker: Breaker, timeout_s: float) -> list[bool]:
         if not items:
