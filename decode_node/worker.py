@@ -324,7 +324,6 @@ class DecodeWorker:
             **pool_status(self._allocator),
             **self._sessions.status(),
             "requests": len(self._requests) + self._receiver.num_requests,
-            **({} if self._offload is None else self._offload.status()),
         }
 
     def check_idle(self) -> bool:

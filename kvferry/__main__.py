@@ -70,6 +70,10 @@ def demo(
     prompts: Annotated[Path | None, typer.Option(help="Text file, one prompt a line; by default those built in.")] = None,
     requests: Annotated[int | None, typer.Option(help="How many; by default each prompt once.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 32,
+    offload: Annotated[
+        Path | None,
+        typer.Option(help="Keep KV in this directory, behind a small device pool and host memory; run it twice."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON; - is standard output.")] = None,
 ) -> None:
     """Run both tiers on this machine, send prompts through them, and compare every token with a single process."""
@@ -92,6 +96,7 @@ def demo(
             prompts_file=prompts,
             num_requests=requests,
             max_new_tokens=max_new_tokens,
+            offload=offload,
             json_file=json,
         )
     except TransferError as error:

@@ -23,6 +23,7 @@ from kvferry import exit_codes
 from kvferry.demo_cache import cached_demo_model
 from kvferry.demo_dtype import EXACT_DTYPE, chosen_dtype, model_dtype
 from kvferry.demo_kinds import ModelKind
+from kvferry.demo_offload import POOL_TOKENS, offload_report, offload_settings, store_settings
 from kvferry.demo_print import print_report
 from kvferry.demo_prompts import architecture, check_prompts_fit, load_prompts
 from kvferry.demo_report import DemoReport, RequestOutcome, find_leaks, make_report
@@ -58,6 +59,7 @@ class DemoOptions:
         prompts_file: One prompt a line; None takes those built in.
         num_requests: None sends each prompt once.
         max_new_tokens: Tokens to generate for each prompt, exactly.
+        offload: Directory that decode stores KV in, behind a device pool that is too small and host memory; None: no such tiers.
         json_file: Where the report goes as JSON; ``-`` is standard output.
     """
 
@@ -75,6 +77,7 @@ class DemoOptions:
     prompts_file: Path | None = None
     num_requests: int | None = None
     max_new_tokens: int = 32
+    offload: Path | None = None
     json_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -110,6 +113,9 @@ class DemoOptions:
         if is_tight:
             settings["limits.max_running_requests"] = TIGHT_RUNNING_REQUESTS
         decode_settings = dict(settings)
+        if self.offload is not None:
+            decode_settings |= offload_settings(self.offload)
+            settings |= store_settings(self.offload)
         if self.device == "cuda":
             settings["device"] = decode_settings["device"] = "cuda"
             decode_settings["first_device"] = first_decode_device(self.prefill_tp, self.decode_tp)
@@ -127,6 +133,7 @@ class DemoOptions:
                 page_size=self.decode_page_size,
                 order=self.decode_order,
                 settings=decode_settings,
+                **({} if self.offload is None else {"pool_tokens": POOL_TOKENS}),
             ),
             transport=self.transport,
             heartbeat_s=DEMO_HEARTBEAT_S,
@@ -231,6 +238,10 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
                 outcomes = await _generate_all(cluster, prompts, options.max_new_tokens, view, reference)
                 generate_s = time.monotonic() - generate_begun_s
                 leaked = await _wait_idle(cluster)
+                offload = None
+                if options.offload is not None:
+                    longest = max(one.prompt_tokens + len(one.token_ids) for one in outcomes)
+                    offload = await offload_report(cluster, longest_request_tokens=longest, page_size=options.decode_page_size)
                 prefill, decode = await cluster.prefill.status(), await cluster.decode.status()
                 if not any(outcome.error for outcome in outcomes):
                     view.phase("waiting for the single process that the tokens are compared with")
@@ -249,7 +260,8 @@ async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
         generate_seconds=generate_s,
         dtype=dtype or "as stored",
         model_kind=options.model_kind if options.model is None else architecture(model),
-        prefill=prefill,
+        prefill=prefill if offload is None else None,
+        offload=offload,
         environment=_environment(options, model),
     )
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kvferry.demo_dtype import EXACT_DTYPE
 from kvferry.demo_groups import GroupReport
+from kvferry.demo_offload import OffloadReport
 from kvferry.demo_report import DemoReport, Percentiles
 from kvferry.demo_view import in_bytes
 
@@ -21,6 +22,10 @@ LEGEND = (
 GROUP_LEGEND = (
     "used: pages that all requests took, one after the other; more than there are were used again. Tokens behind a window, and "
     "those that a state has taken in, need not travel."
+)
+OFFLOAD_LEGEND = (
+    "hit tokens: of prompts, found in that tier and not sent by prefill. Run the command again with the same directory: what "
+    "this run has stored is found then."
 )
 TIES = (
     "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
@@ -39,6 +44,9 @@ def print_report(console: Console, report: DemoReport) -> None:
     if has_kinds(report):
         console.print(_group_table(report))
         console.print(GROUP_LEGEND, markup=False, highlight=False, soft_wrap=True)
+    if report.offload is not None:
+        console.print(_offload_table(report.offload))
+        console.print(OFFLOAD_LEGEND, markup=False, highlight=False, soft_wrap=True)
     if report.writes:
         console.print(LEGEND, markup=False, highlight=False, soft_wrap=True)
     for title, lines in _complaints(report):
@@ -87,6 +95,24 @@ def _group_table(report: DemoReport) -> Table:
     }
     for name, shown in rows.items():
         table.add_row(name, *map(shown, report.groups))
+    return table
+
+
+def _offload_table(offload: OffloadReport) -> Table:
+    table = Table(title="where the KV of the decode tier lay", title_justify="left")
+    for name in ("", "device", "host memory", "store"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("room of a rank", f"{offload.device_tokens:,} tokens", f"{offload.host_tokens:,} tokens", "the directory's")
+    table.add_row("copied in", "", in_bytes(offload.saved_bytes), in_bytes(offload.stored_bytes))
+    table.add_row("copied out", "", in_bytes(offload.loaded_bytes), in_bytes(offload.fetched_bytes))
+    hits = (offload.hit_tokens_device, offload.hit_tokens_host, offload.hit_tokens_storage)
+    table.add_row("hit tokens", *(f"{tokens:,}" for tokens in hits))
+    table.add_row("left early", f"{offload.released_pages:,} pages", "", "")
+    table.add_row("brought back", f"{offload.restored_pages:,} pages", "", "")
+    table.add_row("longest request", f"{offload.longest_request_tokens:,} tokens", "", "")
+    table.add_row("not computed by prefill", "", "", f"{offload.skipped_tokens:,} tokens")
+    if offload.unstored_pages:
+        table.add_row("could not be stored", "", "", f"{offload.unstored_pages:,} pages")
     return table
 
 

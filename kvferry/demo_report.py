@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.demo_groups import GroupReport, Lengths, group_reports
+from kvferry.demo_offload import OffloadReport
 from kvferry.reference_generate import ReferenceResult
 from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb
@@ -73,7 +74,8 @@ class DemoReport:
         generate_seconds: Of it, from the first request to the last token.
         dtype: What both tiers and the single process computed in.
         model_kind: What the layers of the demo model keep, or the architecture of a model that was given.
-        groups: What each group of layers took, of the requests that ended well.
+        groups: What each group of layers took, of the requests that ended well; not with `offload`, where not all of it travels.
+        offload: What became of KV outside of the device; None without such tiers.
         environment: Versions and machine, for the record.
     """
 
@@ -106,6 +108,7 @@ class DemoReport:
     dtype: str
     model_kind: str = ""
     groups: tuple[GroupReport, ...] = ()
+    offload: OffloadReport | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,7 +125,7 @@ def _plain(value: Any) -> Any:
         return {"p50": value.p50, "p99": value.p99}
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
-    if isinstance(value, GroupReport):
+    if isinstance(value, GroupReport | OffloadReport):
         return dataclasses.asdict(value)
     return dict(value) if isinstance(value, Mapping) else value
 
@@ -156,6 +159,7 @@ def make_report(
     environment: Mapping[str, Any],
     model_kind: str = "",
     prefill: pb.NodeStatus | None = None,
+    offload: OffloadReport | None = None,
 ) -> DemoReport:
     """Add up a run.
 
@@ -167,6 +171,7 @@ def make_report(
         dtype: What both tiers and the single process computed in.
         model_kind: What the layers of the demo model keep, or the architecture of a model that was given.
         prefill: The prefill node's status; None leaves out what each group of layers took.
+        offload: What became of KV outside of the device.
 
     Raises:
         ConfigError: The two sequences are not equally long.
@@ -205,6 +210,7 @@ def make_report(
         dtype=dtype,
         model_kind=model_kind,
         groups=() if prefill is None else group_reports(prefill, decode, [_lengths(one) for one in outcomes if one.done]),
+        offload=offload,
         environment=dict(environment),
     )
 

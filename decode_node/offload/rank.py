@@ -367,10 +367,6 @@ class OffloadRank:
         """Whether there is no request, and nothing on its way into the store or out of it."""
         return not self._requests and not self._storing
 
-    def status(self) -> dict[str, Any]:
-        """Fields of the wire contract's RankStatus."""
-        return {"store_queue": 0 if self._store is None else self._store.num_queued}
-
     async def close(self) -> None:
         """End the lanes, the store and the host pool, in bounded time."""
         for task in list(self._storing):
