@@ -243,6 +243,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                                 ttft_s=done.ttft_s,
                                 prefill_node=done.prefill_node,
                                 retries=done.retries,
+                                cached_tokens=done.cached_tokens,
                             )
                         )
                         return

@@ -34,6 +34,7 @@ class Done:
     ttft_s: float
     prefill_node: str
     retries: int
+    cached_tokens: int
 
 
 Progress = Tokens | Done | TransferError
@@ -94,6 +95,7 @@ class Try:
     begun_s: float
     stage: Stage = Stage.WAITING
     prompt: Prompt | None = None  # once it has been looked for
+    start_token: int = 0  # first token whose KV comes from prefill, once it has room
     first_token: int | None = None
     stats: pb.TransferStats | None = None
     expected: asyncio.Future[str] | None = None  # every rank has answered ExpectRequest

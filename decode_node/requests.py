@@ -358,6 +358,7 @@ class DecodeRequests:
         )
         if place is None:
             return None
+        a_try.start_token = place.start_token
         self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
         request.queue_left_s = self._queue_left_s(a_try)
         a_try.stage = Stage.RECEIVING
@@ -506,6 +507,7 @@ class DecodeRequests:
                 ttft_s=request.ttft_s,
                 prefill_node=a_try.peer.address,
                 retries=len(request.tries) - 1,
+                cached_tokens=a_try.start_token,
             )
         )
         self._forget_if_done(a_try)

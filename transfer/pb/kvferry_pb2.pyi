@@ -281,7 +281,7 @@ class GeneratedTokens(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GenerateDone(_message.Message):
-    __slots__ = ("finish_reason", "prompt_tokens", "generated_tokens", "stats", "ttft_s", "prefill_node", "retries")
+    __slots__ = ("finish_reason", "prompt_tokens", "generated_tokens", "stats", "ttft_s", "prefill_node", "retries", "cached_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +289,7 @@ class GenerateDone(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     prompt_tokens: int
     generated_tokens: int
@@ -296,7 +297,8 @@ class GenerateDone(_message.Message):
     ttft_s: float
     prefill_node: str
     retries: int
-    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., stats: _Optional[_Union[TransferStats, _Mapping]] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., retries: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., stats: _Optional[_Union[TransferStats, _Mapping]] = ..., ttft_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., retries: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("request_id", "prefill_incarnation", "decode_incarnation", "chunk_plan")
