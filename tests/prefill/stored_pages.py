@@ -101,11 +101,11 @@ class Prompt:
             slots = table[tokens // pool.page_size] * pool.page_size + tokens % pool.page_size
             assert int(slots.min()) >= 0
             heads = own.shard.heads(self.layout.layers[layer].num_kv_heads)
-            for is_v, found in zip((False, True), pool.read(layer, slots), strict=True):
+            for is_v, found in zip((False, True), pool.read(layer, slots.to(pool.device)), strict=True):
                 stored = self.stored(decode, layer, is_v)[tokens, heads.begin : heads.end]
                 scale = (decode if decode.kv_scales else own).scales_of(layer)[is_v]
                 expected = convert(stored, own.pool_dtype, scale=scale)
-                assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), (layer, is_v)
+                assert torch.equal(found.cpu().view(torch.uint8), expected.contiguous().view(torch.uint8)), (layer, is_v)
 
 
 def at_rank(instance: Instance, rank: int) -> Instance:

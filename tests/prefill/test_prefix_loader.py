@@ -60,11 +60,13 @@ class Rank:
 
 
 @asynccontextmanager
-async def rank_of(own: Instance, store: Store, *, timeout_s: float = 10.0, batch_bytes: int = 1 << 20) -> AsyncIterator[Rank]:
+async def rank_of(
+    own: Instance, store: Store, *, timeout_s: float = 10.0, batch_bytes: int = 1 << 20, device: str = "cpu"
+) -> AsyncIterator[Rank]:
     groups = layer_groups(own.layout)
     needs = page_needs(groups, own.shard.page_size, chunk_tokens=8)
     num_pages = [count + 7 for count in needs.peak(NUM_TOKENS).by_group]
-    pool = KVPool(layout=own.layout, shard=own.shard, num_pages=num_pages)
+    pool = KVPool(layout=own.layout, shard=own.shard, num_pages=num_pages, device=device)
     allocator = GroupAllocator(needs, num_pages)
     for other in "xy":  # so that the request's own pages are neither the first ones nor adjacent
         assert allocator.reserve(other, 3)
