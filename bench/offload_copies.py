@@ -4,8 +4,8 @@
 
 Calls of `PageMover` are timed from the call to its return, with everything that the host does for them, and alternate with their
 yardstick: one copy of as many contiguous bytes between the device and memory that torch has pinned. The device's pages come in
-random order. The host's follow each other ("in order"), as an allocator binds them that has room, or come in random order, too.
-On a CPU both pools are in host memory, and the yardstick is a copy by one thread.
+random order. The host's follow each other ("in order"), as an allocator binds them that has room, or are a random half of the
+pool's ("in no order"). On a CPU both pools are in host memory, and the yardstick is a copy by one thread.
 """
 
 from __future__ import annotations
@@ -84,9 +84,12 @@ def _measure(report: Report, geometry: Geometry, device: str, num_bytes: int, bu
     page_bytes = group.page_bytes(layout, shard)
     count = max(2, num_bytes // page_bytes)
     pool = KVPool(layout=layout, shard=shard, num_pages=count, device=device)
-    host = HostPool(pool, num_pages=[count])
+    host = HostPool(pool, num_pages=[2 * count])  # half of them are used: in no order few follow each other
     mover = PageMover(pool, host, buffer_bytes=max(buffer_bytes, 2 * page_bytes))
-    device_pages, host_pages = (torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 2))
+    mover.compile()
+    device_pages, host_pages = (
+        torch.randperm(most, generator=torch.Generator().manual_seed(most)).tolist()[:count] for most in (count, 2 * count)
+    )
     in_order = [PageMove(group=0, device_pages=device_pages, host_pages=range(count))]
     in_no_order = [PageMove(group=0, device_pages=device_pages, host_pages=host_pages)]
     total = count * page_bytes

@@ -8,6 +8,7 @@ which page is not known here.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,13 +47,18 @@ class HostPool:
         self._memory = zeroed_bytes(sum(map(_aligned, sizes)))
         self.num_bytes: int = sum(sizes)
         """Bytes of all pages."""
-        self.is_pinned: bool = False
-        """Whether the device can read and write the memory by itself; false again after `close`."""
+        self._unpin: weakref.finalize[..., HostPool] | None = None
         if pool.device.type == "cuda":
             _pin(self._memory, pool.device)
-            self.is_pinned = True
+            # Also of a pool that nobody closes: CUDA refuses to pin anew what it believes to be pinned at these addresses.
+            self._unpin = weakref.finalize(self, _unpin, self._memory)
         self._parts: dict[int, PagedKVPool] = {}
         self._device_parts: dict[int, PagedKVPool] = {}
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the device can read and write the memory by itself; false again after `close`."""
+        return self._unpin is not None and self._unpin.alive
 
     def pages(self, group: int) -> Tensor:
         """All pages of a group as bytes in host memory, uint8 [num_pages, page_bytes], shared."""
@@ -101,9 +107,8 @@ class HostPool:
         The memory itself goes with the last view of it.
         """
         self._device_parts.clear()
-        if self.is_pinned:
-            self.is_pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        if self._unpin is not None:
+            self._unpin()
 
     def _check(self) -> None:
         groups = self._pool.groups
@@ -188,6 +193,10 @@ def _pin(memory: Tensor, device: torch.device) -> None:
             f"CUDA could not pin the host pool's {memory.numel()} bytes ({runtime.cudaGetErrorString(code)}); a smaller host "
             "pool, or more memory that may be locked, would help"
         )
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class _DeviceBytes:

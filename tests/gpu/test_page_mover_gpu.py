@@ -159,6 +159,18 @@ def test_pinned_memory_is_the_devices_too_until_it_is_closed() -> None:
     assert not host.is_pinned and host.part(0).buffer(2, is_v=False)[7].eq(3.0).all()
 
 
+def test_a_pool_that_nobody_closes_is_unpinned_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory can be pinned again: a second pool lies at the same addresses."""
+    from transfer import host_pool
+
+    pool, host = make_pools()
+    memory = host._memory
+    del host
+    monkeypatch.setattr(host_pool, "zeroed_bytes", lambda num_bytes: memory)
+    assert HostPool(pool, num_pages=[96]).is_pinned
+    torch.ones(1, device="cuda")  # no error is left for others
+
+
 def test_memory_that_cannot_be_pinned_is_told_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the same memory, which CUDA refuses."""
     from transfer import host_pool
@@ -167,6 +179,7 @@ def test_memory_that_cannot_be_pinned_is_told_with_numbers(monkeypatch: pytest.M
     monkeypatch.setattr(host_pool, "zeroed_bytes", lambda num_bytes: host._memory)
     with pytest.raises(MemoryPlanError, match=rf"could not pin the host pool's {host.num_bytes} bytes"):
         HostPool(pool, num_pages=[96])
+    torch.ones(1, device="cuda")  # no error is left for others
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))
