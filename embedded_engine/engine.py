@@ -278,7 +278,7 @@ class EmbeddedEngine:
         """Let decode steps attend to pages in host memory, see `DecodeItem.host_tables`; once, before any step.
 
         On a GPU it takes two buffers of up to `block_bytes` of the device, and runs a step for the dummy request, to compile what
-        such steps launch.
+        such steps launch; so the ranks of a group do this together.
 
         Args:
             host: Host pages of this engine's pool.

@@ -196,7 +196,8 @@ class DevicePageMovement:
         segments, size = page_segments(pool, group), host.page_bytes[group]
         buffer_pages = self._lanes[0].buffer.numel() // size
         packed = [[_to_page(one, lane.buffer.data_ptr(), size) for one in segments] for lane in self._lanes]
-        linked = [_to_page(one, host.pages(group).data_ptr(), size) for one in segments]
+        part = host.device_part(group)  # a page begins with its first layer's K
+        linked = [_to_page(one, part.buffer(part.layers[0], is_v=False).data_ptr(), size) for one in segments]
         there: dict[str, Any] = {"num_source_pages": pool.num_pages[group]}
         back: dict[str, Any] = {"num_target_pages": pool.num_pages[group]}
         prepared = partial(SegmentCopier, self._device)
