@@ -70,7 +70,7 @@ def outcome_of(worker: type, message: Any, error: EngineError, num_ranks: int) -
     """What a rank tells its leader of a step that fails with `error`."""
     outcomes: list[Any] = []
     fake = SimpleNamespace(
-        _requests={"a": SimpleNamespace(steps_under_way=0, sampling=GREEDY)},
+        _requests={"a": SimpleNamespace(steps_under_way=0, sampling=GREEDY, is_begun=True)},
         _allocator=SimpleNamespace(cover=lambda request_id, end: ((0,),), advance=lambda *_: None),
         _engine=SimpleNamespace(shard=Shard(tp_size=num_ranks), prefill=failing_with(error), decode=failing_with(error)),
         _engine_lane=SimpleNamespace(submit=lambda work, done: outcomes.append(work())),
