@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,10 +72,12 @@ def outcome_of(worker: type, message: Any, error: EngineError, num_ranks: int) -
     outcomes: list[Any] = []
     fake = SimpleNamespace(
         _requests={"a": SimpleNamespace(steps_under_way=0, sampling=GREEDY, is_begun=True)},
-        _allocator=SimpleNamespace(cover=lambda request_id, end: ((0,),), advance=lambda *_: None),
+        _allocator=SimpleNamespace(cover=lambda request_id, end: ((0,),), advance=lambda *_, **__: None),
         _engine=SimpleNamespace(shard=Shard(tp_size=num_ranks), prefill=failing_with(error), decode=failing_with(error)),
         _engine_lane=SimpleNamespace(submit=lambda work, done: outcomes.append(work())),
+        _offload=None,
     )
+    fake._item_of = partial(DecodeWorker._item_of, fake)
     worker._run_step(fake, message)
     return outcomes[0]
 
