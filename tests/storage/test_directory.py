@@ -75,6 +75,17 @@ def test_files_fan_out_and_no_unfinished_one_is_left(store: DirectoryStore) -> N
     assert not [path for path in files(store) if path.name.startswith(WRITING)]
 
 
+def test_nobody_else_may_read_or_write_what_is_stored(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = DirectoryStore(tmp_path / "kv", max_bytes=1 << 30)
+        put(store, 1)
+    finally:
+        os.umask(before)
+    for path in (Path(store.name), *Path(store.name).rglob("*")):
+        assert not path.stat().st_mode & 0o077, path
+
+
 def test_what_is_there_is_not_written_again(store: DirectoryStore) -> None:
     put(store, 1)
     (file,) = files(store)

@@ -39,7 +39,8 @@ class StorageConfig(Section):
     """A store of pages, in a directory or an object store; none without either."""
 
     directory: Path | None = Field(
-        default=None, description="Folder of the store, the same for all nodes that share it; made where it is not there."
+        default=None,
+        description="Folder of the store, the same for all nodes that share it, of one user; made where it is not there.",
     )
     url: str | None = Field(
         default=None,

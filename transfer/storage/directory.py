@@ -21,9 +21,12 @@ import structlog
 
 from transfer.errors import ConfigError
 from transfer.storage.base import Outcome
-from transfer.storage.directory_room import LEFTOVER_AGE_S, WRITING, DirectoryRoom
+from transfer.storage.directory_room import FILE_MODE, LEFTOVER_AGE_S, WRITING, DirectoryRoom
 from transfer.storage.envelope import HEADER_BYTES, check, header_of
 from transfer.storage.keys import fingerprint_of
+
+FOLDER_MODE: Final = 0o700
+"""Of a folder that is made here. A prompt can be computed back from its KV: pages are for the node's user alone."""
 
 _FAN_OUT_CHARS: Final = 2  # of the page's hash: 256 folders for each fingerprint
 
@@ -45,7 +48,7 @@ class DirectoryStore:
     def __init__(self, directory: Path, *, max_bytes: int | None = None, leftover_age_s: float = LEFTOVER_AGE_S) -> None:
         self._root = directory
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             probe = _new_file_in(directory)
             os.close(_created(probe))
             probe.unlink()
@@ -158,10 +161,11 @@ def _new_file_in(folder: Path) -> Path:
 def _created(path: Path) -> int:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     try:
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, FILE_MODE)
     except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o666)
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        return os.open(path, flags, FILE_MODE)
 
 
 def _write(file: int, *parts: bytes | memoryview) -> None:

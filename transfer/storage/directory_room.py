@@ -28,6 +28,9 @@ LEFTOVER_AGE_S: Final = 60.0
 WRITING: Final = ".writing-"
 """Begins the names of unfinished files."""
 
+FILE_MODE: Final = 0o600
+"""Of every file."""
+
 _TRIES: Final = 4  # others can take what an eviction has made room for
 _COUNT: Final = struct.Struct("<q")
 
@@ -149,7 +152,7 @@ class _Lock:
     """Between processes and between the threads of one: a locked file, and `file` is its descriptor."""
 
     def __init__(self, path: Path) -> None:
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         self._threads = threading.Lock()
 
     def acquire(self, *, wait: bool = True) -> bool:
