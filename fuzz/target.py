@@ -110,6 +110,7 @@ NAMES: Final = (
     "handshake",
     "ucx_address",
     "nixl_metadata",
+    "stored_page",
     "rank_link",
     "settings",
     "model_config",

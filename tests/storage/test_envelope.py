@@ -82,7 +82,7 @@ def test_a_page_of_another_version_is_foreign() -> None:
 
 
 def test_a_whole_header_of_another_kind_is_foreign() -> None:
-    for begin, replacement in ((0, b"SOMEBODY"), (12, struct.pack("<I", 1024))):
+    for begin, replacement in ((0, b"SOMEBODY"), (12, struct.pack("<I", 1024)), (300, b"a field of tomorrow")):
         head = bytearray(stored()[:504])
         head[begin : begin + len(replacement)] = replacement
         digest = xxhash.xxh3_64(bytes(head)).intdigest().to_bytes(8, "little")

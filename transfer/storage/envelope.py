@@ -56,17 +56,19 @@ def check(key: str, header: bytes | bytearray, page: memoryview, *, num_bytes: i
         `OK`, `CORRUPT` or `FOREIGN`.
     """
     head = bytes(header[:HEADER_BYTES])
+    if num_bytes == HEADER_BYTES + page.nbytes and head == header_of(key, page):
+        return Outcome.OK
+    return Outcome.FOREIGN if _is_of_something_else(key, head) else Outcome.CORRUPT
+
+
+def _is_of_something_else(key: str, head: bytes) -> bool:
+    """Whether a header is one, but not of a page under that key in this format."""
     if len(head) < HEADER_BYTES:
-        return Outcome.CORRUPT
-    magic, version, header_bytes, page_bytes, digest, stored_key = _FIELDS.unpack_from(head)
+        return False
+    magic, version, header_bytes, _, _, stored_key = _FIELDS.unpack_from(head)
     if magic == MAGIC and version != VERSION:
-        return Outcome.FOREIGN
+        return True
     if _DIGEST.pack(xxhash.xxh3_64_intdigest(head[: -_DIGEST.size])) != head[-_DIGEST.size :]:
-        return Outcome.CORRUPT
-    if magic != MAGIC or header_bytes != HEADER_BYTES:
-        return Outcome.FOREIGN
-    if stored_key.rstrip(b"\0") != key.encode():
-        return Outcome.FOREIGN
-    if page_bytes != page.nbytes or num_bytes != HEADER_BYTES + page_bytes:
-        return Outcome.CORRUPT
-    return Outcome.OK if xxhash.xxh3_128_digest(page) == digest else Outcome.CORRUPT
+        return False
+    is_empty_behind = not any(head[_FIELDS.size : -_DIGEST.size])
+    return (magic, header_bytes, stored_key.rstrip(b"\0"), is_empty_behind) != (MAGIC, HEADER_BYTES, key.encode(), True)
