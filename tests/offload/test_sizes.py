@@ -1,0 +1,68 @@
+"""How many host pages a rank has, and the settings that are refused, with their numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decode_node.offload.sizes import host_page_counts
+from transfer.config.offload import OffloadConfig
+from transfer.errors import ConfigError, MemoryPlanError
+from transfer.layer_groups import layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
+
+FULL = LayerSpec(num_kv_heads=2, k_head_dim=4, v_head_dim=4)
+WINDOW = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=32)
+STATE = LayerSpec(kind=LayerKind.RECURRENT_STATE, num_kv_heads=2, k_head_dim=4, v_head_dim=0)
+PAGE_SIZE, PAGE_BYTES = 16, 1000
+
+
+def counts(*specs: LayerSpec, available_bytes: int = 10**9, device_pages: int = 100, **settings: Any) -> tuple[int, ...]:
+    groups = layer_groups(KVLayout(layers=specs or (FULL,), dtype=DType.FLOAT16))
+    return host_page_counts(
+        OffloadConfig(**settings),
+        groups,
+        page_size=PAGE_SIZE,
+        device_pages=[device_pages] * len(groups),
+        page_bytes=[PAGE_BYTES] * len(groups),
+        available_bytes=available_bytes,
+    )
+
+
+def test_a_ratio_is_of_each_group_that_is_kept() -> None:
+    assert counts(host_ratio=2.5) == (250,)
+    assert counts(FULL, WINDOW, host_ratio=0.25) == (25, 25)
+    assert counts(FULL, STATE, host_ratio=2) == (200, 0), "states are kept nowhere else"
+
+
+def test_memory_is_shared_in_the_ratio_of_the_device_pools() -> None:
+    assert counts(FULL, WINDOW, host_memory=50 * PAGE_BYTES) == (25, 25)
+    assert counts(FULL, STATE, host_memory=50 * PAGE_BYTES) == (50, 0)
+
+
+def test_exactly_what_is_available_and_exactly_a_stride_will_do() -> None:
+    assert counts(host_ratio=1, available_bytes=100 * PAGE_BYTES) == (100,)
+    assert counts(host_ratio=0.04, stride_tokens=64) == (4,)
+
+
+def test_less_than_a_stride_is_refused() -> None:
+    said = (
+        r"offload.host_ratio is 0.03, which gives 3 host pages; one stride of offload.stride_tokens \(64\) takes 4 pages of 16 "
+        r"tokens, 4,000 bytes of each rank"
+    )
+    with pytest.raises(ConfigError, match=said):
+        counts(host_ratio=0.03, stride_tokens=64)
+    with pytest.raises(ConfigError, match=r"offload.host_memory is 999, which gives 0 host pages"):
+        counts(host_memory=999, stride_tokens=1)
+
+
+def test_more_than_the_host_has_is_refused() -> None:
+    said = "offload.host_ratio is 1.0, which takes 200,000 bytes of host memory for each rank; 199,999 are available to each"
+    with pytest.raises(MemoryPlanError, match=said):
+        counts(FULL, WINDOW, host_ratio=1, available_bytes=200 * PAGE_BYTES - 1)
+
+
+def test_a_model_that_keeps_no_token_for_good_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no layers that keep every token \(window_32, state\); it must be left out"):
+        counts(WINDOW, STATE, host_ratio=1)

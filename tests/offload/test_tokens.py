@@ -1,0 +1,113 @@
+"""With KV in host memory a cluster says what one process says, whatever lies where: each kind of model, and tiers cut apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvferry.demo_kinds import ModelKind
+from kvferry.demo_model import make_demo_model
+from kvferry.local_cluster import LocalCluster
+from tests.cluster.calls import Caller, Reference, prompt, until
+from tests.cluster.conftest import Start
+from tests.offload.clusters import EARLY, PAGE, hits, number, spec, stored_files, until_all_is_back, until_stored
+
+pytestmark = pytest.mark.timeout(180)
+
+KINDS: Mapping[ModelKind, Mapping[str, object]] = {
+    ModelKind.LLAMA: {"tp_size": 2, "prefill_tp_size": 1, "order": "HND"},
+    ModelKind.SLIDING: {
+        "tp_size": 1,
+        "prefill_tp_size": 2,
+        "pool_tokens": 320,
+    },  # windows stay on the device, and need room there
+    ModelKind.MLA: {"tp_size": 2, "prefill_tp_size": 1},
+    ModelKind.HYBRID: {"tp_size": 1, "prefill_tp_size": 2, "order": "HND"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    kind: ModelKind
+    cluster: LocalCluster
+    reference: Reference
+    directory: Path
+
+    @property
+    def device_tokens(self) -> int:
+        return self.cluster.spec.decode.pool_tokens
+
+
+SLOW = (ModelKind.MLA, ModelKind.HYBRID)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else (), id=str(kind)) for kind in KINDS]
+)
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start: Start) -> Iterator[Running]:
+    kind: ModelKind = request.param
+    model = make_demo_model(tmp_path_factory.mktemp("kinds") / kind, kind=kind)
+    directory = tmp_path_factory.mktemp("store")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    settings = EARLY | {"storage.directory": directory}
+    with start(spec(model, settings, **KINDS[kind])) as cluster:  # type: ignore[arg-type]
+        yield Running(kind=kind, cluster=cluster, reference=Reference(model), directory=directory)
+    torch.set_num_threads(before)
+
+
+async def test_a_prompt_larger_than_the_device_pool(running: Running) -> None:
+    """Its leading pages arrive in host memory; the second time they are there."""
+    decode, token_ids = running.cluster.decode, prompt(3 * running.device_tokens + 5)
+    async with Caller(decode.address) as caller:
+        running.reference.check(token_ids, await caller.ask(token_ids, 12))
+        assert await number(decode, "kvferry_offload_saved_pages_total", source="prompt") >= 2 * running.device_tokens // PAGE
+        before = await hits(decode, "host")
+        running.reference.check(token_ids, await caller.ask(token_ids, 12))
+        assert await hits(decode, "host") > before + 2 * running.device_tokens
+    await until_all_is_back(running.cluster.prefill, decode)
+
+
+async def test_more_new_tokens_than_the_device_pool_holds(running: Running) -> None:
+    decode, token_ids = running.cluster.decode, prompt(21, 1)
+    before = await number(decode, "kvferry_offload_released_pages_total")
+    async with Caller(decode.address) as caller:
+        running.reference.check(token_ids, await caller.ask(token_ids, running.device_tokens + 20))
+    released = await number(decode, "kvferry_offload_released_pages_total") - before
+    assert released >= 3, "pages were to leave the device before the request ended"
+    await until_all_is_back(running.cluster.prefill, decode)
+
+
+async def test_several_at_once_shrink_and_grow(running: Running) -> None:
+    """One has nearly all of the device; it gives pages up for two others, and gets them back when these are gone."""
+    decode = running.cluster.decode
+    released = await number(decode, "kvferry_offload_released_pages_total")
+    async with Caller(decode.address) as caller:
+        first_ids = prompt(100, 2)
+        first, task = caller.begin(first_ids, 170)
+        await until(lambda: len(first.tokens) > 2, "some tokens")
+        others = [prompt(70 + 11 * variant, variant) for variant in (3, 4)]
+        tasks = [caller.begin(token_ids, 8)[1] for token_ids in others]
+        for token_ids, answer in zip(others, await asyncio.gather(*tasks), strict=True):
+            running.reference.check(token_ids, answer)
+        assert not task.done(), "the others were to come in beside the first one"
+        running.reference.check(first_ids, await task)
+    assert await number(decode, "kvferry_offload_released_pages_total") > released
+    assert await number(decode, "kvferry_offload_restored_pages_total") > 0
+    await until_all_is_back(running.cluster.prefill, decode)
+
+
+async def test_the_store_has_what_was_computed(running: Running) -> None:
+    """Of every kind; states are in no store, and whoever finds the rest of a prompt has them from prefill."""
+    decode, token_ids = running.cluster.decode, prompt(100, 9)
+    async with Caller(decode.address) as caller:
+        running.reference.check(token_ids, await caller.ask(token_ids, 4))
+        await until_stored(decode, 1)
+        running.reference.check(token_ids, await caller.ask(token_ids, 4))
+    assert stored_files(running.directory)
+    await until_all_is_back(running.cluster.prefill, decode)
