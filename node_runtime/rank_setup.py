@@ -17,6 +17,7 @@ from transfer.instance import CAPABILITIES, Instance
 from transfer.layout import KVLayout, Shard
 from transfer.memory.node_plan import check_fits
 from transfer.messages import PROTOCOL_VERSIONS
+from transfer.storage.open import check_store
 from transfer.transport.base import Transport
 
 _LIBRARIES: Final = {
@@ -44,7 +45,8 @@ def check_before_start(config: NodeConfig) -> None:
     """What can be refused before any rank is started, which takes seconds.
 
     Raises:
-        ConfigError: The model directory is none, does not fit the parallel degree, or the transport or the engine cannot be had.
+        ConfigError: The model directory is none, does not fit the parallel degree, or the transport, the store or the engine
+            cannot be had.
         MemoryPlanError: The model does not fit the memory.
     """
     if not (config.model / "config.json").is_file():
@@ -55,6 +57,7 @@ def check_before_start(config: NodeConfig) -> None:
     if config.device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")):
         raise ConfigError("device is cuda, and this machine has no NVIDIA device (/dev/nvidia*): choose cpu")
     _check_transport(config)
+    check_store(config.storage)
     if config.engine == EMBEDDED_ENGINE:
         embedded: Any = importlib.import_module("embedded_engine.model_config")
         embedded.check_before_start(config.model, config.parallel.tp_size, dummy_weights=config.dummy_weights)

@@ -52,6 +52,11 @@ REFUSALS = {
     "transport of one process": Refusal(
         role="prefill", arguments=("--model", "MODEL", "--transport", "inproc"), says=("transport.name is inproc", "ucx")
     ),
+    "store that cannot be written": Refusal(
+        role="prefill",
+        arguments=("--model", "MODEL", "--set", "storage.directory=/proc/kv"),
+        says=("storage.directory is /proc/kv", "can write"),
+    ),
     "TP that does not fit": Refusal(role="prefill", arguments=("--model", "MODEL", "--tp", "5"), says=("5", "12")),
     "no room": Refusal(
         role="decode",

@@ -16,7 +16,7 @@ from transfer.config import StorageConfig
 from transfer.errors import ConfigError
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.object_store import ObjectStore
-from transfer.storage.open import open_store, open_store_client
+from transfer.storage.open import check_store, open_store, open_store_client
 
 
 def test_nothing_is_opened_where_nothing_is_set() -> None:
@@ -57,6 +57,17 @@ async def test_a_client_of_what_is_set(tmp_path: Path) -> None:
     assert bytes(view) == page_of(1, 64)
     assert await client.get([("no key", view)]) == [False]
     await client.close()
+
+
+def test_a_store_is_checked_without_being_opened(tmp_path: Path) -> None:
+    check_store(StorageConfig())
+    check_store(StorageConfig(url="memory:///"))
+    check_store(StorageConfig(directory=tmp_path / "kv"))
+    assert not list((tmp_path / "kv").iterdir())
+    (tmp_path / "file").touch()
+    for bad in (StorageConfig(directory=tmp_path / "file"), StorageConfig(url="ftp://host")):
+        with pytest.raises(ConfigError, match=r"storage\.(directory|url) is "):
+            check_store(bad)
 
 
 @pytest.mark.parametrize("url", ["ftp://user:secret@host/x", "bucket", "s3:/bucket?signature=secret"])

@@ -13,7 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -47,16 +47,9 @@ class DirectoryStore:
 
     def __init__(self, directory: Path, *, max_bytes: int | None = None, leftover_age_s: float = LEFTOVER_AGE_S) -> None:
         self._root = directory
-        try:
-            directory.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            probe = _new_file_in(directory)
-            os.close(_created(probe))
-            probe.unlink()
+        with _setup_errors(directory):
+            _make_writable(directory)
             self._room = DirectoryRoom(directory, max_bytes=max_bytes, leftover_age_s=leftover_age_s)
-        except OSError as error:
-            raise ConfigError(
-                f"storage.directory is {directory}; it must be a folder that this process can write: {error.strerror}"
-            ) from error
 
     @property
     def name(self) -> str:
@@ -151,6 +144,29 @@ class DirectoryStore:
             return Outcome.MISSING
         self._room.give_back(num_bytes)
         return Outcome.OK
+
+
+def check_directory(directory: Path) -> None:
+    """Raises ConfigError when a `DirectoryStore` there could not be opened; makes it where it is not there."""
+    with _setup_errors(directory):
+        _make_writable(directory)
+
+
+def _make_writable(directory: Path) -> None:
+    directory.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    probe = _new_file_in(directory)
+    os.close(_created(probe))
+    probe.unlink()
+
+
+@contextlib.contextmanager
+def _setup_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"storage.directory is {directory}; it must be a folder that this process can write: {error.strerror}"
+        ) from error
 
 
 def _new_file_in(folder: Path) -> Path:

@@ -8,8 +8,20 @@ from transfer.breaker import BreakerSettings
 from transfer.config import StorageConfig
 from transfer.storage.base import Store, StoreObserver
 from transfer.storage.client import StoreClient, StoreClientSettings
-from transfer.storage.directory import DirectoryStore
+from transfer.storage.directory import DirectoryStore, check_directory
 from transfer.storage.object_store import ObjectStore
+
+
+def check_store(config: StorageConfig) -> None:
+    """Whether the store could be opened, without looking at what is in it.
+
+    Raises:
+        ConfigError: As `open_store`.
+    """
+    if config.directory is not None:
+        check_directory(config.directory)
+    elif config.url is not None:
+        open_store(config)
 
 
 def open_store(config: StorageConfig) -> Store | None:
