@@ -214,6 +214,20 @@ def test_a_file_that_is_being_written_is_left_alone(store: DirectoryStore) -> No
     assert [path.exists() for path in (held, lost, young, page)] == [False, False, True, True]
 
 
+def test_nobody_takes_a_page_away_that_is_being_written(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node opens the directory in the middle of every write, and is as quick as can be to clear up."""
+    write, opened = os.write, []
+
+    def write_beside_another(file: int, content: memoryview) -> int:
+        opened.append(DirectoryStore(Path(store.name), leftover_age_s=0.0))
+        return write(file, content)
+
+    monkeypatch.setattr(os, "write", write_beside_another)
+    assert put(store, 1, 2) == [OK, OK]
+    assert len(opened) == 4, "of header and page"
+    assert [get(store, number) for number in (1, 2)] == [OK, OK]
+
+
 # Room
 
 

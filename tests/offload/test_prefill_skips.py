@@ -1,0 +1,75 @@
+"""A prefill node of another cut does not compute what decode ranks have stored, and the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.local_cluster import LocalCluster
+from tests.cluster.calls import Caller, Reference, prompt
+from tests.cluster.conftest import Start
+from tests.offload.clusters import KEPT, PAGE, number, spec, stored_files, until_all_is_back, until_stored
+
+pytestmark = pytest.mark.timeout(180)
+
+LENGTH, NEW = 101, 6
+WHOLE = (LENGTH - 1) // PAGE * PAGE
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, directory: Path, start: Start) -> Iterator[LocalCluster]:
+    """Two prefill ranks with pages of 16 tokens, and one decode rank with pages of 8 in the other order."""
+    storage = {"storage.directory": directory}
+    both = spec(model, KEPT | storage, prefill=storage, prefill_tp_size=2, order="HND", pool_tokens=1024)
+    with start(both) as cluster:
+        yield cluster
+
+
+async def loaded(cluster: LocalCluster, reference: Reference, token_ids: tuple[int, ...]) -> float:
+    """Ask, check the tokens, and say how many of the prompt the prefill node did not compute."""
+    async with Caller(cluster.decode.address) as caller:
+        reference.check(token_ids, await caller.ask(token_ids, NEW))
+    await until_all_is_back(cluster.prefill, cluster.decode)
+    return await number(cluster.prefill, "kvferry_loaded_prompt_tokens_total")
+
+
+async def test_what_was_stored_is_not_computed_again(cluster: LocalCluster, reference: Reference) -> None:
+    token_ids = prompt(LENGTH)
+    assert await loaded(cluster, reference, token_ids) == 0
+    await until_stored(cluster.decode, WHOLE // PAGE)
+    assert await loaded(cluster, reference, token_ids) == WHOLE
+    longer = (*token_ids, *prompt(70, 1))
+    assert await loaded(cluster, reference, longer) == 2 * WHOLE, "a prompt that goes on behind it"
+    assert await number(cluster.prefill, "kvferry_store_operations_total", op="get", outcome="ok") > 0
+
+
+async def test_what_is_broken_is_computed(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
+    token_ids = prompt(LENGTH, 2)
+    before = await loaded(cluster, reference, token_ids)
+    await until_stored(cluster.decode, 2 * WHOLE // PAGE)
+    for path in stored_files(directory):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    assert await loaded(cluster, reference, token_ids) == before
+    assert await number(cluster.prefill, "kvferry_store_operations_total", op="get", outcome="corrupt") > 0
+
+
+async def test_a_store_that_is_gone_fails_no_request(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
+    before = await loaded(cluster, reference, prompt(LENGTH, 3))
+    away = directory.rename(directory.with_name("away"))
+    directory.write_bytes(b"a file in its place")
+    try:
+        for _ in range(6):
+            assert await loaded(cluster, reference, prompt(LENGTH, 3)) == before
+        assert await number(cluster.prefill, "kvferry_store_circuit", direction="read", state="open") > 0
+    finally:
+        directory.unlink()
+        away.rename(directory)
