@@ -1,0 +1,124 @@
+"""What kvferry promises of KV offload, and which of it holds on this machine.
+
+    python -m bench.offload [--json FILE] [--quick]
+
+Runs `bench.offload_copies`, `bench.tiered_decode` and `bench.offload_cluster`, each in a process of its own. The first two are
+judged on a GPU only; the third runs on CPUs. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which is
+for seeing that all of it runs, only when one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from bench.__main__ import print_table, run_one
+from bench.offload_copies import TARGET_RATIO
+from bench.table import Content, Outcome, Run
+from bench.tiered_decode import TARGET_BESIDE_SAVES, TARGET_OF_LINK
+from bench.timing import Environment, argument_parser
+
+RUNS = (
+    Run(module="offload_copies", timeout_s=200.0),
+    Run(module="tiered_decode", timeout_s=300.0),
+    Run(module="offload_cluster", timeout_s=600.0),
+)
+MIN_RESTORED_TOKENS = 2000  # from so many tokens on restoring has to be quicker than prefilling
+
+
+def outcomes_of(module: str, content: Content, *, has_gpu: bool) -> list[Outcome]:
+    """The lines that a report gives."""
+    match module:
+        case "offload_copies":
+            rows = [row for row in content["rows"] if "in order" in row["what"]]
+            return [
+                Outcome(
+                    what=f"{row['case']}",
+                    measured=row["ratio"],
+                    limit=TARGET_RATIO if has_gpu else None,
+                    unit="of a plain pinned copy" if has_gpu else "of a memcpy",
+                )
+                for row in rows
+            ]
+        case "tiered_decode":
+            steps = [row for row in content["rows"] if row["what"] == "step"]
+            found = [
+                Outcome(
+                    what=f"decode step, {row['case']}",
+                    measured=1 / row["ratio"],
+                    limit=1 / TARGET_OF_LINK if has_gpu else None,
+                    bound="below",
+                    unit="x what its bytes take on the link",
+                )
+                for row in steps
+            ]
+            limit = TARGET_BESIDE_SAVES if has_gpu else None
+            beside = content["ratio_beside_saves"]
+            return [*found, Outcome(what="decode beside saves", measured=beside, limit=limit, unit="of the tokens/s without")]
+        case _:
+            lengths = {
+                int(name.rpartition("_")[2]): value for name, value in content.items() if name.startswith("restore_speed_up")
+            }
+            facts = content["facts"]["equal prefixes"]
+            return [
+                *(
+                    Outcome(
+                        what=f"restore a prompt of {length:,} tokens",
+                        measured=value,
+                        limit=1.0 if length >= MIN_RESTORED_TOKENS else None,
+                        unit="x as fast as prefill, to the first token",
+                    )
+                    for length, value in sorted(lengths.items())
+                ),
+                Outcome(
+                    what="prompts that share 90 %, pages stored",
+                    measured=content["stored_over_once"],
+                    limit=1.0,
+                    bound="exactly",
+                    unit="of the shared prefix once and the rest",
+                    note=f"{facts['pages stored']:,} of {facts['pages of all prompts']:,} pages",
+                ),
+            ]
+
+
+def main() -> int:
+    parser = argument_parser("what KV offload must reach, measured here")
+    names = [run.module for run in RUNS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
+    arguments = parser.parse_args()
+    environment, has_gpu = Environment.here(), torch.cuda.is_available()
+    outcomes: list[Outcome] = []
+    reports: dict[str, Content | None] = {}
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        for run in RUNS:
+            if run.module in arguments.only:
+                print(f"{run.module} ...", file=sys.stderr, flush=True)
+                content, reason = run_one(run, Path(folder) / run.module, is_quick=arguments.quick, timeout_s=run.timeout_s)
+                reports[run.module] = content
+                if reason or content is None:
+                    outcomes.append(Outcome(what=run.module, measured=None, limit=0.0, unit="", note=reason))
+                else:
+                    outcomes += outcomes_of(run.module, content, has_gpu=has_gpu)
+    print_table(outcomes, environment, Console())
+    if arguments.json is not None:
+        record = {
+            "title": "kvferry: what KV offload must reach",
+            "environment": environment.to_json(),
+            "is_quick": arguments.quick,
+            "rows": [outcome.to_json() for outcome in outcomes],
+            "reports": reports,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    is_failed = any(outcome.measured is None for outcome in outcomes)
+    is_missed = not arguments.quick and not all(outcome.is_reached for outcome in outcomes)
+    return int(is_failed or is_missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
