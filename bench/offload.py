@@ -3,8 +3,8 @@
     python -m bench.offload [--json FILE] [--quick]
 
 Runs `bench.offload_copies`, `bench.tiered_decode` and `bench.offload_cluster`, each in a process of its own. The first two are
-judged on a GPU only; the third runs on CPUs. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which is
-for seeing that all of it runs, only when one fails.
+judged on a GPU only; the third runs on CPUs. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which
+is for seeing that all of it runs, only when one fails.
 """
 
 from __future__ import annotations

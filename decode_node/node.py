@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from decode_node.admission import Admission, page_needs
-from decode_node.offload.open import LeaderTiers, window_slack_tokens
+from decode_node.offload.open import LeaderTiers
 from decode_node.offload.tiers import DeviceOnly
 from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
 from decode_node.rank import run_decode_rank
@@ -87,7 +87,7 @@ class _Life:
         admission = Admission(
             pool_pages=PageCounts(first.pool_pages),
             needs=page_needs(
-                layer_groups(first.instance.layout), page_size, slack_tokens=window_slack_tokens(config.offload, page_size)
+                layer_groups(first.instance.layout), page_size, slack_tokens=config.offload.window_slack_tokens(page_size)
             ),
             max_running=config.limits.max_running_requests,
         )

@@ -16,7 +16,6 @@ from typing import Any
 from decode_node.admission import page_needs
 from decode_node.attach import RingMemory, Unattached, WriterSessions, open_receiving
 from decode_node.engine import DecodeEngine
-from decode_node.offload.open import window_slack_tokens
 from decode_node.offload.open_rank import open_offload_rank
 from decode_node.offload.rank import OffloadRank
 from decode_node.rank_messages import (
@@ -102,7 +101,7 @@ class DecodeWorker:
         )
         memory = rank_memory(engine, {"ring": ring_bytes + probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
-        slack_tokens = window_slack_tokens(config.offload, pool.page_size)
+        slack_tokens = config.offload.window_slack_tokens(pool.page_size)
         self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
         self._offload = open_offload_rank(
             config,

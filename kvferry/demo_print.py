@@ -24,8 +24,8 @@ GROUP_LEGEND = (
     "those that a state has taken in, need not travel."
 )
 OFFLOAD_LEGEND = (
-    "hit tokens: of prompts, found in that tier and not sent by prefill. Run the command again with the same directory: what "
-    "this run has stored is found then."
+    "hit tokens: of prompts, found in that tier and not sent by prefill. What of a long prompt arrives in host memory is not "
+    "copied there. Run the command again with the same directory: what this run has stored is found then."
 )
 TIES = (
     "Computed in the model's own dtype ({dtype}): where logits tie under rounding, two correct runs may choose different tokens. "
@@ -107,8 +107,8 @@ def _offload_table(offload: OffloadReport) -> Table:
     table.add_row("copied out", "", in_bytes(offload.loaded_bytes), in_bytes(offload.fetched_bytes))
     hits = (offload.hit_tokens_device, offload.hit_tokens_host, offload.hit_tokens_storage)
     table.add_row("hit tokens", *(f"{tokens:,}" for tokens in hits))
-    table.add_row("left early", f"{offload.released_pages:,} pages", "", "")
-    table.add_row("brought back", f"{offload.restored_pages:,} pages", "", "")
+    table.add_row("left early", f"{offload.released_pages:,} of its pages", "", "")
+    table.add_row("brought back", f"{offload.restored_pages:,} of its pages", "", "")
     table.add_row("longest request", f"{offload.longest_request_tokens:,} tokens", "", "")
     table.add_row("not computed by prefill", "", "", f"{offload.skipped_tokens:,} tokens")
     if offload.unstored_pages:

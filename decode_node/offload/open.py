@@ -16,17 +16,11 @@ from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import StoreLeader
 from node_runtime.rank_report import RankHello
 from transfer.config import DecodeNodeConfig
-from transfer.config.offload import OffloadConfig
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
 from transfer.storage.base import StoreObserver
 from transfer.storage.keys import chain_seed, store_fingerprint, store_key
 from transfer.storage.open import open_store_client
-
-
-def window_slack_tokens(config: OffloadConfig, page_size: int) -> int:
-    """Tokens of a window for which pages are set aside while a save still reads what the window has passed."""
-    return 2 * config.stride_pages(page_size) * page_size if config.is_on else 0
 
 
 def fingerprint_of(instance: Instance) -> str:
@@ -43,10 +37,10 @@ class LeaderTiers:
         admission: Counts device pages.
         broadcast: Sends a message to every rank.
         observer: Hears what becomes of pages.
-        store_observer: Hears what is asked of the store.
+        client: To ask the store with; None where there is none. Closed with this.
 
     Raises:
-        ConfigError: The pools are too small for the settings, or the store's are wrong.
+        ConfigError: The pools are too small for the settings.
     """
 
     def __init__(
@@ -57,7 +51,7 @@ class LeaderTiers:
         admission: Admission,
         broadcast: Callable[[object], None],
         observer: TierObserver,
-        store_observer: StoreObserver,
+        client: StoreClient | None,
     ) -> None:
         instance, settings = hellos[0].instance, config.offload
         layout, page_size = instance.layout, instance.shard.page_size
@@ -83,7 +77,7 @@ class LeaderTiers:
             broadcast=broadcast,
             observer=observer,
         )
-        self._client = open_store_client(config.storage, loop=asyncio.get_running_loop(), observer=store_observer)
+        self._client = client
         store = None
         if self._client is not None:
             first = instance.shard.at(0)
@@ -94,7 +88,7 @@ class LeaderTiers:
         self.store = store
         self.leader = OffloadLeader(
             context,
-            slack_pages=window_slack_tokens(settings, page_size) // page_size,
+            slack_pages=settings.window_slack_tokens(page_size) // page_size,
             seed_of=partial(chain_seed, fingerprint, config.storage.salt),
             store=store,
         )

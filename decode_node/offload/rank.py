@@ -121,6 +121,8 @@ class OffloadRank:
         self._load_lane = Lane("load", loop, on_crash)
         self._save_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         self._load_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
+        for mover in (self._save_mover, self._load_mover):
+            mover.compile()  # on a GPU; otherwise the first copies would wait for that
         self.copier = PieceCopier(mixed_pool(pool, host, FULL))
         """Prepares the pieces of prompts that arrive in host memory."""
         self._requests: dict[str, _Request] = {}
@@ -173,11 +175,12 @@ class OffloadRank:
             return tables, ()
         full, shown = tables[FULL], request.shown
         if shown is None or shown.given is not full or shown.boundary != request.boundary:
+            known = shown.host if shown is not None and shown.boundary == request.boundary else None
             shown = request.shown = _Shown(
                 given=full,
                 boundary=request.boundary,
                 device=(*(NO_PAGE,) * request.boundary, *full[request.boundary :]),
-                host=tuple(request.host_pages[: request.boundary]),
+                host=tuple(request.host_pages[: request.boundary]) if known is None else known,
             )
         return (shown.device, *tables[1:]), (shown.host, *((),) * (len(tables) - 1))
 

@@ -64,3 +64,14 @@ class OffloadConfig(Section):
     def stride_pages(self, page_size: int) -> int:
         """Pages of a stride."""
         return max(1, self.stride_tokens // page_size)
+
+    def window_slack_tokens(self, page_size: int) -> int:
+        """Tokens of a sliding window for which pages are set aside while a save still reads what the window has passed."""
+        return 2 * self.stride_pages(page_size) * page_size if self.is_on else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """What a rank's copies take of its device, and the two blocks that attention reads through."""
+        if not self.is_on:
+            return 0
+        return 2 * self.buffer_bytes + (2 * self.buffer_bytes if self.device_window is not None else 0)

@@ -202,7 +202,7 @@ def node_plan_inputs(
         kv_dtype=shard.dtype,
         page_size=shard.page_size,
         chunked_prefill_size=step_tokens,
-        tokens_in_flight=PREFILL_STEPS_IN_FLIGHT * config.chunk.chunk_tokens if isinstance(config, PrefillNodeConfig) else 1,
+        tokens_in_flight=_tokens_in_flight(config),
         max_running_requests=config.limits.max_running_requests,
         max_seq_len=config.limits.max_seq_len,
         has_page_tables=has_page_tables,
@@ -213,11 +213,20 @@ def node_plan_inputs(
         max_total_tokens=None if most_pages is None else most_pages * shard.page_size,
         staging_bytes=staging_bytes,
         ring_bytes=ring_bytes,
+        offload_bytes=config.offload.device_bytes if isinstance(config, DecodeNodeConfig) and config.device != "cpu" else 0,
         weights_bytes=weights_bytes,
         checkpoint_bytes=None if config.dummy_weights else model.checkpoint_bytes,
         checkpoint_source=model.checkpoint_source,
         names=settings_for_flags(config),
     )
+
+
+def _tokens_in_flight(config: NodeConfig) -> int:
+    """See `LayerGroup.peak_pages`."""
+    if isinstance(config, PrefillNodeConfig):
+        return PREFILL_STEPS_IN_FLIGHT * config.chunk.chunk_tokens
+    assert isinstance(config, DecodeNodeConfig)
+    return 1 + config.offload.window_slack_tokens(config.pool.page_size)
 
 
 def check_fits(config: NodeConfig) -> None:
