@@ -49,6 +49,8 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_from_proto, sampling_from_proto
 from transfer.registry.status import end_with
+from transfer.storage.client import StoreClient
+from transfer.storage.open import open_store_client
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +58,7 @@ log = structlog.get_logger(__name__)
 class _Life:
     """What exists only while the ranks live."""
 
-    def __init__(self, node: DecodeNode, hellos: tuple[RankHello, ...], address: str) -> None:
+    def __init__(self, node: DecodeNode, hellos: tuple[RankHello, ...], address: str, store: StoreClient | None) -> None:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)
@@ -99,7 +101,7 @@ class _Life:
                 admission=admission,
                 broadcast=node.broadcast,
                 observer=node.metrics.tiers,
-                store_observer=node.metrics.store,
+                client=store,
             )
         self.requests = DecodeRequests(
             tiers=DeviceOnly(admission) if self.tiers is None else self.tiers.leader,
@@ -148,7 +150,13 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         return self._address
 
     async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
-        self._life = _Life(self, hellos, self._address)
+        store = None
+        if self.config.offload.is_on:
+            # On a thread: a directory is looked through, file by file.
+            store = await asyncio.to_thread(
+                open_store_client, self.config.storage, loop=asyncio.get_running_loop(), observer=self.metrics.store
+            )
+        self._life = _Life(self, hellos, self._address, store)
         self._life.peers.start()
         await self._set_serving(True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,16 +15,28 @@ from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import StoreLeader
 from node_runtime.rank_report import RankHello
 from transfer.config import DecodeNodeConfig
+from transfer.config.offload import OffloadConfig
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
-from transfer.storage.base import StoreObserver
+from transfer.storage.client import StoreClient
 from transfer.storage.keys import chain_seed, store_fingerprint, store_key
-from transfer.storage.open import open_store_client
 
 
 def fingerprint_of(instance: Instance) -> str:
     """Of the pages that this instance stores."""
     return store_fingerprint(instance.layout, instance.shard, instance.model_fields, instance.kv_scales)
+
+
+def rules_of(config: OffloadConfig, *, page_size: int, pool_pages: int) -> TierRules:
+    """The settings in pages; arguments and errors as of `TierRules`."""
+    return TierRules(
+        page_size=page_size,
+        pool_pages=pool_pages,
+        stride_pages=config.stride_pages(page_size),
+        window_tokens=config.device_window,
+        high_water=config.high_water,
+        low_water=config.low_water,
+    )
 
 
 class LeaderTiers:
@@ -61,14 +72,7 @@ class LeaderTiers:
         self._observer = observer
         self.jobs = Jobs(len(hellos))
         context = TierContext(
-            rules=TierRules(
-                page_size=page_size,
-                pool_pages=admission.pool_pages.by_group[FULL],
-                stride_pages=settings.stride_pages(page_size),
-                window_tokens=settings.device_window,
-                high_water=settings.high_water,
-                low_water=settings.low_water,
-            ),
+            rules=rules_of(settings, page_size=page_size, pool_pages=admission.pool_pages.by_group[FULL]),
             groups=groups,
             tier=self.tier,
             on_device=DeviceIndex(groups),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from decode_node.offload.open import fingerprint_of
+from decode_node.offload.open import fingerprint_of, rules_of
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.sizes import host_page_counts
 from node_runtime.lane import Lane
@@ -55,6 +55,7 @@ def open_offload_rank(
         page_bytes=[group.page_bytes(pool.layout, pool.shard) for group in pool.groups],
         available_bytes=host_memory()[1] // pool.shard.num_ranks,
     )
+    rules_of(settings, page_size=pool.page_size, pool_pages=pool.num_pages[0])  # here, because what a rank refuses ends the node
     host = HostPool(pool, num_pages=counts)
     if settings.device_window is not None:
         use_host_pool = getattr(engine, "use_host_pool", None)
