@@ -108,8 +108,8 @@ class PrefixLoader:
         for first in pages[::at_once] if sources else ():
             batch = _new_batch(group, sources, first, min(at_once, pages.stop - first))
             num_read = await self._read(batch, prefix, deadline_s)
-            # Without a deadline: pages are written between two steps, and nobody may have them back before.
-            await self._lane.call(partial(self._write, batch, num_read, prefix, tables))
+            if num_read:  # without a deadline: pages are written between two steps, and nobody may have them back before
+                await self._lane.call(partial(self._write, batch, num_read, prefix, tables))
             if num_read < batch.num_pages:
                 return first + num_read
         return prefix.num_pages

@@ -42,18 +42,20 @@ async def loaded(cluster: LocalCluster, reference: Reference, token_ids: tuple[i
 
 async def test_what_was_stored_is_not_computed_again(cluster: LocalCluster, reference: Reference) -> None:
     token_ids = prompt(LENGTH)
-    assert await loaded(cluster, reference, token_ids) == 0
-    await until_stored(cluster.decode, WHOLE // PAGE)
-    assert await loaded(cluster, reference, token_ids) == WHOLE
+    num_stored = await number(cluster.decode, "kvferry_offload_backups_total", outcome="stored")
+    before = await loaded(cluster, reference, token_ids)
+    await until_stored(cluster.decode, int(num_stored) + WHOLE // PAGE)
+    assert await loaded(cluster, reference, token_ids) == before + WHOLE
     longer = (*token_ids, *prompt(70, 1))
-    assert await loaded(cluster, reference, longer) == 2 * WHOLE, "a prompt that goes on behind it"
+    assert await loaded(cluster, reference, longer) == before + 2 * WHOLE, "a prompt that goes on behind it"
     assert await number(cluster.prefill, "kvferry_store_operations_total", op="get", outcome="ok") > 0
 
 
 async def test_what_is_broken_is_computed(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
     token_ids = prompt(LENGTH, 2)
+    num_stored = await number(cluster.decode, "kvferry_offload_backups_total", outcome="stored")
     before = await loaded(cluster, reference, token_ids)
-    await until_stored(cluster.decode, 2 * WHOLE // PAGE)
+    await until_stored(cluster.decode, int(num_stored) + WHOLE // PAGE)
     for path in stored_files(directory):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1

@@ -312,6 +312,21 @@ async def test_a_store_that_cannot_be_written_can_be_read() -> None:
         assert seen.circuits[-1] == ("closed", "open")
 
 
+async def test_pages_that_cannot_be_put_keep_nobody_from_reading() -> None:
+    """Neither their threads nor their room in the queue are the readers'."""
+    store = MemoryStore()
+    store.pages["a"], store.gated = b"\5", {"put"}
+    async with opened(store, queue_bytes=4, threads=1) as (client, _, _):
+        store.gate.clear()
+        puts = [asyncio.create_task(client.put([(key, page(1, 2, 3, 4))])) for key in "xy"]
+        assert await asyncio.to_thread(store.entered.acquire, timeout=5)
+        assert client.num_queued == 1, "the second was refused"
+        for _ in range(4):
+            assert await client.get([("a", page(0))]) == [True]
+        store.gate.set()
+        assert await asyncio.gather(*puts) == [[True], [False]]
+
+
 async def test_misses_and_refusals_do_not_open_the_circuit() -> None:
     store = MemoryStore()
     async with opened(store, queue_bytes=1) as (client, _, _):
@@ -351,7 +366,7 @@ async def test_close_answers_everything_and_does_not_wait_for_a_store_that_hangs
 async def test_close_waits_for_what_the_store_is_doing_and_ends_the_threads() -> None:
     before = threading.active_count()
     async with opened(MemoryStore(), threads=3) as (client, _, _):
-        assert threading.active_count() == before + 3
+        assert threading.active_count() == before + 2 * 3, "to read and to write"
         await client.put([("a", page(1))])
     await client.close()
     for _ in range(100):

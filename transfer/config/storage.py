@@ -65,9 +65,11 @@ class StorageConfig(Section):
     )
     queue_bytes: SizeBytes = Field(
         default=256 << 20,
-        description="Most pages of a process that wait for the store, or for its answer; more are not stored.",
+        description="Most pages of a process that wait to be read, and as many to be written; more are not.",
     )
-    threads: Count = Field(default=4, description="Calls of the store that a process makes at once.")
+    threads: Count = Field(
+        default=4, description="Calls of the store at once by which a process reads, and as many by which it writes."
+    )
     breaker: StorageBreakerConfig = Field(default_factory=StorageBreakerConfig, description="When the store is left alone.")
 
     @property

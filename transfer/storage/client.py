@@ -1,8 +1,9 @@
 """A store beside an asyncio loop: every call is answered by its deadline, whatever the store does, and never with an exception.
 
 The store's blocking calls run on a few daemon threads behind a queue that is bounded in bytes. What does not fit is refused at
-once. When calls fail or run out of time the circuit opens, and the store is left alone for a while; puts have a circuit of their
-own, so that a full disk can still be read. A store that hangs costs the thread that it hangs in, and nothing else.
+once. When calls fail or run out of time the circuit opens, and the store is left alone for a while. Reading and writing have
+threads, queue and circuit of their own: pages that are put in the background keep nobody from reading, nor does a full disk. A
+store that hangs costs the thread that it hangs in, and nothing else.
 
 **Views.** A call's views are touched until it is answered, or its task is cancelled, and never after: a put copies a page before
 the store sees it, and a get fills memory of its own first. Both copies are made under a lock that a deadline takes as well, so a
@@ -49,8 +50,9 @@ class StoreClientSettings:
     Args:
         put_timeout_s: Of `put` and `delete`.
         get_timeout_s: Of `get` and `exists`.
-        queue_bytes: Of pages that wait for the store, or for its answer; at least one page is always let in.
-        threads: Calls of the store at once.
+        queue_bytes: Of pages that wait to be read, or for the store's answer, and as many to be written; one page at least is
+            let in.
+        threads: Calls of the store at once that read, and as many that write.
         breaker: When the store is left alone, and for how long; calls count, not pages.
     """
 
@@ -131,6 +133,34 @@ class _Job:
             self._outcomes = outcomes
 
 
+class _Side:
+    """Reading or writing: who may ask the store, and what waits for its answer. The loop's, but for `queue`."""
+
+    def __init__(self, breaker: Breaker, queue_bytes: int) -> None:
+        self.breaker = breaker
+        self.queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.jobs: set[_Job] = set()  # unanswered
+        self._queue_bytes = queue_bytes
+
+    @property
+    def num_queued(self) -> int:
+        return sum(job.num_items for job in self.jobs)
+
+    def that_fit(self, items: Sequence[_Item]) -> Sequence[_Item]:
+        """The first of them, as far as there is room; one page at least where nothing else waits."""
+        room = self._queue_bytes - sum(job.num_bytes for job in self.jobs)
+        for index, item in enumerate(items):
+            room -= item.num_bytes
+            if room < 0:
+                return items[: max(index, 0 if self.jobs else 1)]
+        return items
+
+    def permit(self) -> Permit | None:
+        """None while the store is left alone, or somebody else tries it."""
+        is_open_to_all = self.breaker.state is BreakerState.CLOSED
+        return self.breaker.begin() if is_open_to_all or self.breaker.wants_trial else None
+
+
 class StoreClient:
     """See the module's docstring. Owned by one loop; every method but the constructor's is called on it.
 
@@ -156,17 +186,13 @@ class StoreClient:
         self._settings = settings
         self._observer = observer
         self._clock = clock
-        self._reading = Breaker(settings.breaker, clock)
-        self._writing = Breaker(settings.breaker, clock)
-        self._jobs: set[_Job] = set()  # unanswered
-        self._queued_bytes = 0
-        self._num_queued = 0
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._reading, self._writing = (_Side(Breaker(settings.breaker, clock), settings.queue_bytes) for _ in range(2))
         self._is_closed = False
-        self._running_threads = settings.threads
+        self._running_threads = 2 * settings.threads
         self._all_ended = asyncio.Event()
-        for index in range(settings.threads):
-            threading.Thread(target=self._serve, name=f"store-{index}", daemon=True).start()
+        for name, side in (("read", self._reading), ("write", self._writing)):
+            for index in range(settings.threads):
+                threading.Thread(target=self._serve, args=(side,), name=f"store-{name}-{index}", daemon=True).start()
 
     @property
     def name(self) -> str:
@@ -176,12 +202,12 @@ class StoreClient:
     @property
     def num_queued(self) -> int:
         """Pages that wait for the store, or for its answer."""
-        return self._num_queued
+        return self._reading.num_queued + self._writing.num_queued
 
     @property
     def state(self) -> BreakerState:
         """Of the circuit that is worse off, reading or writing."""
-        return max(self._reading.state, self._writing.state, key=_SEVERITY.index)
+        return max(self._reading.breaker.state, self._writing.breaker.state, key=_SEVERITY.index)
 
     async def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
         """Store pages. True: the page is in the store now. The earlier ones go first where there is not room for all."""
@@ -209,10 +235,11 @@ class StoreClient:
     async def close(self) -> None:
         """Answer everything, and wait a bounded time for what the store is doing. Idempotent; later calls are refused."""
         self._is_closed = True
-        for job in self._jobs:
-            job.conclude(Outcome.REFUSED)
-        for _ in range(self._settings.threads):
-            self._queue.put(None)
+        for side in (self._reading, self._writing):
+            for job in side.jobs:
+                job.conclude(Outcome.REFUSED)
+            for _ in range(self._settings.threads):
+                side.queue.put(None)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_ended.wait(), CLOSE_S)
 
@@ -221,61 +248,48 @@ class StoreClient:
     def _reading_s(self, timeout_s: float | None) -> float:
         return self._settings.get_timeout_s if timeout_s is None else min(timeout_s, self._settings.get_timeout_s)
 
-    async def _call(self, op: str, items: Sequence[_Item], breaker: Breaker, timeout_s: float) -> list[bool]:
+    async def _call(self, op: str, items: Sequence[_Item], side: _Side, timeout_s: float) -> list[bool]:
         if not items:
             return []
         begun_s = self._clock()
-        outcomes = await self._outcomes(op, items, breaker, timeout_s)
+        outcomes = await self._outcomes(op, items, side, timeout_s)
         moved = sum(item.num_bytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK)
         self._observer.operation_finished(
             op, outcomes, num_bytes=moved if op in ("put", "get") else 0, seconds=self._clock() - begun_s
         )
-        self._observer.circuits_changed(read=self._reading.state.value, write=self._writing.state.value)
+        read, write = (side.breaker.state.value for side in (self._reading, self._writing))
+        self._observer.circuits_changed(read=read, write=write)
         return [outcome is Outcome.OK for outcome in outcomes]
 
-    async def _outcomes(self, op: str, items: Sequence[_Item], breaker: Breaker, timeout_s: float) -> list[Outcome]:
-        if self._is_closed:
-            return [Outcome.REFUSED] * len(items)
-        admitted = self._that_fit(items)
+    async def _outcomes(self, op: str, items: Sequence[_Item], side: _Side, timeout_s: float) -> list[Outcome]:
+        admitted = () if self._is_closed else side.that_fit(items)
         if not admitted:
             return [Outcome.REFUSED] * len(items)
-        permit = _permit(breaker)
+        permit = side.permit()
         if permit is None:
             return [Outcome.CIRCUIT_OPEN] * len(items)
         verdict = Verdict.NOTHING  # of one whose task is cancelled
         try:
-            outcomes = await self._answers(self._begin(op, admitted), timeout_s)
+            outcomes = await self._answers(side, op, admitted, timeout_s)
             verdict = _verdict(outcomes)
         finally:
-            self._end(op, breaker, permit, verdict)
+            self._end(op, side.breaker, permit, verdict)
         return outcomes + [Outcome.REFUSED] * (len(items) - len(admitted))
 
-    def _that_fit(self, items: Sequence[_Item]) -> Sequence[_Item]:
-        """The first of them, as far as the queue has room; one page at least where nothing else waits."""
-        room = self._settings.queue_bytes - self._queued_bytes
-        for index, item in enumerate(items):
-            room -= item.num_bytes
-            if room < 0:
-                return items[: max(index, 0 if self._jobs else 1)]
-        return items
-
-    def _begin(self, op: str, items: Sequence[_Item]) -> list[_Job]:
+    async def _answers(self, side: _Side, op: str, items: Sequence[_Item], timeout_s: float) -> list[Outcome]:
+        """By the deadline; when this returns or raises, no view is touched any more."""
         jobs = [_Job(op, part, self._loop) for part in _parts(items)]
+        side.jobs.update(jobs)
+        self._observer.queue_changed(self.num_queued)
         for job in jobs:
-            self._jobs.add(job)
-            self._queue.put(job)
-        self._count(jobs, 1)
-        return jobs
-
-    async def _answers(self, jobs: Sequence[_Job], timeout_s: float) -> list[Outcome]:
-        """Of all jobs, by the deadline; when this returns or raises, no view is touched any more."""
+            side.queue.put(job)
         try:
             await asyncio.wait([job.answer for job in jobs], timeout=timeout_s)
         finally:
             for job in jobs:
                 job.conclude(Outcome.TIMEOUT)
-            self._jobs.difference_update(jobs)
-            self._count(jobs, -1)
+            side.jobs.difference_update(jobs)
+            self._observer.queue_changed(self.num_queued)
         return [outcome for job in jobs for outcome in job.answer.result()]
 
     def _end(self, op: str, breaker: Breaker, permit: Permit, verdict: Verdict) -> None:
@@ -286,15 +300,10 @@ class StoreClient:
         elif was_open and breaker.state is BreakerState.CLOSED:
             log.info("store_circuit_closed", store=self.name, op=op)
 
-    def _count(self, jobs: Sequence[_Job], sign: int) -> None:
-        self._queued_bytes += sign * sum(job.num_bytes for job in jobs)
-        self._num_queued += sign * sum(job.num_items for job in jobs)
-        self._observer.queue_changed(self._num_queued)
-
     # On a thread
 
-    def _serve(self) -> None:
-        while (job := self._queue.get()) is not None:
+    def _serve(self, side: _Side) -> None:
+        while (job := side.queue.get()) is not None:
             try:
                 job.run(self._store)
             except Exception as error:  # whatever a store raises is that store's fault, and its pages are misses
@@ -326,11 +335,6 @@ def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
             yield items[begin:index]
             begin, num_bytes = index, item.num_bytes
     yield items[begin:]
-
-
-def _permit(breaker: Breaker) -> Permit | None:
-    """None while the store is left alone, or somebody else tries it."""
-    return breaker.begin() if breaker.state is BreakerState.CLOSED or breaker.wants_trial else None
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> Verdict:

@@ -122,7 +122,8 @@ class DirectoryStore:
             num_read = _read(file, header, page, bytearray(1))  # a byte too many, where there is one
             outcome = check(key, header[:num_read], page, num_bytes=num_read)
             if outcome is Outcome.OK:
-                os.utime(file)
+                with contextlib.suppress(OSError):  # mounted to be read only: its age is then all the same
+                    os.utime(file)
         finally:
             os.close(file)
         if outcome is not Outcome.OK:
