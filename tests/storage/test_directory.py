@@ -19,6 +19,7 @@ import pytest
 from tests.storage import writer
 from tests.storage.writer import key_of, page_of
 from transfer.errors import ConfigError
+from transfer.storage import envelope
 from transfer.storage.base import Outcome
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.directory_room import KEEP_FRACTION, WRITING
@@ -149,7 +150,19 @@ def test_a_page_of_another_model_is_never_read(store: DirectoryStore) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(file.read_bytes())
     assert store.get([(other, memoryview(bytearray(PAGE_BYTES)))]) == [FOREIGN]
-    assert not path.exists()
+
+
+def test_nodes_of_two_versions_leave_each_other_their_pages(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an upgrade: what one of them cannot read is not broken."""
+    put(store, 1)
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr(envelope, "VERSION", envelope.VERSION + 1)
+        assert get(store, 1) is FOREIGN
+        assert put(store, 2) == [OK]
+    assert [get(store, number) for number in (1, 2, 1)] == [OK, FOREIGN, OK]
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr(envelope, "VERSION", envelope.VERSION + 1)
+        assert get(store, 2) is OK
 
 
 def test_a_page_of_another_size_is_a_miss(store: DirectoryStore) -> None:

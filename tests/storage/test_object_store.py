@@ -115,7 +115,7 @@ def test_an_object_of_another_model_is_never_read(store: ObjectStore) -> None:
     other = f"{'f' * 32}/{key_of(1)[33:]}"
     library.put(store._store, other, content)
     assert store.get([(other, memoryview(bytearray(PAGE_BYTES)))]) == [FOREIGN]
-    assert store.exists([other]) == [MISSING]
+    assert store.exists([other]) == [OK], "it may be the page of a node of another version"
 
 
 def test_what_is_no_key_is_no_path(store: ObjectStore) -> None:

@@ -126,8 +126,8 @@ class DirectoryStore:
                     os.utime(file)
         finally:
             os.close(file)
-        if outcome is not Outcome.OK:
-            self._delete(key)  # else a put would take it for the page
+        if outcome is Outcome.CORRUPT:
+            self._delete(key)  # else a put would take it for the page; a foreign one may be somebody else's page, and whole
         return outcome
 
     def _exists(self, key: str) -> Outcome:

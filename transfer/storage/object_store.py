@@ -105,8 +105,9 @@ class ObjectStore:
         stored = memoryview(found.bytes()) if num_bytes <= HEADER_BYTES + page.nbytes else self._beginning(key)
         page[: max(0, stored.nbytes - HEADER_BYTES)] = stored[HEADER_BYTES : HEADER_BYTES + page.nbytes]
         outcome = check(key, bytes(stored[:HEADER_BYTES]), page, num_bytes=num_bytes)
-        if outcome is not Outcome.OK:
-            self._obstore.delete(self._store, key)  # else a put would take it for the page
+        if outcome is Outcome.CORRUPT:
+            # Else a put would take it for the page. A foreign one may be somebody else's page, and whole.
+            self._obstore.delete(self._store, key)
         return outcome
 
     def _beginning(self, key: str) -> memoryview:
