@@ -439,6 +439,7 @@ class DecodeRequests:
         for request_id, reason in message.faults.items():
             a_try = self._running.get(request_id)
             if a_try is not None:
+                self._tiers.damaged(request_id)
                 self._fail(a_try.request, EngineError(reason))
         self._tiers.step_over()
         self._send_step()

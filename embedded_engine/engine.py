@@ -371,7 +371,9 @@ class EmbeddedEngine:
             logits = self._forward(batch)
             if logits is None:
                 none = torch.empty(0, dtype=torch.int64)
-                return ForwardOutput(request_ids=(), next_tokens=none.to(self._device), next_tokens_host=none, copied=None)
+                # Of a decode step something to wait for all the same: who hears that it is over frees the pages that it reads.
+                over = self._recorded_event() if batch.decode_items else None
+                return ForwardOutput(request_ids=(), next_tokens=none.to(self._device), next_tokens_host=none, copied=over)
             is_finite = torch.isfinite(logits).all(dim=-1)
             # Looking at the rows that are not would wait for the device; they are drawn from zeros and then crossed out.
             drawn = sample_on_device(

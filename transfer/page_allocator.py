@@ -14,7 +14,7 @@ reserved; the counters agree with the lists.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transfer.errors import ConfigError, LocalProtocolError
@@ -294,23 +294,25 @@ class GroupAllocator:
                 allocator.bind(owner, missing)
         return self.tables(owner)
 
-    def advance(self, owner: str, next_token: int, *, kept_from: int | None = None, copied_from: int | None = None) -> None:
+    def advance(
+        self, owner: str, next_token: int, *, kept_from: int | None = None, copied_from: Mapping[int, int] | None = None
+    ) -> None:
         """Every step before `next_token` is over, and none will compute a token before it: let the windows move on.
 
         Args:
             kept_from: Number of tokens of a prompt whose last window still has to be gathered from here; None for no such need.
-            copied_from: First entry that a copy is still reading; None where there is no copy.
+            copied_from: First entry that a copy is still reading, by the index of a group; None where there is no copy.
 
         Raises:
             LocalProtocolError: The owner is unknown.
         """
-        for group, allocator in self.by_group:
+        for index, (group, allocator) in enumerate(self.by_group):
             first = group.first_needed_token(next_token)
             if kept_from is not None:
                 first = min(first, group.first_travelling_token(kept_from))
             entry = first // self._page_size
             if copied_from is not None:
-                entry = min(entry, copied_from)
+                entry = min(entry, copied_from.get(index, entry))
             if first:
                 allocator.pass_before(owner, entry)
 

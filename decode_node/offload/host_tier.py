@@ -180,12 +180,15 @@ class HostTier:
             self._free(found, page)
 
     def discard(self, page: HostPage) -> None:
-        """What it holds means nothing: nobody finds it any more, and it is free once its users are gone."""
+        """What it holds means nothing: nobody finds it any more, and it is free at once or when its users are gone."""
         found = self._groups[page.group]
-        page.is_ready = False
+        page.is_ready = page.is_stored = False
         if page.page_hash is not None:
             del found.by_hash[page.page_hash]
             page.page_hash = None
+        if page in found.cached:
+            del found.cached[page]
+            found.free.append(page.number)
 
     def touch(self, page: HostPage) -> None:
         """The page was looked for: of the cached ones it is the last to go now."""

@@ -11,7 +11,9 @@ answered.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
@@ -30,6 +32,18 @@ MAX_SAVES: Final = 4
 
 MAX_BROUGHT_BACK: Final = 256
 """Pages that are brought back at a time, so that what has to be saved has its turn."""
+
+
+WAITS_S: Final = 1.0
+"""Prefill asks for room again twenty times a second, as long as it has room itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """A request that found too few device pages: how many it needs at least, and when it has asked last."""
+
+    num_pages: int
+    asked_s: float
 
 
 class OffloadLeader:
@@ -62,7 +76,7 @@ class OffloadLeader:
         self._to_load: dict[str, Placement] = {}  # placed, and not known to the ranks yet
         self._saving: dict[str, None] = {}  # requests with something to save, the longest waiting first
         self._num_saves = 0
-        self._waiting: dict[str, int] = {}  # requests that found too few device pages, and how many each needs at least
+        self._waiting: dict[str, _Waiting] = {}  # requests that found too few device pages
         self._has_stalled = False
 
     def listen(self, *, on_loaded: Callable[[str], None], on_room: Callable[[], None]) -> None:
@@ -96,7 +110,7 @@ class OffloadLeader:
         if found is None:
             least = self._rules.least_share(self._rules.num_pages(total_tokens), self._rules.grid_pages(chunk_tokens))
             if self._rules.has_early_release and least > self._free_pages():
-                self._waiting[request_id] = least
+                self._waiting[request_id] = _Waiting(num_pages=least, asked_s=time.monotonic())
                 self._go_on()
             return None
         self._waiting.pop(request_id, None)
@@ -105,6 +119,8 @@ class OffloadLeader:
         if request.num_loading:
             self._to_load[request_id] = found
         self._count_hits(found, prompt.fetched)
+        if self._store is not None:
+            self._store.back_up(found.hits)  # those that are in no store: it may have been away when they were saved
         return Place(
             pages=found.pages,
             start_token=found.start_token,
@@ -207,6 +223,18 @@ class OffloadLeader:
     def _end(self, request: TieredRequest) -> None:
         request.is_running = False
         self._context.on_device.remove(request)
+
+    def damaged(self, request_id: str) -> None:
+        """No page of its chain is found again, in any tier: which one is damaged nobody knows."""
+        request = self._requests[request_id]
+        self._end(request)
+        pages = [(group, page_hash) for group in range(len(self._context.groups)) for page_hash in request.chain.hashes]
+        for group, page_hash in pages:
+            page = self._tier.find(group, page_hash)
+            if page is not None and page.is_ready:
+                self._tier.discard(page)
+        if self._store is not None:
+            self._store.delete([one for one in pages if self._tier.num_pages(one[0])])
 
     def gone(self, request_id: str) -> None:
         """The ranks have done their jobs for it, too."""
@@ -313,7 +341,7 @@ class OffloadLeader:
     def _shrink(self) -> None:
         """While a request waits for device pages, or more are taken than the mark allows, ask whoever has most to spare."""
         free = self._free_pages()
-        wanted = next(iter(self._waiting.values()), 0)
+        wanted = self._num_wanted()
         short = max(wanted - free, self._rules.pool_pages - free - self._rules.high_pages)
         short -= sum(request.share - request.target_share for request in self._requests.values())  # is on its way
         if short <= 0:
@@ -335,7 +363,7 @@ class OffloadLeader:
         """While there is plenty of room, load pages that were left behind; the request that lacks fewest first."""
         room = self._rules.low_pages - (self._rules.pool_pages - self._free_pages())
         behind = [request for request in self._movable() if request.boundary and request.shrinks_to is None]
-        if self._waiting or room <= 0 or not behind:
+        if self._num_wanted() or room <= 0 or not behind:
             return
         request = min(behind, key=lambda one: one.boundary)
         count = min(room, request.boundary, MAX_BROUGHT_BACK)
@@ -358,6 +386,13 @@ class OffloadLeader:
         run = PageRun(group=FULL, first_entry=boundary, host_pages=pages)
         job = self._context.jobs.begin(done)
         self._context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
+
+    def _num_wanted(self) -> int:
+        """Device pages that the oldest of those that wait needs; who has not asked for a while has given up asking."""
+        now_s = time.monotonic()
+        while self._waiting and now_s - next(iter(self._waiting.values())).asked_s > WAITS_S:
+            del self._waiting[next(iter(self._waiting))]
+        return next((one.num_pages for one in self._waiting.values()), 0)
 
     def _free_pages(self) -> int:
         return self._context.admission.free_pages.by_group[FULL]

@@ -12,7 +12,7 @@ from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import StoreLeader
+from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
 from node_runtime.rank_report import RankHello
 from transfer.config import DecodeNodeConfig
 from transfer.config.offload import OffloadConfig
@@ -84,11 +84,17 @@ class LeaderTiers:
         self._client = client
         store = None
         if self._client is not None:
-            first = instance.shard.at(0)
-            key_of = lambda group, page_hash: store_key(  # noqa: E731  # of rank 0's part
-                fingerprint, page_hash, group=groups[group], layout=layout, shard=first
+            shards = [instance.shard.at(rank) for rank in range(instance.shard.num_ranks)]
+
+            def keys_of(group: int, page_hash: bytes) -> list[str]:
+                return [store_key(fingerprint, page_hash, group=groups[group], layout=layout, shard=one) for one in shards]
+
+            bounds = StoreSettings(
+                fetch_timeout_s=config.storage.get_timeout_s,
+                job_bytes=config.storage.queue_bytes // (2 * JOBS_AT_ONCE),
+                page_bytes=tuple(max(group.page_bytes(layout, one) for one in shards) for group in groups),
             )
-            store = StoreLeader(context, client=self._client, key_of=key_of)
+            store = StoreLeader(context, client=self._client, keys_of=keys_of, settings=bounds)
         self.store = store
         self.leader = OffloadLeader(
             context,
@@ -106,5 +112,7 @@ class LeaderTiers:
 
     async def close(self) -> None:
         """End what is asked of the store, in bounded time."""
+        if self.store is not None:
+            self.store.close()
         if self._client is not None:
             await self._client.close()

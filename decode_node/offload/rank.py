@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 
-from decode_node.rank_messages import BackUpPages, CopyPages, FetchPages, JobDone, LoadPages, MoveBoundary, PageRun, SavePages
+from decode_node.rank_messages import (
+    BackUpPages,
+    CopyPages,
+    EntryRun,
+    FetchPages,
+    JobDone,
+    LoadPages,
+    MoveBoundary,
+    PageRun,
+    SavePages,
+)
 from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopier
 from transfer.engine_types import DeviceEvent
@@ -61,14 +71,14 @@ class _Request:
         host_pages: Of its leading entries, as far as the leader has said.
         boundary: Leading entries that steps read there.
         num_jobs: Copies of its pages under way.
-        copied_from: First window entry that a save reads, by job.
+        copied_from: First entry of each window that a copy reads, by job and group.
         shown: What the last step was given.
     """
 
     host_pages: list[int]
     boundary: int
     num_jobs: int = 0
-    copied_from: dict[int, int] = field(default_factory=dict)
+    copied_from: dict[int, dict[int, int]] = field(default_factory=dict)
     shown: _Shown | None = None
 
 
@@ -140,9 +150,13 @@ class OffloadRank:
         """Whether a copy reads or fills the request's device pages."""
         return self._requests[request_id].num_jobs > 0
 
-    def copied_from(self, request_id: str) -> int | None:
-        """First window entry that a copy reads; None where there is none."""
-        return min(self._requests[request_id].copied_from.values(), default=None)
+    def copied_from(self, request_id: str) -> dict[int, int] | None:
+        """First entry of each window that a copy reads, by group; None where there is none."""
+        found: dict[int, int] = {}
+        for of_job in self._requests[request_id].copied_from.values():
+            for group, entry in of_job.items():
+                found[group] = min(entry, found.get(group, entry))
+        return found or None
 
     def forget(self, request_id: str) -> None:
         """The request's pages are back."""
@@ -208,9 +222,7 @@ class OffloadRank:
     def _save(self, message: SavePages) -> None:
         request = self._requests[message.request_id]
         moves = self._moves(message.request_id, message.runs)
-        windows = [run.first_entry for run in message.runs if self._pool.groups[run.group].kind is GroupKind.WINDOW]
-        if windows:
-            request.copied_from[message.job] = min(windows)
+        request.copied_from[message.job] = self._window_entries(message.runs)
         request.num_jobs += 1
 
         def done(result: tuple[int, float]) -> None:
@@ -254,9 +266,7 @@ class OffloadRank:
             of_source = self._device_pages(message.source_id, run.group, run.first_entry, run.count)
             of_target = self._device_pages(message.request_id, run.group, run.first_entry, run.count)
             copies.append(PageCopy(group=run.group, source_pages=of_source, target_pages=of_target))
-        windows = [run.first_entry for run in message.runs if self._pool.groups[run.group].kind is GroupKind.WINDOW]
-        if windows:
-            source.copied_from[message.job] = min(windows)
+        source.copied_from[message.job] = self._window_entries(message.runs)
         source.num_jobs += 1
         request.num_jobs += 1
 
@@ -299,6 +309,14 @@ class OffloadRank:
         request.num_jobs -= 1
         if not request.num_jobs:
             self._on_free(request_id)
+
+    def _window_entries(self, runs: Sequence[PageRun | EntryRun]) -> dict[int, int]:
+        """First entry of each window, of runs that ascend."""
+        found: dict[int, int] = {}
+        for run in runs:
+            if self._pool.groups[run.group].kind is GroupKind.WINDOW:
+                found.setdefault(run.group, run.first_entry)
+        return found
 
     def _moves(self, request_id: str, runs: Sequence[PageRun]) -> list[PageMove]:
         moves: list[PageMove] = []
@@ -376,9 +394,9 @@ class OffloadRank:
             task.cancel()
         if self._store is not None:
             await self._store.close()
-        for lane in (self._save_lane, self._load_lane):
-            lane.close(timeout_s=5.0)
-        self._host.close()
+        is_over = [lane.close(timeout_s=5.0) for lane in (self._save_lane, self._load_lane)]
+        if all(is_over):  # otherwise a copy may still use the memory, which goes with the process
+            self._host.close()
 
 
 def _timed(copy: Callable[[], int]) -> tuple[int, float]:

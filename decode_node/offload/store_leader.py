@@ -7,8 +7,10 @@ brought, once every rank has done its part. What the store does not answer in ti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
@@ -17,12 +19,32 @@ from decode_node.rank_messages import BackUpPages, FetchPages
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import PageHashes
 
-MAX_BACKUPS: Final = 2
-"""Jobs of `JOB_PAGES` that the ranks are putting into the store at once."""
+JOBS_AT_ONCE: Final = 2
+"""Of backups, and of what is fetched for one prompt: the store has the next one when it has done with one."""
 
-JOB_PAGES: Final = 64
+MOST_JOB_PAGES: Final = 64
 LOOKUP_PAGES: Final = 256
 """Pages that the store is asked for at a time: a long prompt of which it has nothing costs one question."""
+
+RETRY_S: Final = 5.0
+"""After which pages that could not be put into the store are tried once more, while they are in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """Args:
+    fetch_timeout_s: Longest that a request waits for what the store has of its prompt, all together.
+    job_bytes: Most that a rank is given to store, or to fetch, in one job.
+    page_bytes: Of a page of each group on the rank that has the largest.
+    """
+
+    fetch_timeout_s: float
+    job_bytes: int
+    page_bytes: tuple[int, ...]
+
+    def job_pages(self, group: int) -> int:
+        """Pages of a job."""
+        return max(1, min(MOST_JOB_PAGES, self.job_bytes // max(1, self.page_bytes[group])))
 
 
 class StoreLeader:
@@ -31,34 +53,55 @@ class StoreLeader:
     Args:
         context: Index, jobs and ranks.
         client: To ask with.
-        key_of: From a group's index and a page's hash, the key of rank 0's part.
+        keys_of: From a group's index and a page's hash, the key of each rank's part, rank 0's first.
+        settings: Bounds.
     """
 
-    def __init__(self, context: TierContext, *, client: StoreClient, key_of: Callable[[int, bytes], str]) -> None:
+    def __init__(
+        self,
+        context: TierContext,
+        *,
+        client: StoreClient,
+        keys_of: Callable[[int, bytes], Sequence[str]],
+        settings: StoreSettings,
+    ) -> None:
         self._context = context
         self._tier = context.tier
         self._client = client
-        self._key_of = key_of
-        self._to_back_up: deque[tuple[int, bytes]] = deque()
+        self._keys_of = keys_of
+        self._settings = settings
+        most = sum(self._tier.num_pages(group) for group in range(len(context.groups)))  # none is worth a second place
+        self._to_back_up: deque[tuple[int, bytes]] = deque(maxlen=max(1, most))
         self._num_backups = 0
-        self._coming: dict[
-            bytes, asyncio.Future[None]
-        ] = {}  # by hash of what is being fetched of the layers that keep every token
+        self._retry: asyncio.TimerHandle | None = None
+        self._failed: list[tuple[int, bytes]] = []
+        self._coming: dict[bytes, asyncio.Future[None]] = {}  # by hash, of the layers that keep every token
+        self._deleting: set[asyncio.Task[list[bool]]] = set()
 
     @property
     def num_queued(self) -> int:
         """Pages that wait to be put into the store."""
         return len(self._to_back_up)
 
+    def close(self) -> None:
+        """Order nothing more."""
+        self._to_back_up.clear()
+        if self._retry is not None:
+            self._retry.cancel()
+
     # Into the store
 
     def back_up(self, pages: Sequence[HostPage]) -> None:
-        """Have pages, which are ready, put into the store when there is time; those of no hash are their request's alone."""
-        self._to_back_up += [(page.group, page.page_hash) for page in pages if page.page_hash is not None and not page.is_stored]
+        """Have pages, which are ready, put into the store when there is time; those of no hash are their request's alone.
+
+        Where more wait than host memory has pages, the oldest are left out: most of them are gone from it.
+        """
+        wanted = [(page.group, page.page_hash) for page in pages if page.page_hash is not None and not page.is_stored]
+        self._to_back_up += wanted
         self._next_backups()
 
     def _next_backups(self) -> None:
-        while self._to_back_up and self._num_backups < MAX_BACKUPS:
+        while self._to_back_up and self._num_backups < JOBS_AT_ONCE:
             pages = self._held_for_backup()
             if pages:
                 self._order_backup(pages)
@@ -66,10 +109,10 @@ class StoreLeader:
     def _held_for_backup(self) -> list[HostPage]:
         """The next pages of one group; what has been evicted meanwhile, or cannot be held now, is not stored."""
         group = self._to_back_up[0][0]
-        pages: list[HostPage] = []
-        while self._to_back_up and self._to_back_up[0][0] == group and len(pages) < JOB_PAGES:
+        most, pages = self._settings.job_pages(group), list[HostPage]()
+        while self._to_back_up and self._to_back_up[0][0] == group and len(pages) < most:
             page = self._tier.find(*self._to_back_up.popleft())
-            if page is not None and page.is_ready and not page.is_stored and self._tier.hold(page):
+            if page is not None and page.is_ready and not page.is_stored and page not in pages and self._tier.hold(page):
                 pages.append(page)
         return pages
 
@@ -79,7 +122,9 @@ class StoreLeader:
         def done(failed: frozenset[int]) -> None:
             self._num_backups -= 1
             for place, page in enumerate(pages):
-                page.is_stored = place not in failed
+                page.is_stored = place not in failed and page.page_hash is not None
+                if place in failed and page.page_hash is not None:
+                    self._retry_later(page.group, page.page_hash)
                 self._tier.let_go(page)
             self._context.observer.backed_up(len(pages) - len(failed), len(failed))
             self._next_backups()
@@ -89,10 +134,43 @@ class StoreLeader:
             BackUpPages(job=job, group=pages[0].group, hashes=_hashes(pages), host_pages=tuple(page.number for page in pages))
         )
 
+    def _retry_later(self, group: int, page_hash: bytes) -> None:
+        """The store is full or away: its circuit says for how long; a page that is found again is tried again, too."""
+        if len(self._failed) < MOST_JOB_PAGES:
+            self._failed.append((group, page_hash))
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        failed, self._failed = self._failed, []
+        self._to_back_up += failed
+        self._next_backups()
+
+    def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
+        """What is stored under these hashes is damaged: nobody is to find it, as far as the store can be reached."""
+        keys = [key for group, page_hash in pages for key in self._keys_of(group, page_hash)]
+        if keys:
+            task = asyncio.get_running_loop().create_task(self._client.delete(keys))
+            self._deleting.add(task)
+            task.add_done_callback(self._deleting.discard)
+
     # Out of the store
 
     async def fetch(self, chain: PageHashes, prompt_tokens: int) -> frozenset[bytes]:
-        """See `OffloadLeader.fetch`."""
+        """Bring what the store has of a prompt, and host memory has not, into host memory, in bounded time.
+
+        Returns:
+            Hashes of the pages that came.
+        """
+        came: set[bytes] = set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.fetch_timeout_s):
+                await self._bring(await self._wanted(chain, prompt_tokens), came)
+        return frozenset(came)
+
+    async def _wanted(self, chain: PageHashes, prompt_tokens: int) -> dict[int, list[bytes]]:
+        """By group, what is missing and stored, so that together with what is known it is a beginning of the prompt."""
         most = (prompt_tokens - 1) // self._context.rules.page_size
         hashes = chain.hashes[:most]
         known = self._num_known(hashes)
@@ -100,7 +178,7 @@ class StoreLeader:
             await asyncio.wait([coming])  # for another request of the same beginning
             known = self._num_known(hashes)
         end = known + await self._num_stored(FULL, hashes[known:])
-        wanted = {FULL: hashes[known:end]}
+        wanted: dict[int, list[bytes]] = {}
         for group in self._context.windows:
             first = self._context.first_window_page(group, prompt_tokens)
             reached = hashes[first:end]
@@ -109,26 +187,39 @@ class StoreLeader:
             if num_stored < len(missing):
                 end = first + reached.index(missing[num_stored])
             wanted[group] = missing[:num_stored]
-        wanted[FULL] = wanted[FULL][: max(0, end - known)]
-        return await self._bring(wanted)
+        known = self._num_known(hashes)
+        for page_hash in reversed(hashes[:known]):  # the last to be evicted for what follows them
+            if (page := self._tier.find(FULL, page_hash)) is not None:
+                self._tier.touch(page)
+        room = max(0, self._tier.spare(FULL) - known)
+        return {FULL: hashes[known : min(end, known + room)], **wanted}
 
-    async def _bring(self, wanted: dict[int, list[bytes]]) -> frozenset[bytes]:
-        """Have the ranks fill host pages; as many as there is room for."""
-        jobs: list[asyncio.Future[None]] = []
-        came: set[bytes] = set()
+    async def _bring(self, wanted: dict[int, list[bytes]], came: set[bytes]) -> None:
+        """Have the ranks fill host pages, the first ones first; as many as there is room for."""
+        under_way: set[asyncio.Future[None]] = set()
         for group, hashes in wanted.items():
-            pages: list[HostPage] = []
-            for page_hash in hashes:
-                if self._tier.find(group, page_hash) is None:
-                    page = self._tier.take(group, page_hash)
-                    if page is None:
-                        self._context.observer.host_full()
-                        break
-                    pages.append(page)
-            jobs += [self._order_fetch(pages[at : at + JOB_PAGES], came) for at in range(0, len(pages), JOB_PAGES)]
-        if jobs:
-            await asyncio.wait(jobs)
-        return frozenset(came)
+            size = self._settings.job_pages(group)
+            for begin in range(0, len(hashes), size):
+                while len(under_way) >= JOBS_AT_ONCE:
+                    _, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                pages = self._taken(group, hashes[begin : begin + size])
+                if not pages:
+                    break
+                under_way.add(self._order_fetch(pages, came))
+        if under_way:
+            await asyncio.wait(under_way)
+
+    def _taken(self, group: int, hashes: Sequence[bytes]) -> list[HostPage]:
+        """Host pages to be filled, for those of the hashes that are not there, up to where there is no room."""
+        pages: list[HostPage] = []
+        for page_hash in hashes:
+            if self._tier.find(group, page_hash) is None:
+                page = self._tier.take(group, page_hash)
+                if page is None:
+                    self._context.observer.host_full()
+                    break
+                pages.append(page)
+        return pages
 
     def _order_fetch(self, pages: list[HostPage], came: set[bytes]) -> asyncio.Future[None]:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -164,11 +255,11 @@ class StoreLeader:
         return next((place for place, one in enumerate(hashes) if not self._is_ready(FULL, one)), len(hashes))
 
     async def _num_stored(self, group: int, hashes: Sequence[bytes]) -> int:
-        """How many of the first pages the store has, without a gap."""
+        """How many of the first pages the store has, without a gap; by rank 0's part."""
         found = 0
         while found < len(hashes):
             asked = hashes[found : found + LOOKUP_PAGES]
-            answers = await self._client.exists([self._key_of(group, one) for one in asked])
+            answers = await self._client.exists([self._keys_of(group, one)[0] for one in asked])
             num_there = next((place for place, is_there in enumerate(answers) if not is_there), len(answers))
             found += num_there
             if num_there < len(asked):

@@ -103,6 +103,10 @@ class Tiers(Protocol):
         """A request ends early, wherever it stands. Does nothing twice."""
         ...
 
+    def damaged(self, request_id: str) -> None:
+        """A step has found that the KV of a running request is no good; `give_up` follows."""
+        ...
+
     def gone(self, request_id: str) -> None:
         """Every rank has given its pages back."""
         ...
@@ -152,6 +156,9 @@ class DeviceOnly:
         pass
 
     def give_up(self, request_id: str) -> None:
+        pass
+
+    def damaged(self, request_id: str) -> None:
         pass
 
     def gone(self, request_id: str) -> None:

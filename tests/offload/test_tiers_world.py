@@ -31,17 +31,17 @@ async def play(world: World, *, num_requests: int, prompts: list[list[int]], lon
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("has_windows", [False, True])
-async def test_every_token_is_read_where_it_lies(seed: int, has_windows: bool) -> None:
+@pytest.mark.parametrize("num_windows", [0, 1, 2])
+async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) -> None:
     chance = random.Random(seed)
     world = World(
         chance,
         device_pages=chance.choice([14, 16, 24]),
         host_pages=chance.choice([12, 30, 60]),
-        window_layers_tokens=chance.choice([5, 6, 9]),
         window_tokens=chance.choice([None, 2, 4]),
         stride_pages=chance.choice([1, 2]),
-        has_windows=has_windows,
+        windows=tuple(chance.sample([3, 5, 6, 9, 16], num_windows)),
+        has_slow_saves=chance.random() < 0.3,
         failing=chance.choice([0.0, 0.2]),
     )
     prompts = [[chance.randint(0, 49) for _ in range(30)] for _ in range(2)]

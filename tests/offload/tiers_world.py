@@ -25,7 +25,7 @@ from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import StoreLeader
+from decode_node.offload.store_leader import StoreLeader, StoreSettings
 from decode_node.offload.tiers import Prompt
 from decode_node.rank_messages import (
     CancelRequest,
@@ -278,16 +278,14 @@ class World:
         host_pages: int = 40,
         window_tokens: int | None = 4,
         stride_pages: int = 1,
-        has_windows: bool = True,
-        window_layers_tokens: int = WINDOW_TOKENS,
+        windows: tuple[int, ...] = (WINDOW_TOKENS,),
+        has_slow_saves: bool = False,
         failing: float = 0.0,
         stored: dict[str, bytes] | None = None,
     ) -> None:
-        self.chance, self._failing = chance, failing
+        self.chance, self._failing, self._has_slow_saves = chance, failing, has_slow_saves
         self.layout = KVLayout(
-            layers=(FULL_SPEC, replace(WINDOW_SPEC, window_tokens=window_layers_tokens), FULL_SPEC)
-            if has_windows
-            else (FULL_SPEC, FULL_SPEC),
+            layers=(FULL_SPEC, *(replace(WINDOW_SPEC, window_tokens=tokens) for tokens in windows), FULL_SPEC),
             dtype=DType.FLOAT32,
         )
         self.groups = layer_groups(self.layout)
@@ -328,9 +326,11 @@ class World:
         store = StoreLeader(
             context,
             client=self.store(),  # type: ignore[arg-type]
-            key_of=lambda group, page_hash: store_key(
-                FINGERPRINT, page_hash, group=self.groups[group], layout=self.layout, shard=shard
-            ),
+            keys_of=lambda group, page_hash: [
+                store_key(FINGERPRINT, page_hash, group=self.groups[group], layout=self.layout, shard=shard.at(rank))
+                for rank in range(NUM_RANKS)
+            ],
+            settings=StoreSettings(fetch_timeout_s=60.0, job_bytes=64, page_bytes=(16,) * len(self.groups)),
         )
         self.leader = OffloadLeader(
             context,
@@ -366,7 +366,10 @@ class World:
         for rank in self.ranks:
             if rank.inbox:
                 found += [lambda rank=rank: rank.worker.on_message(rank.inbox.popleft())]  # type: ignore[misc]
-            found += [lane.run for lane in rank.lanes if lane.work]
+            for lane in rank.lanes:
+                is_slow = self._has_slow_saves and lane is rank.offload._save_lane
+                if lane.work and not (is_slow and self.chance.random() < 0.97):
+                    found.append(lane.run)
             if rank.draining:
                 found.append(lambda rank=rank: rank.worker.on_drained(rank.draining.pop()))  # type: ignore[misc]
         if self.from_ranks:
@@ -494,7 +497,7 @@ class World:
         await asyncio.sleep(0)
         moves = self.moves()
         if not moves:
-            return False
+            return self._has_slow_saves and any(lane.work for rank in self.ranks for lane in rank.lanes)
         self.chance.choice(moves)()
         if self.crashed:
             raise self.crashed[0]
