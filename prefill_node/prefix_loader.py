@@ -7,6 +7,7 @@ loop; what has been read is written by the engine's lane, between two steps.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from transfer.instance import Instance
 from transfer.kv_pool import TORCH_DTYPES, KVPool, as_words, convert
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.layout import DType, HeadSlice, TokenOrder
+from transfer.storage.base import USED_STEP_NS
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import store_key
 from transfer.storage.pages import PagePart
@@ -38,6 +40,7 @@ class _Batch:
     num_pages: int
     sources: Sequence[PageSource]
     pages: Sequence[Tensor]
+    used_ns: int  # of its first page, see `transfer.storage.base.Store`
 
 
 class PrefixLoader:
@@ -84,10 +87,10 @@ class PrefixLoader:
         except TimeoutError:
             return 0
         try:
-            num_pages = prefix.num_pages
+            num_pages, used_ns = prefix.num_pages, time.time_ns()
             for group in (*windows, *rest):
                 mine = [source for source in sources if source.group == group]
-                num_pages = min(num_pages, await self._load_group(group, mine, prefix, tables, deadline_s))
+                num_pages = min(num_pages, await self._load_group(group, mine, prefix, tables, deadline_s, used_ns))
                 if windows and num_pages < prefix.num_pages:
                     return 0
             return num_pages * prefix.page_size
@@ -101,12 +104,15 @@ class PrefixLoader:
         prefix: StoredPrefix,
         tables: Sequence[Sequence[int]],
         deadline_s: float,
+        used_ns: int,
     ) -> int:
         """Load a group's needed pages in order, up to the first one that is missing or late; returns its number."""
         pages = needed_pages(group, prefix.num_pages, prefix.page_size)
         at_once = max(1, self._batch_bytes // max(1, sum(source.page_bytes for source in sources)))
         for first in pages[::at_once] if sources else ():
-            batch = _new_batch(group, sources, first, min(at_once, pages.stop - first))
+            batch = _new_batch(
+                group, sources, first, min(at_once, pages.stop - first), used_ns - first * len(sources) * USED_STEP_NS
+            )
             num_read = await self._read(batch, prefix, deadline_s)
             if num_read:  # without a deadline: pages are written between two steps, and nobody may have them back before
                 await self._lane.call(partial(self._write, batch, num_read, prefix, tables))
@@ -125,7 +131,7 @@ class PrefixLoader:
                 page_hash = prefix.hashes[batch.first_page + index]
                 key = store_key(prefix.fingerprint, page_hash, group=batch.group, layout=prefix.decode.layout, shard=source.shard)
                 wanted.append((key, pages[index].numpy().data))
-        answers = await self._client.get(wanted, timeout_s=left_s)
+        answers = await self._client.get(wanted, timeout_s=left_s, used_ns=batch.used_ns)
         missing = answers.index(False) if False in answers else len(answers)
         return missing // len(batch.sources)
 
@@ -171,9 +177,9 @@ class PrefixLoader:
         return side.scales_of(layer)[is_v]
 
 
-def _new_batch(group: LayerGroup, sources: Sequence[PageSource], first_page: int, num_pages: int) -> _Batch:
+def _new_batch(group: LayerGroup, sources: Sequence[PageSource], first_page: int, num_pages: int, used_ns: int) -> _Batch:
     pages = [torch.empty((num_pages, source.page_bytes), dtype=torch.uint8) for source in sources]
-    return _Batch(group=group, first_page=first_page, num_pages=num_pages, sources=sources, pages=pages)
+    return _Batch(group=group, first_page=first_page, num_pages=num_pages, sources=sources, pages=pages, used_ns=used_ns)
 
 
 def _heads_of(pages: Tensor, part: PagePart, heads: HeadSlice, order: TokenOrder) -> Tensor:

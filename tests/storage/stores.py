@@ -27,14 +27,14 @@ class MemoryStore:
         self.hang_after: int | None = None
         self.entered = threading.Semaphore(0)  # released at each call, before the gate
 
-    def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+    def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
         self._enter("put")
         for key, view in pages:
             if key not in self.failing:
                 self.pages[key] = bytes(view)
         return [Outcome.FAILED if key in self.failing else Outcome.OK for key, _ in pages]
 
-    def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
         self._enter("get")
         outcomes = []
         for key, view in pages:

@@ -9,15 +9,18 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.storage.stores import MemoryStore, Seen
+from tests.storage.writer import key_of, page_of
 from transfer.breaker import BreakerSettings, BreakerState
 from transfer.errors import ConfigError
-from transfer.storage.base import Outcome
+from transfer.storage.base import USED_STEP_NS, Outcome, Store
 from transfer.storage.client import CLOSE_S, JOB_BYTES, JOB_KEYS, KEY_BYTES, StoreClient, StoreClientSettings
+from transfer.storage.directory import DirectoryStore
 
 BREAKER = BreakerSettings(failures=3, window_s=60.0, pause_s=5.0, max_pause_s=20.0)
 
@@ -41,7 +44,7 @@ class Clock:
 
 
 @asynccontextmanager
-async def opened(store: MemoryStore, **changed: Any) -> AsyncIterator[tuple[StoreClient, Seen, Clock]]:
+async def opened(store: Store, **changed: Any) -> AsyncIterator[tuple[StoreClient, Seen, Clock]]:
     """A client of that store, which is let go of at the end."""
     settings = SETTINGS | changed
     seen, clock = Seen(), Clock()
@@ -55,7 +58,8 @@ async def opened(store: MemoryStore, **changed: Any) -> AsyncIterator[tuple[Stor
     try:
         yield client, seen, clock
     finally:
-        store.gate.set()
+        if isinstance(store, MemoryStore):
+            store.gate.set()
         await client.close()
 
 
@@ -232,6 +236,19 @@ async def test_an_error_of_the_store_is_a_miss_of_every_page() -> None:
             assert seen.operations[-1] == (op, (Outcome.FAILED,))
         store.error = ValueError("a bug of the store")
         assert await client.exists(["a"]) == [False]
+
+
+@pytest.mark.parametrize("used_ns", [None, 10**18])
+async def test_the_beginning_of_a_call_is_its_newest_part_whichever_threads_share_it(tmp_path: Path, used_ns: int | None) -> None:
+    store = DirectoryStore(tmp_path)
+    numbers = range(3 * JOB_KEYS)
+    async with opened(store, threads=4) as (client, _, _):
+        for call in (client.put, client.get):
+            pages = [(key_of(number), memoryview(bytearray(page_of(number, 64)))) for number in numbers]
+            assert await call(pages, used_ns=used_ns) == [True] * len(numbers)
+            times = [store._path(key).stat().st_mtime_ns for key, _ in pages]
+            assert times == [times[0] - index * USED_STEP_NS for index in numbers]
+            assert used_ns in (None, times[0])
 
 
 async def test_what_does_not_fit_the_queue_is_refused_and_the_first_pages_go_first() -> None:

@@ -20,7 +20,7 @@ from tests.storage import writer
 from tests.storage.writer import key_of, page_of
 from transfer.errors import ConfigError
 from transfer.storage import envelope
-from transfer.storage.base import Outcome
+from transfer.storage.base import USED_STEP_NS, Outcome
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.directory_room import KEEP_FRACTION, WRITING
 from transfer.storage.envelope import HEADER_BYTES
@@ -255,6 +255,30 @@ def test_the_oldest_pages_make_room_and_what_was_read_is_not_old(tmp_path: Path)
     assert get(store, 1) is MISSING
     assert [get(store, number) for number in (0, 7, 8)] == [OK] * 3
     assert counted(store) == num_bytes(store) <= 8 * KEEP_FRACTION * FILE_BYTES + FILE_BYTES
+
+
+@pytest.mark.parametrize("last_use", ["put", "put again", "get"])
+def test_the_end_of_a_chain_makes_room_before_its_beginning(tmp_path: Path, last_use: str) -> None:
+    """Without its beginning the rest of a chain would be found no more, and stay."""
+    chain = range(16)
+    store = DirectoryStore(tmp_path, max_bytes=16 * FILE_BYTES)
+    if last_use != "put":
+        put(store, *reversed(chain))
+    if last_use == "get":
+        assert store.get([(key_of(number), memoryview(bytearray(PAGE_BYTES))) for number in chain]) == [OK] * 16
+    else:
+        put(store, *chain)
+    assert put(store, 99) == [OK], "one page over the limit"
+    num_kept = int(16 * KEEP_FRACTION) - 1
+    kept = [outcome is OK for outcome in store.exists([key_of(number) for number in (99, *chain)])]
+    assert kept == [True] * (1 + num_kept) + [False] * (16 - num_kept)
+
+
+def test_pages_count_as_used_when_their_caller_says(store: DirectoryStore) -> None:
+    pages = [(key_of(number), memoryview(bytearray(page_of(number, PAGE_BYTES)))) for number in range(2)]
+    for use, used_ns in ((store.put, 7_000_000), (store.put, 8_000_000), (store.get, 9_000_000)):
+        assert use(pages, used_ns=used_ns) == [OK, OK]
+        assert [store._path(key).stat().st_mtime_ns for key, _ in pages] == [used_ns, used_ns - USED_STEP_NS]
 
 
 def test_a_page_above_the_limit_is_not_stored_and_takes_nothing_out(tmp_path: Path) -> None:

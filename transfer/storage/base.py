@@ -5,9 +5,15 @@ What becomes of a page is a value, for no page is ever certain: it can have been
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
+
+USED_STEP_NS: Final = 1000
+"""By how much each page of a call counts as used before the one ahead of it. A store with a size limit lets the end of a chain go
+before its beginning, without which the rest could not be found."""
 
 
 class Outcome(StrEnum):
@@ -29,12 +35,20 @@ class Outcome(StrEnum):
         return self in (Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN)
 
 
+def used_times(used_ns: int | None) -> Iterator[int]:
+    """When the pages of a call count as used, one after the other; see `Store`."""
+    return itertools.count(time.time_ns() if used_ns is None else used_ns, -USED_STEP_NS)
+
+
 class Store(Protocol):
     """Pages by key, see `transfer.storage.keys`. Every method blocks, is called from several threads at once, and answers each
     page by itself, in order; an exception says that the whole call came to nothing.
 
     A page is stored whole or not at all, whatever happens to the process that stores it, and is read only if it is what was
     stored. Equal keys mean equal pages: what is there is not written again.
+
+    `used_ns` is when the first page of a call counts as used, in nanoseconds since the epoch; each further one does so
+    `USED_STEP_NS` before. None: now. It matters where the least recently used pages make room.
     """
 
     @property
@@ -42,11 +56,11 @@ class Store(Protocol):
         """For people: where it is, without secrets."""
         ...
 
-    def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+    def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
         """Store pages; `OK` also for one that is there already."""
         ...
 
-    def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
         """Fill each writable view, which has the page's exact size; what a view holds is undefined unless it is `OK`."""
         ...
 

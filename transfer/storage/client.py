@@ -26,7 +26,7 @@ import structlog
 
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.errors import ConfigError
-from transfer.storage.base import Outcome, Store, StoreObserver
+from transfer.storage.base import USED_STEP_NS, Outcome, Store, StoreObserver
 
 JOB_BYTES: Final = 4 << 20
 """Of the pages that one thread takes at once: a call can keep all threads busy, and a copy is over at once."""
@@ -86,8 +86,9 @@ class _Item:
 class _Job:
     """Part of a call that one thread carries out. What the lock guards: who touches the views, and which outcome counts."""
 
-    def __init__(self, op: str, items: Sequence[_Item], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, op: str, items: Sequence[_Item], used_ns: int, loop: asyncio.AbstractEventLoop) -> None:
         self.op = op
+        self._used_ns = used_ns
         self.num_items = len(items)
         self.num_bytes = sum(item.num_bytes for item in items)
         self.answer: asyncio.Future[list[Outcome]] = loop.create_future()  # the loop's
@@ -114,10 +115,10 @@ class _Job:
             return
         match self.op:
             case "put":
-                self._settle(store.put(copies))
+                self._settle(store.put(copies, used_ns=self._used_ns))
             case "get":
                 pages = [(item.key, memoryview(bytearray(item.num_bytes))) for item in items]
-                self._settle(store.get(pages), [page for _, page in pages])
+                self._settle(store.get(pages, used_ns=self._used_ns), [page for _, page in pages])
             case "exists":
                 self._settle(store.exists([item.key for item in items]))
             case _:
@@ -209,20 +210,27 @@ class StoreClient:
         """Of the circuit that is worse off, reading or writing."""
         return max(self._reading.breaker.state, self._writing.breaker.state, key=_SEVERITY.index)
 
-    async def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
-        """Store pages. True: the page is in the store now. The earlier ones go first where there is not room for all."""
-        items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
-        return await self._call("put", items, self._writing, self._settings.put_timeout_s)
+    async def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[bool]:
+        """Store pages. True: the page is in the store now. The earlier ones go first where there is not room for all.
 
-    async def get(self, pages: Sequence[tuple[str, memoryview]], *, timeout_s: float | None = None) -> list[bool]:
+        Args:
+            used_ns: See `Store`; of the whole call, whichever threads share it.
+        """
+        items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
+        return await self._call("put", items, self._writing, self._settings.put_timeout_s, used_ns)
+
+    async def get(
+        self, pages: Sequence[tuple[str, memoryview]], *, timeout_s: float | None = None, used_ns: int | None = None
+    ) -> list[bool]:
         """Fill writable views, each of the page's exact size. False: a miss of any kind, and the view is untouched.
 
         Args:
             timeout_s: Where less than `get_timeout_s` is left. To run out of it speaks against the store, too; who cancels the
                 call instead has learnt nothing of it, and the circuit stays as it is.
+            used_ns: As of `put`.
         """
         items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
-        return await self._call("get", items, self._reading, self._reading_s(timeout_s))
+        return await self._call("get", items, self._reading, self._reading_s(timeout_s), used_ns)
 
     async def exists(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
         """Whether the store has them, as far as it can say without reading them; `timeout_s` as of `get`."""
@@ -248,11 +256,13 @@ class StoreClient:
     def _reading_s(self, timeout_s: float | None) -> float:
         return self._settings.get_timeout_s if timeout_s is None else min(timeout_s, self._settings.get_timeout_s)
 
-    async def _call(self, op: str, items: Sequence[_Item], side: _Side, timeout_s: float) -> list[bool]:
+    async def _call(
+        self, op: str, items: Sequence[_Item], side: _Side, timeout_s: float, used_ns: int | None = None
+    ) -> list[bool]:
         if not items:
             return []
         begun_s = self._clock()
-        outcomes = await self._outcomes(op, items, side, timeout_s)
+        outcomes = await self._outcomes(op, items, side, timeout_s, time.time_ns() if used_ns is None else used_ns)
         moved = sum(item.num_bytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK)
         self._observer.operation_finished(
             op, outcomes, num_bytes=moved if op in ("put", "get") else 0, seconds=self._clock() - begun_s
@@ -261,7 +271,7 @@ class StoreClient:
         self._observer.circuits_changed(read=read, write=write)
         return [outcome is Outcome.OK for outcome in outcomes]
 
-    async def _outcomes(self, op: str, items: Sequence[_Item], side: _Side, timeout_s: float) -> list[Outcome]:
+    async def _outcomes(self, op: str, items: Sequence[_Item], side: _Side, timeout_s: float, used_ns: int) -> list[Outcome]:
         admitted = () if self._is_closed else side.that_fit(items)
         if not admitted:
             return [Outcome.REFUSED] * len(items)
@@ -270,15 +280,14 @@ class StoreClient:
             return [Outcome.CIRCUIT_OPEN] * len(items)
         verdict = Verdict.NOTHING  # of one whose task is cancelled
         try:
-            outcomes = await self._answers(side, op, admitted, timeout_s)
+            outcomes = await self._answers(side, _jobs(op, admitted, used_ns, self._loop), timeout_s)
             verdict = _verdict(outcomes)
         finally:
             self._end(op, side.breaker, permit, verdict)
         return outcomes + [Outcome.REFUSED] * (len(items) - len(admitted))
 
-    async def _answers(self, side: _Side, op: str, items: Sequence[_Item], timeout_s: float) -> list[Outcome]:
+    async def _answers(self, side: _Side, jobs: Sequence[_Job], timeout_s: float) -> list[Outcome]:
         """By the deadline; when this returns or raises, no view is touched any more."""
-        jobs = [_Job(op, part, self._loop) for part in _parts(items)]
         side.jobs.update(jobs)
         self._observer.queue_changed(self.num_queued)
         for job in jobs:
@@ -324,6 +333,14 @@ class StoreClient:
 
 def _copied(item: _Item) -> tuple[str, memoryview]:
     return item.key, memoryview(b"" if item.view is None else bytes(item.view))
+
+
+def _jobs(op: str, items: Sequence[_Item], used_ns: int, loop: asyncio.AbstractEventLoop) -> list[_Job]:
+    jobs, first = [], 0
+    for part in _parts(items):
+        jobs.append(_Job(op, part, used_ns - first * USED_STEP_NS, loop))
+        first += len(part)
+    return jobs
 
 
 def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:

@@ -20,7 +20,7 @@ from typing import Final
 import structlog
 
 from transfer.errors import ConfigError
-from transfer.storage.base import Outcome
+from transfer.storage.base import Outcome, used_times
 from transfer.storage.directory_room import FILE_MODE, LEFTOVER_AGE_S, WRITING, DirectoryRoom
 from transfer.storage.envelope import HEADER_BYTES, check, header_of
 from transfer.storage.keys import fingerprint_of
@@ -55,11 +55,11 @@ class DirectoryStore:
     def name(self) -> str:
         return str(self._root)
 
-    def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
-        return [self._guarded(self._put, key, page) for key, page in pages]
+    def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
+        return [self._guarded(self._put, *page, at_ns) for page, at_ns in zip(pages, used_times(used_ns), strict=False)]
 
-    def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
-        return [self._guarded(self._get, key, page) for key, page in pages]
+    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
+        return [self._guarded(self._get, *page, at_ns) for page, at_ns in zip(pages, used_times(used_ns), strict=False)]
 
     def exists(self, keys: Sequence[str]) -> list[Outcome]:
         return [self._guarded(self._exists, key) for key in keys]
@@ -67,7 +67,7 @@ class DirectoryStore:
     def delete(self, keys: Sequence[str]) -> list[Outcome]:
         return [self._guarded(self._delete, key) for key in keys]
 
-    def _guarded(self, action: Callable[..., Outcome], key: str, *arguments: memoryview) -> Outcome:
+    def _guarded(self, action: Callable[..., Outcome], key: str, *arguments: memoryview | int) -> Outcome:
         """What the disk cannot do for one page is that page's affair."""
         try:
             return action(key, *arguments)
@@ -81,9 +81,9 @@ class DirectoryStore:
         name = key[len(fingerprint) + 1 :]
         return self._root / fingerprint / name[:_FAN_OUT_CHARS] / name
 
-    def _put(self, key: str, page: memoryview) -> Outcome:
+    def _put(self, key: str, page: memoryview, used_ns: int) -> Outcome:
         path, num_bytes = self._path(key), HEADER_BYTES + page.nbytes
-        if self._is_there(path, num_bytes):
+        if self._is_there(path, num_bytes, used_ns):
             return Outcome.OK
         temporary = _new_file_in(path.parent)
         with contextlib.ExitStack() as undo:
@@ -96,22 +96,23 @@ class DirectoryStore:
                 raise OSError(errno.EDQUOT, f"{num_bytes} bytes do not fit storage.max_bytes, or others take them at once")
             undo.callback(self._room.give_back, num_bytes)
             _write(file, header_of(key, page), page)
+            os.utime(file, ns=(used_ns, used_ns))
             temporary.rename(path)
             undo.pop_all()
             os.close(file)
         return Outcome.OK
 
-    def _is_there(self, path: Path, num_bytes: int) -> bool:
+    def _is_there(self, path: Path, num_bytes: int, used_ns: int) -> bool:
         """Whether a page of that size is stored, which is then as new as one that is stored now."""
         try:
             if path.stat().st_size != num_bytes:
                 return False
-            os.utime(path)
+            os.utime(path, ns=(used_ns, used_ns))
         except FileNotFoundError:
             return False
         return True
 
-    def _get(self, key: str, page: memoryview) -> Outcome:
+    def _get(self, key: str, page: memoryview, used_ns: int) -> Outcome:
         path = self._path(key)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -123,7 +124,7 @@ class DirectoryStore:
             outcome = check(key, header[:num_read], page, num_bytes=num_read)
             if outcome is Outcome.OK:
                 with contextlib.suppress(OSError):  # mounted to be read only: its age is then all the same
-                    os.utime(file)
+                    os.utime(file, ns=(used_ns, used_ns))
         finally:
             os.close(file)
         if outcome is Outcome.CORRUPT:

@@ -1,9 +1,10 @@
 """Room in a directory store: what all of its processes may write together, and what goes when they may write no more.
 
 Bytes are counted in one file, which all processes change under a lock. Who finds no room evicts the pages that were least
-recently stored or read, down to `KEEP_FRACTION` of the limit, one process at a time; that looks at every file, and puts the count
-right on the way. The count errs to the safe side: a file has its whole size before its bytes are taken, and is renamed only
-after that, so an eviction meets it in one of the two ways, if not in both.
+recently stored or read (of a call's pages the first counts as used last, see `transfer.storage.base.USED_STEP_NS`), down to
+`KEEP_FRACTION` of the limit, one process at a time; that looks at every file, and puts the count right on the way. The count errs
+to the safe side: a file has its whole size before its bytes are taken, and is renamed only after that, so an eviction meets it in
+one of the two ways, if not in both.
 """
 
 from __future__ import annotations

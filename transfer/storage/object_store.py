@@ -62,10 +62,10 @@ class ObjectStore:
             reason = _in_a_line(error).replace(url, self.name)
             raise ConfigError(f"storage.url is {self.name}; obstore cannot use it: {reason}") from None
 
-    def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+    def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
         return [self._guarded(self._put, key, page) for key, page in pages]
 
-    def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[Outcome]:
+    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
         return [self._guarded(self._get, key, page) for key, page in pages]
 
     def exists(self, keys: Sequence[str]) -> list[Outcome]:
