@@ -25,7 +25,7 @@ from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, TokenOrder
 from transfer.page_allocator import GroupAllocator
-from transfer.storage.base import Outcome, Store
+from transfer.storage.base import USED_STEP_NS, Outcome, Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
 
@@ -193,6 +193,18 @@ async def test_windows_need_no_pages_that_they_have_passed() -> None:
     async with rank_of(instance, store) as rank:
         assert await rank.load(prefix) == 44
         prompt.check(rank.pool, instance, instance, rank.allocator.tables("a"), 44)
+
+
+async def test_a_prompts_beginning_counts_as_used_last(tmp_path: Path) -> None:
+    """Over all batches: what has to make room goes from the end."""
+    prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard(tp_size=2)), DirectoryStore(tmp_path)
+    prefix = prompt.store(store, instance)
+    async with rank_of(cut(PLAIN, shard()), store, batch_bytes=1000) as rank:
+        assert await rank.load(prefix) == 44
+        assert len(rank.seen.operations) > 2
+    keys = [key for page in range(prefix.num_pages) for key in key_of(prefix, GroupKind.FULL, page)]
+    times = [store._path(key).stat().st_mtime_ns for key in keys]
+    assert times == [times[0] - index * USED_STEP_NS for index in range(len(keys))]
 
 
 async def test_a_broken_page_is_a_miss(tmp_path: Path) -> None:

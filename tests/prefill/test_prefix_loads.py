@@ -37,7 +37,9 @@ class Loading(World):
         self.store = store
         self.store_salt = store_salt
         breaker = BreakerSettings(failures=failures, window_s=60.0, pause_s=30.0, max_pause_s=30.0)
-        settings = StoreClientSettings(put_timeout_s=5.0, get_timeout_s=5.0, queue_bytes=1 << 20, threads=2, breaker=breaker)
+        settings = StoreClientSettings(
+            put_timeout_s=5.0, get_timeout_s=TIMEOUT_S, queue_bytes=1 << 20, threads=2, breaker=breaker
+        )
         self.client = StoreClient(store, loop=asyncio.get_running_loop(), settings=settings, observer=Seen())
         super().__init__(make_loads=self._make_loads)
         self.join = self.paged(new_join())

@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.storage.writer import key_of, page_of
 from transfer.breaker import BreakerSettings, BreakerState
 from transfer.errors import ConfigError
 from transfer.storage.base import USED_STEP_NS, Outcome, Store
-from transfer.storage.client import CLOSE_S, JOB_BYTES, JOB_KEYS, KEY_BYTES, StoreClient, StoreClientSettings
+from transfer.storage.client import CLOSE_S, JOB_BYTES, JOB_KEYS, KEY_BYTES, SILENT_FRACTION, StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
 
 BREAKER = BreakerSettings(failures=3, window_s=60.0, pause_s=5.0, max_pause_s=20.0)
@@ -136,17 +136,70 @@ async def test_a_store_that_hangs_is_not_waited_for(op: str) -> None:
 
 
 @pytest.mark.parametrize("left_s", [0.05, 0.0, -1.0])
-async def test_a_caller_that_has_less_time_says_so_and_the_store_is_blamed_all_the_same(left_s: float) -> None:
+async def test_a_store_that_hangs_is_blamed_by_callers_that_have_little_time_too(left_s: float) -> None:
     store = MemoryStore()
     store.gate.clear()
-    async with opened(store, threads=8) as (client, seen, _):
+    async with opened(store, threads=1) as (client, seen, clock):
         begun_s = time.monotonic()
         for _ in range(BREAKER.failures):
+            assert await client.get([("a", page(1))], timeout_s=0.05) == [False]
+        assert client.state is BreakerState.CLOSED, "so little time is the call's own affair"
+        clock.ahead_s += SILENT_FRACTION * SETTINGS["get_timeout_s"]
+        for _ in range(BREAKER.failures):
+            assert client.state is BreakerState.CLOSED
             assert await client.get([("a", page(1))], timeout_s=left_s) == [False]
         assert client.state is BreakerState.OPEN
         assert await client.exists(["a"], timeout_s=60.0) == [False]
         assert time.monotonic() - begun_s < 2
         assert seen.operations[0] == ("get", (Outcome.TIMEOUT,))
+
+
+class SteadyStore(MemoryStore):
+    """Answers every call after the same time; one that has the key "stuck" only when the gate is opened."""
+
+    call_s = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = set()
+
+    def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
+        if any(key == "stuck" for key, _ in pages):
+            self.gate.wait()
+        time.sleep(self.call_s)
+        return super().get(pages, used_ns=used_ns)
+
+
+async def test_more_than_a_store_can_answer_in_time_does_not_open_its_circuit() -> None:
+    """Calls that wait for each other: 640 pages in 10 calls at once, of which half can be had in time."""
+    store = SteadyStore()
+    store.pages = {str(index): b"\7" for index in range(640)}
+    async with opened(store, threads=2, get_timeout_s=0.5, breaker=opens_at_once()) as (client, seen, _):
+        calls = [[(str(index), page(0)) for index in range(first, first + 64)] for first in range(0, 640, 64)]
+        answers = await asyncio.gather(*(client.get(call) for call in calls))
+        told = [outcomes for _, outcomes in seen.operations]
+        assert any(set(outcomes) == {Outcome.TIMEOUT} for outcomes in told), "some were not even begun"
+        assert any(map(any, answers))
+        assert client.state is BreakerState.CLOSED
+
+
+async def test_a_call_that_hangs_opens_the_circuit_though_others_are_answered() -> None:
+    store = SteadyStore()
+    store.pages = {"a": b"\7"}
+    store.call_s = 0.0
+    async with opened(store, get_timeout_s=0.3, breaker=opens_at_once()) as (client, _, _):
+        store.gate.clear()
+        stuck = asyncio.create_task(client.get([("stuck", page(0))]))
+        while not stuck.done():
+            assert client.state is BreakerState.CLOSED
+            assert await client.get([("a", page(0))], timeout_s=0.05) == [True]
+            await asyncio.sleep(0.001)
+        assert await stuck == [False]
+        assert client.state is BreakerState.OPEN
+
+
+def opens_at_once() -> BreakerSettings:
+    return BreakerSettings(failures=1, window_s=60.0, pause_s=60.0, max_pause_s=60.0)
 
 
 async def test_nobody_touches_a_view_after_the_deadline() -> None:

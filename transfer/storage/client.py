@@ -5,6 +5,10 @@ once. When calls fail or run out of time the circuit opens, and the store is lef
 threads, queue and circuit of their own: pages that are put in the background keep nobody from reading, nor does a full disk. A
 store that hangs costs the thread that it hangs in, and nothing else.
 
+**Whose fault.** A call that runs out of time speaks against the store when that has said nothing for `SILENT_FRACTION` of the
+usual time although it was asked, by this call's own jobs or by anybody's on its side. Otherwise the call has waited behind
+others, had less time than usual, or wants more than goes through in that time: the store works.
+
 **Views.** A call's views are touched until it is answered, or its task is cancelled, and never after: a put copies a page before
 the store sees it, and a get fills memory of its own first. Both copies are made under a lock that a deadline takes as well, so a
 thread that comes too late finds its job given up.
@@ -34,6 +38,9 @@ JOB_BYTES: Final = 4 << 20
 JOB_KEYS: Final = 16
 KEY_BYTES: Final = 256
 """What a key counts in the queue."""
+
+SILENT_FRACTION: Final = 0.5
+"""See the module's docstring. Below one, for a caller can have a little less than the usual time."""
 
 CLOSE_S: Final = 2.0
 """What the store may take to end what it is doing when the client is closed; then its threads are left to themselves."""
@@ -134,14 +141,44 @@ class _Job:
             self._outcomes = outcomes
 
 
-class _Side:
-    """Reading or writing: who may ask the store, and what waits for its answer. The loop's, but for `queue`."""
+class _Pulse:
+    """What the store is being asked, and since when it has said nothing. Used by the threads and the loop."""
 
-    def __init__(self, breaker: Breaker, queue_bytes: int) -> None:
-        self.breaker = breaker
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._asked_s: dict[_Job, float] = {}
+        self._heard_s = clock()
+
+    def asked(self, job: _Job) -> None:
+        with self._lock:
+            self._asked_s[job] = self._clock()
+
+    def heard(self, job: _Job) -> None:
+        with self._lock:
+            self._heard_s = self._clock()
+            del self._asked_s[job]
+
+    def silent_s(self, jobs: Sequence[_Job]) -> float:
+        """The longest for which it has let any of these jobs wait, or has said nothing at all."""
+        with self._lock:
+            if not self._asked_s:
+                return 0.0
+            since_s = [max(self._heard_s, min(self._asked_s.values()))]
+            since_s += [self._asked_s[job] for job in jobs if job in self._asked_s]
+            return self._clock() - min(since_s)
+
+
+class _Side:
+    """Reading or writing: who may ask the store, and what waits for its answer. The loop's, but for `queue` and `pulse`."""
+
+    def __init__(self, settings: StoreClientSettings, clock: Callable[[], float], *, usual_s: float) -> None:
+        self.breaker = Breaker(settings.breaker, clock)
+        self.pulse = _Pulse(clock)
         self.queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.jobs: set[_Job] = set()  # unanswered
-        self._queue_bytes = queue_bytes
+        self._queue_bytes = settings.queue_bytes
+        self._usual_s = usual_s
 
     @property
     def num_queued(self) -> int:
@@ -155,6 +192,15 @@ class _Side:
             if room < 0:
                 return items[: max(index, 0 if self.jobs else 1)]
         return items
+
+    def verdict(self, jobs: Sequence[_Job], outcomes: Sequence[Outcome]) -> Verdict:
+        """Of a call's jobs, at its end."""
+        if all(outcome.is_answer for outcome in outcomes):
+            return Verdict.SUCCESS
+        if Outcome.REFUSED in outcomes:
+            return Verdict.NOTHING  # given up because the client is closed
+        is_silent = self.pulse.silent_s(jobs) >= SILENT_FRACTION * self._usual_s
+        return Verdict.FAILURE if is_silent or Outcome.FAILED in outcomes else Verdict.NOTHING
 
     def permit(self) -> Permit | None:
         """None while the store is left alone, or somebody else tries it."""
@@ -187,7 +233,8 @@ class StoreClient:
         self._settings = settings
         self._observer = observer
         self._clock = clock
-        self._reading, self._writing = (_Side(Breaker(settings.breaker, clock), settings.queue_bytes) for _ in range(2))
+        self._reading = _Side(settings, clock, usual_s=settings.get_timeout_s)
+        self._writing = _Side(settings, clock, usual_s=settings.put_timeout_s)
         self._is_closed = False
         self._running_threads = 2 * settings.threads
         self._all_ended = asyncio.Event()
@@ -225,8 +272,8 @@ class StoreClient:
         """Fill writable views, each of the page's exact size. False: a miss of any kind, and the view is untouched.
 
         Args:
-            timeout_s: Where less than `get_timeout_s` is left. To run out of it speaks against the store, too; who cancels the
-                call instead has learnt nothing of it, and the circuit stays as it is.
+            timeout_s: Where less than `get_timeout_s` is left. To run out of it speaks against a store that is silent; who
+                cancels the call instead has learnt nothing of it, and the circuit stays as it is.
             used_ns: As of `put`.
         """
         items = [_Item(key=key, view=memoryview(view).cast("B")) for key, view in pages]
@@ -280,8 +327,9 @@ class StoreClient:
             return [Outcome.CIRCUIT_OPEN] * len(items)
         verdict = Verdict.NOTHING  # of one whose task is cancelled
         try:
-            outcomes = await self._answers(side, _jobs(op, admitted, used_ns, self._loop), timeout_s)
-            verdict = _verdict(outcomes)
+            jobs = _jobs(op, admitted, used_ns, self._loop)
+            outcomes = await self._answers(side, jobs, timeout_s)
+            verdict = side.verdict(jobs, outcomes)
         finally:
             self._end(op, side.breaker, permit, verdict)
         return outcomes + [Outcome.REFUSED] * (len(items) - len(admitted))
@@ -313,10 +361,12 @@ class StoreClient:
 
     def _serve(self, side: _Side) -> None:
         while (job := side.queue.get()) is not None:
+            side.pulse.asked(job)
             try:
                 job.run(self._store)
             except Exception as error:  # whatever a store raises is that store's fault, and its pages are misses
                 log.warning("store_call_failed", store=self.name, op=job.op, error=repr(error))
+            side.pulse.heard(job)
             self._post(partial(job.conclude, Outcome.FAILED))
             del job  # a thread that waits holds no pages
         self._post(self._thread_ended)
@@ -352,10 +402,3 @@ def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
             yield items[begin:index]
             begin, num_bytes = index, item.num_bytes
     yield items[begin:]
-
-
-def _verdict(outcomes: Sequence[Outcome]) -> Verdict:
-    if all(outcome.is_answer for outcome in outcomes):
-        return Verdict.SUCCESS
-    # Given up because the client is closed.
-    return Verdict.NOTHING if Outcome.REFUSED in outcomes else Verdict.FAILURE
