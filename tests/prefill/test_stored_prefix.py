@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefill_node.prefix_lookup import num_stored_pages
+from prefill_node.prefix_lookup import MAX_KEYS, MAX_STEPS, num_stored_pages
 from prefill_node.prefix_pages import page_sources
 from prefill_node.stored_prefix import StoredPrefix, needed_pages, stored_prefix
 from tests.prefill.stored_pages import cut
@@ -141,6 +141,46 @@ async def test_windows_say_where_it_can_begin(lookup: Lookup, windows: range | l
     lookup.put(prefix, 0, *range(11))
     lookup.put(prefix, 1, *windows)
     assert await lookup.num_pages(prefix) == expected
+
+
+def long_prefix(num_pages: int, **shard: Any) -> StoredPrefix:
+    return StoredPrefix(
+        decode=cut(MIXED, Shard(**({"page_size": 4} | shard))), hashes=tuple(index.to_bytes(32) for index in range(num_pages))
+    )
+
+
+@pytest.mark.parametrize("gap", [0, 1, 2, 500, 5000])
+async def test_no_more_of_a_window_is_asked_for_than_it_takes(lookup: Lookup, gap: int) -> None:
+    """Of a long prompt: behind a gap, about as many pages as the gap has."""
+    prefix = long_prefix(16384, tp_size=2)
+    lookup.put(prefix, 0, *range(16384))
+    last = 16384 - gap
+    lookup.put(prefix, 1, *range(last - 3, last))
+    assert await lookup.num_pages(prefix) == last
+    asked = [len(outcomes) for _, outcomes in lookup.seen.operations][2:]  # the others are of full attention
+    assert max(asked) <= MAX_KEYS
+    assert sum(asked) <= 2 * (3 * gap + 3), "two ranks"
+
+
+async def test_a_large_window_is_asked_for_in_batches_from_its_end(lookup: Lookup) -> None:
+    wide = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=4, v_head_dim=4, window_tokens=12000)
+    decode = cut(KVLayout(layers=(wide,), dtype=DType.FLOAT32), Shard(page_size=4))
+    prefix = StoredPrefix(decode=decode, hashes=tuple(index.to_bytes(32) for index in range(9000)))
+    lookup.put(prefix, 0, *range(5999, 9000))
+    assert await lookup.num_pages(prefix) == 9000
+    assert [len(outcomes) for _, outcomes in lookup.seen.operations] == [MAX_KEYS, MAX_KEYS, 3000 - 2 * MAX_KEYS]
+    lookup.seen.operations.clear()
+    del lookup.store.pages[prefix.keys(layer_groups(decode.layout), [8999])[0]]
+    assert await lookup.num_pages(prefix) == 8999
+    asked = [len(outcomes) for _, outcomes in lookup.seen.operations]
+    assert asked == [MAX_KEYS, MAX_KEYS, 3001 - 2 * MAX_KEYS], "nothing in vain, and nothing twice"
+
+
+async def test_windows_that_nobody_has_stored_are_given_up(lookup: Lookup) -> None:
+    prefix = long_prefix(65536)
+    lookup.put(prefix, 0, *range(65536))
+    assert await lookup.num_pages(prefix) == 0
+    assert len(lookup.seen.operations) <= 2 + MAX_STEPS
 
 
 async def test_a_model_of_windows_alone_needs_only_their_pages(lookup: Lookup) -> None:
