@@ -209,7 +209,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             case JobDone():
                 if life.tiers is None:
                     raise LocalProtocolError(f"rank {rank} has done job {message.job}; this node keeps nothing in host memory")
-                life.tiers.jobs.done(rank, message.job, message.failed)
+                life.tiers.job_done(rank, message)
             case PagesReleased():
                 life.requests.on_pages_released(rank, message.request_id)
             case WriterLost():

@@ -250,8 +250,8 @@ class HostTier:
         page, _ = found.cached.popitem(last=False)
         self.num_evicted += 1
         self.num_evicted_unstored += not page.is_stored
-        if page.page_hash is not None:
-            del found.by_hash[page.page_hash]
+        assert page.page_hash is not None  # else nobody could find it, and it would not be cached
+        del found.by_hash[page.page_hash]
         return page.number
 
     def _free(self, found: _Group, page: HostPage) -> None:

@@ -246,9 +246,10 @@ class OffloadLeader:
                 self._tier.discard(page)
             self._tier.let_go(page)
         self._go_on()
+        self.check_idle()
 
     def check_idle(self) -> None:
-        """Raises LocalProtocolError when no request and no job is left and yet host pages are held."""
+        """Raises LocalProtocolError when no request and no job is left and yet host pages are held or promised."""
         if not self._requests and not len(self._context.jobs):
             self._tier.check_idle()
 

@@ -13,6 +13,7 @@ from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
+from decode_node.rank_messages import JobDone
 from node_runtime.rank_report import RankHello
 from transfer.config import DecodeNodeConfig
 from transfer.config.offload import OffloadConfig
@@ -102,6 +103,15 @@ class LeaderTiers:
             seed_of=partial(chain_seed, fingerprint, config.storage.salt),
             store=store,
         )
+
+    def job_done(self, rank: int, message: JobDone) -> None:
+        """A rank has done its part of a job.
+
+        Raises:
+            LocalProtocolError: It does not have that job; or it was the last one, no request is left, and host pages are held.
+        """
+        self.jobs.done(rank, message.job, message.failed)
+        self.leader.check_idle()
 
     def show(self) -> None:
         """Set the gauges to what there is now."""

@@ -32,6 +32,8 @@ PACKAGES: dict[str, set[str]] = {
 MEMORY_PLAN = tuple(f"transfer/memory/{name}.py" for name in ("__init__", "config_fields", "model_*", "plan*", "workspace"))
 # How pages are named and lie outside of the pools, and what a store of them can do.
 STORED_PAGES = tuple(f"transfer/storage/{name}.py" for name in ("__init__", "base", "keys", "pages"))
+# What the decode leader knows of host pages, and what it goes by.
+HOST_PAGES = tuple(f"decode_node/offload/{name}.py" for name in ("device_index", "host_tier", "jobs", "rules", "tiered_request"))
 # Layer 0: standard library and each other; nothing of the outer world.
 L0 = (
     "transfer/__init__.py",
@@ -47,6 +49,7 @@ L0 = (
     "transfer/engine_types.py",
     "transfer/breaker.py",
     *STORED_PAGES,
+    *HOST_PAGES,
     "transfer/transport/base.py",
     "transfer/control/base.py",
     *MEMORY_PLAN,
@@ -77,7 +80,7 @@ LOGIC = (
     "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py",
     "transfer/ring_index.py", "transfer/page_allocator.py", "transfer/breaker.py",
     "prefill_node/scheduler.py", "prefill_node/stored_prefix.py", "prefill_node/prefix_pages.py",
-    *STORED_PAGES, *MEMORY_PLAN, *SANS_IO,
+    *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "os", "queue", "random", "secrets", "select", "selectors", "signal",

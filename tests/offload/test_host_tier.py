@@ -88,6 +88,14 @@ def test_discarded_pages_are_free_once_nobody_uses_them() -> None:
     tier.check_idle()
 
 
+def test_a_discarded_page_that_nobody_uses_is_free_at_once() -> None:
+    tier = HostTier([2])
+    tier.discard(cached(tier, 1))
+    assert tier.find(0, name(1)) is None
+    assert tier.counts(0) == HostPageCounts(free=2, cached=0, held=0, promised=0)
+    tier.check_invariants()
+
+
 def test_a_promise_is_kept_against_everybody_else() -> None:
     tier = HostTier([3])
     page = cached(tier, 1)
@@ -205,6 +213,13 @@ class Model(RuleBasedStateMachine):
         getattr(self.tier, what)(page)
         if what == "let_go":
             self.users.remove(page)
+
+    @rule(number=st.integers(0, 7))
+    def spoil(self, number: int) -> None:
+        page = self.tier.find(0, name(number))
+        if page is not None:
+            self.tier.discard(page)
+            assert self.tier.find(0, name(number)) is None
 
     @rule(owner=st.sampled_from("ab"))
     def forget(self, owner: str) -> None:

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from tests.offload.tiers_world import World
+from transfer.errors import LocalProtocolError
 
 
 async def play(world: World, *, num_requests: int, prompts: list[list[int]], longest_new: int, give_up: float) -> None:
@@ -46,3 +47,14 @@ async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) ->
     )
     prompts = [[chance.randint(0, 49) for _ in range(30)] for _ in range(2)]
     await asyncio.wait_for(play(world, num_requests=25, prompts=prompts, longest_new=20, give_up=0.002), 120)
+
+
+@pytest.mark.parametrize("what", ["held", "promised"])
+async def test_a_lost_host_page_is_found_when_nothing_is_left(what: str) -> None:
+    world = World(random.Random(1))
+    if what == "held":
+        assert world.tier.take(0, None) is not None
+    else:
+        assert world.tier.promise("nobody", 0, 1)
+    with pytest.raises(LocalProtocolError, match="of the host pages of group 0"):
+        await play(world, num_requests=1, prompts=[list(range(9))], longest_new=3, give_up=0.0)

@@ -126,3 +126,13 @@ class DecodeNodeConfig(NodeConfig):
     offload: OffloadConfig = Field(default_factory=OffloadConfig, description="KV outside of the devices.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Circuit breakers of the prefill nodes.")
+
+    @model_validator(mode="after")
+    def _check_store_has_host_memory(self) -> Self:
+        if self.storage.is_set and not self.offload.is_on:
+            name, value = ("directory", self.storage.directory) if self.storage.url is None else ("url", self.storage.url)
+            raise ValueError(
+                f"storage.{name} is {value}, and a decode node's pages go into the store from host memory, of which it has none; "
+                "set offload.host_ratio or offload.host_memory"
+            )
+        return self

@@ -1,0 +1,244 @@
+"""Whatever becomes of the store or of those who use it: tokens are right, waits are bounded, and what is broken is a miss."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvferry.local_cluster import LocalCluster
+from tests.cluster.calls import Caller, Reference, prompt, until
+from tests.cluster.conftest import Start
+from tests.offload.clusters import KEPT, PAGE, hits, number, spec, stored_files, unfinished_files, until_all_is_back
+
+pytestmark = pytest.mark.timeout(180)
+
+LENGTH, NEW = 161, 4
+WHOLE = LENGTH // PAGE
+STORED = (LENGTH + NEW - 1) // PAGE
+GET_TIMEOUT_S = 1.0
+PAUSE_S = 0.3
+STORE = {
+    "storage.get_timeout_s": GET_TIMEOUT_S,
+    "storage.put_timeout_s": 5,
+    "storage.breaker.pause_s": PAUSE_S,
+    "storage.breaker.max_pause_s": PAUSE_S,
+}
+PAGE_FILE_BYTES = 8 * PAGE * 6 * 2 * 32 * 4  # 8 layers, the 6 KV heads of a rank, K and V of 32 float32
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, directory: Path, start: Start) -> Iterator[LocalCluster]:
+    with start(spec(model, KEPT | STORE | {"storage.directory": directory}, tp_size=2, pool_tokens=1024)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def cluster(shared: LocalCluster) -> AsyncIterator[LocalCluster]:
+    """Joined; afterwards nothing is held, whatever went on."""
+    await shared.wait_joined()
+    yield shared
+    await until_all_is_back(shared.prefill, shared.decode)
+
+
+async def another_life(cluster: LocalCluster) -> None:
+    """The decode ranks, and with them all host memory, are lost to a kill; others take their place."""
+    node = cluster.decode
+    incarnation = node.incarnation
+    os.kill(node.rank_pids[1], signal.SIGKILL)
+    await until(lambda: node.ready_file is not None and node.incarnation != incarnation, "another life", within_s=60)
+    await cluster.wait_joined()
+
+
+def killed(cluster: LocalCluster) -> None:
+    """The whole decode node is lost at once."""
+    pids = (cluster.decode.pid, *cluster.decode.rank_pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    cluster.decode.reap(10)
+
+
+async def relaunched(cluster: LocalCluster) -> None:
+    cluster.launch("decode")
+    await cluster.wait_joined()
+
+
+async def check(cluster: LocalCluster, reference: Reference, token_ids: tuple[int, ...]) -> float:
+    """Ask, check the tokens, and return the tokens of the prompt that came from the store."""
+    before = await hits(cluster.decode, "storage")
+    async with Caller(cluster.decode.address) as caller:
+        reference.check(token_ids, await caller.ask(token_ids, NEW))
+    return await hits(cluster.decode, "storage") - before
+
+
+async def stored(cluster: LocalCluster, reference: Reference, directory: Path, variant: int) -> tuple[tuple[int, ...], set[Path]]:
+    """A prompt that the store has, and host memory has not; and its files."""
+    token_ids, before = prompt(LENGTH, variant), set(stored_files(directory))
+    await check(cluster, reference, token_ids)
+    await until(lambda: len(stored_files(directory)) == len(before) + 2 * STORED, "all its pages are stored")
+    await until_all_is_back(cluster.prefill, cluster.decode)
+    await another_life(cluster)
+    return token_ids, set(stored_files(directory)) - before
+
+
+def of_rank(files: set[Path], rank: int) -> list[Path]:
+    return sorted(path for path in files if path.name.endswith(f"-{rank}of2"))
+
+
+def corrupt(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "rank"),
+    [
+        pytest.param(corrupt, 1, id="corrupt, of rank 1"),
+        pytest.param(truncate, 0, id="truncated, of rank 0"),
+        pytest.param(Path.unlink, 1, id="missing, of rank 1", marks=pytest.mark.slow),
+        pytest.param(Path.unlink, 0, id="missing, of rank 0", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_bad_page_of_one_rank_is_a_miss_on_all(
+    cluster: LocalCluster, reference: Reference, directory: Path, damage: Callable[[Path], None], rank: int
+) -> None:
+    """And it is put there again, so that the next life finds all of them."""
+    variant = 10 + 3 * rank + [corrupt, truncate, Path.unlink].index(damage)  # type: ignore[list-item]
+    token_ids, files = await stored(cluster, reference, directory, variant)
+    bad = of_rank(files, rank)[3]
+    damage(bad)
+    found = await check(cluster, reference, token_ids)
+    assert found < WHOLE * PAGE and found % PAGE == 0
+    await until(lambda: all(path.exists() for path in files), "the bad page is stored again", within_s=15)
+    await until_all_is_back(cluster.prefill, cluster.decode)
+    await another_life(cluster)
+    assert await check(cluster, reference, token_ids) == WHOLE * PAGE
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Whoever reads the page waits for as long as the block lasts, and then finds nothing in it."""
+    path.unlink()
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # nobody reads
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        path.unlink(missing_ok=True)
+
+
+async def test_a_store_that_hangs_costs_a_bounded_time(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
+    token_ids, files = await stored(cluster, reference, directory, 20)
+    with hanging(of_rank(files, 1)[5]):
+        begun_s = time.monotonic()
+        assert await check(cluster, reference, token_ids) < WHOLE * PAGE
+        assert GET_TIMEOUT_S < time.monotonic() - begun_s < GET_TIMEOUT_S + 8
+        assert await number(cluster.decode, "kvferry_store_operations_total", op="get", outcome="timeout", rank="1") > 0
+        other = prompt(70, 21)
+        await check(cluster, reference, other)
+    async with Caller(cluster.decode.address) as caller:
+        reference.check(other, await caller.ask(other, NEW))
+
+
+async def test_a_client_leaves_while_its_prompt_is_fetched(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
+    token_ids, files = await stored(cluster, reference, directory, 22)
+    with hanging(of_rank(files, 1)[5]):
+        async with Caller(cluster.decode.address) as caller:
+            _, task = caller.begin(token_ids, NEW)
+            await until(lambda: is_fetching(cluster), "host pages that are being filled")
+            task.cancel()
+        await until_all_is_back(cluster.prefill, cluster.decode)
+    await check(cluster, reference, token_ids)
+
+
+async def is_fetching(cluster: LocalCluster) -> bool:
+    return await number(cluster.decode, "kvferry_host_pages", state="held") > 0
+
+
+async def test_a_full_disk_stops_nobody(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
+    """Decoding goes on, pages are counted as failed, nothing half-written stays; when there is room again, it is used."""
+    pids, before = cluster.decode.rank_pids, len(stored_files(directory))
+    failed = await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed")
+    limits = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
+    for pid, (_, hard) in zip(pids, limits, strict=True):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE_FILE_BYTES // 2, hard))
+    try:
+        await check(cluster, reference, prompt(LENGTH, 30))
+        await until_all_is_back(cluster.prefill, cluster.decode)
+        assert len(stored_files(directory)) == before and not unfinished_files(directory)
+        assert await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") >= failed + STORED
+    finally:
+        for pid, limit in zip(pids, limits, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+
+    variant = 31
+
+    async def is_used_again() -> bool:
+        nonlocal variant
+        variant += 1
+        await check(cluster, reference, prompt(40, variant))
+        return len(stored_files(directory)) > before
+
+    await until(is_used_again, "pages are stored again", within_s=15)
+
+
+@pytest.mark.parametrize("who", ["a rank", "the node"])
+async def test_killed_in_mid_backup(cluster: LocalCluster, reference: Reference, directory: Path, who: str) -> None:
+    """What is half-written is never read, and goes; what is whole is of use."""
+    for variant in range(5):  # where all is stored before the kill, another prompt is tried
+        token_ids, before = prompt(1000, 40 + 5 * len(who) + variant), len(stored_files(directory))
+        async with Caller(cluster.decode.address) as caller:
+            caller.begin(token_ids, NEW)
+            await until(lambda before=before: len(stored_files(directory)) > before, "some of its pages are stored")  # type: ignore[misc]
+            if who == "a rank":
+                await another_life(cluster)
+            else:
+                killed(cluster)
+                await relaunched(cluster)
+        if len(stored_files(directory)) < before + 2 * (len(token_ids) // PAGE):
+            break
+    else:
+        raise AssertionError("no kill came in mid-backup")
+    await check(cluster, reference, token_ids)
+    await until_all_is_back(cluster.prefill, cluster.decode)
+    for path in (directory / stored_files(directory)[0].parent / ".writing-of-the-killed", *unfinished_files(directory)):
+        path.touch()
+        os.utime(path, (time.time() - 3600, time.time() - 3600))
+    await another_life(cluster)
+    assert not unfinished_files(directory), "what a killed writer left is removed at the next start"
+    assert await check(cluster, reference, token_ids) == (len(token_ids) - 1) // PAGE * PAGE
+
+
+async def test_killed_in_mid_fetch(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
+    token_ids, files = await stored(cluster, reference, directory, 50)
+    with hanging(of_rank(files, 1)[5]):
+        async with Caller(cluster.decode.address) as caller:
+            answer, task = caller.begin(token_ids, NEW)
+            await until(lambda: is_fetching(cluster), "host pages that are being filled")
+            killed(cluster)
+            await task
+            assert answer.code is grpc.StatusCode.UNAVAILABLE and not answer.tokens
+    await relaunched(cluster)
+    assert await check(cluster, reference, token_ids) < WHOLE * PAGE
+    await until(lambda: all(path.exists() for path in files), "the lost page is stored again", within_s=15)
