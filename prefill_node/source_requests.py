@@ -107,6 +107,7 @@ class Transfer:
     token_ids: tuple[int, ...]
     start_token: int
     sampling: SamplingParams
+    cache_salt: str
     join: Join
     asked_s: float
     progress: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
@@ -244,11 +245,14 @@ class SourceRequests:
         start_token: int,
         sampling: SamplingParams,
         join: Join,
+        *,
+        cache_salt: str = "",
     ) -> Transfer:
         """Begin to send a prompt; see `Transfer.progress`.
 
         Args:
             sampling: How its first token is chosen, where it is computed for this transfer.
+            cache_salt: The engine shares KV with prompts of the same one only, likewise; a router has told it its own.
 
         Raises:
             TransferAborted: A transfer of that id is in flight.
@@ -269,6 +273,7 @@ class SourceRequests:
             token_ids=token_ids,
             start_token=start_token,
             sampling=sampling,
+            cache_salt=cache_salt,
             join=join,
             asked_s=time.monotonic(),
         )

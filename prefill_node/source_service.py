@@ -205,7 +205,15 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
             join.plan, num_tokens=len(token_ids), num_layers=self._instance.layout.num_layers, start_token=request.start_token
         )
         sampling = sampling_from_proto(request.sampling)
-        return self.requests.submit(request.request_id, request.engine_request, token_ids, request.start_token, sampling, join)
+        return self.requests.submit(
+            request.request_id,
+            request.engine_request,
+            token_ids,
+            request.start_token,
+            sampling,
+            join,
+            cache_salt=request.cache_salt,
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"

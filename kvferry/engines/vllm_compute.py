@@ -57,7 +57,8 @@ class ComputeByApi:
 
     def _question(self, transfer: Transfer) -> dict[str, Any]:
         sampling = transfer.sampling
-        return {
+        salt = {"cache_salt": transfer.cache_salt} if transfer.cache_salt else {}  # an empty one is refused
+        return salt | {
             "model": self._model,
             "prompt": list(transfer.token_ids),
             "max_tokens": 1,

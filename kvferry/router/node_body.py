@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvferry.router.api import CHAT, ApiError
+from node_runtime.prompt import MAX_CACHE_SALT_CHARS
 from transfer.pb import kvferry_pb2 as pb
 
 COMPLETION_TOKENS: Final = 16
@@ -55,7 +56,19 @@ _OF_NO_EFFECT: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority", "session_id"}
 )
 _TAKEN: Final = frozenset(
-    {"model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "ignore_eos"}
+    {
+        "model",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+        "cache_salt",
+    }
 )
 _OF_COMPLETIONS: Final = frozenset({"prompt"})
 _OF_CHATS: Final = frozenset({"messages", "max_completion_tokens", "chat_template_kwargs"})
@@ -126,7 +139,18 @@ def generate_request(path: str, body: Mapping[str, Any], prompt: str | Sequence[
         ),
         stop_token_ids=stop,
         ignore_eos=ignore_eos,
+        cache_salt=_cache_salt(body),
     )
+
+
+def _cache_salt(body: Mapping[str, Any]) -> str:
+    salt = body.get("cache_salt")
+    if salt is None:
+        return ""
+    if not (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):  # an empty one vLLM refuses, too
+        bound = f"it must be text of 1 to {MAX_CACHE_SALT_CHARS} characters"
+        raise ApiError(400, f"cache_salt is {_shown(salt)}; {bound}", param="cache_salt")
+    return salt
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:

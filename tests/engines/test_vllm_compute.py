@@ -19,8 +19,9 @@ from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferE
 SAMPLING = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, seed=2**63 - 1)
 
 
-def transfer() -> Transfer:
-    return cast(Transfer, SimpleNamespace(token_ids=(5, 6, 7), engine_request="t-1", sampling=SAMPLING))
+def transfer(cache_salt: str = "") -> Transfer:
+    fields = {"token_ids": (5, 6, 7), "engine_request": "t-1", "sampling": SAMPLING, "cache_salt": cache_salt}
+    return cast(Transfer, SimpleNamespace(**fields))
 
 
 class Api:
@@ -82,6 +83,13 @@ async def test_the_question(api: Api) -> None:
         }
     ]
     assert api.keys == ["Bearer secret"]
+
+
+async def test_a_salt_is_told_and_an_empty_one_is_none(api: Api) -> None:
+    """vLLM has a prefix cache of its own, and refuses an empty salt."""
+    for salt in ("tenant", ""):
+        await ComputeByApi(api.url, None)(transfer(salt))
+    assert [question.get("cache_salt") for question in api.asked] == ["tenant", None]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 
 from prefill_node.source_requests import Transfer
 from tests.hosted.instances import FROM, PROMPT, TO, Instance, wait_for
 from transfer.errors import ConfigError
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
 
 Pair = Callable[..., tuple[Instance, Instance]]
 
@@ -95,6 +98,38 @@ def test_the_engine_refuses_it(pair: Pair, front: Front) -> None:
     front.failure = ConfigError("the engine's API refuses (400): too long")
     _, decode, _ = asked(pair, front)
     assert "the engine's API refuses (400): too long" in decode.wait_until_failed("b")
+
+
+async def ask_with_salt(source: Instance, decode: Instance, front: Front) -> str:
+    """As a decode node does whose client keeps tenants apart; returns the salt that the engine's API is told."""
+    opened = decode.leader._opened
+    assert opened is not None
+    request = pb.PrefillRequest(
+        request_id="salted",
+        token_ids=PROMPT,
+        decode_incarnation=opened.hellos[0].instance.incarnation,
+        sampling=pb.SamplingParams(top_p=1.0),
+        cache_salt="tenant",
+    )
+    async with grpc.aio.insecure_channel(source.leader.address) as channel:
+        stub: Any = pb_grpc.PrefillControlStub(channel)
+        call = stub.Prefill(request)
+        async with asyncio.timeout(10):
+            while len(front.asked) < 2:
+                await asyncio.sleep(0.01)
+        call.cancel()
+    return front.asked[1].cache_salt
+
+
+def test_the_engine_is_told_the_salt(pair: Pair, front: Front) -> None:
+    source, decode, _ = asked(pair, front)
+    assert front.asked[0].cache_salt == ""
+    assert asyncio.run(ask_with_salt(source, decode, front)) == "tenant"
+    wait_for(lambda: front.cancelled == front.asked[1:], "who asked is gone")
+    decode.leader.cancel("b", "its client went away")
+    wait_for(lambda: len(front.cancelled) == 2, "the other, too")
+    source.assert_idle()
+    decode.assert_idle()
 
 
 def test_another_engine_computes_it(pair: Pair, front: Front) -> None:

@@ -20,6 +20,7 @@ def test_every_field_that_a_node_has_is_carried() -> None:
         "seed": 2**63 - 1,
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
+        "cache_salt": "tenant",
     }
     check_fields(COMPLETIONS, body)
     request = generate_request(COMPLETIONS, body, prompt_of(body))
@@ -27,11 +28,13 @@ def test_every_field_that_a_node_has_is_carried() -> None:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.75, 4, 2**63 - 1)
     assert list(request.stop_token_ids) == [1, 2] and request.ignore_eos
+    assert request.cache_salt == "tenant"
 
 
 def test_what_is_not_said_is_as_in_openais_api() -> None:
     request = generate_request(COMPLETIONS, {}, "text")
     assert request.prompt == "text" and request.max_new_tokens == COMPLETION_TOKENS and not request.ignore_eos
+    assert generate_request(COMPLETIONS, {"cache_salt": None}, "text").cache_salt == request.cache_salt == ""
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, 0)
     assert request.sampling.seed != generate_request(COMPLETIONS, {}, "text").sampling.seed
     assert generate_request(CHAT, {}, [1]).max_new_tokens == CHAT_TOKENS
@@ -116,6 +119,9 @@ def test_one_prompt_however_it_is_wrapped(prompt: object, found: object) -> None
         ("stop_token_ids", [-1]),
         ("stop_token_ids", "5"),
         ("ignore_eos", 1),
+        ("cache_salt", ""),
+        ("cache_salt", 5),
+        ("cache_salt", "t" * 129),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
