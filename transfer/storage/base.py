@@ -6,7 +6,6 @@ What becomes of a page is a value, for no page is ever certain: it can have been
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Final, Protocol
@@ -35,9 +34,9 @@ class Outcome(StrEnum):
         return self in (Outcome.OK, Outcome.MISSING, Outcome.CORRUPT, Outcome.FOREIGN)
 
 
-def used_times(used_ns: int | None) -> Iterator[int]:
+def used_times(used_ns: int) -> Iterator[int]:
     """When the pages of a call count as used, one after the other; see `Store`."""
-    return itertools.count(time.time_ns() if used_ns is None else used_ns, -USED_STEP_NS)
+    return itertools.count(used_ns, -USED_STEP_NS)
 
 
 class Store(Protocol):

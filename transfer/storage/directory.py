@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -56,10 +57,10 @@ class DirectoryStore:
         return str(self._root)
 
     def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
-        return [self._guarded(self._put, *page, at_ns) for page, at_ns in zip(pages, used_times(used_ns), strict=False)]
+        return [self._guarded(self._put, *page) for page in _with_times(pages, used_ns)]
 
     def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int | None = None) -> list[Outcome]:
-        return [self._guarded(self._get, *page, at_ns) for page, at_ns in zip(pages, used_times(used_ns), strict=False)]
+        return [self._guarded(self._get, *page) for page in _with_times(pages, used_ns)]
 
     def exists(self, keys: Sequence[str]) -> list[Outcome]:
         return [self._guarded(self._exists, key) for key in keys]
@@ -146,6 +147,12 @@ class DirectoryStore:
             return Outcome.MISSING
         self._room.give_back(num_bytes)
         return Outcome.OK
+
+
+def _with_times(pages: Sequence[tuple[str, memoryview]], used_ns: int | None) -> Iterator[tuple[str, memoryview, int]]:
+    """Each page with the time that it counts as used at."""
+    times = used_times(time.time_ns() if used_ns is None else used_ns)
+    return ((key, page, at_ns) for (key, page), at_ns in zip(pages, times, strict=False))
 
 
 def check_directory(directory: Path) -> None:
