@@ -19,7 +19,7 @@ import pytest
 from tests.storage import writer
 from tests.storage.writer import key_of, page_of
 from transfer.errors import ConfigError
-from transfer.storage import envelope
+from transfer.storage import directory_room, envelope
 from transfer.storage.base import USED_STEP_NS, Outcome
 from transfer.storage.directory import DirectoryStore
 from transfer.storage.directory_room import KEEP_FRACTION, WRITING
@@ -202,7 +202,9 @@ def test_a_writer_that_is_killed_leaves_whole_pages_or_none(tmp_path: Path) -> N
         process.wait(timeout=10)
         process.stdout.close()
         leftovers += sum(path.name.startswith(WRITING) for path in tmp_path.rglob("*"))
-        store = DirectoryStore(tmp_path, leftover_age_s=0.0)
+        store = DirectoryStore(tmp_path, leftover_age_s=0.0, max_bytes=1 << 40)
+        put(store, -1, -2 - life)  # all is looked at before the first
+        store.delete([key_of(-1), key_of(-2 - life)])
         assert not [path for path in files(store) if path.name.startswith(WRITING)]
         for number in range(writer.NUM_PAGES):
             found[get(store, life * writer.NUM_PAGES + number, writer.PAGE_BYTES)] += 1
@@ -211,7 +213,13 @@ def test_a_writer_that_is_killed_leaves_whole_pages_or_none(tmp_path: Path) -> N
     assert leftovers, "at least one was killed while it wrote"
 
 
-def test_a_file_that_is_being_written_is_left_alone(store: DirectoryStore) -> None:
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
+def test_a_file_that_is_being_written_is_left_alone(store: DirectoryStore, max_bytes: int | None) -> None:
+    def put_again() -> None:
+        """Into the same folder, by a process that has just begun."""
+        assert store.delete([key_of(1)]) == [OK]
+        assert put(DirectoryStore(Path(store.name), max_bytes=max_bytes), 1) == [OK]
+
     put(store, 1)
     (page,) = files(store)
     held, lost, young = (page.with_name(f"{WRITING}{name}") for name in ("held", "lost", "young"))
@@ -221,18 +229,23 @@ def test_a_file_that_is_being_written_is_left_alone(store: DirectoryStore) -> No
         os.utime(path, (1, 1))
     with held.open("rb") as writing:
         fcntl.flock(writing, fcntl.LOCK_EX)
-        DirectoryStore(Path(store.name))
+        put_again()
         assert [path.exists() for path in (held, lost, young)] == [True, False, True]
-    DirectoryStore(Path(store.name))
+    put_again()
     assert [path.exists() for path in (held, lost, young, page)] == [False, False, True, True]
 
 
-def test_nobody_takes_a_page_away_that_is_being_written(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node opens the directory in the middle of every write, and is as quick as can be to clear up."""
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
+def test_nobody_takes_a_page_away_that_is_being_written(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
+) -> None:
+    """Another node begins to use the directory in the middle of every write, and is as quick as can be to clear up."""
     write, opened = os.write, []
 
     def write_beside_another(file: int, content: memoryview) -> int:
-        opened.append(DirectoryStore(Path(store.name), leftover_age_s=0.0))
+        opened.append(DirectoryStore(Path(store.name), leftover_age_s=0.0, max_bytes=max_bytes))
+        for path in files(store):
+            opened[-1]._room.prepare(path.parent)
         return write(file, content)
 
     monkeypatch.setattr(os, "write", write_beside_another)
@@ -300,10 +313,12 @@ def test_what_is_deleted_or_broken_gives_its_room_back(tmp_path: Path) -> None:
     assert counted(store) == 0
 
 
-def test_a_directory_that_has_grown_above_the_limit_is_cut_when_it_is_opened(tmp_path: Path) -> None:
+def test_a_directory_that_has_grown_above_the_limit_is_cut_before_the_first_put(tmp_path: Path) -> None:
     put(DirectoryStore(tmp_path), *range(10))
     store = DirectoryStore(tmp_path, max_bytes=4 * FILE_BYTES)
-    assert num_bytes(store) == counted(store) == 4 * FILE_BYTES
+    assert num_bytes(store) == 10 * FILE_BYTES, "nothing is looked at yet"
+    assert put(store, 10) == [OK]
+    assert num_bytes(store) == counted(store) == 3 * FILE_BYTES
 
 
 def test_a_wrong_count_is_put_right(tmp_path: Path) -> None:
@@ -313,7 +328,9 @@ def test_a_wrong_count_is_put_right(tmp_path: Path) -> None:
     for wrong in (b"", b"\xff" * 8, b"\x00" * 8, (2**62).to_bytes(8, "little")):
         (tmp_path / ".bytes").write_bytes(wrong)
         reopened = DirectoryStore(tmp_path, max_bytes=4 * FILE_BYTES)
-        assert counted(reopened) == num_bytes(reopened) == 2 * FILE_BYTES
+        assert put(reopened, 2) == [OK]
+        assert counted(reopened) == num_bytes(reopened) == 3 * FILE_BYTES
+        reopened.delete([key_of(2)])
     (tmp_path / ".bytes").write_bytes((2**62).to_bytes(8, "little"))
     assert put(store, 2) == [OK]
     assert counted(store) == num_bytes(store) == 3 * FILE_BYTES
@@ -351,6 +368,47 @@ def used_bytes(directory: Path) -> int:
             pages = [name for name in names if not name.startswith(".")]
             total += sum(os.stat(os.path.join(folder, name)).st_size for name in pages)
     return total
+
+
+# Opening, and locks
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
+def test_opening_looks_at_no_page_and_takes_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
+) -> None:
+    put(DirectoryStore(tmp_path, max_bytes=1 << 30), *range(3))
+    looked_at: list[object] = []
+    with (tmp_path / ".bytes").open("rb") as held, monkeypatch.context() as watched:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        watched.setattr(os, "walk", looked_at.append)
+        watched.setattr(os, "scandir", looked_at.append)
+        store = DirectoryStore(tmp_path, max_bytes=max_bytes)
+        assert get(store, 1) is OK
+    assert not looked_at
+
+
+def test_without_a_limit_nothing_is_counted(store: DirectoryStore) -> None:
+    put(store, 1, 2)
+    store.delete([key_of(1)])
+    assert [path.name for path in Path(store.name).iterdir()] == ["0a" * 16]
+
+
+@pytest.mark.parametrize("lock", [".bytes", ".evicting"])
+def test_a_lock_that_is_never_let_go_of_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: str) -> None:
+    monkeypatch.setattr(directory_room, "LOCK_WAIT_S", 0.1)
+    store = DirectoryStore(tmp_path, max_bytes=3 * FILE_BYTES)
+    put(store, 0, 1, 2)
+    with (tmp_path / lock).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        begun_s = time.monotonic()
+        assert put(store, 3) == [FAILED], "there is no room for it, and none can be made"
+        assert get(store, 1) is OK
+        assert store.delete([key_of(0)]) == [OK]
+        assert time.monotonic() - begun_s < 2
+    assert put(store, 3) == [OK]
+    assert counted(store) == num_bytes(store) <= 3 * FILE_BYTES
+    assert not [path for path in files(store) if path.name.startswith(WRITING)]
 
 
 # Disks that do not do what they should
@@ -403,6 +461,39 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     done = subprocess.run([*alone, "sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
     assert "No space left on device" in done.stdout + done.stderr
+
+
+NO_MORE_FILES = """
+import sys
+from pathlib import Path
+from tests.storage.writer import key_of, page_of
+from transfer.storage.directory import DirectoryStore
+root = Path(sys.argv[1])
+assert DirectoryStore(root).put([(key_of(1), memoryview(page_of(1, 64)))]) == ["ok"]
+try:
+    for number in range(99):
+        (root.parent / str(number)).touch()
+except OSError as error:
+    assert error.errno == 28
+else:
+    raise AssertionError("there is room")
+for limit in (None, 1 << 20):
+    store, view = DirectoryStore(root, max_bytes=limit), memoryview(bytearray(64))
+    assert store.get([(key_of(1), view)]) == ["ok"] and bytes(view) == page_of(1, 64)
+    assert store.put([(key_of(2), memoryview(page_of(2, 64)))]) == ["failed"]
+print("as expected")
+"""
+
+
+def test_a_store_on_a_disk_that_is_full_is_opened(tmp_path: Path) -> None:
+    """A rank that is started again reads what is there; a file system of 32 files."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=20, check=False).returncode:
+        pytest.skip("this kernel lets nobody make a file system")
+    script = f"mount -t tmpfs -o nr_inodes=32 none {tmp_path} && {sys.executable} -c '{NO_MORE_FILES}' {tmp_path}/kv"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*alone, "sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
 
 
 def test_a_directory_that_cannot_be_made_is_refused_when_it_is_opened(tmp_path: Path) -> None:

@@ -43,14 +43,15 @@ class DirectoryStore:
         leftover_age_s: See `LEFTOVER_AGE_S`.
 
     Raises:
-        ConfigError: It cannot be made, or this process cannot write there.
+        ConfigError: It cannot be made, or this process may not write there. That the disk is full is no reason: what is stored
+            can be read, and there may be room again.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int | None = None, leftover_age_s: float = LEFTOVER_AGE_S) -> None:
         self._root = directory
         with _setup_errors(directory):
             _make_writable(directory)
-            self._room = DirectoryRoom(directory, max_bytes=max_bytes, leftover_age_s=leftover_age_s)
+        self._room = DirectoryRoom(directory, max_bytes=max_bytes, leftover_age_s=leftover_age_s)
 
     @property
     def name(self) -> str:
@@ -86,6 +87,7 @@ class DirectoryStore:
         path, num_bytes = self._path(key), HEADER_BYTES + page.nbytes
         if self._is_there(path, num_bytes, used_ns):
             return Outcome.OK
+        self._room.prepare(path.parent)
         temporary = _new_file_in(path.parent)
         with contextlib.ExitStack() as undo:
             file = _created(temporary)
@@ -164,8 +166,12 @@ def check_directory(directory: Path) -> None:
 def _make_writable(directory: Path) -> None:
     directory.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     probe = _new_file_in(directory)
-    os.close(_created(probe))
-    probe.unlink()
+    try:
+        os.close(_created(probe))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    probe.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,19 @@ recently stored or read (of a call's pages the first counts as used last, see `t
 `KEEP_FRACTION` of the limit, one process at a time; that looks at every file, and puts the count right on the way. The count errs
 to the safe side: a file has its whole size before its bytes are taken, and is renamed only after that, so an eviction meets it in
 one of the two ways, if not in both.
+
+Each process counts all files once, before its first page; opening a store looks at none. No lock is waited for longer than
+`LOCK_WAIT_S`, as where a process of another host was stopped while it held one: a page is then not put, and one that goes is
+not taken off the count, which the next eviction puts right. Without a limit there are neither counts nor locks, and what killed
+writers have left goes folder by folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import os
 import struct
 import threading
@@ -32,6 +39,10 @@ WRITING: Final = ".writing-"
 FILE_MODE: Final = 0o600
 """Of every file."""
 
+LOCK_WAIT_S: Final = 5.0
+"""A lock is held for microseconds, or for as long as it takes to look at every file."""
+
+_POLL_S: Final = 0.001
 _TRIES: Final = 4  # others can take what an eviction has made room for
 _COUNT: Final = struct.Struct("<q")
 
@@ -53,8 +64,6 @@ class DirectoryRoom:
         max_bytes: Of all files; None: no limit, nothing is counted.
         leftover_age_s: See `LEFTOVER_AGE_S`.
 
-    Raises:
-        OSError: The files that it keeps there cannot be written.
     """
 
     def __init__(self, root: Path, *, max_bytes: int | None, leftover_age_s: float) -> None:
@@ -63,14 +72,42 @@ class DirectoryRoom:
         self._leftover_age_s = leftover_age_s
         self._counting = _Lock(root / ".bytes")
         self._evicting = _Lock(root / ".evicting")
-        if self._evicting.acquire(wait=False):  # else somebody else is at it
-            try:
-                self._count_all(keep_bytes=max_bytes)
-            finally:
-                self._evicting.release()
+        self._preparing = threading.Lock()
+        self._is_counted = False
+        self._swept: set[Path] = set()
+
+    def prepare(self, folder: Path) -> None:
+        """Before a file is made in `folder`.
+
+        Raises:
+            TimeoutError: Another thread still counts what is there.
+            OSError: It cannot be counted.
+        """
+        if self._is_counted or folder in self._swept:
+            return
+        if self._max_bytes is None:
+            self._swept.add(folder)
+            self._sweep(folder)
+            return
+        if not self._preparing.acquire(timeout=LOCK_WAIT_S):
+            raise TimeoutError(errno.ETIMEDOUT, "the files of the store are still being counted")
+        try:
+            if not self._is_counted and self._evicting.acquire(wait_s=0.0):  # else somebody else is at it
+                try:
+                    self._count_all(keep_bytes=self._max_bytes)
+                finally:
+                    self._evicting.release()
+            self._is_counted = True
+        finally:
+            self._preparing.release()
 
     def take(self, num_bytes: int) -> bool:
-        """Count a file that is there in its whole size, before it is written; False: no room can be made for it."""
+        """Count a file that is there in its whole size, before it is written; False: no room can be made for it.
+
+        Raises:
+            TimeoutError: Others hold a lock for too long.
+            OSError: It cannot be counted.
+        """
         if self._max_bytes is None:
             return True
         if num_bytes > self._max_bytes:
@@ -86,9 +123,9 @@ class DirectoryRoom:
         return False
 
     def give_back(self, num_bytes: int) -> None:
-        """Those are no longer there."""
+        """Those are no longer there. Where that cannot be said the count stays too high until the next eviction."""
         if self._max_bytes is not None:
-            with self._counting:
+            with contextlib.suppress(OSError), self._counting:
                 self._count(max(0, self._counted() - num_bytes))
 
     def _evict(self, num_bytes: int) -> bool:
@@ -128,7 +165,6 @@ class DirectoryRoom:
 
     def _pages(self) -> Iterator[_Page]:
         """All files, but for leftovers, which go."""
-        newest_leftover_ns = time.time_ns() - int(self._leftover_age_s * 1e9)
         for folder, _, names in os.walk(self._root):
             if folder == str(self._root):
                 continue  # counters and locks
@@ -136,10 +172,24 @@ class DirectoryRoom:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):  # deleted or renamed meanwhile
                     status = os.stat(path)
-                    if name.startswith(WRITING) and status.st_mtime_ns < newest_leftover_ns and _is_held_by_nobody(path):
+                    if self._is_leftover(path, status):
                         os.unlink(path)
                     else:
                         yield _Page(used_ns=status.st_mtime_ns, num_bytes=status.st_size, path=path)
+
+    def _sweep(self, folder: Path) -> None:
+        """Take the leftovers of one folder out, with a look at the unfinished files alone."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(WRITING):
+                    with contextlib.suppress(OSError):  # renamed meanwhile, or another user's
+                        if self._is_leftover(entry.path, entry.stat()):
+                            os.unlink(entry.path)
+
+    def _is_leftover(self, path: str, status: os.stat_result) -> bool:
+        oldest_ns = time.time_ns() - int(self._leftover_age_s * 1e9)
+        is_unfinished = os.path.basename(path).startswith(WRITING)
+        return is_unfinished and status.st_mtime_ns < oldest_ns and _is_held_by_nobody(path)
 
     def _counted(self) -> int:
         stored = os.pread(self._counting.file, _COUNT.size, 0)
@@ -150,35 +200,50 @@ class DirectoryRoom:
 
 
 class _Lock:
-    """Between processes and between the threads of one: a locked file, and `file` is its descriptor."""
+    """Between processes and between the threads of one: a locked file, made when it is first needed."""
 
     def __init__(self, path: Path) -> None:
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._path = path
         self._threads = threading.Lock()
 
-    def acquire(self, *, wait: bool = True) -> bool:
-        """False: it is taken, and was not to be waited for."""
-        if not self._threads.acquire(blocking=wait):
+    @functools.cached_property
+    def file(self) -> int:
+        """Its descriptor. Raises OSError."""
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+
+    def acquire(self, *, wait_s: float) -> bool:
+        """False: it was not to be had in that time. Raises OSError when the file cannot be locked."""
+        deadline_s = time.monotonic() + wait_s
+        if not self._threads.acquire(timeout=wait_s):
             return False
+        is_mine = False
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._threads.release()
-            return False
-        except BaseException:
-            self._threads.release()
-            raise
-        return True
+            while not (is_mine := _is_locked(self.file)) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+        finally:
+            if not is_mine:
+                self._threads.release()
+        return is_mine
 
     def release(self) -> None:
         fcntl.flock(self.file, fcntl.LOCK_UN)
         self._threads.release()
 
     def __enter__(self) -> None:
-        self.acquire()
+        if not self.acquire(wait_s=LOCK_WAIT_S):
+            raise TimeoutError(errno.ETIMEDOUT, f"others hold {self._path} for more than {LOCK_WAIT_S:g} s")
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _is_locked(file: int) -> bool:
+    """Lock it, if nobody else has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_held_by_nobody(path: str) -> bool:

@@ -25,7 +25,7 @@ def check_store(config: StorageConfig) -> None:
 
 
 def open_store(config: StorageConfig) -> Store | None:
-    """The store that is configured; None where there is none. Looks at every file of a directory, so it may take seconds.
+    """The store that is configured; None where there is none. Looks at no page.
 
     Raises:
         ConfigError: It cannot be used; the setting is named.
