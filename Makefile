@@ -85,12 +85,12 @@ spelling: setup
 # The pure core and the protocol machines, by their own tests alone: a branch that no test takes is a rule that nobody has written.
 CORE_TESTS := tests/unit/test_{layout,layer_groups,chunk,piece_size,ring,ring_index,messages,page_allocator,instance,breaker,model_shape,model_directory,plan}.py \
 	tests/protocol/test_{sender,sender_direct,receiver,rules,hostile_decode,ring_rules}.py tests/decode/test_admission.py tests/prefill/test_{scheduler,stored_prefix}.py tests/storage/test_keys.py \
-	tests/offload/test_{host_tier,jobs,rules,sizes,tiered_request}.py
+	tests/offload/test_{host_tier,jobs,placing,rules,sizes,tiered_request}.py
 CORE := transfer/layout.py,transfer/layer_groups.py,transfer/chunk.py,transfer/piece_size.py,transfer/ring.py,transfer/ring_index.py,transfer/messages.py,$\
 	transfer/page_allocator.py,transfer/instance.py,transfer/breaker.py,transfer/storage/keys.py,transfer/storage/pages.py,$\
 	transfer/memory/config_fields.py,transfer/memory/model_*.py,transfer/memory/plan*.py,transfer/memory/workspace.py,$\
 	decode_node/offload/device_index.py,decode_node/offload/host_tier.py,decode_node/offload/jobs.py,decode_node/offload/rules.py,$\
-	decode_node/offload/sizes.py,decode_node/offload/tiered_request.py,$\
+	decode_node/offload/placing.py,decode_node/offload/sizes.py,decode_node/offload/tiered_request.py,$\
 	decode_node/admission.py,decode_node/receiver.py,decode_node/receiver_events.py,decode_node/receiver_state.py,$\
 	prefill_node/scheduler.py,prefill_node/stored_prefix.py,prefill_node/prefix_pages.py,prefill_node/sender.py,prefill_node/sender_events.py,prefill_node/sender_state.py
 

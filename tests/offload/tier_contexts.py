@@ -1,0 +1,82 @@
+"""The leader's knowledge of both tiers, without ranks, a loop or a store: for tests of its decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decode_node.admission import Admission, page_needs
+from decode_node.offload.context import FULL, TierContext
+from decode_node.offload.device_index import DeviceIndex
+from decode_node.offload.host_tier import HostPage, HostTier
+from decode_node.offload.jobs import Jobs
+from decode_node.offload.placing import place
+from decode_node.offload.rules import TierRules
+from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
+from transfer.metrics import NodeMetrics
+from transfer.storage.keys import PageHashes
+
+PAGE = 4
+WINDOW_TOKENS = 8
+WINDOW = 1
+FULL_SPEC = LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1)
+WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=WINDOW_TOKENS)
+
+
+def context(
+    *,
+    device_pages: int = 20,
+    host_pages: int = 40,
+    window_pages: int = 12,
+    window_tokens: int | None = 4,
+    stride_pages: int = 1,
+    has_window: bool = False,
+) -> TierContext:
+    """Of a model with full attention, and a sliding window where it is asked for."""
+    groups = layer_groups(KVLayout(layers=(FULL_SPEC, WINDOW_SPEC) if has_window else (FULL_SPEC,), dtype=DType.FLOAT16))
+    pool = PageCounts((device_pages, 30)[: len(groups)])
+    observer = NodeMetrics(role="decode").tiers
+    assert observer is not None
+    return TierContext(
+        rules=TierRules(
+            page_size=PAGE,
+            pool_pages=device_pages,
+            stride_pages=stride_pages,
+            window_tokens=window_tokens,
+            high_water=0.9,
+            low_water=0.5,
+        ),
+        groups=groups,
+        tier=HostTier((host_pages, window_pages)[: len(groups)]),
+        on_device=DeviceIndex(groups),
+        admission=Admission(pool_pages=pool, needs=page_needs(groups, PAGE), max_running=8),
+        jobs=Jobs(1),
+        broadcast=lambda message: None,
+        observer=observer,
+    )
+
+
+def chain(num_tokens: int, first: int = 0) -> PageHashes:
+    """Of a prompt; another first token, another prompt."""
+    found = PageHashes(page_size=PAGE, seed=b"seed")
+    found.extend(range(first, first + num_tokens))
+    return found
+
+
+def keep(where: TierContext, hashes: PageHashes, entries: range, *, group: int = FULL, is_ready: bool = True) -> list[HostPage]:
+    """Those pages lie in host memory, and nobody needs them; where they are not ready somebody is filling them."""
+    found = []
+    for entry in entries:
+        page = where.tier.take(group, hashes.hashes[entry])
+        assert page is not None
+        if is_ready:
+            where.tier.ready(page)
+            where.tier.let_go(page)
+        found.append(page)
+    return found
+
+
+def placed(where: TierContext, name: str, hashes: PageHashes, *, new: int = 4, chunk: int = PAGE, may_skip: bool = True) -> Any:
+    """`place` of a whole prompt."""
+    tokens = hashes.num_tokens
+    return place(where, name, hashes, prompt_tokens=tokens, total_tokens=tokens + new, chunk_tokens=chunk, may_skip=may_skip)
