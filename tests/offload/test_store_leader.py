@@ -1,0 +1,213 @@
+"""What a leader asks of the store, and in what portions: with ranks and a store by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+from decode_node.admission import Admission, page_needs
+from decode_node.offload.context import FULL, TierContext
+from decode_node.offload.device_index import DeviceIndex
+from decode_node.offload.host_tier import HostPage, HostTier
+from decode_node.offload.jobs import Jobs
+from decode_node.offload.rules import TierRules
+from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
+from decode_node.rank_messages import BackUpPages, FetchPages
+from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layout import DType, KVLayout
+from transfer.metrics import NodeMetrics
+from transfer.storage.client import StoreClient
+from transfer.storage.keys import PageHashes
+
+PAGE = 2
+GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
+
+
+class Store:
+    """The leader's client: has every key, unless told otherwise, and takes `seconds` for each question."""
+
+    def __init__(self) -> None:
+        self.missing: set[str] = set()
+        self.deleted: list[str] = []
+        self.seconds = 0.0
+        self.num_asked = 0
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        self.num_asked += 1
+        await asyncio.sleep(self.seconds)
+        return [key not in self.missing for key in keys]
+
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        self.deleted += keys
+        return [True] * len(keys)
+
+
+class Leader:
+    def __init__(self, *, host_pages: int = 100, page_bytes: int = 10, timeout_s: float = 5.0) -> None:
+        self.sent: list[BackUpPages | FetchPages] = []
+        self.jobs = Jobs(1)
+        self.tier = HostTier((host_pages,))
+        self.store = Store()
+        needs = page_needs(GROUPS, PAGE)
+        context = TierContext(
+            rules=TierRules(page_size=PAGE, pool_pages=8, stride_pages=1, window_tokens=None, high_water=1.0, low_water=0.5),
+            groups=GROUPS,
+            tier=self.tier,
+            on_device=DeviceIndex(GROUPS),
+            admission=Admission(pool_pages=PageCounts((8,)), needs=needs, max_running=2),
+            jobs=self.jobs,
+            broadcast=lambda message: self.sent.append(cast(BackUpPages, message)),
+            observer=NodeMetrics(role="decode").tiers,
+        )
+        self.leader = StoreLeader(
+            context,
+            client=cast(StoreClient, self.store),
+            keys_of=lambda group, page_hash: [f"{page_hash.hex()}-{rank}" for rank in range(2)],
+            settings=StoreSettings(fetch_timeout_s=timeout_s, job_bytes=40, page_bytes=(page_bytes,)),
+        )
+
+    def ready(self, chain: PageHashes, count: int) -> list[HostPage]:
+        """The chain's first pages, cached in host memory."""
+        pages = []
+        for page_hash in chain.hashes[:count]:
+            page = self.tier.take(FULL, page_hash)
+            assert page is not None
+            self.tier.ready(page)
+            pages.append(page)
+        for page in reversed(pages):
+            self.tier.let_go(page)
+        return pages
+
+    def answer(self, *, failed: tuple[int, ...] = ()) -> BackUpPages | FetchPages:
+        message = self.sent.pop(0)
+        self.jobs.done(0, message.job, failed)
+        return message
+
+
+def chain_of(num_pages: int) -> PageHashes:
+    chain = PageHashes(page_size=PAGE, seed=b"s" * 32)
+    chain.extend(range(num_pages * PAGE))
+    return chain
+
+
+async def test_jobs_are_as_large_as_the_queue_takes_and_few_at_a_time() -> None:
+    one = Leader(page_bytes=10)  # four to a job
+    one.leader.back_up(one.ready(chain_of(20), 20))
+    assert [len(message.hashes) for message in one.sent] == [4] * JOBS_AT_ONCE
+    stored = 0
+    while one.sent:
+        stored += len(one.answer().hashes)
+        assert len(one.sent) <= JOBS_AT_ONCE
+    assert stored == 20 and one.leader.num_queued == 0
+    one.tier.check_idle()
+    large = Leader(page_bytes=1000)
+    large.leader.back_up(large.ready(chain_of(2), 2))
+    assert [len(message.hashes) for message in large.sent] == [1, 1], "a page larger than a job's bytes is a job"
+
+
+async def test_what_could_not_be_stored_is_tried_again() -> None:
+    one = Leader()
+    pages = one.ready(chain_of(2), 2)
+    one.leader.back_up(pages)
+    one.answer(failed=(1,))
+    assert (pages[0].is_stored, pages[1].is_stored, one.sent) == (True, False, [])
+    one.leader._try_again()  # what the timer calls
+    assert one.answer().hashes == (pages[1].page_hash,)
+    assert pages[1].is_stored and not one.sent
+    one.leader.close()
+
+
+async def test_the_queue_is_bounded_and_its_oldest_go() -> None:
+    one = Leader(host_pages=10)
+    chain = chain_of(30)
+    for begin in range(0, 30, 10):
+        for page_hash in chain.hashes[begin : begin + 10]:
+            page = one.tier.take(FULL, page_hash)
+            assert page is not None
+            one.tier.ready(page)
+            one.tier.let_go(page)
+            one.leader.back_up([page])
+    assert one.leader.num_queued <= 10
+
+
+async def test_a_prompt_is_fetched_in_order_a_few_jobs_at_a_time() -> None:
+    one = Leader()
+    chain = chain_of(21)
+    fetching = asyncio.ensure_future(one.leader.fetch(chain, 42))
+    begin = 0
+    while not fetching.done():
+        await asyncio.sleep(0)
+        assert len(one.sent) <= JOBS_AT_ONCE
+        if one.sent:
+            message = one.answer()
+            assert list(message.hashes) == chain.hashes[begin : begin + 4]
+            begin += 4
+    assert await fetching == frozenset(chain.hashes[:20]), "one token is left to be computed"
+    one.tier.check_idle()
+
+
+async def test_a_request_waits_for_the_store_so_long_and_no_longer() -> None:
+    one = Leader(timeout_s=0.05)
+    one.store.seconds = 60.0
+    async with asyncio.timeout(5):
+        assert await one.leader.fetch(chain_of(600), 1200) == frozenset()
+    slow = Leader(timeout_s=0.2)
+    fetching = asyncio.ensure_future(slow.leader.fetch(chain_of(20), 40))
+    while not slow.sent:
+        await asyncio.sleep(0)
+    slow.answer()  # the first job, and then nothing
+    async with asyncio.timeout(5):
+        assert len(await fetching) == 4, "what has come is of use"
+    for _ in range(len(slow.sent)):
+        slow.answer()
+    slow.tier.check_idle()
+
+
+async def test_what_is_fetched_never_takes_the_room_of_what_it_continues() -> None:
+    one = Leader(host_pages=10)
+    chain = chain_of(20)
+    one.ready(chain, 6)
+    other = PageHashes(page_size=PAGE, seed=b"t" * 32)
+    other.extend(range(8))
+    one.ready(other, 4)  # used later than the prefix: without a look at it, the prefix would go first
+    fetching = asyncio.ensure_future(one.leader.fetch(chain, 40))
+    while not fetching.done():
+        await asyncio.sleep(0)
+        if one.sent:
+            one.answer()
+    assert len(await fetching) == 4
+    assert all(one.tier.find(FULL, page_hash) is not None for page_hash in chain.hashes[:10])
+
+
+async def test_a_second_request_waits_for_what_is_coming() -> None:
+    one = Leader()
+    chain = chain_of(5)
+    first = asyncio.ensure_future(one.leader.fetch(chain, 10))
+    while not one.sent:
+        await asyncio.sleep(0)
+    second = asyncio.ensure_future(one.leader.fetch(chain, 10))
+    await asyncio.sleep(0)
+    assert one.store.num_asked == 1
+    one.answer()
+    assert len(await first) == 4 and await second == frozenset()
+    assert not one.sent
+
+
+async def test_damaged_pages_are_deleted_of_every_rank() -> None:
+    one = Leader()
+    one.leader.delete([(FULL, b"ab"), (FULL, b"cd")])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert one.store.deleted == ["6162-0", "6162-1", "6364-0", "6364-1"]
+
+
+async def test_a_gap_ends_what_is_found() -> None:
+    one = Leader()
+    chain = chain_of(6)
+    one.store.missing = {f"{chain.hashes[2].hex()}-0"}
+    fetching = asyncio.ensure_future(one.leader.fetch(chain, 12))
+    while not one.sent:
+        await asyncio.sleep(0)
+    assert list(one.answer().hashes) == chain.hashes[:2]
+    await fetching
