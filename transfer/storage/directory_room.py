@@ -63,7 +63,6 @@ class DirectoryRoom:
         root: Folder of the store.
         max_bytes: Of all files; None: no limit, nothing is counted.
         leftover_age_s: See `LEFTOVER_AGE_S`.
-
     """
 
     def __init__(self, root: Path, *, max_bytes: int | None, leftover_age_s: float) -> None:
