@@ -167,7 +167,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             return
         match message:
             case StepDone():
-                life.requests.on_step_done(message)
+                life.requests.on_step_done(rank, message)
             case PrefixLoaded():
                 life.requests.on_prefix_loaded(rank, message)
             case StepFailed():

@@ -80,7 +80,7 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """Compute one step; every rank gets the same steps in the same order. Rank 0 answers `StepDone`."""
+    """Compute one step; every rank gets the same steps in the same order, and answers each with `StepDone` or `StepFailed`."""
 
     step: int
     parts: tuple[StepPart, ...]

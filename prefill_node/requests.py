@@ -85,6 +85,14 @@ class Request:
     stats: list[SentStats] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Step:
+    """A step under way, and the ranks that have not ended it."""
+
+    message: RunStep
+    running: set[int]
+
+
 class PrefillRequests:
     """Owned by the leader's loop.
 
@@ -125,7 +133,7 @@ class PrefillRequests:
         self._on_broken = on_broken
         self._on_outcome = on_outcome
         self._requests: dict[str, Request] = {}
-        self._steps: dict[int, RunStep] = {}
+        self._steps: dict[int, _Step] = {}
         self._step = 0
         self._asking: dict[Request, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
@@ -228,10 +236,16 @@ class PrefillRequests:
 
     # What the ranks say
 
-    def on_step_done(self, message: StepDone) -> None:
-        step = self._steps.pop(message.step, None)
-        self._watch.step_over(num_left=len(self._steps))
-        for part in step.parts if step is not None else ():
+    def on_step_done(self, rank: int, message: StepDone) -> None:
+        """A rank's step is over; it is over for good with the last of them: on GPUs rank 0 does not wait for the others."""
+        step = self._steps.get(message.step)
+        if step is None:
+            return  # it failed on another rank
+        step.running.discard(rank)
+        if not step.running:
+            del self._steps[message.step]
+            self._watch.step_over(num_left=len(self._steps))
+        for part in step.message.parts:
             request = self._requests.get(part.request_id)
             if request is None or request.is_over:
                 continue
@@ -413,7 +427,8 @@ class PrefillRequests:
                 )
                 for item in items
             )
-            step = self._steps[self._step] = RunStep(step=self._step, parts=parts)
+            step = RunStep(step=self._step, parts=parts)
+            self._steps[self._step] = _Step(message=step, running=set(range(self._num_ranks)))
             self._broadcast(step)
             self._watch.step_sent()
 

@@ -326,8 +326,7 @@ class PrefillWorker:
 
     def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
         # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
-        if self._spec.rank == 0 or isinstance(outcome, StepFailed):
-            self._link.send(outcome)
+        self._link.send(outcome)
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1

@@ -151,7 +151,9 @@ class World:
                 tokens[part.request_id] = 7
                 for rank in self.ranks:
                     rank.computed.add(part.request_id)
-        self.leader.on_step_done(StepDone(step=step.step, first_tokens=tokens, compute_s=0.0))
+        for rank in range(NUM_RANKS):
+            found = tokens if rank == 0 else {}
+            self.leader.on_step_done(rank, StepDone(step=step.step, first_tokens=found, compute_s=0.0))
 
     def fail_step(self) -> None:
         step = self.steps.pop(min(self.steps))

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill_node import requests as requests_module
-from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest
+from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest, StepDone
 from prefill_node.requests import FirstToken, Sent, Started
+from prefill_node.scheduler import STEPS_AHEAD
 from tests.prefill.leader_world import CHUNK, PAGE_SIZE, POOL_PAGES, World, new_join, turns
 from tests.runtime.instances import until
 from transfer.errors import EngineError, LocalProtocolError, PeerUnreachable, RemoteProtocolError, StagingError, TransferAborted
@@ -419,3 +420,18 @@ async def test_a_late_start_that_says_nothing_new_is_taken(world: World) -> None
     world.submit("a", 2 * CHUNK, start_token=4)
     await turns()
     assert [message.start_token for message in world.sent if isinstance(message, StartRequest)] == [4]
+
+
+async def test_a_step_is_under_way_until_the_slowest_rank_has_ended_it(world: World) -> None:
+    """On GPUs rank 0 launches steps and goes on: ranks that lag would be given more than their windows have pages for."""
+    world.submit("a", 4 * CHUNK)
+    await turns()
+    sent = [message for message in world.sent if isinstance(message, RunStep)]
+    assert len(sent) == STEPS_AHEAD
+    world.leader.on_step_done(0, StepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
+    assert [message for message in world.sent if isinstance(message, RunStep)] == sent
+    world.leader.on_step_done(1, StepDone(step=sent[0].step, first_tokens={}, compute_s=0.0))
+    assert len([message for message in world.sent if isinstance(message, RunStep)]) == STEPS_AHEAD + 1
+    world.steps.pop(0)
+    world.settle()
+    world.assert_nothing_is_left()
