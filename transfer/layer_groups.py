@@ -21,8 +21,8 @@ NO_PAGE: Final = -1
 PREFILL_STEPS_IN_FLIGHT: Final = 3
 """Steps of a prompt's chunks that a prefill rank may have been sent without having taken note of their end.
 
-Two are sent ahead by the leader, see `prefill_node.scheduler`, which counts a step until every rank has ended it; and one more for
-a rank that has ended a step and not looked yet.
+Two are sent ahead by the leader, see `prefill_node.scheduler`, which counts a step until every rank has ended it; and one more
+for a rank that has ended a step and not looked yet.
 """
 
 
