@@ -54,7 +54,7 @@ def test_a_second_run_finds_what_the_first_has_stored(tmp_path: Path, demo_dir: 
     first, second = (report["offload"] for report in reports)
     assert all(report["tokens_match"] and not report["leaks"] for report in reports)
     assert first["longest_request_tokens"] > first["device_tokens"], "it runs although the device has no room for it"
-    assert first["released_pages"] > 0 and first["hit_tokens_storage"] == 0
+    assert first["hit_tokens_storage"] == 0
     assert first["stored_bytes"] > 0 and not first["unstored_pages"]
     assert second["hit_tokens_storage"] + second["hit_tokens_host"] > 0.8 * reports[1]["prompt_tokens"]
     assert second["hit_tokens_storage"] > 0 and second["skipped_tokens"] > 0
