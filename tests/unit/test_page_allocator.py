@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.layer_groups import NO_PAGE, PageNeeds, layer_groups
+from transfer.layer_groups import NO_PAGE, PageCounts, PageNeeds, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
 from transfer.page_allocator import GroupAllocator, PageAllocator
 
@@ -365,3 +365,59 @@ def test_what_is_left_behind_when_nobody_is_left_is_named() -> None:
     allocator.by_group[1][1].reserve("b", 1)
     with pytest.raises(LocalProtocolError, match="of the window_4 pages 0 are still bound and 1 reserved"):
         allocator.check_idle()
+
+
+def test_what_was_passed_can_be_bound_again_in_front() -> None:
+    allocator = PageAllocator(8)
+    allocator.reserve("a", 4)
+    first = allocator.bind("a", 4)
+    allocator.pass_before("a", 3)
+    assert allocator.reserved("a") == 3
+    again = allocator.bind_before("a", 2)
+    assert allocator.pages("a") == (NO_PAGE, *again, first[3]) and allocator.reserved("a") == 1
+    allocator.check_invariants()
+    with pytest.raises(LocalProtocolError, match="'a' binds 2 pages in front; 1 entries were passed"):
+        allocator.bind_before("a", 2)
+    allocator.give_back("a", 1)
+    with pytest.raises(LocalProtocolError, match="'a' binds 1 pages; it has reserved 0"):
+        allocator.bind_before("a", 1)
+    assert allocator.pages("a") == (NO_PAGE, *again, first[3]), "a refusal changes nothing"
+    assert allocator.release("a") == 3
+    allocator.check_invariants()
+
+
+def test_pages_that_are_only_promised_can_be_given_back() -> None:
+    allocator = PageAllocator(4)
+    allocator.reserve("a", 3)
+    allocator.bind("a", 1)
+    allocator.give_back("a", 2)
+    assert (allocator.reserved("a"), allocator.num_free) == (0, 3)
+    for count in (1, -1):
+        with pytest.raises(LocalProtocolError, match=f"'a' gives {count} pages back; it has reserved 0"):
+            allocator.give_back("a", count)
+    allocator.check_invariants()
+
+
+def test_pages_counted_by_others_and_the_group_that_keeps_every_token() -> None:
+    full = LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1)
+    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=4)
+    needs = PageNeeds(groups=layer_groups(KVLayout(layers=(full, window), dtype=DType.FLOAT16)), page_size=2, tokens_in_flight=1)
+    allocator = GroupAllocator(needs, (4, 8))
+    assert not allocator.reserve_pages("a", PageCounts((5, 1))) and allocator.reserve_pages("a", PageCounts((2, 8)))
+    assert allocator.full is allocator.by_group[0][1] and allocator.full.reserved("a") == 2
+    only_windows = PageNeeds(groups=needs.groups[1:], page_size=2, tokens_in_flight=1)
+    with pytest.raises(LocalProtocolError, match="no layers that keep every token"):
+        _ = GroupAllocator(only_windows, (4,)).full
+
+
+def test_a_window_does_not_pass_what_a_copy_still_reads() -> None:
+    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=4)
+    other = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=6)
+    groups = layer_groups(KVLayout(layers=(window, other), dtype=DType.FLOAT16))
+    allocator = GroupAllocator(PageNeeds(groups=groups, page_size=2, tokens_in_flight=20), (12, 12))
+    allocator.reserve("a", 24)
+    allocator.cover("a", 20)
+    allocator.advance("a", 16, copied_from={0: 3})  # the first window reaches back to 13, the other one to 11
+    assert [table.count(NO_PAGE) for table in allocator.tables("a")] == [3, 5], "each keeps its own"
+    allocator.advance("a", 16)
+    assert [table.count(NO_PAGE) for table in allocator.tables("a")] == [6, 5]
