@@ -154,22 +154,24 @@ class MoveBoundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackUpPages:
-    """Put host pages of one group into the store, each under its hash; answer `JobDone`."""
+    """Put host pages of one group into the store, each under its hash; answer `JobDone`. `used_ns`: when they count as used."""
 
     job: int
     group: int
     hashes: tuple[bytes, ...]
     host_pages: tuple[int, ...]
+    used_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPages:
-    """Fill host pages of one group from the store; answer `JobDone`."""
+    """Fill host pages of one group from the store; answer `JobDone`. `used_ns`: when they count as used."""
 
     job: int
     group: int
     hashes: tuple[bytes, ...]
     host_pages: tuple[int, ...]
+    used_ns: int
 
 
 # Rank -> leader

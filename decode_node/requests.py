@@ -229,6 +229,8 @@ class DecodeRequests:
         if a_try.stage not in (Stage.WAITING, Stage.RECEIVING):
             return
         request = a_try.request
+        if isinstance(error, EngineError):
+            self._distrust(a_try)  # prefill's engine may have met what it had loaded of the prompt
         self._judge(a_try, verdict_of(error), str(error))
         peer = self._other_peer(a_try, error)
         if peer is None:
@@ -439,7 +441,7 @@ class DecodeRequests:
         for request_id, reason in message.faults.items():
             a_try = self._running.get(request_id)
             if a_try is not None:
-                self._tiers.damaged(request_id)
+                self._distrust(a_try)
                 self._fail(a_try.request, EngineError(reason))
         self._tiers.step_over()
         self._send_step()
@@ -537,6 +539,11 @@ class DecodeRequests:
         self._watch.step_sent()
 
     # Failure
+
+    def _distrust(self, a_try: Try) -> None:
+        """Have nobody else meet the KV that may have been at fault."""
+        if a_try.prompt is not None:
+            self._tiers.damaged(a_try.prompt)
 
     def _fail(self, request: Request, error: TransferError) -> None:
         """Tell the caller, and give up the try that is under way."""

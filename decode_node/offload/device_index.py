@@ -48,6 +48,11 @@ class DeviceIndex:
             if self._by_hash.get(page_hash) is request:
                 del self._by_hash[page_hash]
 
+    def forget(self, page_hashes: Sequence[bytes]) -> None:
+        """Nobody is to have these pages from anybody."""
+        for page_hash in page_hashes:
+            self._by_hash.pop(page_hash, None)
+
     def has(self, source: TieredRequest, group: int, entry: int) -> bool:
         """Whether the page is on the device, as far as the leader has ordered."""
         if self._groups[group].kind is GroupKind.FULL:

@@ -25,6 +25,7 @@ class HostPage:
         group: Index of its group of layers.
         number: In the ranks' host pools.
         page_hash: Of what it holds or is being filled with; None where another page of that hash is known already.
+        depth: Pages before it in every prompt that it is part of.
         is_ready: Every rank has filled it.
         is_stored: Every rank's part is in the store.
         users: Who needs it.
@@ -33,6 +34,7 @@ class HostPage:
     group: int
     number: int
     page_hash: bytes | None
+    depth: int = 0
     is_ready: bool = False
     is_stored: bool = False
     users: int = 0
@@ -113,12 +115,13 @@ class HostTier:
         """Pages that `owner` may still take of what it was promised."""
         return self._groups[group].promised.get(owner, 0)
 
-    def take(self, group: int, page_hash: bytes | None, *, owner: str | None = None) -> HostPage | None:
+    def take(self, group: int, page_hash: bytes | None, *, owner: str | None = None, depth: int = 0) -> HostPage | None:
         """A page to be filled, with one user: the taker. Where none is free, the cached page that was unused for longest goes.
 
         Args:
             page_hash: Of what it will hold. None, or a hash that another page has: it is found by nobody.
             owner: Take it out of what this owner was promised.
+            depth: See `HostPage`.
 
         Returns:
             None when there is no room; never for a promised page.
@@ -134,7 +137,7 @@ class HostTier:
         number = found.free.popleft() if found.free else self._evict(found)
         if page_hash is not None and page_hash in found.by_hash:
             page_hash = None
-        page = HostPage(group=group, number=number, page_hash=page_hash, users=1)
+        page = HostPage(group=group, number=number, page_hash=page_hash, depth=depth, users=1)
         found.held.add(page)
         if page_hash is not None:
             found.by_hash[page_hash] = page
@@ -180,9 +183,13 @@ class HostTier:
             self._free(found, page)
 
     def discard(self, page: HostPage) -> None:
-        """What it holds means nothing: nobody finds it any more, and it is free at once or when its users are gone."""
+        """It was not filled, or with nothing that means anything: it is free once its users are gone."""
+        page.is_ready = False
+        self.unname(page)
+
+    def unname(self, page: HostPage) -> None:
+        """Nobody finds the page any more. Who uses it goes on; it is free at once, or when its users are gone."""
         found = self._groups[page.group]
-        page.is_ready = page.is_stored = False
         if page.page_hash is not None:
             del found.by_hash[page.page_hash]
             page.page_hash = None

@@ -224,17 +224,19 @@ class OffloadLeader:
         request.is_running = False
         self._context.on_device.remove(request)
 
-    def damaged(self, request_id: str) -> None:
+    def damaged(self, prompt: Prompt) -> None:
         """No page of its chain is found again, in any tier: which one is damaged nobody knows."""
-        request = self._requests[request_id]
-        self._end(request)
-        pages = [(group, page_hash) for group in range(len(self._context.groups)) for page_hash in request.chain.hashes]
+        if prompt.chain is None:
+            return
+        self._context.on_device.forget(prompt.chain.hashes)
+        kept = [index for index in range(len(self._context.groups)) if self._tier.num_pages(index)]
+        pages = [(group, page_hash) for group in kept for page_hash in prompt.chain.hashes]
         for group, page_hash in pages:
             page = self._tier.find(group, page_hash)
-            if page is not None and page.is_ready:
-                self._tier.discard(page)
+            if page is not None:
+                self._tier.unname(page)
         if self._store is not None:
-            self._store.delete([one for one in pages if self._tier.num_pages(one[0])])
+            self._store.delete(pages)
 
     def gone(self, request_id: str) -> None:
         """The ranks have done their jobs for it, too."""

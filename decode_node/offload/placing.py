@@ -190,7 +190,8 @@ def _with_hits(context: TierContext, request: TieredRequest, pages: PageCounts, 
     num_found = len(hits) if copy is None else copy.runs[FULL][1]
     request.next_save = max(request.next_save, boundary)
     while len(request.host) < boundary:
-        taken = tier.take(FULL, request.chain.hashes[len(request.host)], owner=request.request_id)
+        entry = len(request.host)
+        taken = tier.take(FULL, request.chain.hashes[entry], owner=request.request_id, depth=entry)
         assert taken is not None  # promised
         request.host.append(taken)
     return Placement(

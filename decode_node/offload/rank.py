@@ -358,12 +358,12 @@ class OffloadRank:
         if storing_rank(group, layout=self._pool.layout, shard=shard) != shard.tp_rank:
             return JobDone(job=message.job)  # another rank has the very same bytes, and stores them
         assert self._store is not None
-        stored = await self._store.put(self._views(message))
+        stored = await self._store.put(self._views(message), used_ns=message.used_ns)
         return JobDone(job=message.job, failed=_where_false(stored))
 
     async def _fetch(self, message: FetchPages) -> JobDone:
         assert self._store is not None
-        found = await self._store.get(self._views(message))
+        found = await self._store.get(self._views(message), used_ns=message.used_ns)
         return JobDone(job=message.job, failed=_where_false(found))
 
     def _views(self, message: BackUpPages | FetchPages) -> list[tuple[str, memoryview]]:

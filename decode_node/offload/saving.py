@@ -97,7 +97,7 @@ def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int
                 tier.hold(known, owner=owner)
                 request.host.append(known)
         elif entry >= request.boundary:
-            page = tier.take(FULL, page_hash, owner=owner)
+            page = tier.take(FULL, page_hash, owner=owner, depth=entry)
             if page is None:
                 context.observer.host_full()
                 return False
@@ -115,7 +115,7 @@ def _add_windows(context: TierContext, request: TieredRequest, save: Save) -> No
         for entry in range(first, request.next_save):
             page_hash = request.chain.hashes[entry]
             if context.tier.find(group, page_hash) is None:
-                page = context.tier.take(group, page_hash)
+                page = context.tier.take(group, page_hash, depth=entry)
                 if page is None:
                     context.observer.host_full()
                     break

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
@@ -27,7 +28,14 @@ LOOKUP_PAGES: Final = 256
 """Pages that the store is asked for at a time: a long prompt of which it has nothing costs one question."""
 
 RETRY_S: Final = 5.0
-"""After which pages that could not be put into the store are tried once more, while they are in host memory."""
+"""For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
+
+NS_OF_DEPTH: Final = 10**9
+"""A page counts as used so much earlier for each page before it: of a long prompt, which comes in many jobs, the end makes room
+in the store before the beginning, without which it is of no use."""
+
+ANSWER_S: Final = 0.5
+"""By which what has been asked is waited for beyond its own deadline: its failure is the client's to note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +53,22 @@ class StoreSettings:
     def job_pages(self, group: int) -> int:
         """Pages of a job."""
         return max(1, min(MOST_JOB_PAGES, self.job_bytes // max(1, self.page_bytes[group])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """A page of a prompt: its place there, and its hash."""
+
+    depth: int
+    page_hash: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class _Came:
+    """What has come of a prompt, of the layers that keep every token, and whether something in between has not."""
+
+    hashes: set[bytes] = field(default_factory=set)
+    has_gap: bool = False
 
 
 class StoreLeader:
@@ -73,8 +97,8 @@ class StoreLeader:
         most = sum(self._tier.num_pages(group) for group in range(len(context.groups)))  # none is worth a second place
         self._to_back_up: deque[tuple[int, bytes]] = deque(maxlen=max(1, most))
         self._num_backups = 0
-        self._retry: asyncio.TimerHandle | None = None
-        self._failed: list[tuple[int, bytes]] = []
+        self._retry: asyncio.TimerHandle | None = None  # while nothing is put into the store
+        self._fetches = asyncio.Semaphore(JOBS_AT_ONCE)
         self._coming: dict[bytes, asyncio.Future[None]] = {}  # by hash, of the layers that keep every token
         self._deleting: set[asyncio.Task[list[bool]]] = set()
 
@@ -101,7 +125,7 @@ class StoreLeader:
         self._next_backups()
 
     def _next_backups(self) -> None:
-        while self._to_back_up and self._num_backups < JOBS_AT_ONCE:
+        while self._to_back_up and self._num_backups < JOBS_AT_ONCE and self._retry is None:
             pages = self._held_for_backup()
             if pages:
                 self._order_backup(pages)
@@ -118,33 +142,38 @@ class StoreLeader:
 
     def _order_backup(self, pages: list[HostPage]) -> None:
         self._num_backups += 1
+        hashes = _hashes(pages)
 
         def done(failed: frozenset[int]) -> None:
             self._num_backups -= 1
+            left: list[tuple[int, bytes]] = []
+            damaged: list[tuple[int, bytes]] = []
             for place, page in enumerate(pages):
                 page.is_stored = place not in failed and page.page_hash is not None
-                if place in failed and page.page_hash is not None:
-                    self._retry_later(page.group, page.page_hash)
+                if page.page_hash is None:
+                    damaged.append((page.group, hashes[place]))  # as it turned out meanwhile
+                elif place in failed:
+                    left.append((page.group, hashes[place]))
                 self._tier.let_go(page)
             self._context.observer.backed_up(len(pages) - len(failed), len(failed))
+            self.delete(damaged)
+            if left and len(failed) == len(pages):
+                self._wait_and_retry(left)
             self._next_backups()
 
         job = self._context.jobs.begin(done)
-        self._context.broadcast(
-            BackUpPages(job=job, group=pages[0].group, hashes=_hashes(pages), host_pages=tuple(page.number for page in pages))
-        )
+        numbers = tuple(page.number for page in pages)
+        used_ns = time.time_ns() - pages[0].depth * NS_OF_DEPTH
+        self._context.broadcast(BackUpPages(job=job, group=pages[0].group, hashes=hashes, host_pages=numbers, used_ns=used_ns))
 
-    def _retry_later(self, group: int, page_hash: bytes) -> None:
-        """The store is full or away: its circuit says for how long; a page that is found again is tried again, too."""
-        if len(self._failed) < MOST_JOB_PAGES:
-            self._failed.append((group, page_hash))
+    def _wait_and_retry(self, pages: Sequence[tuple[int, bytes]]) -> None:
+        """Put nothing for a while, and these first then. Single pages that failed are tried again when they are found again."""
+        self._to_back_up.extendleft(reversed(pages))
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
     def _try_again(self) -> None:
         self._retry = None
-        failed, self._failed = self._failed, []
-        self._to_back_up += failed
         self._next_backups()
 
     def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
@@ -163,103 +192,109 @@ class StoreLeader:
         Returns:
             Hashes of the pages that came.
         """
-        came: set[bytes] = set()
+        came = _Came()
+        deadline_s = asyncio.get_running_loop().time() + self._settings.fetch_timeout_s
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.fetch_timeout_s):
-                await self._bring(await self._wanted(chain, prompt_tokens), came)
-        return frozenset(came)
+            async with asyncio.timeout_at(deadline_s + ANSWER_S):
+                wanted = await self._wanted(chain, prompt_tokens, deadline_s)
+            async with asyncio.timeout_at(deadline_s):
+                await self._bring(wanted, came)
+        return frozenset(came.hashes)
 
-    async def _wanted(self, chain: PageHashes, prompt_tokens: int) -> dict[int, list[bytes]]:
+    async def _wanted(self, chain: PageHashes, prompt_tokens: int, deadline_s: float) -> dict[int, list[_Wanted]]:
         """By group, what is missing and stored, so that together with what is known it is a beginning of the prompt."""
         most = (prompt_tokens - 1) // self._context.rules.page_size
-        hashes = chain.hashes[:most]
-        known = self._num_known(hashes)
-        while known < most and (coming := self._coming.get(hashes[known])) is not None:
+        pages = [_Wanted(depth=depth, page_hash=page_hash) for depth, page_hash in enumerate(chain.hashes[:most])]
+        known = self._num_known(pages)
+        while known < most and (coming := self._coming.get(pages[known].page_hash)) is not None:
             await asyncio.wait([coming])  # for another request of the same beginning
-            known = self._num_known(hashes)
-        end = known + await self._num_stored(FULL, hashes[known:])
-        wanted: dict[int, list[bytes]] = {}
+            known = self._num_known(pages)
+        end = known + await self._num_stored(FULL, pages[known:], deadline_s)
+        wanted: dict[int, list[_Wanted]] = {}
         for group in self._context.windows:
             first = self._context.first_window_page(group, prompt_tokens)
-            reached = hashes[first:end]
-            missing = [page_hash for page_hash in reached if not self._is_ready(group, page_hash)]
-            num_stored = await self._num_stored(group, missing)
+            missing = [one for one in pages[first:end] if not self._is_ready(group, one.page_hash)]
+            num_stored = await self._num_stored(group, missing, deadline_s)
             if num_stored < len(missing):
-                end = first + reached.index(missing[num_stored])
+                end = missing[num_stored].depth
             wanted[group] = missing[:num_stored]
-        known = self._num_known(hashes)
-        for page_hash in reversed(hashes[:known]):  # the last to be evicted for what follows them
-            if (page := self._tier.find(FULL, page_hash)) is not None:
-                self._tier.touch(page)
+        known = self._num_known(pages)
+        for group in (*self._context.windows, FULL):  # what is known is the last to be evicted for what follows it
+            for one in reversed(pages[:known]):
+                if (page := self._tier.find(group, one.page_hash)) is not None:
+                    self._tier.touch(page)
         room = max(0, self._tier.spare(FULL) - known)
-        return {FULL: hashes[known : min(end, known + room)], **wanted}
+        return {FULL: pages[known : min(end, known + room)], **wanted}
 
-    async def _bring(self, wanted: dict[int, list[bytes]], came: set[bytes]) -> None:
-        """Have the ranks fill host pages, the first ones first; as many as there is room for."""
-        under_way: set[asyncio.Future[None]] = set()
-        for group, hashes in wanted.items():
+    async def _bring(self, wanted: dict[int, list[_Wanted]], came: _Came) -> None:
+        """Have the ranks fill host pages, the first ones first, up to a gap or where there is no room; few jobs at once."""
+        used_ns = time.time_ns()
+        orders: list[asyncio.Future[None]] = []
+        for group, of_group in wanted.items():
             size = self._settings.job_pages(group)
-            for begin in range(0, len(hashes), size):
-                while len(under_way) >= JOBS_AT_ONCE:
-                    _, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                pages = self._taken(group, hashes[begin : begin + size])
+            for begin in range(0, len(of_group), size):
+                await self._fetches.acquire()
+                pages = [] if came.has_gap else self._taken(group, of_group[begin : begin + size])
                 if not pages:
+                    self._fetches.release()
                     break
-                under_way.add(self._order_fetch(pages, came))
-        if under_way:
-            await asyncio.wait(under_way)
+                orders.append(self._order_fetch(pages, came, used_ns - pages[0].depth * NS_OF_DEPTH))
+        if orders:
+            await asyncio.wait(orders)
 
-    def _taken(self, group: int, hashes: Sequence[bytes]) -> list[HostPage]:
-        """Host pages to be filled, for those of the hashes that are not there, up to where there is no room."""
+    def _taken(self, group: int, wanted: Sequence[_Wanted]) -> list[HostPage]:
+        """Host pages to be filled, for those that are not there, up to where there is no room."""
         pages: list[HostPage] = []
-        for page_hash in hashes:
-            if self._tier.find(group, page_hash) is None:
-                page = self._tier.take(group, page_hash)
+        for one in wanted:
+            if self._tier.find(group, one.page_hash) is None:
+                page = self._tier.take(group, one.page_hash, depth=one.depth)
                 if page is None:
                     self._context.observer.host_full()
                     break
                 pages.append(page)
         return pages
 
-    def _order_fetch(self, pages: list[HostPage], came: set[bytes]) -> asyncio.Future[None]:
+    def _order_fetch(self, pages: list[HostPage], came: _Came, used_ns: int) -> asyncio.Future[None]:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         hashes = _hashes(pages)
 
         def done(failed: frozenset[int]) -> None:
+            self._fetches.release()
             for place, page in reversed(list(enumerate(pages))):
                 if page.group == FULL:
                     self._coming.pop(hashes[place], None)
-                if place in failed:
+                if place in failed or page.page_hash is None:  # without a hash: found to be damaged meanwhile
                     self._tier.discard(page)
+                    came.has_gap = came.has_gap or page.group == FULL
                 else:
                     page.is_stored = True
                     self._tier.ready(page)
                     if page.group == FULL:
-                        came.add(hashes[place])
+                        came.hashes.add(hashes[place])
                 self._tier.let_go(page)
             over.set_result(None)
 
         job = self._context.jobs.begin(done)
         if pages[0].group == FULL:
             self._coming |= dict.fromkeys(hashes, over)
-        self._context.broadcast(
-            FetchPages(job=job, group=pages[0].group, hashes=hashes, host_pages=tuple(page.number for page in pages))
-        )
+        numbers = tuple(page.number for page in pages)
+        self._context.broadcast(FetchPages(job=job, group=pages[0].group, hashes=hashes, host_pages=numbers, used_ns=used_ns))
         return over
 
     def _is_ready(self, group: int, page_hash: bytes) -> bool:
         page = self._tier.find(group, page_hash)
         return page is not None and page.is_ready
 
-    def _num_known(self, hashes: Sequence[bytes]) -> int:
-        return next((place for place, one in enumerate(hashes) if not self._is_ready(FULL, one)), len(hashes))
+    def _num_known(self, pages: Sequence[_Wanted]) -> int:
+        return next((place for place, one in enumerate(pages) if not self._is_ready(FULL, one.page_hash)), len(pages))
 
-    async def _num_stored(self, group: int, hashes: Sequence[bytes]) -> int:
+    async def _num_stored(self, group: int, pages: Sequence[_Wanted], deadline_s: float) -> int:
         """How many of the first pages the store has, without a gap; by rank 0's part."""
-        found = 0
-        while found < len(hashes):
-            asked = hashes[found : found + LOOKUP_PAGES]
-            answers = await self._client.exists([self._keys_of(group, one)[0] for one in asked])
+        found, loop = 0, asyncio.get_running_loop()
+        while found < len(pages) and loop.time() < deadline_s:
+            asked = pages[found : found + LOOKUP_PAGES]
+            keys = [self._keys_of(group, one.page_hash)[0] for one in asked]
+            answers = await self._client.exists(keys, timeout_s=deadline_s - loop.time())
             num_there = next((place for place, is_there in enumerate(answers) if not is_there), len(answers))
             found += num_there
             if num_there < len(asked):

@@ -103,8 +103,8 @@ class Tiers(Protocol):
         """A request ends early, wherever it stands. Does nothing twice."""
         ...
 
-    def damaged(self, request_id: str) -> None:
-        """A step has found that the KV of a running request is no good; `give_up` follows."""
+    def damaged(self, prompt: Prompt) -> None:
+        """A step, of either tier, has found that the KV of such a prompt, or of what was generated behind it, is no good."""
         ...
 
     def gone(self, request_id: str) -> None:
@@ -158,7 +158,7 @@ class DeviceOnly:
     def give_up(self, request_id: str) -> None:
         pass
 
-    def damaged(self, request_id: str) -> None:
+    def damaged(self, prompt: Prompt) -> None:
         pass
 
     def gone(self, request_id: str) -> None:

@@ -12,7 +12,7 @@ from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
+from decode_node.offload.store_leader import JOBS_AT_ONCE, NS_OF_DEPTH, StoreLeader, StoreSettings
 from decode_node.rank_messages import BackUpPages, FetchPages
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
@@ -31,12 +31,13 @@ class Store:
         self.missing: set[str] = set()
         self.deleted: list[str] = []
         self.seconds = 0.0
-        self.num_asked = 0
+        self.num_asked = self.num_answered = 0
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[str], *, timeout_s: float) -> list[bool]:
         self.num_asked += 1
-        await asyncio.sleep(self.seconds)
-        return [key not in self.missing for key in keys]
+        await asyncio.sleep(min(self.seconds, timeout_s))
+        self.num_answered += 1
+        return [key not in self.missing and self.seconds < timeout_s for key in keys]
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
         self.deleted += keys
@@ -112,10 +113,67 @@ async def test_what_could_not_be_stored_is_tried_again() -> None:
     one.leader.back_up(pages)
     one.answer(failed=(1,))
     assert (pages[0].is_stored, pages[1].is_stored, one.sent) == (True, False, [])
+    one.leader.back_up(pages)  # it is found again
+    one.answer(failed=(0,))
+    one.leader.back_up(one.ready(chain_of(9), 9)[:0])
+    assert not one.sent and one.leader.num_queued == 1, "a store that takes nothing gets nothing for a while"
     one.leader._try_again()  # what the timer calls
     assert one.answer().hashes == (pages[1].page_hash,)
     assert pages[1].is_stored and not one.sent
     one.leader.close()
+
+
+async def test_of_a_long_prompt_the_end_counts_as_used_first() -> None:
+    one = Leader()
+    chain = chain_of(8)
+    fetching = asyncio.ensure_future(one.leader.fetch(chain, 17))
+    times = []
+    while not fetching.done():
+        await asyncio.sleep(0)
+        times += [one.answer().used_ns for _ in range(len(one.sent))]
+    assert len(times) == 2 and times[0] - times[1] == 4 * NS_OF_DEPTH
+    pages = [one.tier.find(FULL, page_hash) for page_hash in chain.hashes]
+    for page in pages:
+        assert page is not None
+        page.is_stored = False
+    one.leader.back_up([page for page in pages if page is not None])
+    first, second = one.answer(), one.answer()
+    assert first.used_ns - second.used_ns > 3 * NS_OF_DEPTH
+
+
+async def test_pages_that_turn_out_to_be_damaged_on_their_way_are_found_nowhere() -> None:
+    one = Leader()
+    (page,) = one.ready(chain_of(1), 1)
+    one.leader.back_up([page])
+    one.tier.unname(page)
+    one.answer()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(one.store.deleted) == 2 and not page.is_stored, "it was put after it had been deleted"
+    chain = chain_of(3)
+    fetching = asyncio.ensure_future(one.leader.fetch(chain, 6))
+    while not one.sent:
+        await asyncio.sleep(0)
+    coming = one.tier.find(FULL, chain.hashes[0])
+    assert coming is not None
+    one.tier.unname(coming)
+    one.answer()
+    assert await fetching == {chain.hashes[1]}
+    one.tier.check_idle()
+    one.tier.check_invariants()
+
+
+async def test_behind_a_gap_nothing_is_fetched() -> None:
+    one = Leader()
+    fetching = asyncio.ensure_future(one.leader.fetch(chain_of(40), 80))
+    num_answers = 0
+    while not fetching.done():
+        await asyncio.sleep(0)
+        if one.sent:
+            one.answer(failed=(2,))
+            num_answers += 1
+    assert num_answers <= JOBS_AT_ONCE + 1
+    one.tier.check_idle()
 
 
 async def test_the_queue_is_bounded_and_its_oldest_go() -> None:
@@ -152,6 +210,7 @@ async def test_a_request_waits_for_the_store_so_long_and_no_longer() -> None:
     one.store.seconds = 60.0
     async with asyncio.timeout(5):
         assert await one.leader.fetch(chain_of(600), 1200) == frozenset()
+    assert one.store.num_asked == one.store.num_answered == 1, "the client notes the store's silence, it is not cut off"
     slow = Leader(timeout_s=0.2)
     fetching = asyncio.ensure_future(slow.leader.fetch(chain_of(20), 40))
     while not slow.sent:

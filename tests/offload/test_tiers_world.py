@@ -23,6 +23,8 @@ async def play(world: World, *, num_requests: int, prompts: list[list[int]], lon
             world.submit(prompt, chance.randint(1, longest_new), chance.choice(["", "", "b"]))
         if chance.random() < give_up and world.jobs:
             world.give_up(chance.choice(list(world.jobs.values())))
+        if chance.random() < give_up / 2 and world.jobs:
+            world.damage(chance.choice(list(world.jobs.values())))
         await world.turn()
         if not left and all(job.is_over and not job.holding for job in world.jobs.values()):
             break

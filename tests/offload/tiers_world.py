@@ -88,7 +88,7 @@ class MemoryStore:
     def _works(self) -> bool:
         return self._chance.random() >= self._failing
 
-    async def put(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
+    async def put(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int) -> list[bool]:
         await asyncio.sleep(0)
         done = []
         for key, view in pages:
@@ -97,7 +97,7 @@ class MemoryStore:
             done.append(works)
         return done
 
-    async def get(self, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
+    async def get(self, pages: Sequence[tuple[str, memoryview]], *, used_ns: int) -> list[bool]:
         await asyncio.sleep(0)
         found = []
         for key, view in pages:
@@ -107,9 +107,12 @@ class MemoryStore:
             found.append(is_there)
         return found
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[str], *, timeout_s: float) -> list[bool]:
         await asyncio.sleep(0)
         return [key in self.pages and self._works() for key in keys]
+
+    async def delete(self, keys: Sequence[str]) -> list[bool]:
+        return [self.pages.pop(key, None) is not None for key in keys]
 
     async def close(self) -> None:
         pass
@@ -452,6 +455,12 @@ class World:
         self.leader.give_up(job.request_id)
         if job.is_placed:
             self._broadcast(CancelRequest(request_id=job.request_id, reason="gone"))
+
+    def damage(self, job: Job) -> None:
+        """A step says that its KV is no good."""
+        if job.is_running:
+            self.leader.damaged(self.looking[job.request_id].result())
+            self.give_up(job)
 
     def _hear(self) -> None:
         if not self.from_ranks:

@@ -156,7 +156,8 @@ class DirectoryRoom:
                     total -= page.num_bytes
                     num_evicted += 1
         with self._counting:
-            total = max(0, total + self._counted() - before)  # what was taken and given back meanwhile counts, too
+            # What was taken meanwhile counts, too; what was given back may have been left out above already.
+            total += max(0, self._counted() - before)
             self._count(total)
         if num_evicted:
             log.info("stored_pages_evicted", directory=str(self._root), pages=num_evicted, bytes_left=total)
