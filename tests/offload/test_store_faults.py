@@ -188,7 +188,9 @@ async def test_a_full_disk_stops_nobody(cluster: LocalCluster, reference: Refere
         await check(cluster, reference, prompt(LENGTH, 30))
         await until_all_is_back(cluster.prefill, cluster.decode)
         assert len(stored_files(directory)) == before and not unfinished_files(directory)
-        assert await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") >= failed + STORED
+        # Once a job has failed as a whole the others wait in host memory, and are tried a little later.
+        assert await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") > failed
+        assert await number(cluster.decode, "kvferry_offload_backup_queue") > 0
     finally:
         for pid, limit in zip(pids, limits, strict=True):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
