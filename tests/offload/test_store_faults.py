@@ -206,7 +206,7 @@ async def test_a_full_disk_stops_nobody(cluster: LocalCluster, reference: Refere
     await until(is_used_again, "pages are stored again", within_s=15)
 
 
-@pytest.mark.parametrize("who", ["a rank", "the node"])
+@pytest.mark.parametrize("who", ["a rank", pytest.param("the node", marks=pytest.mark.slow)])
 async def test_killed_in_mid_backup(cluster: LocalCluster, reference: Reference, directory: Path, who: str) -> None:
     """What is half-written is never read, and goes; what is whole is of use."""
     for variant in range(5):  # where all is stored before the kill, another prompt is tried
