@@ -58,7 +58,7 @@ log = structlog.get_logger(__name__)
 class _Life:
     """What exists only while the ranks live."""
 
-    def __init__(self, node: DecodeNode, hellos: tuple[RankHello, ...], address: str, store: StoreClient | None) -> None:
+    def __init__(self, node: DecodeNode, hellos: tuple[RankHello, ...], address: str, store: StoreClient | None = None) -> None:
         config, first = node.config, hellos[0]
         self.instance: Instance = first.instance
         self.memory = tuple(hello.memory for hello in hellos)

@@ -340,8 +340,7 @@ class DecodeRequests:
         Raises:
             TransportClosed: The try does not wait here.
             PeerUnreachable: A rank cannot receive it.
-            LayoutError: The plan cuts it into too many chunks.
-            StagingError: Cut like that it can never have room here.
+            LayoutError: The plan cuts it into too many chunks, or into such that it can never have room here.
         """
         a_try = self._tries.get(request_id)
         if a_try is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:

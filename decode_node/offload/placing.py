@@ -13,7 +13,7 @@ from decode_node.offload.device_index import DeviceCopy
 from decode_node.offload.host_tier import HostPage
 from decode_node.offload.tiered_request import TieredRequest
 from decode_node.rank_messages import PageRun
-from transfer.errors import StagingError
+from transfer.errors import LayoutError
 from transfer.layer_groups import PageCounts
 from transfer.storage.keys import PageHashes
 
@@ -118,7 +118,7 @@ def place(
         may_skip: Whether what is there of the prompt can be left out of what prefill sends.
 
     Raises:
-        StagingError: With chunks of that size it can never have room.
+        LayoutError: With chunks of that size it can never have room.
     """
     rules = context.rules
     total, grid = rules.num_pages(total_tokens), rules.grid_pages(chunk_tokens)
@@ -160,7 +160,7 @@ def _refuse_what_never_fits(context: TierContext, total: int, least: int, prompt
     share = min(total, max(least, rules.high_pages))
     boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=rules.grid_pages(chunk_tokens))
     if least > rules.pool_pages or max(total - share, boundary) > host_pages:
-        raise StagingError(
+        raise LayoutError(
             f"{total} pages in chunks of {chunk_tokens} tokens need {least} pages of {rules.page_size} tokens on the device and "
             f"{max(total - share, boundary)} in host memory; this decode node has {rules.pool_pages} and {host_pages}"
         )

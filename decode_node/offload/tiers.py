@@ -67,7 +67,7 @@ class Tiers(Protocol):
             may_skip: Whether prefill can leave out what is known of the prompt.
 
         Raises:
-            StagingError: With chunks of that size it can never have room.
+            LayoutError: With chunks of that size it can never have room.
         """
         ...
 

@@ -7,7 +7,7 @@ import pytest
 from decode_node.offload.context import FULL
 from decode_node.offload.placing import refusal
 from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
-from transfer.errors import StagingError
+from transfer.errors import LayoutError
 
 
 def numbers(pages: list) -> list[int]:
@@ -51,9 +51,9 @@ def test_what_never_fits_is_refused_with_numbers() -> None:
     said = "need 29 pages; this decode node has 18 on the device for one request and 10 in host memory"
     assert refusal(where, 29 * PAGE) == said
     assert "need 21 pages" in (refusal(context(window_tokens=None), 21 * PAGE) or "")
-    with pytest.raises(StagingError, match=r"29 pages in chunks of 4 tokens need 5 pages .* 12 in host memory; .* has 20 and 10"):
+    with pytest.raises(LayoutError, match=r"29 pages in chunks of 4 tokens need 5 pages .* 12 in host memory; .* has 20 and 10"):
         placed(where, "a", chain(28 * PAGE))
-    with pytest.raises(StagingError, match=r"in chunks of 100 tokens need 27 pages of 4 tokens on the device"):
+    with pytest.raises(LayoutError, match=r"in chunks of 100 tokens need 27 pages of 4 tokens on the device"):
         placed(where, "a", chain(110), chunk=100)
 
 
