@@ -102,3 +102,12 @@ def test_the_device_index_names_who_was_first_and_only_what_it_has() -> None:
     assert index.source_of(hashes[4], 4) is None, "the other one's copy was not remembered"
     index.remove(second)
     assert index.source_of(hashes[1], 1) is None
+
+
+def test_what_may_be_damaged_is_had_from_nobody() -> None:
+    index, first = DeviceIndex(GROUPS), request(name="a")
+    first.whole_windows(GROUPS)
+    index.add(first, 0)
+    hashes = first.chain.hashes
+    index.forget([*hashes[:2], b"unknown"])
+    assert [index.source_of(hashes[entry], entry) for entry in range(3)] == [None, None, first]
