@@ -343,13 +343,12 @@ class DecodeRequests:
             LayoutError: The plan cuts it into too many chunks, or into such that it can never have room here.
         """
         a_try = self._tries.get(request_id)
-        if a_try is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:
+        if a_try is None or a_try.prompt is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:
             raise TransportClosed(f"request {request_id} does not wait here for room")
         if a_try.peer.instance is None or prefill_incarnation != a_try.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         request = a_try.request
         check_num_chunks(plan, num_tokens=len(request.token_ids), num_layers=self._num_layers)
-        assert a_try.prompt is not None  # who asks for room has been called since
         place = self._tiers.place(
             request_id,
             a_try.prompt,

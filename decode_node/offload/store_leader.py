@@ -234,23 +234,25 @@ class StoreLeader:
             size = self._settings.job_pages(group)
             for begin in range(0, len(of_group), size):
                 await self._fetches.acquire()
-                pages = [] if came.has_gap else self._taken(group, of_group[begin : begin + size])
-                if not pages:
-                    self._fetches.release()
+                pages = None if came.has_gap else self._taken(group, of_group[begin : begin + size])
+                if pages:
+                    orders.append(self._order_fetch(pages, came, used_ns - pages[0].depth * NS_OF_DEPTH))
+                    continue
+                self._fetches.release()
+                if pages is None:
                     break
-                orders.append(self._order_fetch(pages, came, used_ns - pages[0].depth * NS_OF_DEPTH))
         if orders:
             await asyncio.wait(orders)
 
-    def _taken(self, group: int, wanted: Sequence[_Wanted]) -> list[HostPage]:
-        """Host pages to be filled, for those that are not there, up to where there is no room."""
+    def _taken(self, group: int, wanted: Sequence[_Wanted]) -> list[HostPage] | None:
+        """Host pages to be filled, for those that are not there, up to where there is no room; None: there is none at all."""
         pages: list[HostPage] = []
         for one in wanted:
             if self._tier.find(group, one.page_hash) is None:
                 page = self._tier.take(group, one.page_hash, depth=one.depth)
                 if page is None:
                     self._context.observer.host_full()
-                    break
+                    return pages or None
                 pages.append(page)
         return pages
 
