@@ -86,7 +86,7 @@ class Faults:
         match kind:
             case Kind.KILL_RANK:
                 os.kill(victim, signal.SIGKILL)
-                await self._until(lambda: node.ready_file is not None and node.incarnation != incarnation, fault)
+                await self._until(lambda: node.lives_anew(incarnation), fault)
             case Kind.KILL_LEADER:
                 os.kill(victim, signal.SIGKILL)
                 node.reap(NOTICE_S)

@@ -148,6 +148,17 @@ class ClusterNode:
     def incarnation(self) -> int:
         return self._ready().incarnation
 
+    @property
+    def not_started(self) -> str:
+        """What to say of a node that has no ready file."""
+        lines = self.log.tail(1)
+        return f"it has not started yet; its last line: {lines[0] if lines else 'none'}"
+
+    def lives_anew(self, incarnation: int) -> bool:
+        """Whether other ranks than those of that incarnation live; the file is read once, for it can go at any time."""
+        ready = self.ready_file
+        return ready is not None and ready.incarnation != incarnation
+
     async def status(self) -> pb.NodeStatus:
         """The node's Status answer.
 
@@ -162,8 +173,11 @@ class ClusterNode:
         return await asyncio.to_thread(_get, f"http://{self.http_address}{path}")
 
     async def readiness(self) -> Readiness:
-        """What `/readyz` says."""
-        status, text = await self.http("/readyz")
+        """What `/readyz` says; not ready, too, while the node's ranks are started."""
+        ready = self.ready_file
+        if ready is None:
+            return Readiness(is_ready=False, reason=self.not_started)
+        status, text = await asyncio.to_thread(_get, f"http://{ready.http_address}/readyz")
         return Readiness(is_ready=status == 200, reason="" if status == 200 else text.strip())
 
     def terminate(self) -> None:

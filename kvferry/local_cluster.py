@@ -220,10 +220,8 @@ class LocalCluster:
 
     async def _what_is_missing(self) -> tuple[ClusterNode | None, str]:
         """The node that is waited for and what it says; (None, "") when both are ready."""
-        for node in self.nodes:
-            if node.ready_file is None:
-                lines = node.log.tail(1)
-                return node, f"it has not started yet; its last line: {lines[0] if lines else 'none'}"
+        if self.prefill.ready_file is None:
+            return self.prefill, self.prefill.not_started
         readiness = await self.decode.readiness()
         return (None, "") if readiness.is_ready else (self.decode, readiness.reason)
 

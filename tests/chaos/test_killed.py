@@ -54,7 +54,7 @@ async def test_a_rank_dies(tiers: Chaos, reference: Reference, role: Role) -> No
             assert all(said.search(answer.details) for answer in answers), [answer.details for answer in answers]
         await until(lambda: not alive(pids), "the whole rank group ended", within_s=FADE_S)
         await until(
-            lambda: node.ready_file is not None and node.incarnation != incarnation,
+            lambda: node.lives_anew(incarnation),
             "another life of the ranks",
             within_s=RESTART_S,
         )

@@ -60,7 +60,7 @@ async def another_life(cluster: LocalCluster) -> None:
     node = cluster.decode
     incarnation = node.incarnation
     os.kill(node.rank_pids[1], signal.SIGKILL)
-    await until(lambda: node.ready_file is not None and node.incarnation != incarnation, "another life", within_s=60)
+    await until(lambda: node.lives_anew(incarnation), "another life", within_s=60)
     await cluster.wait_joined()
 
 
