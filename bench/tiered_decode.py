@@ -110,6 +110,7 @@ def _measure_tiered(report: Report, setting: Setting) -> None:
         setting, num_pages=WINDOW_PAGES, max_seq_len=(most_pages + WINDOW_PAGES) * PAGE_SIZE, max_running_requests=1
     )
     host = HostPool(engine.pool, num_pages=[most_pages])
+    engine.capture_cuda_graphs((1,))
     engine.use_host_pool(host, block_bytes=setting.block_bytes)
     host_pages = torch.randperm(most_pages, generator=torch.Generator().manual_seed(1)).tolist()
     link = _measure_link(report, setting)
@@ -240,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
 
 def setting_of(arguments: Any) -> Setting:
     is_gpu, is_quick = arguments.device == "cuda", arguments.quick
-    default_mb = ((64, 256) if is_quick else (1024, 4096, 16_384)) if is_gpu else (1,)
+    default_mb = ((64, 256) if is_quick else (256, 1024, 2048, 4096, 16_384)) if is_gpu else (1,)
     sizes_mb: Sequence[int] = arguments.host_mb or default_mb
     return Setting(
         device=arguments.device,

@@ -1,8 +1,9 @@
 """Decode steps on a GPU: page tables and inputs that stay where they are, attention and writes by kernels.
 
 Nothing that a step launches depends on how long its requests are, only on how many there are. So a step of a given size can be
-captured into a CUDA graph once and replayed from then on; what changes between steps is what the input tensors hold. Larger steps
-than any that was captured, and those that read host memory (`tiered_decode`), are launched kernel by kernel, of the same inputs.
+captured into a CUDA graph once and replayed from then on; what changes between steps is what the input tensors hold. Steps that
+read host memory (`tiered_decode`) have graphs of their own, for what both buffers hold of a layer. Larger steps than any that was
+captured, and those that read more, are launched kernel by kernel, of the same inputs.
 
 A batch is padded to a captured size with the dummy request: its position is -1, it has the dummy row of every page table and no
 row of states, so it attends to nothing, and nothing is written of it.
@@ -23,7 +24,7 @@ from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
 from embedded_engine.host_tier import HostTier
 from embedded_engine.kernel_plan import FIRST_GROUP, POSITIONS, TOKEN_IDS, KernelDecodePlan
 from embedded_engine.paged_attention import StepPlan
-from embedded_engine.tiered_decode import HostReader, TieredDecodePlan
+from embedded_engine.tiered_decode import DeviceBlocks, HostReader, TieredDecodePlan
 from transfer.engine_types import DecodeItem
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind
@@ -36,6 +37,9 @@ Compute = Callable[[Tensor, Tensor, StepPlan], Tensor]
 
 DUMMY_POSITION: Final = -1
 """Of the dummy request, which so has no token."""
+
+_DUMMY_HOST_PAGES: Final = (0,)
+"""What a step reads of host memory that is run for what it compiles."""
 
 
 class DeviceDecoder:
@@ -66,6 +70,7 @@ class DeviceDecoder:
         self._dummy = np.array([[0], [DUMMY_POSITION], *([row] for row in dummy)], dtype=np.int64)
         self._inputs = torch.zeros(len(self._dummy) * max_running_requests, dtype=torch.int64, device=pool.device)
         self._graphs: DecodeGraphs | None = None
+        self._tiered_graphs: DecodeGraphs | None = None
         self._host: HostReader | None = None
 
     @property
@@ -76,7 +81,7 @@ class DeviceDecoder:
     @property
     def cuda_graph_bytes(self) -> int:
         """What the CUDA graphs took of the device's memory."""
-        return 0 if self._graphs is None else self._graphs.num_bytes
+        return sum(graphs.num_bytes for graphs in (self._graphs, self._tiered_graphs) if graphs is not None)
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
@@ -85,13 +90,14 @@ class DeviceDecoder:
 
     def capture(self, batch_sizes: Sequence[int]) -> None:
         """See `EmbeddedEngine.capture_cuda_graphs`."""
-        self._graphs = None
+        self._graphs = self._tiered_graphs = None
         if not batch_sizes:
             return
         try:
             self._graphs = DecodeGraphs(batch_sizes, lambda size: self._load((), size), self._step, self._pool.device)
         except CannotBeCaptured as error:
             log.warning("no_cuda_graphs", reason=str(error))
+        self._capture_tiered()
 
     def logits(self, items: Sequence[DecodeItem]) -> Tensor:
         """[items, vocabulary] of a step of at most `max_running_requests`, queued on the current stream; until the next step."""
@@ -101,6 +107,8 @@ class DeviceDecoder:
             num_rows, group = size or len(items), self._host.tier.group
             self._load(items, num_rows)
             host_tables = [item.host_tables[group] if item.host_tables else () for item in items]
+            if size is not None and self._tiered_graphs is not None and self._host.load(host_tables):
+                return self._tiered_graphs.replay(size)[: len(items)]
             return self._tiered_step([*host_tables, *[()] * (num_rows - len(items))], self._host)[: len(items)]
         if self._graphs is None or size is None:
             self._load(items, len(items))
@@ -115,15 +123,35 @@ class DeviceDecoder:
 
     def use_host_tier(self, tier: HostTier) -> None:
         """Have steps read host pages, see `EmbeddedEngine.use_host_pool`; one for the dummy request compiles what they launch."""
-        self._host = HostReader(self._pool, tier)
+        self._host = HostReader(self._pool, tier, max_rows=self.max_running_requests)
         self._load((), 1)
-        self._tiered_step([(0,)], self._host)
+        self._tiered_step([_DUMMY_HOST_PAGES], self._host)
+        self._capture_tiered()
+
+    def _capture_tiered(self) -> None:
+        """Capture steps that read host memory, of the sizes of those that do not, where there are both."""
+        host, graphs = self._host, self._graphs
+        if host is None or graphs is None:
+            return
+
+        def load(size: int) -> None:
+            self._load((), size)
+            host.load([_DUMMY_HOST_PAGES])
+
+        def step(size: int) -> Tensor:
+            return self._tiered(size, host, host.begin_loaded(size))
+
+        self._tiered_graphs = DecodeGraphs(graphs.batch_sizes, load, step, self._pool.device, beside=graphs)
 
     def _tiered_step(self, host_tables: Sequence[Sequence[int]], host: HostReader) -> Tensor:
         """Launch a step over what the inputs hold and the host pages of its rows, of which there are some."""
-        blocks = host.begin(host_tables)
-        inputs = self._inputs_of(len(host_tables))
-        return self._computed(inputs, TieredDecodePlan(self._pool, self._tables, inputs, host, blocks))
+        return self._tiered(len(host_tables), host, host.begin(host_tables))
+
+    def _tiered(self, num_rows: int, host: HostReader, blocks: DeviceBlocks) -> Tensor:
+        inputs = self._inputs_of(num_rows)
+        logits = self._computed(inputs, TieredDecodePlan(self._pool, self._tables, inputs, host, blocks))
+        host.fetcher.end()
+        return logits
 
     def _step(self, num_rows: int) -> Tensor:
         """Launch a step over what the inputs hold."""

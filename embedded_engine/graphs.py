@@ -29,6 +29,7 @@ class DecodeGraphs:
         step: Launches a step of that many rows from its inputs; logits [rows, vocabulary]. Whatever of the inputs' contents it
             looks at on the host is captured as it was.
         device: The GPU.
+        beside: Graphs of as many rows whose memory these share: a step of one kind is over before the next one of either begins.
 
     Attributes:
         batch_sizes: The sizes, ascending.
@@ -41,21 +42,28 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, batch_sizes: Sequence[int], load: Callable[[int], None], step: Callable[[int], Tensor], device: torch.device
+        self,
+        batch_sizes: Sequence[int],
+        load: Callable[[int], None],
+        step: Callable[[int], Tensor],
+        device: torch.device,
+        *,
+        beside: DecodeGraphs | None = None,
     ) -> None:
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor
         with torch.cuda.device(device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 shape, dtype = self._warm_up(load, step)
                 before = _reserved_bytes(device)
-                self._logits = torch.empty(shape, dtype=dtype, device=device)
-                pool = torch.cuda.graph_pool_handle()
+                self._logits = torch.empty(shape, dtype=dtype, device=device) if beside is None else beside._logits
+                self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
                 for size in reversed(self.batch_sizes):
                     load(size)
-                    self._graphs[size] = self._captured(size, step, pool, stream)
+                    self._graphs[size] = self._captured(size, step, stream)
                 self.num_bytes = max(0, _reserved_bytes(device) - before)
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -90,11 +98,11 @@ class DecodeGraphs:
                 torch.cuda.set_sync_debug_mode("default")
         return logits.shape, logits.dtype
 
-    def _captured(self, size: int, step: Callable[[int], Tensor], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _captured(self, size: int, step: Callable[[int], Tensor], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads of the process may go on to use the device, as that which watches over NCCL does.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 self._logits[:size].copy_(step(size))
         except torch.OutOfMemoryError:
             raise

@@ -99,6 +99,11 @@ class HostFetcher:
             self._num_used += 1
             self._fetch_next()
 
+    def end(self) -> None:
+        """End the step: what is queued from here on comes after its fetches, also for a graph that is captured of it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def _fetch_next(self) -> None:
         """Queue the next fetch of the step, if there is one; its buffer is free by what the stream waits for."""
         if self._num_fetched == len(self._layers) * len(self._blocks):

@@ -13,7 +13,7 @@ from transfer.host_pool import HostPool
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import GroupKind
 
-_PARTS_ALIGNMENT = 4  # int32 numbers: where a block's parts begin, Triton's variants are those for 16 bytes
+PARTS_ALIGNMENT = 4  # int32 numbers: where a block's parts begin, Triton's variants are those for 16 bytes
 
 
 class HostTier:
@@ -123,7 +123,7 @@ def cut_into_blocks(tables: Sequence[Sequence[int]], *, pages_per_block: int, pa
             end_row -= 1
         blocks.append(HostBlock(begin=begin, end=end, first_row=first_row, end_row=end_row, first_part=len(firsts)))
         own_begins, own_ends = np.maximum(begins[first_row:end_row], begin), np.minimum(ends[first_row:end_row], end)
-        padding = [0] * (-(end_row - first_row) % _PARTS_ALIGNMENT)
+        padding = [0] * (-(end_row - first_row) % PARTS_ALIGNMENT)
         firsts += [*((own_begins - begin) * page_size).tolist(), *padding]
         counts += [*((own_ends - own_begins) * page_size).tolist(), *padding]
     return StepBlocks(

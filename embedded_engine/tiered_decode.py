@@ -2,7 +2,12 @@
 
 Attention of full layers is computed over what is on the device, as in any step, and over one host block after the other, each by
 the same kernel as over a small pool; results are merged by their log-sum-exp in float32. A sink takes part once, on the device's
-side. No CUDA graph holds such a step: how many blocks there are changes with its requests.
+side.
+
+How many blocks there are changes with a step's requests, and with it what is launched. A CUDA graph holds a step of as many
+blocks as there are buffers, each of all rows: `HostReader.load` puts a step's pages there, where they fit. So a batch does not
+fall back to launching, which takes milliseconds a layer, for one request that has begun to leave the device; where there is more
+to read than that, the link takes longer than the launches.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ import torch
 from torch import Tensor
 
 from embedded_engine.attention import Scores
-from embedded_engine.host_fetcher import HostFetcher
-from embedded_engine.host_tier import HostBlock, HostTier, cut_into_blocks
+from embedded_engine.host_fetcher import NUM_BUFFERS, HostFetcher
+from embedded_engine.host_tier import PARTS_ALIGNMENT, HostBlock, HostTier, cut_into_blocks
 from embedded_engine.kernel_plan import KernelDecodePlan
 from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.paged_decode import MIN_SPLIT_TOKENS, paged_decode_attention
@@ -28,6 +33,11 @@ MAX_BLOCK_SPLITS: Final = 32
 """Splits of a row's tokens in a block, at most: its attention only has to be over long before the next block is there. The same
 for any number of rows, for each number is a variant of the kernel to compile, in the middle of serving."""
 
+MIN_LOADED_SPLITS: Final = 4
+MAX_LOADED_ROW_SPLITS: Final = 1024
+"""Splits of a row, at least, and of all rows of a step that is captured, at most: it has all rows in each block, though most have
+no tokens there, and partial results of each take memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceBlocks:
@@ -38,6 +48,7 @@ class DeviceBlocks:
         blocks: Pages and parts of each.
         pages: int64 [n].
         first_tokens, num_tokens: int32 [parts].
+        num_splits: Splits of a row's tokens in a block.
     """
 
     tables: tuple[Sequence[int], ...]
@@ -45,23 +56,26 @@ class DeviceBlocks:
     pages: Tensor
     first_tokens: Tensor
     num_tokens: Tensor
+    num_splits: int
 
 
 class HostReader:
-    """What tiered steps share: the fetcher, and the blocks of the last step.
+    """What tiered steps share: the fetcher, the blocks of the last step, and memory for the blocks of captured steps.
 
     Args:
         pool: The engine's pool.
         tier: Its host tier.
+        max_rows: Most rows of a captured step.
     """
 
-    def __init__(self, pool: KVPool, tier: HostTier) -> None:
+    def __init__(self, pool: KVPool, tier: HostTier, *, max_rows: int) -> None:
         self.tier = tier
         self.fetcher = HostFetcher(pool, tier)
         self._device = pool.device
         self._known: DeviceBlocks | None = None
         tokens = tier.pages_per_block * tier.page_size
-        self.num_splits = max(1, min(MAX_BLOCK_SPLITS, tokens // MIN_SPLIT_TOKENS))
+        self._num_splits = max(1, min(MAX_BLOCK_SPLITS, tokens // MIN_SPLIT_TOKENS))
+        self._loaded = LoadedBlocks(tier, max_rows=max_rows, device=pool.device)
         # A row of a block lies in its pages without gaps: its slots are those from its first token on. So every row's table is
         # a part of one: row r, column t is slot r + t.
         self.slots = torch.arange(2 * tokens, dtype=torch.int32, device=pool.device).as_strided((tokens, tokens), (1, 1))
@@ -81,9 +95,91 @@ class HostReader:
                 pages=on_device(cut.pages, self._device),
                 first_tokens=on_device(cut.first_tokens, self._device),
                 num_tokens=on_device(cut.num_tokens, self._device),
+                num_splits=self._num_splits,
             )
         self.fetcher.begin(known.blocks, known.pages)
         return known
+
+    def load(self, tables: Sequence[Sequence[int]]) -> bool:
+        """Queue the host pages of a step into the memory that captured steps read; False: they are too many for it.
+
+        Args:
+            tables: Of its first rows, at least one page; further rows have none.
+        """
+        return self._loaded.load(tables)
+
+    def begin_loaded(self, num_rows: int) -> DeviceBlocks:
+        """Begin a step of so many rows over whatever is loaded when it runs."""
+        splits = max(MIN_LOADED_SPLITS, MAX_LOADED_ROW_SPLITS // num_rows)
+        blocks = self._loaded.blocks_of(num_rows, num_splits=min(self._num_splits, splits))
+        self.fetcher.begin(blocks.blocks, blocks.pages)
+        return blocks
+
+
+class LoadedBlocks:
+    """A block for each buffer of the fetcher, in memory that stays where it is: what captured steps read.
+
+    A block has a full block's number of pages, of which those that it lacks are -1 and left out by the copy, and a part of every
+    row, mostly without tokens.
+
+    Args:
+        tier: The engine's host tier.
+        max_rows: Most rows of a step.
+        device: The GPU.
+    """
+
+    def __init__(self, tier: HostTier, *, max_rows: int, device: torch.device) -> None:
+        self._tier = tier
+        self._pitch = -(-max_rows // PARTS_ALIGNMENT) * PARTS_ALIGNMENT
+        self._num_pages = NUM_BUFFERS * tier.pages_per_block
+        self._memory = torch.zeros(self._num_pages + NUM_BUFFERS * self._pitch, dtype=torch.int64, device=device)
+        self._tables: tuple[Sequence[int], ...] = ()
+
+    def load(self, tables: Sequence[Sequence[int]]) -> bool:
+        """See `HostReader.load`. Tables that are the same objects as in the last call are not uploaded again."""
+        if len(tables) == len(self._tables) and all(map(_is_same, tables, self._tables)):
+            return True
+        # Evenly, so that one buffer is filled while the other is read, however little there is.
+        pages_per_block = -(-sum(map(len, tables)) // NUM_BUFFERS)
+        if pages_per_block > self._tier.pages_per_block:
+            return False
+        cut = cut_into_blocks(tables, pages_per_block=pages_per_block, page_size=self._tier.page_size)
+        is_gpu = self._memory.device.type == "cuda"
+        # New memory each time: see `DeviceDecoder`.
+        host = torch.zeros_like(self._memory, device="cpu", pin_memory=is_gpu)
+        pages, first_tokens, num_tokens = self._parts(host)
+        pages.fill_(-1)
+        for index, block in enumerate(cut.blocks):
+            parts, num_rows = slice(block.first_part, block.end_part), block.end_row - block.first_row
+            pages[index, : block.num_pages] = torch.from_numpy(cut.pages[block.begin : block.end])
+            for own, found in ((first_tokens, cut.first_tokens), (num_tokens, cut.num_tokens)):
+                own[index, block.first_row : block.end_row] = torch.from_numpy(found[parts][:num_rows])
+        self._memory.copy_(host, non_blocking=is_gpu)
+        self._tables = tuple(tables)
+        return True
+
+    def blocks_of(self, num_rows: int, *, num_splits: int) -> DeviceBlocks:
+        """What is loaded, for a step of so many rows."""
+        pages, first_tokens, num_tokens = self._parts(self._memory)
+        size = self._tier.pages_per_block
+        return DeviceBlocks(
+            tables=(),
+            blocks=tuple(
+                HostBlock(
+                    begin=index * size, end=(index + 1) * size, first_row=0, end_row=num_rows, first_part=index * self._pitch
+                )
+                for index in range(NUM_BUFFERS)
+            ),
+            pages=pages.view(-1),
+            first_tokens=first_tokens.reshape(-1),
+            num_tokens=num_tokens.reshape(-1),
+            num_splits=num_splits,
+        )
+
+    def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views: pages int64 [blocks, pages], first tokens and numbers of tokens int32 [blocks, rows]."""
+        counts = memory[self._num_pages :].view(torch.int32).view(2, NUM_BUFFERS, self._pitch)
+        return memory[: self._num_pages].view(NUM_BUFFERS, -1), counts[0], counts[1]
 
 
 class TieredDecodePlan(KernelDecodePlan):
@@ -121,7 +217,7 @@ class TieredDecodePlan(KernelDecodePlan):
                 v_dim=v_dim,
                 order=self._pool.order,
                 softcap=scores.softcap,
-                num_splits=self._reader.num_splits,
+                num_splits=self._blocks.num_splits,
             )
             merge_partial(total[rows], lse[rows], part, part_lse)
         return total.to(out.dtype)

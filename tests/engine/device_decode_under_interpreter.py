@@ -36,7 +36,12 @@ class Relaunched:
     """In the place of `DecodeGraphs`."""
 
     def __init__(
-        self, batch_sizes: Sequence[int], load: Callable[[int], None], step: Callable[[int], Tensor], device: torch.device
+        self,
+        batch_sizes: Sequence[int],
+        load: Callable[[int], None],
+        step: Callable[[int], Tensor],
+        device: torch.device,
+        beside: Relaunched | None = None,
     ) -> None:
         self.batch_sizes = tuple(sorted(batch_sizes))
         self.num_bytes = 0

@@ -41,6 +41,7 @@ def tokens_by(
     pages_per_block: int = 3,
     names: Sequence[str] = tuple(LENGTHS),
     batch_sizes: Sequence[int] = (),
+    replayed: Sequence[int] = (),
 ) -> dict[str, list[int]]:
     lengths = {name: LENGTHS[name] for name in names}
     with pytest.MonkeyPatch.context() as patch:
@@ -58,15 +59,18 @@ def tokens_by(
     book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in lengths.items()})
     host = host_pool_of(engine, 80 // shard.page_size + 8)
     group = full_group(engine.pool.groups)
-    engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, group))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_decode, "DecodeGraphs", Relaunched)
+        engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, group))
     assert engine.host_block_bytes == (2 * pages_per_block * largest_slice(host, group) if has_kernels else 0)
     first = prefill_all(engine, {name: prompts[length] for name, length in lengths.items()}, book)
     ends = {name: end for name, end in ENDS.items() if name in names}
     found = Tiers(engine, host, book, ends).decode(first, lengths, NUM_TOKENS)
     if batch_sizes:
         assert engine._decoder is not None
-        graphs: Any = engine._decoder._graphs
-        assert not graphs.replayed, "every step of these has host pages"
+        graphs: list[Any] = [engine._decoder._graphs, engine._decoder._tiered_graphs]
+        assert not graphs[0].replayed, "every step of these has host pages"
+        assert graphs[1].replayed == list(replayed)
     return found
 
 
@@ -91,10 +95,23 @@ def test_pools_and_blocks_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard
     assert found == tokens_by(qwen_dir, prompts, shard, has_kernels=False, pages_per_block=pages_per_block)
 
 
-def test_steps_are_padded_to_captured_sizes_but_never_replayed(family_dir: Directory, prompts: Prompts) -> None:
-    shard, names = Shard(page_size=4), ("b", "c", "a")
-    found = tokens_by(family_dir("glm"), prompts, shard, has_kernels=True, names=names, batch_sizes=(2, 4))
-    assert found == tokens_by(family_dir("glm"), prompts, shard, has_kernels=False, names=names)
+@pytest.mark.parametrize(
+    ("family", "names", "pages_per_block", "replayed"),
+    [
+        pytest.param("glm", ("b", "c", "a"), 12, [4] * (NUM_TOKENS - 1), id="replayed, padded"),
+        pytest.param("deepseek_v3", ("c", "a"), 12, [2] * (NUM_TOKENS - 1), id="replayed, latents"),
+        pytest.param("gpt_oss", ("a", "b"), 12, [2] * (NUM_TOKENS - 1), id="replayed, with windows and sinks"),
+        pytest.param("glm", ("b", "c", "a"), 3, [], id="more than both buffers hold, padded and launched"),
+    ],
+)
+def test_steps_whose_host_pages_fit_the_buffers_are_replayed(
+    family_dir: Directory, prompts: Prompts, family: str, names: Sequence[str], pages_per_block: int, replayed: Sequence[int]
+) -> None:
+    """Pages of more than one row in a block, rows without any, and tables that change from step to step."""
+    what: Any = {"names": names, "pages_per_block": pages_per_block}
+    shard = Shard(page_size=4)
+    found = tokens_by(family_dir(family), prompts, shard, has_kernels=True, batch_sizes=(2, 4), replayed=replayed, **what)
+    assert found == tokens_by(family_dir(family), prompts, shard, has_kernels=False, **what)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -37,6 +37,8 @@ MODELS = ("llama", *(name for name in FAMILIES if name not in WITHOUT_FULL_ATTEN
 LENGTHS = {"a": 129, "b": 5, "c": 64, "d": 33}
 ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "c": HALF, "d": ALL_BUT_NEWEST}
 NUM_TOKENS = 8
+LAUNCHED, REPLAYED = 3, 60
+"""Pages of a block, for the lengths above: fewer than half of a step's host pages, and more."""
 TOLERANCES = {DType.FLOAT32: 2e-3, DType.BFLOAT16: 6e-2}
 """Of logits, whose largest are some units: what another order of sums comes to behind a few layers."""
 
@@ -86,10 +88,12 @@ def tokens_of(engine: EmbeddedEngine, prompts: Prompts, pages_per_block: int) ->
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_cpu(model: Directory, prompts: Prompts, name: str) -> None:
-    """In float32, with graphs captured for the steps that need no host memory, of which there are none."""
+    """In float32, with steps that are launched because they read more than both buffers hold, and with replayed ones."""
     shard = Shard(page_size=4)
-    on_cpu = tokens_of(make_engine(model(name), "cpu", shard), prompts, 3)
-    assert tokens_of(make_engine(model(name), "cuda", shard, cuda_graph_batch_sizes=(4,)), prompts, 3) == on_cpu
+    on_cpu = tokens_of(make_engine(model(name), "cpu", shard), prompts, LAUNCHED)
+    for pages_per_block in (LAUNCHED, REPLAYED):
+        engine = make_engine(model(name), "cuda", shard, cuda_graph_batch_sizes=(4,))
+        assert tokens_of(engine, prompts, pages_per_block) == on_cpu, pages_per_block
 
 
 @pytest.mark.parametrize("pages_per_block", [1, 5, 1000])
@@ -109,12 +113,13 @@ class LongRequest:
         dtype: What it computes in, and its pool has.
         num_tokens: Of the request.
         num_device_pages: Newest pages that stay.
-        pages_per_block: Of the host pages.
+        is_replayed: Whether its steps, of one row and of two, come from CUDA graphs.
     """
 
     def __init__(
-        self, directory: Path, *, dtype: DType, num_tokens: int = 3000, num_device_pages: int = 3, pages_per_block: int = 20
+        self, directory: Path, *, dtype: DType, is_replayed: bool, num_tokens: int = 3000, num_device_pages: int = 3
     ) -> None:
+        self.pages_per_block = 100 if is_replayed else 20
         self.page_size = 16
         num_pages = -(-num_tokens // self.page_size)
         files = read_model_files(directory)
@@ -126,6 +131,7 @@ class LongRequest:
             device="cuda",
             dtype=dtype,
             max_running_requests=2,
+            cuda_graph_batch_sizes=(1, 2) if is_replayed else (),
         )
         self.group = full_group(groups)
         for layer in range(files.layout().num_layers):
@@ -134,7 +140,7 @@ class LongRequest:
         self.host = HostPool(
             self.engine.pool, num_pages=[num_pages if index == self.group else 0 for index in range(len(groups))]
         )
-        self.engine.use_host_pool(self.host, block_bytes=pages_per_block * largest_slice(self.host, self.group))
+        self.engine.use_host_pool(self.host, block_bytes=self.pages_per_block * largest_slice(self.host, self.group))
         pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(4)).tolist()
         host_pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5)).tolist()
         num_in_host = num_pages - num_device_pages
@@ -151,6 +157,11 @@ class LongRequest:
         self.on_device = DecodeItem(**what, page_tables=tuple(tables))
         self.tiered = DecodeItem(**what, page_tables=tuple(left), host_tables=tuple(hosts))
 
+    def is_replayed(self, item: DecodeItem) -> bool:
+        decoder = self.engine._decoder
+        assert decoder is not None and decoder._host is not None
+        return decoder._tiered_graphs is not None and decoder._host.load([item.host_tables[self.group]])
+
     def logits(self, items: Sequence[DecodeItem]) -> Tensor:
         batch = self.engine.decode_batch(items)
         assert self.engine._decoder is not None
@@ -158,6 +169,9 @@ class LongRequest:
             found = self.engine._decoder.logits(batch.decode_items).float().clone()
         torch.cuda.synchronize()
         return found
+
+
+both_ways = pytest.mark.parametrize("is_replayed", [False, True], ids=["launched", "replayed"])
 
 
 @pytest.fixture
@@ -169,18 +183,23 @@ def long_context(tmp_path: Path) -> Path:
     return directory
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=str)
-def test_a_long_request_is_attended_to_as_if_it_were_on_the_device(long_context: Path, dtype: DType) -> None:
-    request = LongRequest(long_context, dtype=dtype)
+def test_a_long_request_is_attended_to_as_if_it_were_on_the_device(long_context: Path, dtype: DType, is_replayed: bool) -> None:
+    request = LongRequest(long_context, dtype=dtype, is_replayed=is_replayed)
     expected = request.logits([request.on_device])
     tolerance = TOLERANCES[dtype] * float(expected.abs().max())
     torch.testing.assert_close(request.logits([request.tiered]), expected, rtol=0, atol=tolerance)
-    assert request.engine.host_block_bytes == 2 * 20 * largest_slice(request.host, 0)
+    assert request.is_replayed(request.tiered) == is_replayed
+    assert request.engine.host_block_bytes == 2 * request.pages_per_block * largest_slice(request.host, 0)
 
 
-def test_buffers_are_never_read_before_they_are_filled_nor_filled_before_they_are_read(long_context: Path) -> None:
+@both_ways
+def test_buffers_are_never_read_before_they_are_filled_nor_filled_before_they_are_read(
+    long_context: Path, is_replayed: bool
+) -> None:
     """Many steps in a row, none of them waited for, beside a copy of other pages and work on another stream: the same bits."""
-    request = LongRequest(long_context, dtype=DType.BFLOAT16)
+    request = LongRequest(long_context, dtype=DType.BFLOAT16, is_replayed=is_replayed)
     expected = request.logits([request.tiered])
     items = request.engine.decode_batch([request.tiered]).decode_items
     is_over = threading.Event()
@@ -208,8 +227,9 @@ def test_buffers_are_never_read_before_they_are_filled_nor_filled_before_they_ar
     assert all(torch.equal(one, expected) for one in found)
 
 
-def test_rows_with_and_without_host_pages_share_a_step(long_context: Path) -> None:
-    request = LongRequest(long_context, dtype=DType.FLOAT32)
+@both_ways
+def test_rows_with_and_without_host_pages_share_a_step(long_context: Path, is_replayed: bool) -> None:
+    request = LongRequest(long_context, dtype=DType.FLOAT32, is_replayed=is_replayed)
     own_pages = tuple(range(len(request.on_device.page_tables[0]), len(request.on_device.page_tables[0]) + 3))
     short = DecodeItem(request_id="b", token_id=9, position=40, page_tables=(own_pages,))
     alone, expected = request.logits([short]), request.logits([request.on_device])
