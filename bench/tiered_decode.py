@@ -110,7 +110,7 @@ def _measure_tiered(report: Report, setting: Setting) -> None:
         setting, num_pages=WINDOW_PAGES, max_seq_len=(most_pages + WINDOW_PAGES) * PAGE_SIZE, max_running_requests=1
     )
     host = HostPool(engine.pool, num_pages=[most_pages])
-    engine.capture_cuda_graphs((1,))
+    engine.capture_cuda_graphs((1,) if setting.device == "cuda" else ())
     engine.use_host_pool(host, block_bytes=setting.block_bytes)
     host_pages = torch.randperm(most_pages, generator=torch.Generator().manual_seed(1)).tolist()
     link = _measure_link(report, setting)
