@@ -60,7 +60,7 @@ L1 = (
     "transfer/load_config.py",
     "transfer/plain_text.py",
     "transfer/messages.py",
-    "transfer/metrics.py",
+    "transfer/metrics/*",
     "transfer/logs.py",
     "transfer/tracing.py",
     "transfer/digest.py",
@@ -123,7 +123,8 @@ FOREIGN: dict[str, Foreign] = {
     "numpy": Foreign(distribution="numpy", allowed=(*DEVICE_FILES, "transfer/digest.py")),
     "obstore": Foreign(distribution="obstore", allowed=("transfer/storage/object_store.py",)),
     "prometheus_client": Foreign(
-        distribution="prometheus-client", allowed=("transfer/metrics.py", "node_runtime/*", "kvferry/*")
+        distribution="prometheus-client",
+        allowed=("transfer/metrics/series.py", "transfer/metrics/page.py", "node_runtime/*", "kvferry/*"),
     ),
     "pydantic": Foreign(
         distribution="pydantic",

@@ -1,0 +1,119 @@
+"""What a node's leader counts, and the page that it serves."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import transfer
+from transfer.errors import ConfigError
+from transfer.metrics.page import MetricFamily, exposition, merge
+from transfer.metrics.series import Series
+from transfer.metrics.specs import BREAKER_STATES, NODE_METRICS, NODE_STATES, OUTCOMES, PEER_STATES
+from transfer.metrics.store import StoreMetrics
+from transfer.metrics.tiers import TierMetrics
+
+
+class NodeMetrics:
+    """What a node's leader counts, and the page that it serves. Owned by the leader's loop.
+
+    Args:
+        role: "prefill" or "decode".
+    """
+
+    def __init__(self, *, role: str) -> None:
+        self._series = Series(NODE_METRICS, role=role)
+        self.store = StoreMetrics(self._series)
+        self._outcomes = OUTCOMES[role]
+        for outcome in self._outcomes:
+            self._series("requests", outcome=outcome)
+        self._series("queue_seconds")
+        self.tiers = TierMetrics(self._series, is_shown=role == "decode")
+        if role == "decode":
+            self._series("time_to_first_token_seconds")
+            self._series("time_per_output_token_seconds")
+            self._series("retries")
+            self._series("breaker_openings")
+            self._series("join_faults")
+            self.breakers({})
+        self._series("build_info", version=transfer.__version__, python=platform.python_version()).set(1)
+        self.node_state(state="starting", queued=0, running=0, peers={}, restarts=0)
+
+    def request_ended(self, outcome: str) -> None:
+        """A request is over.
+
+        Raises:
+            ConfigError: `outcome` is none of this role's.
+        """
+        if outcome not in self._outcomes:
+            raise ConfigError(f"outcome is {outcome}; it must be one of {', '.join(self._outcomes)}")
+        self._series("requests", outcome=outcome).inc()
+
+    def request_retried(self) -> None:
+        """A request is tried on another prefill node."""
+        self._series("retries").inc()
+
+    def tokens_loaded(self, num_tokens: int) -> None:
+        """So many tokens of a prompt were taken from the store; 0 when it was looked for there and not found."""
+        self._series("loaded_prompt_tokens").inc(num_tokens)
+
+    def breaker_opened(self) -> None:
+        """A prefill node is left out for a while."""
+        self._series("breaker_openings").inc()
+
+    def join_broke(self) -> None:
+        """An error that nobody expected has ended a join."""
+        self._series("join_faults").inc()
+
+    def breakers(self, states: Mapping[str, int]) -> None:
+        """How many prefill nodes have a circuit breaker in which state now."""
+        for name in BREAKER_STATES:
+            self._series("breakers", state=name).set(states.get(name, 0))
+
+    def call_refused(self, method: str) -> None:
+        """Somebody called whose certificate does not allow it; `method` is one that the server has."""
+        self._series("refused_calls", method=method).inc()
+
+    def certificate(self, *, not_after_s: float, is_stale: bool) -> None:
+        """This node's certificate: when it expires, in seconds since 1970, and whether newer files cannot be used."""
+        self._series("certificate_expiry_timestamp_seconds").set(not_after_s)
+        self._series("certificate_stale").set(is_stale)
+
+    def queue_seconds(self, seconds: float) -> None:
+        """A request got room after it had waited this long."""
+        self._series("queue_seconds").observe(seconds)
+
+    def time_to_first_token(self, seconds: float) -> None:
+        """A request's first token came this long after its acceptance."""
+        self._series("time_to_first_token_seconds").observe(seconds)
+
+    def time_per_output_token(self, seconds: float) -> None:
+        """A token came this long after the one before."""
+        self._series("time_per_output_token_seconds").observe(seconds)
+
+    def largest_piece(self, num_bytes: int) -> None:
+        """As requests are cut now, no part of a chunk that one rank sends to another is larger; 0: nothing is joined."""
+        self._series("largest_piece_bytes").set(num_bytes)
+
+    def node_state(self, *, state: str, queued: int, running: int, peers: Mapping[str, int], restarts: int) -> None:
+        """The node's state now; peers by their state."""
+        for name in NODE_STATES:
+            self._series("node_state", state=name).set(name == state)
+        for name in PEER_STATES:
+            self._series("peers", state=name).set(peers.get(name, 0))
+        self._series("queued_requests").set(queued)
+        self._series("running_requests").set(running)
+        self._series("rank_restarts").set(restarts)
+
+    def collect(self, snapshots: Iterable[Mapping[str, Any] | None]) -> list[MetricFamily]:
+        """This node's series and those of the ranks, for `exposition`.
+
+        Args:
+            snapshots: The newest `RankMetrics.snapshot()` of each rank; None where a rank has not reported.
+        """
+        return [*self._series.registry.collect(), *merge(snapshots)]
+
+    def render(self, snapshots: Iterable[Mapping[str, Any] | None]) -> bytes:
+        """The exposition text of `collect`."""
+        return exposition(self.collect(snapshots))
