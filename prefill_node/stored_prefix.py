@@ -33,7 +33,7 @@ class StoredPrefix:
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fingerprint", _fingerprint(self.decode))
+        object.__setattr__(self, "fingerprint", store_fingerprint(self.decode))
 
     @property
     def num_pages(self) -> int:
@@ -57,10 +57,6 @@ class StoredPrefix:
         return list(found)
 
 
-def _fingerprint(instance: Instance) -> str:
-    return store_fingerprint(instance.layout, instance.shard, instance.model_fields, instance.kv_scales)
-
-
 def stored_prefix(token_ids: Sequence[int], decode: Instance, *, store_salt: str, request_salt: str) -> StoredPrefix | None:
     """All that could be stored of a prompt and be of use; None when nothing could.
 
@@ -75,7 +71,7 @@ def stored_prefix(token_ids: Sequence[int], decode: Instance, *, store_salt: str
     num_tokens = (len(token_ids) - 1) // page_size * page_size
     if not num_tokens:
         return None
-    seed = chain_seed(_fingerprint(decode), store_salt, request_salt)
+    seed = chain_seed(store_fingerprint(decode), store_salt, request_salt)
     return StoredPrefix(decode=decode, hashes=tuple(page_hashes(token_ids[:num_tokens], page_size=page_size, seed=seed)))
 
 

@@ -17,15 +17,9 @@ from decode_node.rank_messages import JobDone
 from node_runtime.rank_report import RankHello
 from transfer.config import DecodeNodeConfig
 from transfer.config.offload import OffloadConfig
-from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import chain_seed, store_fingerprint, store_key
-
-
-def fingerprint_of(instance: Instance) -> str:
-    """Of the pages that this instance stores."""
-    return store_fingerprint(instance.layout, instance.shard, instance.model_fields, instance.kv_scales)
 
 
 def rules_of(config: OffloadConfig, *, page_size: int, pool_pages: int) -> TierRules:
@@ -67,7 +61,7 @@ class LeaderTiers:
     ) -> None:
         instance, settings = hellos[0].instance, config.offload
         layout, page_size = instance.layout, instance.shard.page_size
-        groups, fingerprint = layer_groups(layout), fingerprint_of(instance)
+        groups, fingerprint = layer_groups(layout), store_fingerprint(instance)
         self.tier = HostTier([min(counts) for counts in zip(*(hello.host_pages for hello in hellos), strict=True)])
         self._groups = groups
         self._observer = observer

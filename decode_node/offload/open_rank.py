@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from decode_node.offload.open import fingerprint_of, rules_of
+from decode_node.offload.open import rules_of
 from decode_node.offload.rank import OffloadRank
 from decode_node.offload.sizes import host_page_counts
 from node_runtime.lane import Lane
@@ -17,6 +17,7 @@ from transfer.instance import Instance
 from transfer.memory.host_memory import host_memory
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
+from transfer.storage.keys import store_fingerprint
 from transfer.storage.open import open_store_client
 
 
@@ -65,7 +66,6 @@ def open_offload_rank(
                 "memory (it has no use_host_pool); leave it out"
             )
         use_host_pool(host, block_bytes=settings.buffer_bytes)
-    fingerprint = fingerprint_of(instance)
     return OffloadRank(
         pool=pool,
         host=host,
@@ -77,6 +77,6 @@ def open_offload_rank(
         on_free=on_free,
         on_crash=on_crash,
         store=open_store_client(config.storage, loop=loop, observer=metrics.store),
-        fingerprint=fingerprint,
+        fingerprint=store_fingerprint(instance),
         buffer_bytes=settings.buffer_bytes,
     )

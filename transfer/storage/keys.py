@@ -16,10 +16,11 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from transfer.errors import ConfigError
+from transfer.instance import Instance
 from transfer.layer_groups import LayerGroup
 from transfer.layout import KVLayout, LayerKind, Shard
 
@@ -33,24 +34,19 @@ MAX_KEY_CHARS: Final = 255
 _KEY: Final = re.compile(rf"[0-9a-f]{{{FINGERPRINT_CHARS}}}/[0-9a-z][0-9a-z_.-]*")
 
 
-def store_fingerprint(
-    layout: KVLayout, shard: Shard, model_fields: Mapping[str, str], kv_scales: Sequence[tuple[float, float]]
-) -> str:
-    """32 hex digits of everything but tokens that a stored page depends on; stable across versions of kvferry.
+def store_fingerprint(instance: Instance) -> str:
+    """32 hex digits of everything but tokens that a page stored by the instance depends on; stable across versions of kvferry.
 
-    How many ranks there are is not in it: the key of each page says whose part it is.
-
-    Args:
-        layout: The KV of the model.
-        shard: Page size, order and element type of the pool; its ranks do not matter.
-        model_fields: What else must be equal of the model, its weights' digest among it (`transfer.instance.Instance`).
-        kv_scales: Of a pool of 8-bit floats, as of `Instance`; empty elsewhere.
+    That is the model: its KV's layout, its fields, its weights' digest among them, and the scales of a pool of 8-bit floats; and
+    page size, order and element type of the pool. How many ranks there are is not in it: the key of each page says whose part it
+    is.
     """
+    layout, shard = instance.layout, instance.shard
     named = {
         "format": STORE_FORMAT,
         "layout": layout.fields(),
-        "model": dict(model_fields),
-        "kv_scales": [[scale.hex() for scale in map(float, pair)] for pair in kv_scales],
+        "model": dict(instance.model_fields),
+        "kv_scales": [[scale.hex() for scale in map(float, pair)] for pair in instance.kv_scales],
         "dtype": str(shard.pool_dtype(layout)),
         "order": str(shard.order),
         "page_size": shard.page_size,
