@@ -20,8 +20,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.__main__ import print_table, run_one
 from bench.gpu_table import outcomes_of
+from bench.suite import print_table, run_one
 from bench.table import Content, Outcome, Run
 from bench.timing import Environment
 
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in reports:
             outcomes += outcomes_of(name, reports[name])
         else:
-            outcomes.append(Outcome(what=name, measured=None, limit=0.0, unit="", note=failures[name]))
+            outcomes.append(Outcome.failed(name, failures[name]))
     print_table(outcomes, environment, Console())
     record = {
         "title": "kvferry on GPUs",

@@ -1,6 +1,6 @@
 """What kvferry promises of KV offload, and which of it holds on this machine.
 
-    python -m bench.offload [--json FILE] [--quick]
+    python -m bench.offload [--json FILE] [--quick] [--only NAME ...]
 
 Runs `bench.offload_copies`, `bench.tiered_decode` and `bench.offload_cluster`, each in a process of its own. The first two are
 judged on a GPU only; the third runs on CPUs. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which
@@ -9,19 +9,15 @@ is for seeing that all of it runs, only when one fails.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
-from pathlib import Path
+from functools import partial
 
 import torch
-from rich.console import Console
 
-from bench.__main__ import print_table, run_one
 from bench.offload_copies import TARGET_RATIO
+from bench.suite import run_suite
 from bench.table import Content, Outcome, Run
 from bench.tiered_decode import TARGET_BESIDE_SAVES, TARGET_OF_LINK
-from bench.timing import Environment, argument_parser
 
 RUNS = (
     Run(module="offload_copies", timeout_s=200.0),
@@ -87,37 +83,7 @@ def outcomes_of(module: str, content: Content, *, has_gpu: bool) -> list[Outcome
 
 
 def main() -> int:
-    parser = argument_parser("what KV offload must reach, measured here")
-    names = [run.module for run in RUNS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
-    arguments = parser.parse_args()
-    environment, has_gpu = Environment.here(), torch.cuda.is_available()
-    outcomes: list[Outcome] = []
-    reports: dict[str, Content | None] = {}
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        for run in RUNS:
-            if run.module in arguments.only:
-                print(f"{run.module} ...", file=sys.stderr, flush=True)
-                content, reason = run_one(run, Path(folder) / run.module, is_quick=arguments.quick, timeout_s=run.timeout_s)
-                reports[run.module] = content
-                if reason or content is None:
-                    outcomes.append(Outcome(what=run.module, measured=None, limit=0.0, unit="", note=reason))
-                else:
-                    outcomes += outcomes_of(run.module, content, has_gpu=has_gpu)
-    print_table(outcomes, environment, Console())
-    if arguments.json is not None:
-        record = {
-            "title": "kvferry: what KV offload must reach",
-            "environment": environment.to_json(),
-            "is_quick": arguments.quick,
-            "rows": [outcome.to_json() for outcome in outcomes],
-            "reports": reports,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    is_failed = any(outcome.measured is None for outcome in outcomes)
-    is_missed = not arguments.quick and not all(outcome.is_reached for outcome in outcomes)
-    return int(is_failed or is_missed)
+    return run_suite(RUNS, partial(outcomes_of, has_gpu=torch.cuda.is_available()), title="kvferry: what KV offload must reach")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,11 @@ class Outcome:
     bound: Bound = "at least"
     note: str = ""
 
+    @classmethod
+    def failed(cls, what: str, reason: str) -> Outcome:
+        """Of a run that failed, and why; it reaches nothing."""
+        return cls(what=what, measured=None, limit=0.0, unit="", note=reason)
+
     @property
     def is_reached(self) -> bool:
         if self.measured is None or self.limit is None:
@@ -93,16 +98,9 @@ RUNS = (
 )
 
 
-def outcomes_of(module: str, content: Content | None, reason: str = "") -> list[Outcome]:
-    """The lines that a run gives.
-
-    Args:
-        content: Its report; None when it failed.
-        reason: Why.
-    """
-    if content is None:
-        return [Outcome(what=module, measured=None, limit=0.0, unit="", note=reason)]
-    return list(_READERS[module](content))
+def outcomes_of(module: str, content: Content) -> Sequence[Outcome]:
+    """The lines that a report gives."""
+    return _READERS[module](content)
 
 
 def _rows(content: Content, *, what: str, case: str = "") -> list[Content]:

@@ -141,7 +141,7 @@ def test_the_whole_table_has_a_verdict_for_every_promise_that_was_run(tmp_path: 
 
 
 def test_a_benchmark_that_fails_is_a_promise_that_is_missed() -> None:
-    (outcome,) = outcomes_of("control", None, "ended with 1: boom")
+    outcome = Outcome.failed("control", "ended with 1: boom")
     assert not outcome.is_reached
     assert outcome.to_json()["note"] == "ended with 1: boom"
 
@@ -190,6 +190,13 @@ def test_pages_to_and_from_host_memory(tmp_path: Path) -> None:
     assert record["must_reach"] == 0.9 and record["worst_ratio"] > 0
     held_against = {row["what"] for row in record["rows"] if row["ratio"] is not None}
     assert held_against == {f"{side}, {order}" for side in ("save", "load") for order in ("in order", "in no order")}
+
+
+def test_the_table_of_offload(tmp_path: Path) -> None:
+    record = bench("bench.offload", tmp_path / "record.json", "--only", "offload_copies")
+    assert record["title"] == "kvferry: what KV offload must reach"
+    assert record["rows"] and all(row["measured"] > 0 for row in record["rows"])
+    assert record["reports"].keys() == {"offload_copies"}
 
 
 def test_decode_over_device_and_host_memory(tmp_path: Path) -> None:
