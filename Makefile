@@ -31,7 +31,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test test-rdma test-vllm test-sglang chaos check lint types spelling proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo test test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -135,6 +135,9 @@ proto-check: $(PROTO_STAMP) # the committed stubs are those that proto/ gives
 
 proto-lint: $(PROTO_STAMP)
 	$(PROTO_VENV)/bin/buf lint proto
+
+dashboards: setup ## write deploy/monitoring/dashboards anew from deploy/monitoring
+	@$(BIN)/python -m deploy.monitoring
 
 clean: ## remove .venv, tools, caches and build outputs (not model folders made by hand)
 	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*

@@ -26,6 +26,7 @@ PACKAGES: dict[str, set[str]] = {
     "prefill_node": {"transfer", "node_runtime", "embedded_engine"},
     "decode_node": {"transfer", "node_runtime", "embedded_engine"},
     "kvferry": {"transfer", "node_runtime", "embedded_engine", "prefill_node", "decode_node"},
+    "deploy": set(),
 }
 
 # What the memory plan is made of: layer 0, so that a plan can be made where there is neither torch nor transformers.
@@ -112,6 +113,7 @@ FOREIGN: dict[str, Foreign] = {
     "aiohttp": Foreign(distribution="aiohttp", allowed=("node_runtime/*", "kvferry/*")),
     "cuda": Foreign(distribution="cuda-bindings", allowed=("transfer/transport/cuda_ipc_driver.py",)),
     "google": Foreign(distribution="protobuf", allowed=GRPC_FILES),
+    "grafana_foundation_sdk": Foreign(distribution="grafana-foundation-sdk", allowed=("deploy/monitoring/grafana.py",)),
     "grpc": Foreign(distribution="grpcio", allowed=GRPC_FILES),
     "grpc_health": Foreign(distribution="grpcio-health-checking", allowed=GRPC_FILES),
     "grpc_reflection": Foreign(distribution="grpcio-reflection", allowed=GRPC_FILES),
