@@ -27,7 +27,7 @@ class HostPage:
         page_hash: Of what it holds or is being filled with; None where another page of that hash is known already.
         depth: Pages before it in every prompt that it is part of.
         is_ready: Every rank has filled it.
-        is_stored: Every rank's part is in the store.
+        stored_s: When every rank's part was in the store, the last time that is known, on the monotonic clock; None: never.
         users: Who needs it.
     """
 
@@ -36,7 +36,7 @@ class HostPage:
     page_hash: bytes | None
     depth: int = 0
     is_ready: bool = False
-    is_stored: bool = False
+    stored_s: float | None = None
     users: int = 0
 
 
@@ -256,7 +256,7 @@ class HostTier:
     def _evict(self, found: _Group) -> int:
         page, _ = found.cached.popitem(last=False)
         self.num_evicted += 1
-        self.num_evicted_unstored += not page.is_stored
+        self.num_evicted_unstored += page.stored_s is None
         assert page.page_hash is not None  # else nobody could find it, and it would not be cached
         del found.by_hash[page.page_hash]
         return page.number

@@ -120,7 +120,7 @@ class OffloadLeader:
             self._to_load[request_id] = found
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
-            self._store.back_up(found.hits)  # those that are in no store: it may have been away when they were saved
+            self._store.back_up(found.hits)  # it may have been away when they were saved, or have let go of them
         return Place(
             pages=found.pages,
             start_token=found.start_token,

@@ -30,6 +30,10 @@ LOOKUP_PAGES: Final = 256
 RETRY_S: Final = 5.0
 """For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
 
+REFRESH_S: Final = 60.0
+"""After which a page that is found in host memory is put into the store again, which has it count as used there, or puts it back:
+a store with a limit knows nothing of what host memory answers, and lets go of what is used all the time."""
+
 NS_OF_DEPTH: Final = 10**9
 """A page counts as used so much earlier for each page before it: of a long prompt, which comes in many jobs, the end makes room
 in the store before the beginning, without which it is of no use."""
@@ -120,7 +124,7 @@ class StoreLeader:
 
         Where more wait than host memory has pages, the oldest are left out: most of them are gone from it.
         """
-        wanted = [(page.group, page.page_hash) for page in pages if page.page_hash is not None and not page.is_stored]
+        wanted = [(page.group, page.page_hash) for page in pages if page.page_hash is not None and _is_to_be_stored(page)]
         self._to_back_up += wanted
         self._next_backups()
 
@@ -136,7 +140,7 @@ class StoreLeader:
         most, pages = self._settings.job_pages(group), list[HostPage]()
         while self._to_back_up and self._to_back_up[0][0] == group and len(pages) < most:
             page = self._tier.find(*self._to_back_up.popleft())
-            if page is not None and page.is_ready and not page.is_stored and page not in pages and self._tier.hold(page):
+            if page is not None and page.is_ready and _is_to_be_stored(page) and page not in pages and self._tier.hold(page):
                 pages.append(page)
         return pages
 
@@ -149,7 +153,7 @@ class StoreLeader:
             left: list[tuple[int, bytes]] = []
             damaged: list[tuple[int, bytes]] = []
             for place, page in enumerate(pages):
-                page.is_stored = place not in failed and page.page_hash is not None
+                page.stored_s = None if place in failed or page.page_hash is None else time.monotonic()
                 if page.page_hash is None:
                     damaged.append((page.group, hashes[place]))  # as it turned out meanwhile
                 elif place in failed:
@@ -269,7 +273,7 @@ class StoreLeader:
                     self._tier.discard(page)
                     came.has_gap = came.has_gap or page.group == FULL
                 else:
-                    page.is_stored = True
+                    page.stored_s = time.monotonic()
                     self._tier.ready(page)
                     if page.group == FULL:
                         came.hashes.add(hashes[place])
@@ -302,6 +306,10 @@ class StoreLeader:
             if num_there < len(asked):
                 break
         return found
+
+
+def _is_to_be_stored(page: HostPage) -> bool:
+    return page.stored_s is None or time.monotonic() - page.stored_s > REFRESH_S
 
 
 def _hashes(pages: Sequence[HostPage]) -> tuple[bytes, ...]:

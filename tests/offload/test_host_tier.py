@@ -49,7 +49,7 @@ def test_the_longest_unused_page_makes_room_and_is_counted() -> None:
     tier = HostTier([3])
     first, second, third = (cached(tier, number) for number in (1, 2, 3))
     tier.touch(first)
-    third.is_stored = True
+    third.stored_s = 0.0
     assert tier.hold(second)
     tier.touch(second)  # held: in no order
     taken = tier.take(0, name(4))

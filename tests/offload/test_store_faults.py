@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from kvferry.local_cluster import LocalCluster
-from tests.cluster.calls import Caller, Reference, prompt, until
+from tests.cluster.calls import Caller, Reference, prompt, until, until_idle
 from tests.cluster.conftest import Start
 from tests.offload.clusters import KEPT, PAGE, hits, number, spec, stored_files, unfinished_files, until_all_is_back
 
@@ -162,6 +162,23 @@ async def test_a_store_that_hangs_costs_a_bounded_time(cluster: LocalCluster, re
         reference.check(other, await caller.ask(other, NEW))
 
 
+async def test_a_directory_that_is_gone_when_ranks_start_again_ends_nobody(
+    cluster: LocalCluster, reference: Reference, directory: Path
+) -> None:
+    token_ids, _ = await stored(cluster, reference, directory, 24)
+    aside = directory.rename(directory.with_name("aside"))
+    directory.touch()
+    try:
+        await another_life(cluster)
+        assert await check(cluster, reference, token_ids) == 0
+    finally:
+        directory.unlink()
+        aside.rename(directory)
+    await until_all_is_back(cluster.prefill, cluster.decode)
+    await another_life(cluster)
+    assert await check(cluster, reference, token_ids) == WHOLE * PAGE
+
+
 async def test_a_client_leaves_while_its_prompt_is_fetched(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
     token_ids, files = await stored(cluster, reference, directory, 22)
     with hanging(of_rank(files, 1)[5]):
@@ -177,8 +194,16 @@ async def is_fetching(cluster: LocalCluster) -> bool:
     return await number(cluster.decode, "kvferry_host_pages", state="held") > 0
 
 
+async def is_waiting_for_the_store(cluster: LocalCluster) -> bool:
+    return await number(cluster.decode, "kvferry_offload_backup_queue") > 0
+
+
 async def test_a_full_disk_stops_nobody(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
     """Decoding goes on, pages are counted as failed, nothing half-written stays; when there is room again, it is used."""
+
+    async def has_failed_more(before: float) -> bool:
+        return await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") > before
+
     pids, before = cluster.decode.rank_pids, len(stored_files(directory))
     failed = await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed")
     limits = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids]
@@ -186,11 +211,11 @@ async def test_a_full_disk_stops_nobody(cluster: LocalCluster, reference: Refere
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE_FILE_BYTES // 2, hard))
     try:
         await check(cluster, reference, prompt(LENGTH, 30))
-        await until_all_is_back(cluster.prefill, cluster.decode)
+        await until_idle(cluster.prefill, cluster.decode)
+        # Once a job has failed as a whole its pages and the others wait in host memory, and are tried a little later.
+        await until(lambda: has_failed_more(failed), "a job has failed")
+        await until(lambda: is_waiting_for_the_store(cluster), "pages wait to be stored")
         assert len(stored_files(directory)) == before and not unfinished_files(directory)
-        # Once a job has failed as a whole the others wait in host memory, and are tried a little later.
-        assert await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") > failed
-        assert await number(cluster.decode, "kvferry_offload_backup_queue") > 0
     finally:
         for pid, limit in zip(pids, limits, strict=True):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)

@@ -12,7 +12,7 @@ from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import JOBS_AT_ONCE, NS_OF_DEPTH, StoreLeader, StoreSettings
+from decode_node.offload.store_leader import JOBS_AT_ONCE, NS_OF_DEPTH, REFRESH_S, StoreLeader, StoreSettings
 from decode_node.rank_messages import BackUpPages, FetchPages
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
@@ -112,15 +112,31 @@ async def test_what_could_not_be_stored_is_tried_again() -> None:
     pages = one.ready(chain_of(2), 2)
     one.leader.back_up(pages)
     one.answer(failed=(1,))
-    assert (pages[0].is_stored, pages[1].is_stored, one.sent) == (True, False, [])
+    assert (pages[0].stored_s is not None, pages[1].stored_s, one.sent) == (True, None, [])
     one.leader.back_up(pages)  # it is found again
     one.answer(failed=(0,))
     one.leader.back_up(one.ready(chain_of(9), 9)[:0])
     assert not one.sent and one.leader.num_queued == 1, "a store that takes nothing gets nothing for a while"
     one.leader._try_again()  # what the timer calls
     assert one.answer().hashes == (pages[1].page_hash,)
-    assert pages[1].is_stored and not one.sent
+    assert pages[1].stored_s is not None and not one.sent
     one.leader.close()
+
+
+async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_then() -> None:
+    one = Leader()
+    pages = one.ready(chain_of(2), 2)
+    one.leader.back_up(pages)
+    one.answer()
+    one.leader.back_up(pages)
+    assert not one.sent, "they have just been stored"
+    for page in pages:
+        assert page.stored_s is not None
+        page.stored_s -= REFRESH_S
+    one.leader.back_up(pages)
+    assert list(one.answer().hashes) == chain_of(2).hashes[:2]
+    one.leader.back_up(pages)
+    assert not one.sent
 
 
 async def test_of_a_long_prompt_the_end_counts_as_used_first() -> None:
@@ -135,7 +151,7 @@ async def test_of_a_long_prompt_the_end_counts_as_used_first() -> None:
     pages = [one.tier.find(FULL, page_hash) for page_hash in chain.hashes]
     for page in pages:
         assert page is not None
-        page.is_stored = False
+        page.stored_s = None
     one.leader.back_up([page for page in pages if page is not None])
     first, second = one.answer(), one.answer()
     assert first.used_ns - second.used_ns > 3 * NS_OF_DEPTH
@@ -149,7 +165,7 @@ async def test_pages_that_turn_out_to_be_damaged_on_their_way_are_found_nowhere(
     one.answer()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert len(one.store.deleted) == 2 and not page.is_stored, "it was put after it had been deleted"
+    assert len(one.store.deleted) == 2 and page.stored_s is None, "it was put after it had been deleted"
     chain = chain_of(3)
     fetching = asyncio.ensure_future(one.leader.fetch(chain, 6))
     while not one.sent:

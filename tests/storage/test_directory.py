@@ -21,7 +21,7 @@ from tests.storage.writer import key_of, page_of
 from transfer.errors import ConfigError
 from transfer.storage import directory_room, envelope
 from transfer.storage.base import USED_STEP_NS, Outcome
-from transfer.storage.directory import DirectoryStore
+from transfer.storage.directory import DirectoryStore, check_directory
 from transfer.storage.directory_room import KEEP_FRACTION, WRITING
 from transfer.storage.envelope import HEADER_BYTES
 
@@ -496,12 +496,22 @@ def test_a_store_on_a_disk_that_is_full_is_opened(tmp_path: Path) -> None:
     assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
 
 
-def test_a_directory_that_cannot_be_made_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_refused_when_it_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"storage.directory is .*/file/kv; it must be a folder that this process can write"):
-        DirectoryStore(tmp_path / "file" / "kv")
+        check_directory(tmp_path / "file" / "kv")
     with pytest.raises(ConfigError, match=r"storage.directory is /proc/kv; it must be a folder"):
-        DirectoryStore(Path("/proc/kv"))
+        check_directory(Path("/proc/kv"))
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
+def test_a_store_whose_directory_cannot_be_made_fails_its_pages(tmp_path: Path, max_bytes: int | None) -> None:
+    """And works when it can: a node's ranks are started again in whatever has become of it."""
+    (tmp_path / "file").write_bytes(b"")
+    store = DirectoryStore(tmp_path / "file" / "kv", max_bytes=max_bytes)
+    assert put(store, 1) == [FAILED] == store.get([(key_of(1), memoryview(bytearray(64)))])
+    (tmp_path / "file").unlink()
+    assert put(store, 1) == [OK]
 
 
 def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> None:
@@ -516,7 +526,7 @@ def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> 
         os.seteuid(65534)
     try:
         with pytest.raises(ConfigError, match=r"storage.directory is .*locked; .* can write: Permission denied"):
-            DirectoryStore(locked)
+            check_directory(locked)
     finally:
         if is_root:
             os.seteuid(0)

@@ -37,20 +37,17 @@ log = structlog.get_logger(__name__)
 class DirectoryStore:
     """See the module's docstring, and `transfer.storage.base.Store`.
 
+    Making one touches no disk: what has become of a directory since the node's start (`check_directory`) fails its pages, and
+    not the node.
+
     Args:
-        directory: Made where it is not there.
+        directory: Made at the first put, where it is not there.
         max_bytes: Of all files together; None: as many as the disk takes.
         leftover_age_s: See `LEFTOVER_AGE_S`.
-
-    Raises:
-        ConfigError: It cannot be made, or this process may not write there. That the disk is full is no reason: what is stored
-            can be read, and there may be room again.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int | None = None, leftover_age_s: float = LEFTOVER_AGE_S) -> None:
         self._root = directory
-        with _setup_errors(directory):
-            _make_writable(directory)
         self._room = DirectoryRoom(directory, max_bytes=max_bytes, leftover_age_s=leftover_age_s)
 
     @property
@@ -87,6 +84,7 @@ class DirectoryStore:
         path, num_bytes = self._path(key), HEADER_BYTES + page.nbytes
         if self._is_there(path, num_bytes, used_ns):
             return Outcome.OK
+        _make(self._root)
         self._room.prepare(path.parent)
         temporary = _new_file_in(path.parent)
         with contextlib.ExitStack() as undo:
@@ -158,30 +156,30 @@ def _with_times(pages: Sequence[tuple[str, memoryview]], used_ns: int | None) ->
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ConfigError when a `DirectoryStore` there could not be opened; makes it where it is not there."""
-    with _setup_errors(directory):
-        _make_writable(directory)
+    """Make a store's directory where it is not there, and try it.
 
-
-def _make_writable(directory: Path) -> None:
-    directory.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    probe = _new_file_in(directory)
+    Raises:
+        ConfigError: It cannot be made, or this process may not write there. That the disk is full is no reason: what is stored
+            can be read, and there may be room again.
+    """
     try:
-        os.close(_created(probe))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-    probe.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _setup_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
+        _make(directory)
+        probe = _new_file_in(directory)
+        try:
+            os.close(_created(probe))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"storage.directory is {directory}; it must be a folder that this process can write: {error.strerror}"
         ) from error
+
+
+def _make(directory: Path) -> None:
+    if not directory.is_dir():
+        directory.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def _new_file_in(folder: Path) -> Path:
