@@ -73,7 +73,8 @@ class DecodeEngine(Protocol):
             request_id -> next token. On TP rank 0; empty on the others.
 
         Raises:
-            RequestFault: Some requests of the step cannot go on; the others' tokens are in it, and the engine goes on.
+            RequestFault: Some requests of the step cannot go on; the others' tokens are in it, and the engine goes on. Raised on
+                TP rank 0, which has the tokens; of another rank nobody hears it.
             EngineError: An item does not fit the model or the pool (nothing was run), or the step failed, for example because
                 another rank died (the engine is then of no more use).
         """
