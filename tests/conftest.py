@@ -46,6 +46,7 @@ ROOMS_OF_THE_WORLD = (
     "engine",
     "hosted",
     "meta",
+    "monitoring",
     "rdma",
     "registry",
     "router",

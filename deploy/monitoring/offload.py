@@ -97,7 +97,7 @@ _COPIES: Final = Row(
             title="Pages that left the device early, and came back",
             description=(
                 "Pages that running requests gave up on the device, and that were brought back when there was room. As many back "
-                "as left, all the time: pages go to and fro; move offload.low_water away from offload.high_water. None leave "
+                "as left, all the time: pages go back and forth; move offload.low_water away from offload.high_water. None leave "
                 "although requests queue: offload.device_window is not set."
             ),
             unit=Unit.PAGES_PER_S,
