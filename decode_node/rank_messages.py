@@ -153,8 +153,12 @@ class MoveBoundary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackUpPages:
-    """Put host pages of one group into the store, each under its hash; answer `JobDone`. `used_ns`: when they count as used."""
+class StoreJob:
+    """Host pages of one group, the hash of each, and when they count as used; it travels as one of the next two.
+
+    Args:
+        used_ns: Nanoseconds since 1970.
+    """
 
     job: int
     group: int
@@ -164,14 +168,13 @@ class BackUpPages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchPages:
-    """Fill host pages of one group from the store; answer `JobDone`. `used_ns`: when they count as used."""
+class BackUpPages(StoreJob):
+    """Put the pages into the store, each under its hash; answer `JobDone`."""
 
-    job: int
-    group: int
-    hashes: tuple[bytes, ...]
-    host_pages: tuple[int, ...]
-    used_ns: int
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPages(StoreJob):
+    """Fill the pages from the store; answer `JobDone`."""
 
 
 # Rank -> leader

@@ -25,6 +25,7 @@ from decode_node.rank_messages import (
     MoveBoundary,
     PageRun,
     SavePages,
+    StoreJob,
 )
 from node_runtime.lane import Lane
 from node_runtime.piece_copier import PieceCopier
@@ -366,7 +367,7 @@ class OffloadRank:
         found = await self._store.get(self._views(message), used_ns=message.used_ns)
         return JobDone(job=message.job, failed=_where_false(found))
 
-    def _views(self, message: BackUpPages | FetchPages) -> list[tuple[str, memoryview]]:
+    def _views(self, message: StoreJob) -> list[tuple[str, memoryview]]:
         return [
             (self._key(message.group, page_hash), self._host.page(message.group, number))
             for page_hash, number in zip(message.hashes, message.host_pages, strict=True)

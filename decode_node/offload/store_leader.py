@@ -16,7 +16,7 @@ from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.host_tier import HostPage
-from decode_node.rank_messages import BackUpPages, FetchPages
+from decode_node.rank_messages import BackUpPages, FetchPages, StoreJob
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import PageHashes
 
@@ -117,6 +117,24 @@ class StoreLeader:
         if self._retry is not None:
             self._retry.cancel()
 
+    def _order(
+        self,
+        kind: type[StoreJob],
+        pages: Sequence[HostPage],
+        hashes: tuple[bytes, ...],
+        now_ns: int,
+        done: Callable[[frozenset[int]], None],
+    ) -> None:
+        """Have the ranks do it with pages of one group; `done` with the places of those that failed."""
+        order = kind(
+            job=self._context.jobs.begin(done),
+            group=pages[0].group,
+            hashes=hashes,
+            host_pages=tuple(page.number for page in pages),
+            used_ns=now_ns - pages[0].depth * NS_OF_DEPTH,
+        )
+        self._context.broadcast(order)
+
     # Into the store
 
     def back_up(self, pages: Sequence[HostPage]) -> None:
@@ -165,10 +183,7 @@ class StoreLeader:
                 self._wait_and_retry(left)
             self._next_backups()
 
-        job = self._context.jobs.begin(done)
-        numbers = tuple(page.number for page in pages)
-        used_ns = time.time_ns() - pages[0].depth * NS_OF_DEPTH
-        self._context.broadcast(BackUpPages(job=job, group=pages[0].group, hashes=hashes, host_pages=numbers, used_ns=used_ns))
+        self._order(BackUpPages, pages, hashes, time.time_ns(), done)
 
     def _wait_and_retry(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Put nothing for a while, and these first then. Single pages that failed are tried again when they are found again."""
@@ -232,7 +247,7 @@ class StoreLeader:
 
     async def _bring(self, wanted: dict[int, list[_Wanted]], came: _Came) -> None:
         """Have the ranks fill host pages, the first ones first, up to a gap or where there is no room; few jobs at once."""
-        used_ns = time.time_ns()
+        now_ns = time.time_ns()
         orders: list[asyncio.Future[None]] = []
         for group, of_group in wanted.items():
             size = self._settings.job_pages(group)
@@ -240,7 +255,7 @@ class StoreLeader:
                 await self._fetches.acquire()
                 pages = None if came.has_gap else self._taken(group, of_group[begin : begin + size])
                 if pages:
-                    orders.append(self._order_fetch(pages, came, used_ns - pages[0].depth * NS_OF_DEPTH))
+                    orders.append(self._order_fetch(pages, came, now_ns))
                     continue
                 self._fetches.release()
                 if pages is None:
@@ -260,7 +275,7 @@ class StoreLeader:
                 pages.append(page)
         return pages
 
-    def _order_fetch(self, pages: list[HostPage], came: _Came, used_ns: int) -> asyncio.Future[None]:
+    def _order_fetch(self, pages: list[HostPage], came: _Came, now_ns: int) -> asyncio.Future[None]:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         hashes = _hashes(pages)
 
@@ -280,11 +295,9 @@ class StoreLeader:
                 self._tier.let_go(page)
             over.set_result(None)
 
-        job = self._context.jobs.begin(done)
         if pages[0].group == FULL:
             self._coming |= dict.fromkeys(hashes, over)
-        numbers = tuple(page.number for page in pages)
-        self._context.broadcast(FetchPages(job=job, group=pages[0].group, hashes=hashes, host_pages=numbers, used_ns=used_ns))
+        self._order(FetchPages, pages, hashes, now_ns, done)
         return over
 
     def _is_ready(self, group: int, page_hash: bytes) -> bool:

@@ -13,7 +13,7 @@ from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import JOBS_AT_ONCE, NS_OF_DEPTH, REFRESH_S, StoreLeader, StoreSettings
-from decode_node.rank_messages import BackUpPages, FetchPages
+from decode_node.rank_messages import StoreJob
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 from transfer.metrics import NodeMetrics
@@ -46,7 +46,7 @@ class Store:
 
 class Leader:
     def __init__(self, *, host_pages: int = 100, page_bytes: int = 10, timeout_s: float = 5.0) -> None:
-        self.sent: list[BackUpPages | FetchPages] = []
+        self.sent: list[StoreJob] = []
         self.jobs = Jobs(1)
         self.tier = HostTier((host_pages,))
         self.store = Store()
@@ -58,7 +58,7 @@ class Leader:
             on_device=DeviceIndex(GROUPS),
             admission=Admission(pool_pages=PageCounts((8,)), needs=needs, max_running=2),
             jobs=self.jobs,
-            broadcast=lambda message: self.sent.append(cast(BackUpPages, message)),
+            broadcast=lambda message: self.sent.append(cast(StoreJob, message)),
             observer=NodeMetrics(role="decode").tiers,
         )
         self.leader = StoreLeader(
@@ -80,7 +80,7 @@ class Leader:
             self.tier.let_go(page)
         return pages
 
-    def answer(self, *, failed: tuple[int, ...] = ()) -> BackUpPages | FetchPages:
+    def answer(self, *, failed: tuple[int, ...] = ()) -> StoreJob:
         message = self.sent.pop(0)
         self.jobs.done(0, message.job, failed)
         return message
