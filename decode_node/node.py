@@ -152,7 +152,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
         store = None
         if self.config.offload.is_on:
-            # On a thread: a directory is looked through, file by file.
+            # On a thread: the library of an object store is loaded by the first one that is opened.
             store = await asyncio.to_thread(
                 open_store_client, self.config.storage, loop=asyncio.get_running_loop(), observer=self.metrics.store
             )

@@ -96,7 +96,7 @@ def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int
             if is_kept:
                 tier.hold(known, owner=owner)
                 request.host.append(known)
-        elif entry >= request.boundary:
+        else:
             page = tier.take(FULL, page_hash, owner=owner, depth=entry)
             if page is None:
                 context.observer.host_full()

@@ -31,7 +31,7 @@ class TieredRequest:
         guaranteed: Leading pages that have, or are promised, room in host memory.
         boundary: Leading pages that are read in host memory.
         host: The leading pages that are held in host memory, for as long as the request lives.
-        next_save: First page that has not been looked at for saving.
+        next_save: First page that has not been looked at for saving; never before the boundary.
         first_window_page: First page that the prompt has brought whole of each sliding window, by the index of its group.
         next_window_save: First page of each that has not been looked at for saving.
         num_computed: Tokens whose KV is in the pool.
