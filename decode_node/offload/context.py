@@ -20,6 +20,10 @@ FULL: Final = 0
 class TierObserver(Protocol):
     """Hears what becomes of pages, each of which is counted once and not for every rank."""
 
+    def looked_for(self, num_tokens: int) -> None:
+        """A prompt of so many tokens was looked for in the tiers, and has its place; what was found of it follows as hits."""
+        ...
+
     def hit(self, tier: str, num_tokens: int) -> None:
         """Tokens of a prompt were found in "device", "host" or "storage", and did not come from prefill."""
         ...

@@ -118,6 +118,7 @@ class OffloadLeader:
         request.num_loading = bool(found.loads) + len(found.copies)
         if request.num_loading:
             self._to_load[request_id] = found
+        self._context.observer.looked_for(prompt_tokens)
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
             self._store.back_up(found.hits)  # it may have been away when they were saved, or have let go of them

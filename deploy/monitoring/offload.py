@@ -29,6 +29,7 @@ _WHERE_KV_IS: Final = Row(
                     legend="{{group}}: {{state}}",
                 ),
             ),
+            columns=12,
             most=1.0,
         ),
         Chart(
@@ -41,7 +42,30 @@ _WHERE_KV_IS: Final = Row(
             ),
             unit=Unit.TOKENS_PER_S,
             lines=(Line(expr=per_second("kvferry_offload_hit_tokens_total", "tier"), legend="{{tier}}"),),
+            columns=12,
             is_stacked=True,
+        ),
+        Chart(
+            title="Share of prompts found",
+            description=(
+                "Of the tokens of all prompts, the part that did not have to come from prefill; gaps are times without a prompt. "
+                "At a share near zero, host memory and store cost and give nothing. It falls when host memory or the store's "
+                "directory (storage.max_bytes) is too small for what comes again and, without a store, at restarts of the node."
+            ),
+            unit=Unit.SHARE,
+            lines=(
+                Line(
+                    expr=share(
+                        per_second("kvferry_offload_hit_tokens_total", "tier"),
+                        "tier",
+                        per_second("kvferry_offload_prompt_tokens_total"),
+                    ),
+                    legend="{{tier}}",
+                ),
+            ),
+            columns=12,
+            is_stacked=True,
+            most=1.0,
         ),
         Chart(
             title="Tokens of prompts that prefill loaded",
@@ -52,6 +76,7 @@ _WHERE_KV_IS: Final = Row(
             ),
             unit=Unit.TOKENS_PER_S,
             lines=(Line(expr=per_second("kvferry_loaded_prompt_tokens_total", "instance"), legend="{{instance}}"),),
+            columns=12,
             is_stacked=True,
         ),
     ),

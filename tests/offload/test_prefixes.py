@@ -87,10 +87,12 @@ async def asked(decode: ClusterNode, token_ids: tuple[int, ...], num_tokens: int
 
 async def tier_of_next_request(cluster: LocalCluster, reference: Reference, token_ids: tuple[int, ...], *, salt: str = "") -> str:
     """Ask, check the tokens, and say where its prefix was found: "host", "storage", or "" where it was not."""
+    looked_for = await number(cluster.decode, "kvferry_offload_prompt_tokens_total")
     before = {tier: await hits(cluster.decode, tier) for tier in ("device", "host", "storage")}
     assert await asked(cluster.decode, token_ids, NEW, salt=salt) == reference.tokens(token_ids, NEW)
     await until_all_is_back(cluster.prefill, cluster.decode)
     after = {tier: await hits(cluster.decode, tier) for tier in before}
+    assert await number(cluster.decode, "kvferry_offload_prompt_tokens_total") == looked_for + len(token_ids)
     found = [tier for tier in before if after[tier] > before[tier]]
     assert len(found) <= 1, f"before {before}, after {after}"
     assert all(after[tier] == before[tier] + WHOLE * PAGE for tier in found), "a part of its whole pages only"

@@ -136,6 +136,7 @@ NODE_METRICS: Final = (
     _spec("counter", "refused_calls", "Calls to the node that the caller's certificate does not allow.", "method"),
     _spec("gauge", "certificate_expiry_timestamp_seconds", "When the node's certificate expires, in seconds since 1970."),
     _spec("gauge", "certificate_stale", "1 while the node's certificate files have changed and cannot be used; 0 otherwise."),
+    _spec("counter", "offload_prompt_tokens", "Tokens of prompts that were looked for in the tiers, hits among them."),
     _spec("counter", "offload_hit_tokens", "Tokens of prompts found in a tier, which did not come from prefill.", "tier"),
     _spec("counter", "offload_saved_pages", "Pages saved into host memory, of the prompt or generated.", "source"),
     _spec("counter", "offload_released_pages", "Device pages given back before their request ended."),

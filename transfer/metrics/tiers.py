@@ -27,8 +27,12 @@ class TierMetrics:
         ):
             for value in values:
                 series(name, **{label: value})
-        for name in ("offload_released_pages", "offload_restored_pages", "offload_host_full", "offload_stalls"):
-            series(name)
+        for name in ("prompt_tokens", "released_pages", "restored_pages", "host_full", "stalls"):
+            series(f"offload_{name}")
+
+    def looked_for(self, num_tokens: int) -> None:
+        """A prompt of so many tokens was looked for in the tiers."""
+        self._series("offload_prompt_tokens").inc(num_tokens)
 
     def hit(self, tier: str, num_tokens: int) -> None:
         """Tokens of a prompt were found in "device", "host" or "storage"."""
