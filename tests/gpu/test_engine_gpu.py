@@ -6,7 +6,6 @@ import gc
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.loading import load_engine
 from embedded_engine.model_files import read_model_files
-from kvferry.demo_model import make_demo_model
 from node_runtime.rank_memory import rank_memory
-from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, PROMPTS, tokens_of_a_life
-from tests.engine.families import FAMILIES, make_family
+from tests.engine.decode_scenario import PROMPTS, tokens_of_a_life
+from tests.engine.families import FAMILIES
 from tests.engine.steps import bind_pages, pages_for, prefill_all
+from tests.gpu.small_engines import Directory, Prompts, make_engine, prompts_of
 from tests.runtime.instances import decode_config
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
 from transfer.kv_pool import KVPool
@@ -39,8 +38,6 @@ MODELS = ("llama", *FAMILIES)
 WITH_EXPERTS = ("gpt_oss", "deepseek_v2", "deepseek_v3_moe", "mixtral", "qwen3_moe", "qwen3_next_moe")
 ARCHITECTURES_OF_GROUPED_KERNEL = (9, 10)
 
-Directory = Callable[[str], Path]
-Prompts = dict[int, tuple[int, ...]]
 Record = Callable[[str, object], None]
 
 
@@ -60,43 +57,8 @@ def exact_convolutions() -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    parent = tmp_path_factory.mktemp("models")
-
-    def directory_of(name: str) -> Path:
-        directory = parent / name
-        if directory.exists():
-            return directory
-        return make_demo_model(directory) if name == "llama" else make_family(name, directory)
-
-    return directory_of
-
-
-@pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    generator = torch.Generator().manual_seed(11)
-    return {length: tuple(torch.randint(3, 240, (length,), generator=generator).tolist()) for length in PROMPTS.values()}
-
-
-def make_engine(
-    directory: Path,
-    device: str,
-    *,
-    captured: Sequence[int] = (),
-    shard: Shard | None = None,
-    **settings: Any,
-) -> EmbeddedEngine:
-    files, shard = read_model_files(directory), shard or Shard(page_size=4)
-    return EmbeddedEngine(
-        files,
-        shard=shard,
-        num_pages=pages_for(layer_groups(files.layout()), 400 // shard.page_size, num_states=5),
-        device=device,
-        max_seq_len=MAX_SEQ_LEN,
-        max_running_requests=MAX_RUNNING,
-        cuda_graph_batch_sizes=captured,
-        **settings,
-    )
+    return prompts_of(PROMPTS.values())
 
 
 @pytest.mark.parametrize("name", MODELS)

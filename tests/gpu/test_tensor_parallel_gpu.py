@@ -14,13 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from node_runtime.lane import Lane
-from tests.engine.decode_scenario import MAX_RUNNING, MAX_SEQ_LEN, PROMPTS, tokens_of_a_life
+from tests.engine.decode_scenario import PROMPTS, tokens_of_a_life
 from tests.engine.families import make_family
-from tests.engine.steps import pages_for
-from transfer.layer_groups import layer_groups
+from tests.gpu.small_engines import Prompts, make_engine, prompts_of
 from transfer.layout import Shard
 
 pytestmark = [
@@ -54,24 +52,11 @@ class InStep:
         return told
 
 
-def make_engine(directory: Path, device: str, captured: tuple[int, ...], **settings: Any) -> EmbeddedEngine:
-    files = read_model_files(directory)
-    return EmbeddedEngine(
-        files,
-        num_pages=pages_for(layer_groups(files.layout()), 100, num_states=5),
-        device=device,
-        max_seq_len=MAX_SEQ_LEN,
-        max_running_requests=MAX_RUNNING,
-        cuda_graph_batch_sizes=captured,
-        **settings,
-    )
-
-
 def run_rank(
     rank: int,
     directory: Path,
     folder: Path,
-    prompts: dict[int, tuple[int, ...]],
+    prompts: Prompts,
     captured: tuple[int, ...],
     has_lane: bool,
 ) -> None:
@@ -82,7 +67,7 @@ def run_rank(
 
     def live() -> dict[str, Any]:
         current = torch.cuda.current_device()
-        engine = make_engine(directory, device, captured, shard=shard, group=group)
+        engine = make_engine(directory, device, captured=captured, shard=shard, group=group)
         tokens = tokens_of_a_life(InStep(engine), prompts, NUM_STEPS)
         found = {"tokens": tokens, "captured": engine.captured_batch_sizes, "current_device": current}
         torch.cuda.synchronize(device)
@@ -113,9 +98,8 @@ async def on_a_lane(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def test_two_gpus_draw_the_tokens_of_one_process(tmp_path: Path, family: str, captured: tuple[int, ...], has_lane: bool) -> None:
     """On a lane the engine's thread is not the one that joined the group, and its current device is the first on every rank."""
     directory = make_family(family, tmp_path / "model")
-    generator = torch.Generator().manual_seed(11)
-    prompts = {length: tuple(torch.randint(3, 240, (length,), generator=generator).tolist()) for length in PROMPTS.values()}
-    expected = tokens_of_a_life(make_engine(directory, "cpu", (), shard=Shard(page_size=4)), prompts, NUM_STEPS)
+    prompts = prompts_of(PROMPTS.values())
+    expected = tokens_of_a_life(make_engine(directory, "cpu"), prompts, NUM_STEPS)
     multiprocessing.spawn(run_rank, args=(directory, tmp_path, prompts, captured, has_lane), nprocs=TP_SIZE)
     for rank in range(TP_SIZE):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())

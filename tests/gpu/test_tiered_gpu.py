@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_files import read_model_files
 from kvferry.demo_model import make_demo_model
-from tests.engine.families import FAMILIES, make_family
+from tests.engine.families import FAMILIES
 from tests.engine.steps import PageBook, pages_for, prefill_all
 from tests.engine.test_tiered_decode import WITHOUT_FULL_ATTENTION, largest_slice
 from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of
+from tests.gpu.small_engines import Directory, Prompts, make_engine, prompts_of
 from transfer.engine_types import DecodeItem
 from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
@@ -31,8 +32,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
 ]
 
-Directory = Callable[[str], Path]
-Prompts = dict[int, tuple[int, ...]]
 MODELS = ("llama", *(name for name in FAMILIES if name not in WITHOUT_FULL_ATTENTION))
 LENGTHS = {"a": 129, "b": 5, "c": 64, "d": 33}
 ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "c": HALF, "d": ALL_BUT_NEWEST}
@@ -44,35 +43,12 @@ TOLERANCES = {DType.FLOAT32: 2e-3, DType.BFLOAT16: 6e-2}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    parent = tmp_path_factory.mktemp("models")
-
-    def directory_of(name: str) -> Path:
-        directory = parent / name
-        if directory.exists():
-            return directory
-        return make_demo_model(directory) if name == "llama" else make_family(name, directory)
-
-    return directory_of
-
-
-@pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    generator = torch.Generator().manual_seed(11)
-    return {length: tuple(torch.randint(3, 240, (length,), generator=generator).tolist()) for length in LENGTHS.values()}
+    return prompts_of(LENGTHS.values())
 
 
-def make_engine(directory: Path, device: str, shard: Shard, **settings: Any) -> EmbeddedEngine:
-    files = read_model_files(directory)
-    return EmbeddedEngine(
-        files,
-        shard=shard,
-        num_pages=pages_for(layer_groups(files.layout()), 480 // shard.page_size, num_states=5),
-        device=device,
-        max_seq_len=160,
-        max_running_requests=4,
-        **settings,
-    )
+def roomy_engine(directory: Path, device: str, **settings: Any) -> EmbeddedEngine:
+    return make_engine(directory, device, num_tokens=480, max_seq_len=160, **settings)
 
 
 def tokens_of(engine: EmbeddedEngine, prompts: Prompts, pages_per_block: int) -> dict[str, list[int]]:
@@ -89,10 +65,9 @@ def tokens_of(engine: EmbeddedEngine, prompts: Prompts, pages_per_block: int) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_cpu(model: Directory, prompts: Prompts, name: str) -> None:
     """In float32, with steps that are launched because they read more than both buffers hold, and with replayed ones."""
-    shard = Shard(page_size=4)
-    on_cpu = tokens_of(make_engine(model(name), "cpu", shard), prompts, LAUNCHED)
+    on_cpu = tokens_of(roomy_engine(model(name), "cpu"), prompts, LAUNCHED)
     for pages_per_block in (LAUNCHED, REPLAYED):
-        engine = make_engine(model(name), "cuda", shard, cuda_graph_batch_sizes=(4,))
+        engine = roomy_engine(model(name), "cuda", captured=(4,))
         assert tokens_of(engine, prompts, pages_per_block) == on_cpu, pages_per_block
 
 
@@ -101,8 +76,8 @@ def test_tokens_are_those_of_the_cpu(model: Directory, prompts: Prompts, name: s
     "shard", [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1), Shard(page_size=16)], ids=["HND", "tokens", "NHD"]
 )
 def test_pools_and_blocks_of_other_kinds(model: Directory, prompts: Prompts, shard: Shard, pages_per_block: int) -> None:
-    on_cpu = tokens_of(make_engine(model("llama"), "cpu", shard), prompts, pages_per_block)
-    assert tokens_of(make_engine(model("llama"), "cuda", shard), prompts, pages_per_block) == on_cpu
+    on_cpu = tokens_of(roomy_engine(model("llama"), "cpu", shard=shard), prompts, pages_per_block)
+    assert tokens_of(roomy_engine(model("llama"), "cuda", shard=shard), prompts, pages_per_block) == on_cpu
 
 
 class LongRequest:
