@@ -432,6 +432,24 @@ def test_a_page_that_the_kernel_does_not_take_fails_and_leaves_nothing(tmp_path:
     assert counted(store) == num_bytes(store)
 
 
+def printed_in_file_system(options: str, code: str, folder: Path) -> str:
+    """What a program prints whose argument is a path in a file system of its own, mounted on `folder` for nobody else.
+
+    No rights are needed where users may have a mount namespace; skips where they may not.
+
+    Args:
+        options: Of tmpfs.
+    """
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=20, check=False).returncode:
+        pytest.skip("this kernel lets nobody make a file system; the limit of files above is what shows the rest")
+    script = f"mount -t tmpfs -o {options} none {folder} && {sys.executable} -c '{code}' {folder}/kv"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*alone, "sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 FULL_DISK = """
 import sys
 from pathlib import Path
@@ -452,15 +470,7 @@ print("as expected")
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """A file system of two mebibytes, in a mount namespace of the test's own; no rights are needed where users may have them."""
-    alone = ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=20, check=False).returncode:
-        pytest.skip("this kernel lets nobody make a file system; the limit of files above is what shows the rest")
-    script = f"mount -t tmpfs -o size=2m none {tmp_path} && {sys.executable} -c '{FULL_DISK}' {tmp_path}/kv"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*alone, "sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
-    assert "No space left on device" in done.stdout + done.stderr
+    assert "No space left on device" in printed_in_file_system("size=2m", FULL_DISK, tmp_path)
 
 
 NO_MORE_FILES = """
@@ -487,13 +497,7 @@ print("as expected")
 
 def test_a_store_on_a_disk_that_is_full_is_opened(tmp_path: Path) -> None:
     """A rank that is started again reads what is there; a file system of 32 files."""
-    alone = ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=20, check=False).returncode:
-        pytest.skip("this kernel lets nobody make a file system")
-    script = f"mount -t tmpfs -o nr_inodes=32 none {tmp_path} && {sys.executable} -c '{NO_MORE_FILES}' {tmp_path}/kv"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*alone, "sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr
+    printed_in_file_system("nr_inodes=32", NO_MORE_FILES, tmp_path)
 
 
 def test_a_directory_that_cannot_be_made_is_refused_when_it_is_checked(tmp_path: Path) -> None:
