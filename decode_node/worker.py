@@ -99,11 +99,9 @@ class DecodeWorker:
         ring_memory = RingMemory.take(
             ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, is_one_sided=transport.is_one_sided
         )
-        memory = rank_memory(engine, {"ring": ring_bytes + probe_bytes})
-        self._metrics.memory(memory.planned, memory.real)
         slack_tokens = config.offload.window_slack_tokens(pool.page_size)
         self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
-        self._offload = open_offload_rank(
+        self._offload = await open_offload_rank(
             config,
             self._instance,
             engine,
@@ -115,6 +113,8 @@ class DecodeWorker:
             on_free=self._leave_if_asked,
             on_crash=self._crash,
         )
+        memory = rank_memory(engine, {"ring": ring_bytes + probe_bytes})
+        self._metrics.memory(memory.planned, memory.real)
         receiving = open_receiving(
             loop=self._loop,
             owner=self,

@@ -141,7 +141,10 @@ class DeviceDecoder:
         def step(size: int) -> Tensor:
             return self._tiered(size, host, host.begin_loaded(size))
 
-        self._tiered_graphs = DecodeGraphs(graphs.batch_sizes, load, step, self._pool.device, beside=graphs)
+        try:
+            self._tiered_graphs = DecodeGraphs(graphs.batch_sizes, load, step, self._pool.device, beside=graphs)
+        except CannotBeCaptured as error:
+            log.warning("no_tiered_cuda_graphs", reason=str(error))
 
     def _tiered_step(self, host_tables: Sequence[Sequence[int]], host: HostReader) -> Tensor:
         """Launch a step over what the inputs hold and the host pages of its rows, of which there are some."""
@@ -149,9 +152,10 @@ class DeviceDecoder:
 
     def _tiered(self, num_rows: int, host: HostReader, blocks: DeviceBlocks) -> Tensor:
         inputs = self._inputs_of(num_rows)
-        logits = self._computed(inputs, TieredDecodePlan(self._pool, self._tables, inputs, host, blocks))
-        host.fetcher.end()
-        return logits
+        try:
+            return self._computed(inputs, TieredDecodePlan(self._pool, self._tables, inputs, host, blocks))
+        finally:
+            host.fetcher.end()  # also of a step that failed: a replayed one knows nothing of what is still on its way
 
     def _step(self, num_rows: int) -> Tensor:
         """Launch a step over what the inputs hold."""

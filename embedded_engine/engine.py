@@ -277,17 +277,17 @@ class EmbeddedEngine:
     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None:
         """Let decode steps attend to pages in host memory, see `DecodeItem.host_tables`; once, before any step.
 
-        On a GPU it takes two buffers of up to `block_bytes` of the device, and runs a step for the dummy request, to compile what
-        such steps launch; so the ranks of a group do this together.
+        On a GPU it takes two buffers of up to `block_bytes` of the device, runs a step for the dummy request, to compile what
+        such steps launch, and captures steps of the sizes that others are captured of; so the ranks of a group do this together.
 
         Args:
             host: Host pages of this engine's pool.
-            block_bytes: Most bytes of a layer's K and V that are read together.
+            block_bytes: Most bytes of a layer's K and V that are read together; twice as much is what replayed steps can read.
 
         Raises:
             ConfigError: The engine has a host pool already, the model has no full attention, the host pool no pages of it or
                 another layout, or a block holds no page.
-            EngineError: The device has too little memory left.
+            EngineError: The device has too little memory left, or the capture failed.
         """
         if self._tier is not None:
             raise ConfigError("the engine has a host pool already; it takes one, before its first step")

@@ -58,6 +58,7 @@ class HostFetcher:
         self._used = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if is_gpu else []
         self._blocks: Sequence[HostBlock] = ()
         self._pages = torch.empty(0, dtype=torch.int64)
+        self._counts: Tensor | None = None
         self._num_fetched = 0
         self._num_used = 0
 
@@ -66,14 +67,15 @@ class HostFetcher:
         """Bytes of the device that both buffers take."""
         return sum(memory.numel() for memory in self._memory)
 
-    def begin(self, blocks: Sequence[HostBlock], pages: Tensor) -> None:
+    def begin(self, blocks: Sequence[HostBlock], pages: Tensor, counts: Tensor | None = None) -> None:
         """Begin a step: its first blocks are on their way.
 
         Args:
             blocks: Of the step, at least one.
             pages: Their host pages, int64 on the device, behind what is queued on the current stream.
+            counts: int64 [blocks] on the device, like `pages`: how many of a block's first pages are there; None: all.
         """
-        self._blocks, self._pages = blocks, pages
+        self._blocks, self._pages, self._counts = blocks, pages, counts
         self._num_fetched = self._num_used = 0
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -108,17 +110,16 @@ class HostFetcher:
         """Queue the next fetch of the step, if there is one; its buffer is free by what the stream waits for."""
         if self._num_fetched == len(self._layers) * len(self._blocks):
             return
-        layer, block = (
-            self._layers[self._num_fetched // len(self._blocks)],
-            self._blocks[self._num_fetched % len(self._blocks)],
-        )
+        index = self._num_fetched % len(self._blocks)
+        layer, block = self._layers[self._num_fetched // len(self._blocks)], self._blocks[index]
         place = self._num_fetched % NUM_BUFFERS
         copier, pages = self._buffers[place][layer].copier, self._pages[block.begin :].data_ptr()
+        count_at = 0 if self._counts is None else self._counts[index:].data_ptr()
         if self._stream is None:
-            copier(pages, 0, block.num_pages)
+            copier(pages, 0, block.num_pages, count_at)
         else:
             with torch.cuda.stream(self._stream):
-                copier(pages, 0, block.num_pages)
+                copier(pages, 0, block.num_pages, count_at)
             self._fetched[place].record(self._stream)
         self._num_fetched += 1
 

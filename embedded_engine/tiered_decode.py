@@ -7,7 +7,7 @@ side.
 How many blocks there are changes with a step's requests, and with it what is launched. A CUDA graph holds a step of as many
 blocks as there are buffers, each of all rows: `HostReader.load` puts a step's pages there, where they fit. So a batch does not
 fall back to launching, which takes milliseconds a layer, for one request that has begun to leave the device; where there is more
-to read than that, the link takes longer than the launches.
+to read than that, and the buffers are of the default size, the link takes longer than the launches.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class DeviceBlocks:
         pages: int64 [n].
         first_tokens, num_tokens: int32 [parts].
         num_splits: Splits of a row's tokens in a block.
+        counts: int64 [blocks], how many pages of a block are there; None: all.
     """
 
     tables: tuple[Sequence[int], ...]
@@ -57,6 +58,7 @@ class DeviceBlocks:
     first_tokens: Tensor
     num_tokens: Tensor
     num_splits: int
+    counts: Tensor | None = None
 
 
 class HostReader:
@@ -110,17 +112,17 @@ class HostReader:
 
     def begin_loaded(self, num_rows: int) -> DeviceBlocks:
         """Begin a step of so many rows over whatever is loaded when it runs."""
-        splits = max(MIN_LOADED_SPLITS, MAX_LOADED_ROW_SPLITS // num_rows)
+        splits = max(MIN_LOADED_SPLITS, 1 << (MAX_LOADED_ROW_SPLITS // num_rows).bit_length() - 1)  # few variants to compile
         blocks = self._loaded.blocks_of(num_rows, num_splits=min(self._num_splits, splits))
-        self.fetcher.begin(blocks.blocks, blocks.pages)
+        self.fetcher.begin(blocks.blocks, blocks.pages, blocks.counts)
         return blocks
 
 
 class LoadedBlocks:
     """A block for each buffer of the fetcher, in memory that stays where it is: what captured steps read.
 
-    A block has a full block's number of pages, of which those that it lacks are -1 and left out by the copy, and a part of every
-    row, mostly without tokens.
+    A block has room for a full block's pages, a number that says how many are there, and a part of every row, mostly without
+    tokens.
 
     Args:
         tier: The engine's host tier.
@@ -132,7 +134,8 @@ class LoadedBlocks:
         self._tier = tier
         self._pitch = -(-max_rows // PARTS_ALIGNMENT) * PARTS_ALIGNMENT
         self._num_pages = NUM_BUFFERS * tier.pages_per_block
-        self._memory = torch.zeros(self._num_pages + NUM_BUFFERS * self._pitch, dtype=torch.int64, device=device)
+        size = NUM_BUFFERS + self._num_pages + NUM_BUFFERS * self._pitch
+        self._memory = torch.zeros(size, dtype=torch.int64, device=device)
         self._tables: tuple[Sequence[int], ...] = ()
 
     def load(self, tables: Sequence[Sequence[int]]) -> bool:
@@ -147,10 +150,10 @@ class LoadedBlocks:
         is_gpu = self._memory.device.type == "cuda"
         # New memory each time: see `DeviceDecoder`.
         host = torch.zeros_like(self._memory, device="cpu", pin_memory=is_gpu)
-        pages, first_tokens, num_tokens = self._parts(host)
-        pages.fill_(-1)
+        counts, pages, first_tokens, num_tokens = self._parts(host)
         for index, block in enumerate(cut.blocks):
             parts, num_rows = slice(block.first_part, block.end_part), block.end_row - block.first_row
+            counts[index] = block.num_pages
             pages[index, : block.num_pages] = torch.from_numpy(cut.pages[block.begin : block.end])
             for own, found in ((first_tokens, cut.first_tokens), (num_tokens, cut.num_tokens)):
                 own[index, block.first_row : block.end_row] = torch.from_numpy(found[parts][:num_rows])
@@ -160,7 +163,7 @@ class LoadedBlocks:
 
     def blocks_of(self, num_rows: int, *, num_splits: int) -> DeviceBlocks:
         """What is loaded, for a step of so many rows."""
-        pages, first_tokens, num_tokens = self._parts(self._memory)
+        counts, pages, first_tokens, num_tokens = self._parts(self._memory)
         size = self._tier.pages_per_block
         return DeviceBlocks(
             tables=(),
@@ -174,12 +177,14 @@ class LoadedBlocks:
             first_tokens=first_tokens.reshape(-1),
             num_tokens=num_tokens.reshape(-1),
             num_splits=num_splits,
+            counts=counts,
         )
 
-    def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views: pages int64 [blocks, pages], first tokens and numbers of tokens int32 [blocks, rows]."""
-        counts = memory[self._num_pages :].view(torch.int32).view(2, NUM_BUFFERS, self._pitch)
-        return memory[: self._num_pages].view(NUM_BUFFERS, -1), counts[0], counts[1]
+    def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Views: int64 counts of pages [blocks], pages [blocks, pages]; int32 first tokens, counts of tokens [blocks, rows]."""
+        counts, pages, parts = memory.split([NUM_BUFFERS, self._num_pages, NUM_BUFFERS * self._pitch])
+        first_tokens, num_tokens = parts.view(torch.int32).view(2, NUM_BUFFERS, self._pitch)
+        return counts, pages.view(NUM_BUFFERS, -1), first_tokens, num_tokens
 
 
 class TieredDecodePlan(KernelDecodePlan):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from decode_node.admission import Admission
 from decode_node.offload.context import FULL, TierContext, TierObserver
@@ -20,6 +21,10 @@ from transfer.config.offload import OffloadConfig
 from transfer.layer_groups import layer_groups
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import chain_seed, store_fingerprint, store_key
+
+DIRECTORY_REFRESH_S: Final = 60.0
+OBJECT_REFRESH_S: Final = 3600.0
+"""See `StoreSettings`. An object store keeps no account of what is used, and each page costs a request."""
 
 
 def rules_of(config: OffloadConfig, *, page_size: int, pool_pages: int) -> TierRules:
@@ -86,6 +91,7 @@ class LeaderTiers:
 
             bounds = StoreSettings(
                 fetch_timeout_s=config.storage.get_timeout_s,
+                refresh_s=DIRECTORY_REFRESH_S if config.storage.directory is not None else OBJECT_REFRESH_S,
                 job_bytes=config.storage.queue_bytes // (2 * JOBS_AT_ONCE),
                 page_bytes=tuple(max(group.page_bytes(layout, one) for one in shards) for group in groups),
             )

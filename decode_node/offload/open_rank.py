@@ -21,7 +21,7 @@ from transfer.storage.keys import store_fingerprint
 from transfer.storage.open import open_store_client
 
 
-def open_offload_rank(
+async def open_offload_rank(
     config: DecodeNodeConfig,
     instance: Instance,
     engine: Any,
@@ -65,7 +65,8 @@ def open_offload_rank(
                 f"offload.device_window is {settings.device_window}, and the engine {config.engine} cannot read KV in host "
                 "memory (it has no use_host_pool); leave it out"
             )
-        use_host_pool(host, block_bytes=settings.buffer_bytes)
+        # Where its steps run; on a GPU it captures some, for seconds.
+        await engine_lane.call(lambda: use_host_pool(host, block_bytes=settings.buffer_bytes))
     return OffloadRank(
         pool=pool,
         host=host,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -30,10 +29,6 @@ LOOKUP_PAGES: Final = 256
 RETRY_S: Final = 5.0
 """For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
 
-REFRESH_S: Final = 60.0
-"""After which a page that is found in host memory is put into the store again, which has it count as used there, or puts it back:
-a store with a limit knows nothing of what host memory answers, and lets go of what is used all the time."""
-
 NS_OF_DEPTH: Final = 10**9
 """A page counts as used so much earlier for each page before it: of a long prompt, which comes in many jobs, the end makes room
 in the store before the beginning, without which it is of no use."""
@@ -42,15 +37,22 @@ ANSWER_S: Final = 0.5
 """By which what has been asked is waited for beyond its own deadline: its failure is the client's to note."""
 
 
+_Name = tuple[int, bytes]
+"""Of a page in host memory and in the store: its group of layers, and its hash."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
     """Args:
     fetch_timeout_s: Longest that a request waits for what the store has of its prompt, all together.
+    refresh_s: After which a page that is found in host memory is put into the store again, which has it count as used there, or
+        puts it back: a store with a limit knows nothing of what host memory answers, and lets go of what is used all the time.
     job_bytes: Most that a rank is given to store, or to fetch, in one job.
     page_bytes: Of a page of each group on the rank that has the largest.
     """
 
     fetch_timeout_s: float
+    refresh_s: float
     job_bytes: int
     page_bytes: tuple[int, ...]
 
@@ -99,7 +101,9 @@ class StoreLeader:
         self._keys_of = keys_of
         self._settings = settings
         most = sum(self._tier.num_pages(group) for group in range(len(context.groups)))  # none is worth a second place
-        self._to_back_up: deque[tuple[int, bytes]] = deque(maxlen=max(1, most))
+        self._most_queued = max(1, most)
+        self._to_back_up: dict[_Name, None] = {}  # in order, each once
+        self._under_way: set[_Name] = set()
         self._num_backups = 0
         self._retry: asyncio.TimerHandle | None = None  # while nothing is put into the store
         self._fetches = asyncio.Semaphore(JOBS_AT_ONCE)
@@ -142,9 +146,20 @@ class StoreLeader:
 
         Where more wait than host memory has pages, the oldest are left out: most of them are gone from it.
         """
-        wanted = [(page.group, page.page_hash) for page in pages if page.page_hash is not None and _is_to_be_stored(page)]
-        self._to_back_up += wanted
+        for page in pages:
+            if page.page_hash is not None and self._is_to_be_stored(page) and (page.group, page.page_hash) not in self._under_way:
+                self._to_back_up.setdefault((page.group, page.page_hash))
+        while len(self._to_back_up) > self._most_queued:
+            self._next_name()
         self._next_backups()
+
+    def _is_to_be_stored(self, page: HostPage) -> bool:
+        return page.stored_s is None or time.monotonic() - page.stored_s > self._settings.refresh_s
+
+    def _next_name(self) -> _Name:
+        name = next(iter(self._to_back_up))
+        del self._to_back_up[name]
+        return name
 
     def _next_backups(self) -> None:
         while self._to_back_up and self._num_backups < JOBS_AT_ONCE and self._retry is None:
@@ -154,40 +169,46 @@ class StoreLeader:
 
     def _held_for_backup(self) -> list[HostPage]:
         """The next pages of one group; what has been evicted meanwhile, or cannot be held now, is not stored."""
-        group = self._to_back_up[0][0]
+        group, _ = next(iter(self._to_back_up))
         most, pages = self._settings.job_pages(group), list[HostPage]()
-        while self._to_back_up and self._to_back_up[0][0] == group and len(pages) < most:
-            page = self._tier.find(*self._to_back_up.popleft())
-            if page is not None and page.is_ready and _is_to_be_stored(page) and page not in pages and self._tier.hold(page):
+        while self._to_back_up and next(iter(self._to_back_up))[0] == group and len(pages) < most:
+            page = self._tier.find(*self._next_name())
+            if page is not None and page.is_ready and self._is_to_be_stored(page) and self._tier.hold(page):
                 pages.append(page)
         return pages
 
     def _order_backup(self, pages: list[HostPage]) -> None:
         self._num_backups += 1
         hashes = _hashes(pages)
+        names = [(page.group, page_hash) for page, page_hash in zip(pages, hashes, strict=True)]
+        new = frozenset(place for place, page in enumerate(pages) if page.stored_s is None)  # the others only count as used
+        self._under_way.update(names)
 
         def done(failed: frozenset[int]) -> None:
             self._num_backups -= 1
-            left: list[tuple[int, bytes]] = []
-            damaged: list[tuple[int, bytes]] = []
+            self._under_way.difference_update(names)
+            left: list[_Name] = []
+            damaged: list[_Name] = []
             for place, page in enumerate(pages):
-                page.stored_s = None if place in failed or page.page_hash is None else time.monotonic()
                 if page.page_hash is None:
-                    damaged.append((page.group, hashes[place]))  # as it turned out meanwhile
-                elif place in failed:
-                    left.append((page.group, hashes[place]))
+                    damaged.append(names[place])  # as it turned out meanwhile
+                    page.stored_s = None
+                elif place not in failed:
+                    page.stored_s = time.monotonic()
+                elif place in new:
+                    left.append(names[place])
                 self._tier.let_go(page)
-            self._context.observer.backed_up(len(pages) - len(failed), len(failed))
+            self._context.observer.backed_up(len(new - failed), len(new & failed))
             self.delete(damaged)
-            if left and len(failed) == len(pages):
+            if len(failed) == len(pages):
                 self._wait_and_retry(left)
             self._next_backups()
 
         self._order(BackUpPages, pages, hashes, time.time_ns(), done)
 
-    def _wait_and_retry(self, pages: Sequence[tuple[int, bytes]]) -> None:
+    def _wait_and_retry(self, names: Sequence[_Name]) -> None:
         """Put nothing for a while, and these first then. Single pages that failed are tried again when they are found again."""
-        self._to_back_up.extendleft(reversed(pages))
+        self._to_back_up = dict.fromkeys(names) | self._to_back_up
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
@@ -195,7 +216,7 @@ class StoreLeader:
         self._retry = None
         self._next_backups()
 
-    def delete(self, pages: Sequence[tuple[int, bytes]]) -> None:
+    def delete(self, pages: Sequence[_Name]) -> None:
         """What is stored under these hashes is damaged: nobody is to find it, as far as the store can be reached."""
         keys = [key for group, page_hash in pages for key in self._keys_of(group, page_hash)]
         if keys:
@@ -319,10 +340,6 @@ class StoreLeader:
             if num_there < len(asked):
                 break
         return found
-
-
-def _is_to_be_stored(page: HostPage) -> bool:
-    return page.stored_s is None or time.monotonic() - page.stored_s > REFRESH_S
 
 
 def _hashes(pages: Sequence[HostPage]) -> tuple[bytes, ...]:

@@ -12,7 +12,7 @@ from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import JOBS_AT_ONCE, NS_OF_DEPTH, REFRESH_S, StoreLeader, StoreSettings
+from decode_node.offload.store_leader import JOBS_AT_ONCE, NS_OF_DEPTH, StoreLeader, StoreSettings
 from decode_node.rank_messages import StoreJob
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
@@ -65,7 +65,7 @@ class Leader:
             context,
             client=cast(StoreClient, self.store),
             keys_of=lambda group, page_hash: [f"{page_hash.hex()}-{rank}" for rank in range(2)],
-            settings=StoreSettings(fetch_timeout_s=timeout_s, job_bytes=40, page_bytes=(page_bytes,)),
+            settings=StoreSettings(fetch_timeout_s=timeout_s, refresh_s=60.0, job_bytes=40, page_bytes=(page_bytes,)),
         )
 
     def ready(self, chain: PageHashes, count: int) -> list[HostPage]:
@@ -132,11 +132,46 @@ async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_
     assert not one.sent, "they have just been stored"
     for page in pages:
         assert page.stored_s is not None
-        page.stored_s -= REFRESH_S
+        page.stored_s -= 60.0
     one.leader.back_up(pages)
     assert list(one.answer().hashes) == chain_of(2).hashes[:2]
     one.leader.back_up(pages)
     assert not one.sent
+
+
+async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_backup() -> None:
+    one = Leader(host_pages=6, page_bytes=40)  # one to a job
+    hot, new = one.ready(chain_of(2), 2), one.ready(chain_of(3), 3)[2:]
+    one.leader.back_up(hot)
+    while one.sent:
+        one.answer()
+    for page in hot:
+        assert page.stored_s is not None
+        page.stored_s -= 60.0
+    one.leader.back_up(hot)
+    one.leader.back_up(hot)
+    assert len(one.sent) == 2, "what is under way is not ordered again"
+    one.answer(failed=(0,))
+    assert hot[0].stored_s is not None, "it is likely to be there all the same"
+    one.leader.back_up(new)
+    for _ in range(20):
+        one.leader.back_up(hot)
+    assert one.leader.num_queued == 2
+    one.answer()
+    one.leader._try_again()
+    assert {one.answer().hashes[0] for _ in range(2)} == {new[0].page_hash, hot[0].page_hash}
+    assert not one.sent and not one.leader.num_queued
+    one.leader.close()
+
+
+async def test_pages_beyond_what_host_memory_has_are_left_out_of_the_queue() -> None:
+    one = Leader(host_pages=4, page_bytes=40)
+    one.leader.back_up(one.ready(chain_of(4), 4))
+    one.leader._wait_and_retry([(FULL, bytes([number]) * 32) for number in range(4)])
+    assert one.leader.num_queued == 6
+    one.leader.back_up([])
+    assert one.leader.num_queued == 4
+    one.leader.close()
 
 
 async def test_of_a_long_prompt_the_end_counts_as_used_first() -> None:

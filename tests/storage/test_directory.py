@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -534,6 +535,27 @@ def test_a_directory_that_this_user_may_not_write_is_refused(tmp_path: Path) -> 
     finally:
         if is_root:
             os.seteuid(0)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
+def test_a_directory_that_is_unmounted_is_not_made_on_the_disk_below(tmp_path: Path, max_bytes: int | None) -> None:
+    store = DirectoryStore(tmp_path / "kv", max_bytes=max_bytes)
+    assert put(store, 1) == [OK]
+    shutil.rmtree(tmp_path / "kv")
+    assert put(store, 2) == [FAILED] and not (tmp_path / "kv").exists()
+    (tmp_path / "kv").mkdir()
+    assert put(store, 3) == [OK] == put(store, 4)
+
+
+def test_the_count_is_shared_again_after_the_directory_was_replaced(tmp_path: Path) -> None:
+    limit = 4 * FILE_BYTES
+    old = DirectoryStore(tmp_path / "kv", max_bytes=limit)
+    assert put(old, 1) == [OK]
+    shutil.rmtree(tmp_path / "kv")
+    new = DirectoryStore(tmp_path / "kv", max_bytes=limit)
+    for number in range(2, 12, 2):
+        assert put(new, number) == [OK] == put(old, number + 1)
+        assert sum(path.stat().st_size for path in (tmp_path / "kv").glob("*/*/*")) <= limit
 
 
 def test_a_directory_that_goes_away_is_misses_and_failures(store: DirectoryStore) -> None:

@@ -32,13 +32,14 @@ LINK_PROGRAMS: Final = 64
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["source_pages", "target_pages", "table", "num_rows", "num_source_pages", "num_target_pages"]
+    do_not_specialize=["source_pages", "target_pages", "table", "num_rows", "count_at", "num_source_pages", "num_target_pages"]
 )
 def copy_segments(  # type: ignore[no-untyped-def]  # Triton gives the parameters their types
     source_pages: tl.int64,
     target_pages: tl.int64,
     table: tl.int64,
     num_rows: tl.int64,
+    count_at: tl.int64,
     num_source_pages: tl.int64,
     num_target_pages: tl.int64,
     NUM_SEGMENTS: tl.constexpr,
@@ -55,8 +56,11 @@ def copy_segments(  # type: ignore[no-untyped-def]  # Triton gives the parameter
     """Move row i of every segment from page source_pages[i] to page target_pages[i]; grid (programs,).
 
     All pointers are addresses. ``table`` has for each segment its address in page 0 of the source and of the target. Sizes and
-    strides are in words. Rows with a page outside either side are left out.
+    strides are in words. Rows with a page outside either side are left out. Where ``count_at`` is not 0, it is the address of an
+    int64: there are as many rows, at most ``num_rows``.
     """
+    if count_at != 0:
+        num_rows = tl.minimum(num_rows, tl.load(count_at.to(tl.pointer_type(tl.int64))))
     TILES_PER_ROW: tl.constexpr = (SEGMENT + COLUMNS - 1) // COLUMNS
     tiles_per_segment = ((num_rows + ROWS - 1) // ROWS) * TILES_PER_ROW
     first = tl.program_id(0).to(tl.int64)
@@ -144,21 +148,22 @@ class SegmentCopier:
     def compile(self) -> None:
         """Compile and load what calls launch, where that has not been done; launches nothing."""
         for launch in self._launches:
-            launch.launcher.compile((0, 0, launch.table.data_ptr(), 0, *self._num_pages))
+            launch.launcher.compile((0, 0, launch.table.data_ptr(), 0, 0, *self._num_pages))
 
-    def __call__(self, source_pages: int, target_pages: int, num_rows: int) -> None:
+    def __call__(self, source_pages: int, target_pages: int, num_rows: int, count_at: int = 0) -> None:
         """Queue the copy of `num_rows` pages.
 
         Args:
             source_pages, target_pages: Addresses on the device of int64 [num_rows]; 0 for a side that is packed. The tables, too,
                 must stay until the copy has run.
+            count_at: Address on the device of an int64, read when the copy runs: of the rows only so many are there; 0: all.
         """
         stream = current_stream(self._device)
         for launch in self._launches:
             tiles = launch.tiles(num_rows)
             programs = tiles if self._max_programs is None else min(tiles, self._max_programs)
             if programs:
-                arguments = (source_pages, target_pages, launch.table.data_ptr(), num_rows, *self._num_pages)
+                arguments = (source_pages, target_pages, launch.table.data_ptr(), num_rows, count_at, *self._num_pages)
                 launch.launcher(stream, (programs, 1, 1), arguments)
 
 

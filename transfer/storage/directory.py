@@ -41,13 +41,14 @@ class DirectoryStore:
     not the node.
 
     Args:
-        directory: Made at the first put, where it is not there.
+        directory: Made at the first put, where it is not there; not made again when it goes away later.
         max_bytes: Of all files together; None: as many as the disk takes.
         leftover_age_s: See `LEFTOVER_AGE_S`.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int | None = None, leftover_age_s: float = LEFTOVER_AGE_S) -> None:
         self._root = directory
+        self._was_there = False
         self._room = DirectoryRoom(directory, max_bytes=max_bytes, leftover_age_s=leftover_age_s)
 
     @property
@@ -84,7 +85,7 @@ class DirectoryStore:
         path, num_bytes = self._path(key), HEADER_BYTES + page.nbytes
         if self._is_there(path, num_bytes, used_ns):
             return Outcome.OK
-        _make(self._root)
+        self._require_root()
         self._room.prepare(path.parent)
         temporary = _new_file_in(path.parent)
         with contextlib.ExitStack() as undo:
@@ -103,14 +104,26 @@ class DirectoryStore:
             os.close(file)
         return Outcome.OK
 
+    def _require_root(self) -> None:
+        """Make the directory, unless it has been there: in the place of one that goes away, an unmounted one, are others' disks.
+
+        Raises:
+            OSError: It cannot be made, or is gone.
+        """
+        if not self._was_there:
+            _make(self._root)
+            self._was_there = True
+        elif not self._root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "the store's directory is gone", str(self._root))
+
     def _is_there(self, path: Path, num_bytes: int, used_ns: int) -> bool:
         """Whether a page of that size is stored, which is then as new as one that is stored now."""
         try:
             if path.stat().st_size != num_bytes:
                 return False
-            os.utime(path, ns=(used_ns, used_ns))
         except FileNotFoundError:
             return False
+        _mark_used(path, used_ns)
         return True
 
     def _get(self, key: str, page: memoryview, used_ns: int) -> Outcome:
@@ -124,8 +137,7 @@ class DirectoryStore:
             num_read = _read(file, header, page, bytearray(1))  # a byte too many, where there is one
             outcome = check(key, header[:num_read], page, num_bytes=num_read)
             if outcome is Outcome.OK:
-                with contextlib.suppress(OSError):  # mounted to be read only: its age is then all the same
-                    os.utime(file, ns=(used_ns, used_ns))
+                _mark_used(file, used_ns)
         finally:
             os.close(file)
         if outcome is Outcome.CORRUPT:
@@ -180,6 +192,11 @@ def check_directory(directory: Path) -> None:
 def _make(directory: Path) -> None:
     if not directory.is_dir():
         directory.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+
+def _mark_used(file: int | Path, used_ns: int) -> None:
+    with contextlib.suppress(OSError):  # mounted to be read only: its age is then all the same
+        os.utime(file, ns=(used_ns, used_ns))
 
 
 def _new_file_in(folder: Path) -> Path:

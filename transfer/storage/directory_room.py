@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import struct
 import threading
@@ -200,16 +199,18 @@ class DirectoryRoom:
 
 
 class _Lock:
-    """Between processes and between the threads of one: a locked file, made when it is first needed."""
+    """Between processes and between the threads of one: a locked file, made when it is first needed, and when it was deleted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._threads = threading.Lock()
+        self._file: int | None = None
 
-    @functools.cached_property
+    @property
     def file(self) -> int:
-        """Its descriptor. Raises OSError."""
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        """Its descriptor, while it is locked."""
+        assert self._file is not None
+        return self._file
 
     def acquire(self, *, wait_s: float) -> bool:
         """False: it was not to be had in that time. Raises OSError when the file cannot be locked."""
@@ -218,12 +219,21 @@ class _Lock:
             return False
         is_mine = False
         try:
+            self._open()
             while not (is_mine := _is_locked(self.file)) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
         finally:
             if not is_mine:
                 self._threads.release()
         return is_mine
+
+    def _open(self) -> None:
+        """Raises OSError."""
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            os.close(self._file)
+            self._file = None
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     def release(self) -> None:
         fcntl.flock(self.file, fcntl.LOCK_UN)
