@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.reference import reference_merge_partial
 from embedded_engine.model_files import read_model_files
+from embedded_engine.tiered_decode import LoadedBlocks
 from tests.engine.device_decode_under_interpreter import Relaunched
 from tests.engine.steps import PageBook, pages_for, prefill_all
 from tests.engine.test_tiered_decode import largest_slice
@@ -112,6 +114,28 @@ def test_steps_whose_host_pages_fit_the_buffers_are_replayed(
     shard = Shard(page_size=4)
     found = tokens_by(family_dir(family), prompts, shard, has_kernels=True, batch_sizes=(2, 4), replayed=replayed, **what)
     assert found == tokens_by(family_dir(family), prompts, shard, has_kernels=False, **what)
+
+
+def test_what_is_loaded_for_a_replayed_step_stays_until_something_else_fits() -> None:
+    tier: Any = SimpleNamespace(pages_per_block=3, page_size=4)
+    loaded = LoadedBlocks(tier, max_rows=6, device=torch.device("cpu"))
+    blocks = loaded.blocks_of(5, num_splits=1)
+    assert blocks.counts is not None
+    firsts, counts = (
+        [one[block.first_part :][:5] for block in blocks.blocks] for one in (blocks.first_tokens, blocks.num_tokens)
+    )
+    long, short = (5, 6, 7, 8), (9,)
+    for tables in ([long, (), short], [(0,)], [long, (), short]):
+        assert loaded.load(tables)
+    assert blocks.counts.tolist() == [3, 2]
+    assert blocks.pages.view(2, 3)[:, :2].tolist() == [[5, 6], [8, 9]] and blocks.pages[2] == 7
+    assert [one.tolist() for one in counts] == [[12, 0, 0, 0, 0], [4, 0, 4, 0, 0]]
+    assert (firsts[1][0], firsts[1][2]) == (0, 4)
+    before = blocks.pages.clone()
+    assert not loaded.load([tuple(range(7))]), "seven pages do not fit twice three"
+    assert loaded.load([long, (), short]) and torch.equal(blocks.pages, before)
+    assert loaded.load([short])
+    assert blocks.counts.tolist() == [1, 0] and counts[0].tolist() == [4, 0, 0, 0, 0] and not counts[1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
