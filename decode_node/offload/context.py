@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -87,6 +87,13 @@ class TierContext:
     def windows(self) -> tuple[int, ...]:
         """Indices of the sliding windows."""
         return tuple(index for index, group in enumerate(self.groups) if group.kind is GroupKind.WINDOW)
+
+    def touch(self, page_hashes: Sequence[bytes]) -> None:
+        """A prompt's pages were used: of those in host memory the first is the last to go now; without it the others are of no use."""
+        for group in range(len(self.groups)):
+            for page_hash in reversed(page_hashes):
+                if (page := self.tier.find(group, page_hash)) is not None:
+                    self.tier.touch(page)
 
     def first_window_page(self, group: int, next_token: int) -> int:
         """The first page of a window that is still read when `next_token` is computed."""

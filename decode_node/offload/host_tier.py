@@ -57,8 +57,8 @@ class _Group:
         self.index = index
         self.num_pages = num_pages
         self.free: deque[int] = deque(range(num_pages))
-        self.by_hash: dict[bytes, HostPage] = {}
-        self.cached: OrderedDict[HostPage, None] = OrderedDict()  # the longest unused first
+        self.by_hash: OrderedDict[bytes, HostPage] = OrderedDict()  # the longest unused first
+        self.cached: set[HostPage] = set()
         self.held: set[HostPage] = set()
         self.promised: dict[str, int] = {}
         self.num_promised = 0
@@ -155,7 +155,7 @@ class HostTier:
         if owner is not None:
             self._redeem(found, owner)
         if page in found.cached:
-            del found.cached[page]
+            found.cached.remove(page)
             found.held.add(page)
         page.users += 1
         return True
@@ -164,8 +164,11 @@ class HostTier:
         """Every rank has filled the page."""
         page.is_ready = True
 
-    def let_go(self, page: HostPage) -> None:
+    def let_go(self, page: HostPage, *, was_used: bool = True) -> None:
         """One user less. With the last one the page is cached, or free where nobody could find it.
+
+        Args:
+            was_used: It was for a request: of all pages it is the last to go now. Else it keeps its turn.
 
         Raises:
             LocalProtocolError: It has no user; most likely this is the second time.
@@ -173,12 +176,14 @@ class HostTier:
         if page.users < 1:
             raise LocalProtocolError(f"host page {page.number} of group {page.group} has no user to let it go")
         page.users -= 1
+        if was_used:
+            self.touch(page)
         if page.users:
             return
         found = self._groups[page.group]
         found.held.discard(page)
         if page.is_ready and page.page_hash is not None:
-            found.cached[page] = None
+            found.cached.add(page)
         else:
             self._free(found, page)
 
@@ -194,14 +199,13 @@ class HostTier:
             del found.by_hash[page.page_hash]
             page.page_hash = None
         if page in found.cached:
-            del found.cached[page]
+            found.cached.remove(page)
             found.free.append(page.number)
 
     def touch(self, page: HostPage) -> None:
-        """The page was looked for: of the cached ones it is the last to go now."""
-        found = self._groups[page.group]
-        if page in found.cached:
-            found.cached.move_to_end(page)
+        """The page was looked for: of all pages it is the last to go now."""
+        if page.page_hash is not None:
+            self._groups[page.group].by_hash.move_to_end(page.page_hash)
 
     def forget(self, owner: str) -> None:
         """Take back what `owner` was promised and has not taken."""
@@ -254,11 +258,14 @@ class HostTier:
             found.promised[owner] = left - 1
 
     def _evict(self, found: _Group) -> int:
-        page, _ = found.cached.popitem(last=False)
+        page_hash, page = next(iter(found.by_hash.items()))
+        while page not in found.cached:  # it is in use, so it has its turn again; there is a cached one
+            found.by_hash.move_to_end(page_hash)
+            page_hash, page = next(iter(found.by_hash.items()))
+        found.cached.remove(page)
+        del found.by_hash[page_hash]
         self.num_evicted += 1
         self.num_evicted_unstored += page.stored_s is None
-        assert page.page_hash is not None  # else nobody could find it, and it would not be cached
-        del found.by_hash[page.page_hash]
         return page.number
 
     def _free(self, found: _Group, page: HostPage) -> None:

@@ -244,10 +244,11 @@ class OffloadLeader:
         request = self._requests.pop(request_id)
         self._context.admission.release(request_id)
         self._tier.forget(request_id)
-        for page in reversed(request.host):  # the prompt's first page is the last to be evicted
+        for page in request.host:
             if not page.is_ready:
                 self._tier.discard(page)
             self._tier.let_go(page)
+        self._context.touch(request.chain.hashes)  # whatever order they were saved in
         self._go_on()
         self.check_idle()
 

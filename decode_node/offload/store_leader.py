@@ -197,7 +197,7 @@ class StoreLeader:
                     page.stored_s = time.monotonic()
                 elif place in new:
                     left.append(names[place])
-                self._tier.let_go(page)
+                self._tier.let_go(page, was_used=False)
             self._context.observer.backed_up(len(new - failed), len(new & failed))
             self.delete(damaged)
             if len(failed) == len(pages):

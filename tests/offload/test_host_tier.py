@@ -51,13 +51,36 @@ def test_the_longest_unused_page_makes_room_and_is_counted() -> None:
     tier.touch(first)
     third.stored_s = 0.0
     assert tier.hold(second)
-    tier.touch(second)  # held: in no order
+    tier.touch(second)
     taken = tier.take(0, name(4))
     assert taken is not None and taken.number == third.number
     assert (tier.num_evicted, tier.num_evicted_unstored) == (1, 0)
     assert tier.take(0, None) is not None and tier.find(0, name(1)) is None
     assert (tier.num_evicted, tier.num_evicted_unstored) == (2, 1)
     assert tier.take(0, name(5)) is None and tier.find(0, name(2)) is second, "who is held stays"
+    tier.check_invariants()
+
+
+def test_who_is_held_is_in_use_and_has_its_turn_again() -> None:
+    tier = HostTier([4])
+    first, second, third = (cached(tier, number) for number in (1, 2, 3))
+    assert tier.hold(first) and tier.take(0, None) is not None
+    assert tier.take(0, name(4)) is not None and tier.find(0, name(2)) is None, "the first one is held"
+    tier.let_go(first, was_used=False)
+    assert tier.take(0, name(5)) is not None and tier.find(0, name(3)) is None, "it was in use when another one went"
+    assert tier.take(0, name(6)) is not None and tier.find(0, name(1)) is None
+    assert (second.number, third.number) == (1, 2) and tier.take(0, name(7)) is None
+    tier.check_invariants()
+
+
+def test_what_is_only_copied_keeps_its_turn() -> None:
+    tier = HostTier([2])
+    first, second = cached(tier, 1), cached(tier, 2)
+    for page in (first, second):
+        assert tier.hold(page)
+    tier.let_go(second)
+    tier.let_go(first, was_used=False)
+    assert tier.take(0, None) is not None and tier.find(0, name(1)) is None and tier.find(0, name(2)) is second
     tier.check_invariants()
 
 

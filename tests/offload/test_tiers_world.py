@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -49,6 +50,30 @@ async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) ->
     )
     prompts = [[chance.randint(0, 49) for _ in range(30)] for _ in range(2)]
     await asyncio.wait_for(play(world, num_requests=25, prompts=prompts, longest_new=20, give_up=0.002), 120)
+
+
+def evicted(world: World, group: int, page_hashes: Sequence[bytes]) -> list[int]:
+    """The pages' places in the prompt, in the order in which they make room when all of host memory is needed."""
+    found: list[int] = []
+    while world.tier.take(group, None) is not None:
+        gone = [place for place, page_hash in enumerate(page_hashes) if world.tier.find(group, page_hash) is None]
+        found += [place for place in gone if place not in found]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_prompts_end_makes_room_before_its_beginning(seed: int) -> None:
+    """In every group of layers, although it was saved, and backed up, from the beginning on."""
+    world = World(random.Random(seed), device_pages=24, host_pages=30, window_tokens=None, windows=(16,))
+    job = world.submit(list(range(30)), 12)
+    assert job is not None
+    await asyncio.wait_for(world.drain(), 60)
+    chain = world.looking[job.request_id].result().chain
+    assert chain is not None and len(chain.hashes) == 20
+    for group in range(len(world.groups)):
+        kept = [place for place, page_hash in enumerate(chain.hashes) if world.tier.find(group, page_hash) is not None]
+        missing = [place for place in range(20) if place not in kept]
+        assert len(kept) > 8 and evicted(world, group, chain.hashes) == [*missing, *reversed(kept)]
 
 
 @pytest.mark.parametrize("what", ["held", "promised"])

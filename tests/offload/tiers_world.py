@@ -333,7 +333,7 @@ class World:
                 store_key(FINGERPRINT, page_hash, group=self.groups[group], layout=self.layout, shard=shard.at(rank))
                 for rank in range(NUM_RANKS)
             ],
-            settings=StoreSettings(fetch_timeout_s=60.0, job_bytes=64, page_bytes=(16,) * len(self.groups)),
+            settings=StoreSettings(fetch_timeout_s=60.0, refresh_s=60.0, job_bytes=64, page_bytes=(16,) * len(self.groups)),
         )
         self.leader = OffloadLeader(
             context,
