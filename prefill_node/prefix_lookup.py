@@ -10,6 +10,7 @@ from typing import Final
 from prefill_node.stored_prefix import StoredPrefix, groups_of, needed_pages
 from transfer.layer_groups import GroupKind, LayerGroup
 from transfer.storage.client import StoreClient
+from transfer.storage.halving import first_false
 
 MAX_KEYS: Final = 1024
 """Of a window, that are asked for at once."""
@@ -35,7 +36,7 @@ async def num_stored_pages(prefix: StoredPrefix, client: StoreClient, *, deadlin
     async def has(page: int) -> bool:
         return all(await exists(prefix.keys(full, [page])))
 
-    num_pages = await _first_false(has, prefix.num_pages) if full else prefix.num_pages
+    num_pages = await first_false(has, prefix.num_pages) if full else prefix.num_pages
     if not windows or not num_pages:
         return num_pages
     return await _with_windows(prefix, exists, windows, num_pages)
@@ -44,19 +45,6 @@ async def num_stored_pages(prefix: StoredPrefix, client: StoreClient, *, deadlin
 async def _exists(client: StoreClient, deadline_s: float, keys: list[str]) -> list[bool]:
     left_s = deadline_s - asyncio.get_running_loop().time()
     return await client.exists(keys, timeout_s=left_s) if left_s > 0 else [False] * len(keys)
-
-
-async def _first_false(has: Callable[[int], Awaitable[bool]], count: int) -> int:
-    """The least number that `has` is false of, or `count`. First and last go first: most prompts are all new or all old."""
-    if not await has(0):
-        return 0
-    if await has(count - 1):
-        return count
-    low, high = 0, count - 1  # has(low), and not has(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if await has(middle) else (low, middle)
-    return high
 
 
 async def _with_windows(prefix: StoredPrefix, exists: Exists, windows: Sequence[LayerGroup], num_pages: int) -> int:

@@ -17,14 +17,15 @@ from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.host_tier import HostPage
 from decode_node.rank_messages import BackUpPages, FetchPages, StoreJob
 from transfer.storage.client import StoreClient
+from transfer.storage.halving import first_false
 from transfer.storage.keys import PageHashes
 
 JOBS_AT_ONCE: Final = 2
 """Of backups, and of what is fetched for one prompt: the store has the next one when it has done with one."""
 
 MOST_JOB_PAGES: Final = 64
-LOOKUP_PAGES: Final = 256
-"""Pages that the store is asked for at a time: a long prompt of which it has nothing costs one question."""
+LOOKUP_FRACTION: Final = 1 / 3
+"""Of a fetch's time, after which the store is asked for no further page: what is found takes time to come."""
 
 RETRY_S: Final = 5.0
 """For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
@@ -75,6 +76,25 @@ class _Came:
 
     hashes: set[bytes] = field(default_factory=set)
     has_gap: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _LookupTime:
+    """Until when the store is asked for pages of a prompt, on the loop's clock.
+
+    The first question has all the time that the request waits: a store that leaves it unanswered is silent, which the client is
+    to note. The others leave most of it to what they find.
+    """
+
+    deadline_s: float
+    asks_until_s: float
+    has_asked: bool = False
+
+    def left_s(self) -> float:
+        """Of the question that is asked now."""
+        until_s = self.asks_until_s if self.has_asked else self.deadline_s
+        self.has_asked = True
+        return until_s - asyncio.get_running_loop().time()
 
 
 class StoreLeader:
@@ -249,12 +269,14 @@ class StoreLeader:
         while known < most and (coming := self._coming.get(pages[known].page_hash)) is not None:
             await asyncio.wait([coming])  # for another request of the same beginning
             known = self._num_known(pages)
-        end = known + await self._num_stored(FULL, pages[known:], deadline_s)
+        asks_until_s = asyncio.get_running_loop().time() + LOOKUP_FRACTION * self._settings.fetch_timeout_s
+        lookup = _LookupTime(deadline_s=deadline_s, asks_until_s=min(deadline_s, asks_until_s))
+        end = known + await self._num_stored(FULL, pages[known:], lookup)
         wanted: dict[int, list[_Wanted]] = {}
         for group in self._context.windows:
             first = self._context.first_window_page(group, prompt_tokens)
             missing = [one for one in pages[first:end] if not self._is_ready(group, one.page_hash)]
-            num_stored = await self._num_stored(group, missing, deadline_s)
+            num_stored = await self._num_stored(group, missing, lookup)
             if num_stored < len(missing):
                 end = missing[num_stored].depth
             wanted[group] = missing[:num_stored]
@@ -328,18 +350,18 @@ class StoreLeader:
     def _num_known(self, pages: Sequence[_Wanted]) -> int:
         return next((place for place, one in enumerate(pages) if not self._is_ready(FULL, one.page_hash)), len(pages))
 
-    async def _num_stored(self, group: int, pages: Sequence[_Wanted], deadline_s: float) -> int:
-        """How many of the first pages the store has, without a gap; by rank 0's part."""
-        found, loop = 0, asyncio.get_running_loop()
-        while found < len(pages) and loop.time() < deadline_s:
-            asked = pages[found : found + LOOKUP_PAGES]
-            keys = [self._keys_of(group, one.page_hash)[0] for one in asked]
-            answers = await self._client.exists(keys, timeout_s=deadline_s - loop.time())
-            num_there = next((place for place, is_there in enumerate(answers) if not is_there), len(answers))
-            found += num_there
-            if num_there < len(asked):
-                break
-        return found
+    async def _num_stored(self, group: int, pages: Sequence[_Wanted], lookup: _LookupTime) -> int:
+        """How many of the first pages the store has, by rank 0's part.
+
+        They are searched by halving: where a page is stored the ones before it nearly always are, and where not, the ranks find
+        out.
+        """
+
+        async def has(place: int) -> bool:
+            key, left_s = self._keys_of(group, pages[place].page_hash)[0], lookup.left_s()
+            return left_s > 0 and (await self._client.exists([key], timeout_s=left_s))[0]
+
+        return await first_false(has, len(pages))
 
 
 def _hashes(pages: Sequence[HostPage]) -> tuple[bytes, ...]:

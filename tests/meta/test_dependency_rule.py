@@ -32,7 +32,7 @@ PACKAGES: dict[str, set[str]] = {
 # What the memory plan is made of: layer 0, so that a plan can be made where there is neither torch nor transformers.
 MEMORY_PLAN = tuple(f"transfer/memory/{name}.py" for name in ("__init__", "config_fields", "model_*", "plan*", "workspace"))
 # How pages are named and lie outside of the pools, and what a store of them can do.
-STORED_PAGES = tuple(f"transfer/storage/{name}.py" for name in ("__init__", "base", "keys", "pages"))
+STORED_PAGES = tuple(f"transfer/storage/{name}.py" for name in ("__init__", "base", "halving", "keys", "pages"))
 # What the decode leader knows of host pages, and what it goes by.
 HOST_PAGES = tuple(f"decode_node/offload/{name}.py" for name in ("device_index", "host_tier", "jobs", "rules", "tiered_request"))
 # Layer 0: standard library and each other; nothing of the outer world.

@@ -31,10 +31,11 @@ class Store:
         self.missing: set[str] = set()
         self.deleted: list[str] = []
         self.seconds = 0.0
-        self.num_asked = self.num_answered = 0
+        self.num_asked = self.num_answered = self.num_keys = 0
 
     async def exists(self, keys: Sequence[str], *, timeout_s: float) -> list[bool]:
         self.num_asked += 1
+        self.num_keys += len(keys)
         await asyncio.sleep(min(self.seconds, timeout_s))
         self.num_answered += 1
         return [key not in self.missing and self.seconds < timeout_s for key in keys]
@@ -274,6 +275,37 @@ async def test_a_request_waits_for_the_store_so_long_and_no_longer() -> None:
     slow.tier.check_idle()
 
 
+async def test_of_a_long_prompt_few_pages_are_asked_for() -> None:
+    """An object store answers for one after the other, by tens of milliseconds each."""
+    chain = chain_of(300)
+    for num_stored in (0, 1, 137, 299, 300):
+        one = Leader(host_pages=400)
+        one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[num_stored:]}
+        fetching = asyncio.ensure_future(one.leader.fetch(chain, 601))
+        while not fetching.done():
+            await asyncio.sleep(0)
+            for _ in range(len(one.sent)):
+                one.answer()
+        assert await fetching == frozenset(chain.hashes[:num_stored])
+        assert one.store.num_keys <= 11, "the first, the last, and by halving"
+
+
+async def test_the_look_up_leaves_time_for_what_it_finds() -> None:
+    one = Leader(host_pages=400, timeout_s=2.0)
+    one.store.seconds = 0.2
+    chain = chain_of(300)
+    one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[200:]}
+    fetching = asyncio.ensure_future(one.leader.fetch(chain, 601))
+    while not one.sent and not fetching.done():
+        await asyncio.sleep(0.01)
+    assert one.sent, "all questions take longer than the request waits"
+    while not fetching.done():
+        for _ in range(len(one.sent)):
+            one.answer()
+        await asyncio.sleep(0)
+    assert len(await fetching) > 100, "halved once"
+
+
 async def test_what_is_fetched_never_takes_the_room_of_what_it_continues() -> None:
     one = Leader(host_pages=10)
     chain = chain_of(20)
@@ -296,9 +328,10 @@ async def test_a_second_request_waits_for_what_is_coming() -> None:
     first = asyncio.ensure_future(one.leader.fetch(chain, 10))
     while not one.sent:
         await asyncio.sleep(0)
+    num_asked = one.store.num_asked
     second = asyncio.ensure_future(one.leader.fetch(chain, 10))
     await asyncio.sleep(0)
-    assert one.store.num_asked == 1
+    assert one.store.num_asked == num_asked
     one.answer()
     assert len(await first) == 4 and await second == frozenset()
     assert not one.sent
@@ -312,10 +345,10 @@ async def test_damaged_pages_are_deleted_of_every_rank() -> None:
     assert one.store.deleted == ["6162-0", "6162-1", "6364-0", "6364-1"]
 
 
-async def test_a_gap_ends_what_is_found() -> None:
+async def test_what_is_missing_ends_what_is_fetched() -> None:
     one = Leader()
     chain = chain_of(6)
-    one.store.missing = {f"{chain.hashes[2].hex()}-0"}
+    one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[2:]}
     fetching = asyncio.ensure_future(one.leader.fetch(chain, 12))
     while not one.sent:
         await asyncio.sleep(0)
