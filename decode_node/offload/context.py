@@ -89,7 +89,7 @@ class TierContext:
         return tuple(index for index, group in enumerate(self.groups) if group.kind is GroupKind.WINDOW)
 
     def touch(self, page_hashes: Sequence[bytes]) -> None:
-        """A prompt's pages were used: of those in host memory the first is the last to go now; without it the others are of no use."""
+        """A prompt's pages were used: of those in host memory the first goes last, for the others are of no use without it."""
         for group in range(len(self.groups)):
             for page_hash in reversed(page_hashes):
                 if (page := self.tier.find(group, page_hash)) is not None:
