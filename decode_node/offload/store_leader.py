@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
+from decode_node.offload.distrust import DistrustedPages, PageName
 from decode_node.offload.host_tier import HostPage
 from decode_node.rank_messages import BackUpPages, FetchPages, StoreJob
 from transfer.storage.client import StoreClient
@@ -36,10 +37,6 @@ in the store before the beginning, without which it is of no use."""
 
 ANSWER_S: Final = 0.5
 """By which what has been asked is waited for beyond its own deadline: its failure is the client's to note."""
-
-
-_Name = tuple[int, bytes]
-"""Of a page in host memory and in the store: its group of layers, and its hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +119,13 @@ class StoreLeader:
         self._settings = settings
         most = sum(self._tier.num_pages(group) for group in range(len(context.groups)))  # none is worth a second place
         self._most_queued = max(1, most)
-        self._to_back_up: dict[_Name, None] = {}  # in order, each once
-        self._under_way: set[_Name] = set()
+        self._to_back_up: dict[PageName, None] = {}  # in order, each once
+        self._under_way: set[PageName] = set()
         self._num_backups = 0
         self._retry: asyncio.TimerHandle | None = None  # while nothing is put into the store
         self._fetches = asyncio.Semaphore(JOBS_AT_ONCE)
         self._coming: dict[bytes, asyncio.Future[None]] = {}  # by hash, of the layers that keep every token
-        self._deleting: set[asyncio.Task[list[bool]]] = set()
+        self._distrusted = DistrustedPages(client, keys_of=keys_of, being_put=self._under_way)
 
     @property
     def num_queued(self) -> int:
@@ -138,6 +135,7 @@ class StoreLeader:
     def close(self) -> None:
         """Order nothing more."""
         self._to_back_up.clear()
+        self._distrusted.close()
         if self._retry is not None:
             self._retry.cancel()
 
@@ -174,9 +172,11 @@ class StoreLeader:
         self._next_backups()
 
     def _is_to_be_stored(self, page: HostPage) -> bool:
+        if page.page_hash is None or (page.group, page.page_hash) in self._distrusted:
+            return False
         return page.stored_s is None or time.monotonic() - page.stored_s > self._settings.refresh_s
 
-    def _next_name(self) -> _Name:
+    def _next_name(self) -> PageName:
         name = next(iter(self._to_back_up))
         del self._to_back_up[name]
         return name
@@ -207,8 +207,8 @@ class StoreLeader:
         def done(failed: frozenset[int]) -> None:
             self._num_backups -= 1
             self._under_way.difference_update(names)
-            left: list[_Name] = []
-            damaged: list[_Name] = []
+            left: list[PageName] = []
+            damaged: list[PageName] = []
             for place, page in enumerate(pages):
                 if page.page_hash is None:
                     damaged.append(names[place])  # as it turned out meanwhile
@@ -226,7 +226,7 @@ class StoreLeader:
 
         self._order(BackUpPages, pages, hashes, time.time_ns(), done)
 
-    def _wait_and_retry(self, names: Sequence[_Name]) -> None:
+    def _wait_and_retry(self, names: Sequence[PageName]) -> None:
         """Put nothing for a while, and these first then. Single pages that failed are tried again when they are found again."""
         self._to_back_up = dict.fromkeys(names) | self._to_back_up
         if self._retry is None:
@@ -236,13 +236,10 @@ class StoreLeader:
         self._retry = None
         self._next_backups()
 
-    def delete(self, pages: Sequence[_Name]) -> None:
-        """What is stored under these hashes is damaged: nobody is to find it, as far as the store can be reached."""
-        keys = [key for group, page_hash in pages for key in self._keys_of(group, page_hash)]
-        if keys:
-            task = asyncio.get_running_loop().create_task(self._client.delete(keys))
-            self._deleting.add(task)
-            task.add_done_callback(self._deleting.discard)
+    def delete(self, pages: Sequence[PageName]) -> None:
+        """What is stored under these hashes is damaged: nobody is to find it. Until it is deleted it is not fetched here, nor put
+        there again, for the store would take what it has for the page."""
+        self._distrusted.add(pages)
 
     # Out of the store
 
@@ -307,9 +304,11 @@ class StoreLeader:
             await asyncio.wait(orders)
 
     def _taken(self, group: int, wanted: Sequence[_Wanted]) -> list[HostPage] | None:
-        """Host pages to be filled, for those that are not there, up to where there is no room; None: there is none at all."""
+        """Host pages to be filled, for those that are not there, up to where there is no room, or damage; None: none at all."""
         pages: list[HostPage] = []
         for one in wanted:
+            if (group, one.page_hash) in self._distrusted:
+                return pages or None
             if self._tier.find(group, one.page_hash) is None:
                 page = self._tier.take(group, one.page_hash, depth=one.depth)
                 if page is None:
@@ -361,7 +360,8 @@ class StoreLeader:
             key, left_s = self._keys_of(group, pages[place].page_hash)[0], lookup.left_s()
             return left_s > 0 and (await self._client.exists([key], timeout_s=left_s))[0]
 
-        return await first_false(has, len(pages))
+        distrusted = (place for place, one in enumerate(pages) if (group, one.page_hash) in self._distrusted)
+        return await first_false(has, next(distrusted, len(pages)))
 
 
 def _hashes(pages: Sequence[HostPage]) -> tuple[bytes, ...]:

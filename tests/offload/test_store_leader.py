@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from decode_node.admission import Admission, page_needs
@@ -30,6 +30,7 @@ class Store:
     def __init__(self) -> None:
         self.missing: set[str] = set()
         self.deleted: list[str] = []
+        self.stuck: set[str] = set()  # and cannot be deleted
         self.seconds = 0.0
         self.num_asked = self.num_answered = self.num_keys = 0
 
@@ -42,7 +43,7 @@ class Store:
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
         self.deleted += keys
-        return [True] * len(keys)
+        return [key not in self.stuck for key in keys]
 
 
 class Leader:
@@ -91,6 +92,12 @@ def chain_of(num_pages: int) -> PageHashes:
     chain = PageHashes(page_size=PAGE, seed=b"s" * 32)
     chain.extend(range(num_pages * PAGE))
     return chain
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not is_so():
+            await asyncio.sleep(0)
 
 
 async def test_jobs_are_as_large_as_the_queue_takes_and_few_at_a_time() -> None:
@@ -343,6 +350,44 @@ async def test_damaged_pages_are_deleted_of_every_rank() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert one.store.deleted == ["6162-0", "6162-1", "6364-0", "6364-1"]
+
+
+async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again() -> None:
+    one = Leader()
+    chain = chain_of(6)
+    one.store.stuck = {f"{chain.hashes[2].hex()}-1"}
+    one.leader.delete([(FULL, page_hash) for page_hash in chain.hashes[:5]])
+    await until(lambda: len(one.leader._distrusted) == 1)
+    fetching = asyncio.ensure_future(one.leader.fetch(chain, 13))
+    await until(lambda: bool(one.sent))
+    assert list(one.answer().hashes) == chain.hashes[:2], "neither a damaged page nor what is behind it"
+    assert await fetching == frozenset(chain.hashes[:2])
+    one.leader.back_up(one.ready(chain, 3)[2:])
+    assert not one.sent and not one.leader.num_queued, "the store would take what it has for this page"
+    one.store.stuck.clear()
+    one.leader._distrusted._delete()  # what the timer calls
+    await until(lambda: not len(one.leader._distrusted))
+    page = one.tier.find(FULL, chain.hashes[2])
+    assert page is not None
+    one.leader.back_up([page])
+    assert one.answer().hashes == (chain.hashes[2],)
+    one.leader.close()
+
+
+async def test_what_is_put_while_it_is_deleted_is_deleted_again() -> None:
+    one = Leader()
+    (page,) = one.ready(chain_of(1), 1)
+    name = (FULL, chain_of(1).hashes[0])
+    one.leader.back_up([page])
+    one.tier.unname(page)
+    one.leader.delete([name])
+    await until(lambda: len(one.store.deleted) == 2)
+    assert name in one.leader._distrusted, "it may be put after that"
+    one.answer()
+    one.leader._distrusted._delete()
+    await until(lambda: not len(one.leader._distrusted))
+    assert len(one.store.deleted) == 4
+    one.leader.close()
 
 
 async def test_what_is_missing_ends_what_is_fetched() -> None:

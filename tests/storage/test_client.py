@@ -74,7 +74,7 @@ async def test_what_was_put_is_got() -> None:
         assert await client.get(list(zip("acb", views, strict=True))) == [True, False, True]
         assert [bytes(view) for view in views] == [b"\1\2", b"\t\t", b"\3\4\5"]  # that of the miss is untouched
         assert await client.exists("abc") == [True, True, False]
-        assert await client.delete("ac") == [True, False]
+        assert await client.delete("ac") == [True, True], "that of a key that is not there is no failure"
         assert await client.exists("abc") == [False, True, False]
         assert (client.num_queued, client.state, client.name) == (0, BreakerState.CLOSED, "memory")
         ok, missing = Outcome.OK, Outcome.MISSING
@@ -397,6 +397,19 @@ async def test_pages_that_cannot_be_put_keep_nobody_from_reading() -> None:
         assert await asyncio.gather(*puts) == [[True], [False]]
 
 
+async def test_a_full_store_is_deleted_from() -> None:
+    """What is damaged has to go, also while nothing can be put, and does not wait behind what is."""
+    store = MemoryStore()
+    async with opened(store, put_timeout_s=0.05, queue_bytes=1) as (client, seen, _):
+        assert await client.put([("a", page(1))]) == [True]
+        store.gated = {"put"}
+        store.gate.clear()
+        for _ in range(BREAKER.failures):
+            assert await client.put([("b", page(2))]) == [False]
+        assert seen.circuits[-1] == ("closed", "open")
+        assert await client.delete(["a"]) == [True] and not store.pages
+
+
 async def test_misses_and_refusals_do_not_open_the_circuit() -> None:
     store = MemoryStore()
     async with opened(store, queue_bytes=1) as (client, _, _):
@@ -436,7 +449,7 @@ async def test_close_answers_everything_and_does_not_wait_for_a_store_that_hangs
 async def test_close_waits_for_what_the_store_is_doing_and_ends_the_threads() -> None:
     before = threading.active_count()
     async with opened(MemoryStore(), threads=3) as (client, _, _):
-        assert threading.active_count() == before + 2 * 3, "to read and to write"
+        assert threading.active_count() == before + 2 * 3 + 1, "to read, to write and to delete"
         await client.put([("a", page(1))])
     await client.close()
     for _ in range(100):

@@ -68,7 +68,8 @@ class StorageConfig(Section):
         description="Most pages of a process that wait to be read, and as many to be written; more are not.",
     )
     threads: Count = Field(
-        default=4, description="Calls of the store at once by which a process reads, and as many by which it writes."
+        default=4,
+        description="Calls of the store at once by which a process reads, and as many by which it writes; one more deletes.",
     )
     breaker: StorageBreakerConfig = Field(default_factory=StorageBreakerConfig, description="When the store is left alone.")
 

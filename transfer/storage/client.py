@@ -1,9 +1,9 @@
 """A store beside an asyncio loop: every call is answered by its deadline, whatever the store does, and never with an exception.
 
 The store's blocking calls run on a few daemon threads behind a queue that is bounded in bytes. What does not fit is refused at
-once. When calls fail or run out of time the circuit opens, and the store is left alone for a while. Reading and writing have
-threads, queue and circuit of their own: pages that are put in the background keep nobody from reading, nor does a full disk. A
-store that hangs costs the thread that it hangs in, and nothing else.
+once. When calls fail or run out of time the circuit opens, and the store is left alone for a while. Reading, writing and deleting
+have threads, queue and circuit of their own: pages that are put in the background keep nobody from reading, nor does a full disk,
+which can be deleted from, too. A store that hangs costs the thread that it hangs in, and nothing else.
 
 **Whose fault.** A call that runs out of time speaks against the store when that has said nothing for `SILENT_FRACTION` of the
 usual time although it was asked, by this call's own jobs or by anybody's on its side. Otherwise the call has waited behind
@@ -59,7 +59,7 @@ class StoreClientSettings:
         get_timeout_s: Of `get` and `exists`.
         queue_bytes: Of pages that wait to be read, or for the store's answer, and as many to be written; one page at least is
             let in.
-        threads: Calls of the store at once that read, and as many that write.
+        threads: Calls of the store at once that read, and as many that write; one deletes.
         breaker: When the store is left alone, and for how long; calls count, not pages.
     """
 
@@ -170,9 +170,10 @@ class _Pulse:
 
 
 class _Side:
-    """Reading or writing: who may ask the store, and what waits for its answer. The loop's, but for `queue` and `pulse`."""
+    """Reading, writing or deleting: who may ask the store, and what waits for it. The loop's, but for `queue` and `pulse`."""
 
-    def __init__(self, settings: StoreClientSettings, clock: Callable[[], float], *, usual_s: float) -> None:
+    def __init__(self, settings: StoreClientSettings, clock: Callable[[], float], *, usual_s: float, num_threads: int) -> None:
+        self.num_threads = num_threads
         self.breaker = Breaker(settings.breaker, clock)
         self.pulse = _Pulse(clock)
         self.queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -233,13 +234,15 @@ class StoreClient:
         self._settings = settings
         self._observer = observer
         self._clock = clock
-        self._reading = _Side(settings, clock, usual_s=settings.get_timeout_s)
-        self._writing = _Side(settings, clock, usual_s=settings.put_timeout_s)
+        self._reading = _Side(settings, clock, usual_s=settings.get_timeout_s, num_threads=settings.threads)
+        self._writing = _Side(settings, clock, usual_s=settings.put_timeout_s, num_threads=settings.threads)
+        self._deleting = _Side(settings, clock, usual_s=settings.put_timeout_s, num_threads=1)
+        self._sides = {"read": self._reading, "write": self._writing, "delete": self._deleting}
         self._is_closed = False
-        self._running_threads = 2 * settings.threads
+        self._running_threads = sum(side.num_threads for side in self._sides.values())
         self._all_ended = asyncio.Event()
-        for name, side in (("read", self._reading), ("write", self._writing)):
-            for index in range(settings.threads):
+        for name, side in self._sides.items():
+            for index in range(side.num_threads):
                 threading.Thread(target=self._serve, args=(side,), name=f"store-{name}-{index}", daemon=True).start()
 
     @property
@@ -250,7 +253,7 @@ class StoreClient:
     @property
     def num_queued(self) -> int:
         """Pages that wait for the store, or for its answer."""
-        return self._reading.num_queued + self._writing.num_queued
+        return sum(side.num_queued for side in self._sides.values())
 
     @property
     def state(self) -> BreakerState:
@@ -284,16 +287,16 @@ class StoreClient:
         return await self._call("exists", [_Item(key=key) for key in keys], self._reading, self._reading_s(timeout_s))
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
-        """Take pages out. True: it was there, and is there no more."""
-        return await self._call("delete", [_Item(key=key) for key in keys], self._writing, self._settings.put_timeout_s)
+        """Take pages out. True: it is not there, and perhaps never was."""
+        return await self._call("delete", [_Item(key=key) for key in keys], self._deleting, self._settings.put_timeout_s)
 
     async def close(self) -> None:
         """Answer everything, and wait a bounded time for what the store is doing. Idempotent; later calls are refused."""
         self._is_closed = True
-        for side in (self._reading, self._writing):
+        for side in self._sides.values():
             for job in side.jobs:
                 job.conclude(Outcome.REFUSED)
-            for _ in range(self._settings.threads):
+            for _ in range(side.num_threads):
                 side.queue.put(None)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_ended.wait(), CLOSE_S)
@@ -316,7 +319,8 @@ class StoreClient:
         )
         read, write = (side.breaker.state.value for side in (self._reading, self._writing))
         self._observer.circuits_changed(read=read, write=write)
-        return [outcome is Outcome.OK for outcome in outcomes]
+        good = (Outcome.OK, Outcome.MISSING) if op == "delete" else (Outcome.OK,)
+        return [outcome in good for outcome in outcomes]
 
     async def _outcomes(self, op: str, items: Sequence[_Item], side: _Side, timeout_s: float, used_ns: int) -> list[Outcome]:
         admitted = () if self._is_closed else side.that_fit(items)
