@@ -38,7 +38,9 @@ class DeviceIndex:
         self._by_hash: dict[bytes, TieredRequest] = {}
 
     def add(self, request: TieredRequest, first_entry: int) -> None:
-        """The request's whole pages from that entry on are on the device; one that another has is its."""
+        """The request's whole pages from that entry on are on the device, and may be had; one that another has is its."""
+        if request.is_damaged:
+            return
         for page_hash in request.chain.hashes[first_entry : request.num_whole]:
             self._by_hash.setdefault(page_hash, request)
 

@@ -210,7 +210,7 @@ class OffloadLeader:
         """What is whole of it is saved before the ranks give its pages back."""
         request = self._requests[request_id]
         self._saving.pop(request_id, None)
-        while self._save(request, is_last=True):
+        while not request.is_damaged and self._save(request, is_last=True):
             pass
         self._end(request)
 
@@ -226,12 +226,21 @@ class OffloadLeader:
         self._context.on_device.remove(request)
 
     def damaged(self, prompt: Prompt) -> None:
-        """No page of its chain is found again, in any tier: which one is damaged nobody knows."""
+        """No page of its chain is found again, in any tier: which one is damaged nobody knows.
+
+        Nor is any of the requests under way that begin alike: they may have it from this one, or this one from them.
+        """
         if prompt.chain is None:
             return
-        self._context.on_device.forget(prompt.chain.hashes)
+        chains = [prompt.chain]
+        for request in self._requests.values():
+            if request.chain.hashes[:1] == prompt.chain.hashes[:1]:  # else they have no page in common
+                request.is_damaged = True
+                chains.append(request.chain)
+        hashes = list(dict.fromkeys(page_hash for chain in chains for page_hash in chain.hashes))
+        self._context.on_device.forget(hashes)
         kept = [index for index in range(len(self._context.groups)) if self._tier.num_pages(index)]
-        pages = [(group, page_hash) for group in kept for page_hash in prompt.chain.hashes]
+        pages = [(group, page_hash) for group in kept for page_hash in hashes]
         for group, page_hash in pages:
             page = self._tier.find(group, page_hash)
             if page is not None:

@@ -2,7 +2,8 @@
 
 The prompt's pages and those of generated tokens alike, once every token of them is computed, a stride at a time. Leading pages
 that the device may have to leave behind are held in host memory for the request's life, in room that was promised. The others are
-a cache for later requests: where there is no room they are not saved, and the request goes on without.
+a cache for later requests: where there is no room they are not saved, and the request goes on without. Of a request whose KV
+may be damaged only the former are saved, and nobody else finds them.
 """
 
 from __future__ import annotations
@@ -88,15 +89,15 @@ def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int
     """Pages up to `end` of the layers that keep every token; False where host memory is full."""
     tier = context.tier
     for entry in range(request.next_save, end):
-        page_hash = request.chain.hashes[entry]
-        known = tier.find(FULL, page_hash)
+        page_hash = None if request.is_damaged else request.chain.hashes[entry]
+        known = None if page_hash is None else tier.find(FULL, page_hash)
         is_kept = entry < request.guaranteed
         owner = request.request_id if is_kept else None
         if known is not None and (not is_kept or known.is_ready):
             if is_kept:
                 tier.hold(known, owner=owner)
                 request.host.append(known)
-        else:
+        elif is_kept or not request.is_damaged:
             page = tier.take(FULL, page_hash, owner=owner, depth=entry)
             if page is None:
                 context.observer.host_full()
@@ -110,7 +111,7 @@ def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int
 
 def _add_windows(context: TierContext, request: TieredRequest, save: Save) -> None:
     """What is still on the device of each window's whole pages, up to where the other layers are saved."""
-    for group in context.windows:
+    for group in () if request.is_damaged else context.windows:
         first = max(request.next_window_save[group], context.first_window_page(group, request.num_computed))
         for entry in range(first, request.next_save):
             page_hash = request.chain.hashes[entry]

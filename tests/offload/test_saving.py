@@ -86,6 +86,18 @@ def test_a_save_has_its_most_pages() -> None:
     assert saved(where, request) == [(FULL, MAX_SAVED_PAGES, 10)]
 
 
+def test_what_may_be_damaged_is_saved_for_its_request_alone() -> None:
+    """Its room on the device is no larger for that; a page that another one has computed is not mixed with it."""
+    where = context(has_window=True)
+    keep(where, chain(60), range(2))
+    request = running(where, 60, new=30)
+    request.is_damaged = True
+    assert request.guaranteed == 5 and saved(where, request) == [(FULL, 0, 5)]
+    assert [page.page_hash for page in request.host] == [None] * 5 and request.num_ready == 5
+    assert saved(where, request) is None and request.next_save == 15
+    assert where.tier.counts(FULL).held == 5 and where.tier.counts(WINDOW).held == 0
+
+
 def test_of_a_window_what_is_still_there_is_saved_once() -> None:
     where = context(has_window=True)
     request = running(where, 24)

@@ -111,3 +111,7 @@ def test_what_may_be_damaged_is_had_from_nobody() -> None:
     hashes = first.chain.hashes
     index.forget([*hashes[:2], b"unknown"])
     assert [index.source_of(hashes[entry], entry) for entry in range(3)] == [None, None, first]
+    second = request(name="b")
+    second.is_damaged = True
+    index.add(second, 0)
+    assert index.source_of(hashes[0], 0) is None

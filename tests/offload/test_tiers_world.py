@@ -52,6 +52,15 @@ async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) ->
     await asyncio.wait_for(play(world, num_requests=25, prompts=prompts, longest_new=20, give_up=0.002), 120)
 
 
+@pytest.mark.parametrize("seed", range(20))
+async def test_what_may_be_damaged_is_read_by_nobody_who_comes_later(seed: int) -> None:
+    """Also not from those who had loaded it before it was known."""
+    chance = random.Random(seed)
+    world = World(chance, window_tokens=chance.choice([None, 4]), windows=(6,)[: seed % 2])
+    prompts = [[chance.randint(0, 49) for _ in range(20)]]
+    await asyncio.wait_for(play(world, num_requests=30, prompts=prompts, longest_new=12, give_up=0.02), 60)
+
+
 def evicted(world: World, group: int, page_hashes: Sequence[bytes]) -> list[int]:
     """The pages' places in the prompt, in the order in which they make room when all of host memory is needed."""
     found: list[int] = []

@@ -144,6 +144,7 @@ class Job:
     holding: set[int] = field(default_factory=set)
     is_running: bool = False
     is_over: bool = False
+    is_damaged: bool = False  # as far as anybody knows: what it reads may be anything
 
     @property
     def num_generated(self) -> int:
@@ -219,6 +220,8 @@ class RankWorld:
             self._write(tables, item.position, values[item.position])
             for index, group in enumerate(self.pool.groups):
                 host = item.host_tables[index] if item.host_tables else ()
+                if job.is_damaged:
+                    continue
                 for token in range(group.first_needed_token(item.position), item.position + 1):
                     found = self._read(index, tables[index], host, token)
                     assert found == values[token], (item.request_id, self.rank, group.name, token, item.position, len(host))
@@ -252,6 +255,22 @@ class RankWorld:
         flat = torch.stack(values).flatten()
         assert bool((flat == flat[0]).all())
         return float(flat[0])
+
+    def spoil(self, request_id: str) -> None:
+        """Its KV on the device is no good."""
+        if request_id in self.worker._requests:
+            for part, table in zip(self.pool.parts, self.worker._allocator.tables(request_id), strict=True):
+                self._spoil(part, [page for page in table if page != NO_PAGE])
+
+    def spoil_host(self, group: int, page: int) -> None:
+        self._spoil(self.host.part(group), [page])
+
+    @staticmethod
+    def _spoil(part: Any, pages: Sequence[int]) -> None:
+        for layer in part.layers:
+            for is_v in (False, True):
+                for page in pages:
+                    part.buffer(layer, is_v=is_v)[page] = -1.0
 
     # What arrives
 
@@ -325,14 +344,10 @@ class World:
             broadcast=self._broadcast,
             observer=self.metrics.tiers,
         )
-        shard = Shard(tp_size=NUM_RANKS, page_size=PAGE)
         store = StoreLeader(
             context,
             client=self.store(),  # type: ignore[arg-type]
-            keys_of=lambda group, page_hash: [
-                store_key(FINGERPRINT, page_hash, group=self.groups[group], layout=self.layout, shard=shard.at(rank))
-                for rank in range(NUM_RANKS)
-            ],
+            keys_of=lambda group, page_hash: [self._key(group, page_hash, rank) for rank in range(NUM_RANKS)],
             settings=StoreSettings(fetch_timeout_s=60.0, refresh_s=60.0, job_bytes=64, page_bytes=(16,) * len(self.groups)),
         )
         self.leader = OffloadLeader(
@@ -348,6 +363,10 @@ class World:
 
     def store(self) -> MemoryStore:
         return MemoryStore(self.stored, self.chance, self._failing)
+
+    def _key(self, group: int, page_hash: bytes, rank: int) -> str:
+        shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
+        return store_key(FINGERPRINT, page_hash, group=self.groups[group], layout=self.layout, shard=shard)
 
     def _broadcast(self, message: object) -> None:
         self.sent.append(message)
@@ -457,10 +476,37 @@ class World:
             self._broadcast(CancelRequest(request_id=job.request_id, reason="gone"))
 
     def damage(self, job: Job) -> None:
-        """A step says that its KV is no good."""
-        if job.is_running:
-            self.leader.damaged(self.looking[job.request_id].result())
-            self.give_up(job)
+        """A step says that its KV is no good. Nor is that of all who may share pages with it, in every tier."""
+        if not job.is_running:
+            return
+        known = self.looking[job.request_id].result()
+        for other in self.jobs.values():
+            if other.holding and self._hashes(other)[:1] == self._hashes(job)[:1] != []:
+                self._spoil(other)
+        self.leader.damaged(known)
+        for page_hash in self._hashes(job):
+            assert not any(self.tier.find(group, page_hash) for group in range(len(self.groups)))
+            assert page_hash not in self.leader._context.on_device._by_hash
+        self.give_up(job)
+
+    def _hashes(self, job: Job) -> list[bytes]:
+        chain = self.looking[job.request_id].result().chain
+        assert chain is not None
+        return list(chain.hashes)
+
+    def _spoil(self, job: Job) -> None:
+        job.is_damaged = True
+        for rank in self.ranks:
+            rank.spoil(job.request_id)
+        for group in range(len(self.groups)):
+            for page_hash in self._hashes(job):
+                page = self.tier.find(group, page_hash)
+                for rank in self.ranks:
+                    if page is not None:
+                        rank.spoil_host(group, page.number)
+                    key = self._key(group, page_hash, rank.rank)
+                    if key in self.stored:
+                        self.stored[key] = bytes(len(self.stored[key]))
 
     def _hear(self) -> None:
         if not self.from_ranks:
