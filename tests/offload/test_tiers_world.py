@@ -85,6 +85,22 @@ async def test_a_prompts_end_makes_room_before_its_beginning(seed: int) -> None:
         assert len(kept) > 8 and evicted(world, group, chain.hashes) == [*missing, *reversed(kept)]
 
 
+@pytest.mark.parametrize("windows", [(), (3,), (5, 9)], ids=["no window", "a window", "two windows"])
+async def test_whoever_waits_for_copies_is_woken_by_them(windows: tuple[int, ...]) -> None:
+    """Two of one prompt, one copying from the other, and nobody else whose step would wake them."""
+    num_sleeps = 0
+    for seed in range(4):
+        world = World(random.Random(seed), device_pages=20, host_pages=60, window_tokens=2, windows=windows, has_slow_saves=True)
+        prompt = list(range(12))
+        for job in [world.submit(prompt, 40), world.submit([*prompt, 1, 2, 3], 50)]:
+            assert job is not None
+            while not job.is_running:
+                await world.turn()
+        await asyncio.wait_for(world.drain(), 120)
+        num_sleeps += world.num_sleeps
+    assert num_sleeps > 0
+
+
 @pytest.mark.parametrize("what", ["held", "promised"])
 async def test_a_lost_host_page_is_found_when_nothing_is_left(what: str) -> None:
     world = World(random.Random(1))

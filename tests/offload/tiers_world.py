@@ -320,6 +320,7 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.step: RunStep | None = None
         self.num_steps = 0
+        self.num_sleeps = 0  # there was no step to be made, although somebody runs
         self.metrics = NodeMetrics(role="decode")
         assert self.metrics.tiers is not None
         needs = page_needs(self.groups, PAGE, slack_tokens=self.slack_tokens)
@@ -357,7 +358,7 @@ class World:
             store=store,
         )
         self.loaded: list[str] = []
-        self.leader.listen(on_loaded=self.loaded.append, on_room=lambda: None)
+        self.leader.listen(on_loaded=self.loaded.append, on_room=self._send_step)
         self.ranks = [RankWorld(self, rank) for rank in range(NUM_RANKS)]
         self.looking: dict[str, asyncio.Task[Prompt]] = {}
 
@@ -406,8 +407,6 @@ class World:
             is_here = job.is_placed and not job.receiving and not self.leader.is_loading(job.request_id)
             if is_here and not job.is_running and not job.is_over:
                 found.append(lambda job=job: self._begin(job))  # type: ignore[misc]
-        if self.step is None and any(job.is_running for job in self.jobs.values()):
-            found.append(self._step)
         return found
 
     def _knows(self, number: int, job: Job) -> bool:
@@ -448,6 +447,7 @@ class World:
         job.is_running = True
         self.leader.begin(job.request_id)
         self._take(job, job.prompt[-1])
+        self._send_step()
 
     def _take(self, job: Job, token: int) -> None:
         job.tokens.append(token)
@@ -456,12 +456,17 @@ class World:
             self._broadcast(FinishRequest(request_id=job.request_id))
             job.is_running, job.is_over = False, True
 
-    def _step(self) -> None:
+    def _send_step(self) -> None:
+        """When the decode leader does it, and never else: whoever missed a step has the next one by a wake-up alone."""
+        if self.step is not None:
+            return
+        running = [job for job in self.jobs.values() if job.is_running]
         parts = tuple(
             StepPart(request_id=job.request_id, token_id=job.tokens[-1], position=job.position)
-            for job in self.jobs.values()
-            if job.is_running and self.leader.may_step(job.request_id, job.position)
+            for job in running
+            if self.leader.may_step(job.request_id, job.position)
         )
+        self.num_sleeps += bool(running) and not parts
         if parts:
             self.num_steps += 1
             self.step = RunStep(step=self.num_steps, parts=parts)
@@ -524,6 +529,7 @@ class World:
                     if self.jobs[name].is_running:
                         self._take(self.jobs[name], token)
                 self.leader.step_over()
+                self._send_step()
             case TransferComplete():
                 self.jobs[message.request_id].receiving.discard(rank)
             case PagesReleased():
@@ -577,7 +583,7 @@ class World:
         assert self.admission.free_pages == PageCounts(self.device_pages)
 
     def _only_waits(self) -> bool:
-        """Whether nothing can change any more: every move asks again for room, or for a step that may not be."""
+        """Whether nothing can change any more: every move asks again for room."""
         busy = any(rank.inbox or any(lane.work for lane in rank.lanes) for rank in self.ranks) or self.from_ranks
         alive = any(job.is_running or (job.is_placed and not job.is_over) for job in self.jobs.values())
         waiting = any(not job.is_over for job in self.jobs.values())
