@@ -88,8 +88,9 @@ class OffloadLeader:
         """What the store has of a prompt, and host memory has not, is brought into host memory."""
         chain = PageHashes(page_size=self._rules.page_size, seed=self._seed_of(salt))
         chain.extend(token_ids)
-        fetched = await self._store.fetch(chain, len(token_ids)) if self._store is not None else frozenset()
-        return Prompt(token_ids=token_ids, chain=chain, fetched=fetched)
+        now_ns = time.time_ns()
+        fetched = await self._store.fetch(chain, len(token_ids), asked_ns=now_ns) if self._store is not None else frozenset()
+        return Prompt(token_ids=token_ids, chain=chain, fetched=fetched, asked_ns=now_ns)
 
     def refusal(self, num_tokens: int) -> str | None:
         return refusal(self._context, num_tokens)
@@ -115,13 +116,15 @@ class OffloadLeader:
             return None
         self._waiting.pop(request_id, None)
         request = self._requests[request_id] = found.request
+        request.asked_ns = prompt.asked_ns
         request.num_loading = bool(found.loads) + len(found.copies)
         if request.num_loading:
             self._to_load[request_id] = found
         self._context.observer.looked_for(prompt_tokens)
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
-            self._store.back_up(found.hits)  # it may have been away when they were saved, or have let go of them
+            # It may have been away when they were saved, or have let go of them.
+            self._store.back_up(found.hits, asked_ns=prompt.asked_ns)
         return Place(
             pages=found.pages,
             start_token=found.start_token,
@@ -179,7 +182,7 @@ class OffloadLeader:
     def begin(self, request_id: str) -> None:
         request = self._requests[request_id]
         arrived = [page for page in request.host[: request.boundary] if not page.is_ready]
-        self._filled(arrived, "prompt")
+        self._filled(request, arrived, "prompt")
         request.is_running = True
         request.num_computed = request.num_prompt_tokens
         request.whole_windows(self._context.groups)
@@ -290,7 +293,7 @@ class OffloadLeader:
         def done(_: frozenset[int]) -> None:
             self._num_saves -= 1
             request.saving.pop(job, None)
-            self._filled(save.pages, save.source)
+            self._filled(request, save.pages, save.source)
             for page in save.transient:
                 self._tier.let_go(page)
             self._go_on()
@@ -301,13 +304,13 @@ class OffloadLeader:
         self._context.broadcast(SavePages(job=job, request_id=request.request_id, runs=save.runs))
         return True
 
-    def _filled(self, pages: Sequence[HostPage], source: str) -> None:
+    def _filled(self, request: TieredRequest, pages: Sequence[HostPage], source: str) -> None:
         for page in pages:
             self._tier.ready(page)
         if pages:
             self._context.observer.saved(source, sum(page.group == FULL for page in pages))
             if self._store is not None:
-                self._store.back_up(pages)
+                self._store.back_up(pages, asked_ns=request.asked_ns)
 
     def _tell_room(self) -> None:
         if self._has_stalled:

@@ -17,6 +17,7 @@ from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.distrust import DistrustedPages, PageName
 from decode_node.offload.host_tier import HostPage
 from decode_node.rank_messages import BackUpPages, FetchPages, StoreJob
+from transfer.storage.base import USED_STEP_NS
 from transfer.storage.client import StoreClient
 from transfer.storage.halving import first_false
 from transfer.storage.keys import PageHashes
@@ -30,10 +31,6 @@ LOOKUP_FRACTION: Final = 1 / 3
 
 RETRY_S: Final = 5.0
 """For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
-
-NS_OF_DEPTH: Final = 10**9
-"""A page counts as used so much earlier for each page before it: of a long prompt, which comes in many jobs, the end makes room
-in the store before the beginning, without which it is of no use."""
 
 ANSWER_S: Final = 0.5
 """By which what has been asked is waited for beyond its own deadline: its failure is the client's to note."""
@@ -119,7 +116,7 @@ class StoreLeader:
         self._settings = settings
         most = sum(self._tier.num_pages(group) for group in range(len(context.groups)))  # none is worth a second place
         self._most_queued = max(1, most)
-        self._to_back_up: dict[PageName, None] = {}  # in order, each once
+        self._to_back_up: dict[PageName, int] = {}  # in order, each once, and when its request was asked for
         self._under_way: set[PageName] = set()
         self._num_backups = 0
         self._retry: asyncio.TimerHandle | None = None  # while nothing is put into the store
@@ -144,29 +141,36 @@ class StoreLeader:
         kind: type[StoreJob],
         pages: Sequence[HostPage],
         hashes: tuple[bytes, ...],
-        now_ns: int,
+        asked_ns: int,
         done: Callable[[frozenset[int]], None],
     ) -> None:
-        """Have the ranks do it with pages of one group; `done` with the places of those that failed."""
+        """Have the ranks do it with pages of one group and request; `done` with the places of those that failed.
+
+        A page counts as used when its request was asked for, and a little earlier for each page before it: of a long prompt,
+        which comes in many jobs, the end makes room in the store before the beginning, without which it is of no use.
+        """
         order = kind(
             job=self._context.jobs.begin(done),
             group=pages[0].group,
             hashes=hashes,
             host_pages=tuple(page.number for page in pages),
-            used_ns=now_ns - pages[0].depth * NS_OF_DEPTH,
+            used_ns=asked_ns - pages[0].depth * USED_STEP_NS,
         )
         self._context.broadcast(order)
 
     # Into the store
 
-    def back_up(self, pages: Sequence[HostPage]) -> None:
+    def back_up(self, pages: Sequence[HostPage], *, asked_ns: int) -> None:
         """Have pages, which are ready, put into the store when there is time; those of no hash are their request's alone.
 
         Where more wait than host memory has pages, the oldest are left out: most of them are gone from it.
+
+        Args:
+            asked_ns: When their request was asked for, since the epoch.
         """
         for page in pages:
             if page.page_hash is not None and self._is_to_be_stored(page) and (page.group, page.page_hash) not in self._under_way:
-                self._to_back_up.setdefault((page.group, page.page_hash))
+                self._to_back_up[page.group, page.page_hash] = asked_ns
         while len(self._to_back_up) > self._most_queued:
             self._next_name()
         self._next_backups()
@@ -183,21 +187,24 @@ class StoreLeader:
 
     def _next_backups(self) -> None:
         while self._to_back_up and self._num_backups < JOBS_AT_ONCE and self._retry is None:
-            pages = self._held_for_backup()
+            (group, _), asked_ns = next(iter(self._to_back_up.items()))
+            pages = self._held_for_backup(group, asked_ns)
             if pages:
-                self._order_backup(pages)
+                self._order_backup(pages, asked_ns)
 
-    def _held_for_backup(self) -> list[HostPage]:
-        """The next pages of one group; what has been evicted meanwhile, or cannot be held now, is not stored."""
-        group, _ = next(iter(self._to_back_up))
+    def _held_for_backup(self, group: int, asked_ns: int) -> list[HostPage]:
+        """The next pages of one group and request; what has been evicted meanwhile, or cannot be held now, is not stored."""
         most, pages = self._settings.job_pages(group), list[HostPage]()
-        while self._to_back_up and next(iter(self._to_back_up))[0] == group and len(pages) < most:
+        while self._to_back_up and len(pages) < most:
+            (next_group, _), next_asked_ns = next(iter(self._to_back_up.items()))
+            if (next_group, next_asked_ns) != (group, asked_ns):
+                break
             page = self._tier.find(*self._next_name())
             if page is not None and page.is_ready and self._is_to_be_stored(page) and self._tier.hold(page):
                 pages.append(page)
         return pages
 
-    def _order_backup(self, pages: list[HostPage]) -> None:
+    def _order_backup(self, pages: list[HostPage], asked_ns: int) -> None:
         self._num_backups += 1
         hashes = _hashes(pages)
         names = [(page.group, page_hash) for page, page_hash in zip(pages, hashes, strict=True)]
@@ -221,14 +228,14 @@ class StoreLeader:
             self._context.observer.backed_up(len(new - failed), len(new & failed))
             self.delete(damaged)
             if len(failed) == len(pages):
-                self._wait_and_retry(left)
+                self._wait_and_retry(dict.fromkeys(left, asked_ns))
             self._next_backups()
 
-        self._order(BackUpPages, pages, hashes, time.time_ns(), done)
+        self._order(BackUpPages, pages, hashes, asked_ns, done)
 
-    def _wait_and_retry(self, names: Sequence[PageName]) -> None:
+    def _wait_and_retry(self, names: dict[PageName, int]) -> None:
         """Put nothing for a while, and these first then. Single pages that failed are tried again when they are found again."""
-        self._to_back_up = dict.fromkeys(names) | self._to_back_up
+        self._to_back_up = names | self._to_back_up
         if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
@@ -243,8 +250,11 @@ class StoreLeader:
 
     # Out of the store
 
-    async def fetch(self, chain: PageHashes, prompt_tokens: int) -> frozenset[bytes]:
+    async def fetch(self, chain: PageHashes, prompt_tokens: int, *, asked_ns: int) -> frozenset[bytes]:
         """Bring what the store has of a prompt, and host memory has not, into host memory, in bounded time.
+
+        Args:
+            asked_ns: When the request was asked for, since the epoch.
 
         Returns:
             Hashes of the pages that came.
@@ -255,7 +265,7 @@ class StoreLeader:
             async with asyncio.timeout_at(deadline_s + ANSWER_S):
                 wanted = await self._wanted(chain, prompt_tokens, deadline_s)
             async with asyncio.timeout_at(deadline_s):
-                await self._bring(wanted, came)
+                await self._bring(wanted, came, asked_ns)
         return frozenset(came.hashes)
 
     async def _wanted(self, chain: PageHashes, prompt_tokens: int, deadline_s: float) -> dict[int, list[_Wanted]]:
@@ -285,9 +295,8 @@ class StoreLeader:
         room = max(0, self._tier.spare(FULL) - known)
         return {FULL: pages[known : min(end, known + room)], **wanted}
 
-    async def _bring(self, wanted: dict[int, list[_Wanted]], came: _Came) -> None:
+    async def _bring(self, wanted: dict[int, list[_Wanted]], came: _Came, asked_ns: int) -> None:
         """Have the ranks fill host pages, the first ones first, up to a gap or where there is no room; few jobs at once."""
-        now_ns = time.time_ns()
         orders: list[asyncio.Future[None]] = []
         for group, of_group in wanted.items():
             size = self._settings.job_pages(group)
@@ -295,7 +304,7 @@ class StoreLeader:
                 await self._fetches.acquire()
                 pages = None if came.has_gap else self._taken(group, of_group[begin : begin + size])
                 if pages:
-                    orders.append(self._order_fetch(pages, came, now_ns))
+                    orders.append(self._order_fetch(pages, came, asked_ns))
                     continue
                 self._fetches.release()
                 if pages is None:
@@ -317,7 +326,7 @@ class StoreLeader:
                 pages.append(page)
         return pages
 
-    def _order_fetch(self, pages: list[HostPage], came: _Came, now_ns: int) -> asyncio.Future[None]:
+    def _order_fetch(self, pages: list[HostPage], came: _Came, asked_ns: int) -> asyncio.Future[None]:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         hashes = _hashes(pages)
 
@@ -339,7 +348,7 @@ class StoreLeader:
 
         if pages[0].group == FULL:
             self._coming |= dict.fromkeys(hashes, over)
-        self._order(FetchPages, pages, hashes, now_ns, done)
+        self._order(FetchPages, pages, hashes, asked_ns, done)
         return over
 
     def _is_ready(self, group: int, page_hash: bytes) -> bool:

@@ -37,6 +37,7 @@ class TieredRequest:
         num_computed: Tokens whose KV is in the pool.
         saving: First window entry that a copy under way still reads, by job and group.
         num_copied_from: Other requests that are getting pages of it.
+        asked_ns: See `Prompt`.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class TieredRequest:
     saving: dict[int, dict[int, int]] = field(default_factory=dict)
     num_copied_from: int = 0
     is_damaged: bool = False  # its KV may be no good: it goes on, and nobody else gets any of it
+    asked_ns: int = 0
     _num_ready: int = 0
 
     @property

@@ -19,11 +19,13 @@ class Prompt:
         token_ids: Its tokens.
         chain: Hashes of its whole pages, which generated ones are added to; None where nothing is kept.
         fetched: Of these, those that were brought from the store for it.
+        asked_ns: When it was asked for, since the epoch: what is stored of it counts as used then.
     """
 
     token_ids: Sequence[int]
     chain: PageHashes | None = None
     fetched: frozenset[bytes] = frozenset()
+    asked_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import FULL, TierContext
@@ -12,15 +12,18 @@ from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import JOBS_AT_ONCE, NS_OF_DEPTH, StoreLeader, StoreSettings
+from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
 from decode_node.rank_messages import StoreJob
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 from transfer.metrics import NodeMetrics
+from transfer.storage.base import USED_STEP_NS
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import PageHashes
 
 PAGE = 2
+NOW_NS = 10**18
+"""When requests are asked for."""
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
 
 
@@ -73,14 +76,20 @@ class Leader:
     def ready(self, chain: PageHashes, count: int) -> list[HostPage]:
         """The chain's first pages, cached in host memory."""
         pages = []
-        for page_hash in chain.hashes[:count]:
-            page = self.tier.take(FULL, page_hash)
+        for depth, page_hash in enumerate(chain.hashes[:count]):
+            page = self.tier.take(FULL, page_hash, depth=depth)
             assert page is not None
             self.tier.ready(page)
             pages.append(page)
         for page in reversed(pages):
             self.tier.let_go(page)
         return pages
+
+    def fetch(self, chain: PageHashes, prompt_tokens: int) -> Coroutine[Any, Any, frozenset[bytes]]:
+        return self.leader.fetch(chain, prompt_tokens, asked_ns=NOW_NS)
+
+    def back_up(self, pages: Sequence[HostPage], *, asked_ns: int = NOW_NS) -> None:
+        self.leader.back_up(pages, asked_ns=asked_ns)
 
     def answer(self, *, failed: tuple[int, ...] = ()) -> StoreJob:
         message = self.sent.pop(0)
@@ -102,7 +111,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def test_jobs_are_as_large_as_the_queue_takes_and_few_at_a_time() -> None:
     one = Leader(page_bytes=10)  # four to a job
-    one.leader.back_up(one.ready(chain_of(20), 20))
+    one.back_up(one.ready(chain_of(20), 20))
     assert [len(message.hashes) for message in one.sent] == [4] * JOBS_AT_ONCE
     stored = 0
     while one.sent:
@@ -111,19 +120,19 @@ async def test_jobs_are_as_large_as_the_queue_takes_and_few_at_a_time() -> None:
     assert stored == 20 and one.leader.num_queued == 0
     one.tier.check_idle()
     large = Leader(page_bytes=1000)
-    large.leader.back_up(large.ready(chain_of(2), 2))
+    large.back_up(large.ready(chain_of(2), 2))
     assert [len(message.hashes) for message in large.sent] == [1, 1], "a page larger than a job's bytes is a job"
 
 
 async def test_what_could_not_be_stored_is_tried_again() -> None:
     one = Leader()
     pages = one.ready(chain_of(2), 2)
-    one.leader.back_up(pages)
+    one.back_up(pages)
     one.answer(failed=(1,))
     assert (pages[0].stored_s is not None, pages[1].stored_s, one.sent) == (True, None, [])
-    one.leader.back_up(pages)  # it is found again
+    one.back_up(pages)  # it is found again
     one.answer(failed=(0,))
-    one.leader.back_up(one.ready(chain_of(9), 9)[:0])
+    one.back_up(one.ready(chain_of(9), 9)[:0])
     assert not one.sent and one.leader.num_queued == 1, "a store that takes nothing gets nothing for a while"
     one.leader._try_again()  # what the timer calls
     assert one.answer().hashes == (pages[1].page_hash,)
@@ -134,36 +143,36 @@ async def test_what_could_not_be_stored_is_tried_again() -> None:
 async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_then() -> None:
     one = Leader()
     pages = one.ready(chain_of(2), 2)
-    one.leader.back_up(pages)
+    one.back_up(pages)
     one.answer()
-    one.leader.back_up(pages)
+    one.back_up(pages)
     assert not one.sent, "they have just been stored"
     for page in pages:
         assert page.stored_s is not None
         page.stored_s -= 60.0
-    one.leader.back_up(pages)
+    one.back_up(pages)
     assert list(one.answer().hashes) == chain_of(2).hashes[:2]
-    one.leader.back_up(pages)
+    one.back_up(pages)
     assert not one.sent
 
 
 async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_backup() -> None:
     one = Leader(host_pages=6, page_bytes=40)  # one to a job
     hot, new = one.ready(chain_of(2), 2), one.ready(chain_of(3), 3)[2:]
-    one.leader.back_up(hot)
+    one.back_up(hot)
     while one.sent:
         one.answer()
     for page in hot:
         assert page.stored_s is not None
         page.stored_s -= 60.0
-    one.leader.back_up(hot)
-    one.leader.back_up(hot)
+    one.back_up(hot)
+    one.back_up(hot)
     assert len(one.sent) == 2, "what is under way is not ordered again"
     one.answer(failed=(0,))
     assert hot[0].stored_s is not None, "it is likely to be there all the same"
-    one.leader.back_up(new)
+    one.back_up(new)
     for _ in range(20):
-        one.leader.back_up(hot)
+        one.back_up(hot)
     assert one.leader.num_queued == 2
     one.answer()
     one.leader._try_again()
@@ -174,43 +183,57 @@ async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_bac
 
 async def test_pages_beyond_what_host_memory_has_are_left_out_of_the_queue() -> None:
     one = Leader(host_pages=4, page_bytes=40)
-    one.leader.back_up(one.ready(chain_of(4), 4))
-    one.leader._wait_and_retry([(FULL, bytes([number]) * 32) for number in range(4)])
+    one.back_up(one.ready(chain_of(4), 4))
+    one.leader._wait_and_retry({(FULL, bytes([number]) * 32): NOW_NS for number in range(4)})
     assert one.leader.num_queued == 6
-    one.leader.back_up([])
+    one.back_up([])
     assert one.leader.num_queued == 4
     one.leader.close()
 
 
-async def test_of_a_long_prompt_the_end_counts_as_used_first() -> None:
+async def test_a_prompt_counts_as_used_when_it_was_asked_for_its_end_a_little_earlier() -> None:
+    """In however many jobs it comes, and however long they take."""
     one = Leader()
     chain = chain_of(8)
-    fetching = asyncio.ensure_future(one.leader.fetch(chain, 17))
-    times = []
-    while not fetching.done():
-        await asyncio.sleep(0)
-        times += [one.answer().used_ns for _ in range(len(one.sent))]
-    assert len(times) == 2 and times[0] - times[1] == 4 * NS_OF_DEPTH
-    pages = [one.tier.find(FULL, page_hash) for page_hash in chain.hashes]
-    for page in pages:
-        assert page is not None
-        page.stored_s = None
-    one.leader.back_up([page for page in pages if page is not None])
-    first, second = one.answer(), one.answer()
-    assert first.used_ns - second.used_ns > 3 * NS_OF_DEPTH
+    fetching = asyncio.ensure_future(one.fetch(chain, 17))
+    await until(lambda: len(one.sent) == 2)
+    expected = [NOW_NS, NOW_NS - 4 * USED_STEP_NS]
+    assert [one.answer().used_ns for _ in range(2)] == expected
+    await fetching
+    other = Leader()
+    pages = other.ready(chain, 8)
+    other.back_up(pages[:4])
+    await asyncio.sleep(0.01)
+    other.back_up(pages[4:])
+    assert [other.answer().used_ns for _ in range(2)] == expected
+
+
+async def test_pages_of_two_requests_are_not_stored_in_one_job() -> None:
+    one = Leader(page_bytes=1)
+    pages = one.ready(chain_of(6), 6)
+    for page in pages[:JOBS_AT_ONCE]:
+        one.back_up([page])  # the others have to wait for these
+    later_ns = NOW_NS + 10**9
+    one.back_up(pages[2:4])
+    one.back_up(pages[4:], asked_ns=later_ns)
+    found = []
+    while one.sent:
+        message = one.answer()
+        found.append((len(message.hashes), message.used_ns))
+    assert found[2:] == [(2, NOW_NS - 2 * USED_STEP_NS), (2, later_ns - 4 * USED_STEP_NS)]
 
 
 async def test_pages_that_turn_out_to_be_damaged_on_their_way_are_found_nowhere() -> None:
     one = Leader()
     (page,) = one.ready(chain_of(1), 1)
-    one.leader.back_up([page])
+    one.back_up([page])
     one.tier.unname(page)
     one.answer()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert len(one.store.deleted) == 2 and page.stored_s is None, "it was put after it had been deleted"
     chain = chain_of(3)
-    fetching = asyncio.ensure_future(one.leader.fetch(chain, 6))
+    fetching = asyncio.ensure_future(one.fetch(chain, 6))
     while not one.sent:
         await asyncio.sleep(0)
     coming = one.tier.find(FULL, chain.hashes[0])
@@ -224,7 +247,7 @@ async def test_pages_that_turn_out_to_be_damaged_on_their_way_are_found_nowhere(
 
 async def test_behind_a_gap_nothing_is_fetched() -> None:
     one = Leader()
-    fetching = asyncio.ensure_future(one.leader.fetch(chain_of(40), 80))
+    fetching = asyncio.ensure_future(one.fetch(chain_of(40), 80))
     num_answers = 0
     while not fetching.done():
         await asyncio.sleep(0)
@@ -244,14 +267,14 @@ async def test_the_queue_is_bounded_and_its_oldest_go() -> None:
             assert page is not None
             one.tier.ready(page)
             one.tier.let_go(page)
-            one.leader.back_up([page])
+            one.back_up([page])
     assert one.leader.num_queued <= 10
 
 
 async def test_a_prompt_is_fetched_in_order_a_few_jobs_at_a_time() -> None:
     one = Leader()
     chain = chain_of(21)
-    fetching = asyncio.ensure_future(one.leader.fetch(chain, 42))
+    fetching = asyncio.ensure_future(one.fetch(chain, 42))
     begin = 0
     while not fetching.done():
         await asyncio.sleep(0)
@@ -268,10 +291,10 @@ async def test_a_request_waits_for_the_store_so_long_and_no_longer() -> None:
     one = Leader(timeout_s=0.05)
     one.store.seconds = 60.0
     async with asyncio.timeout(5):
-        assert await one.leader.fetch(chain_of(600), 1200) == frozenset()
+        assert await one.fetch(chain_of(600), 1200) == frozenset()
     assert one.store.num_asked == one.store.num_answered == 1, "the client notes the store's silence, it is not cut off"
     slow = Leader(timeout_s=0.2)
-    fetching = asyncio.ensure_future(slow.leader.fetch(chain_of(20), 40))
+    fetching = asyncio.ensure_future(slow.fetch(chain_of(20), 40))
     while not slow.sent:
         await asyncio.sleep(0)
     slow.answer()  # the first job, and then nothing
@@ -288,7 +311,7 @@ async def test_of_a_long_prompt_few_pages_are_asked_for() -> None:
     for num_stored in (0, 1, 137, 299, 300):
         one = Leader(host_pages=400)
         one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[num_stored:]}
-        fetching = asyncio.ensure_future(one.leader.fetch(chain, 601))
+        fetching = asyncio.ensure_future(one.fetch(chain, 601))
         while not fetching.done():
             await asyncio.sleep(0)
             for _ in range(len(one.sent)):
@@ -302,7 +325,7 @@ async def test_the_look_up_leaves_time_for_what_it_finds() -> None:
     one.store.seconds = 0.2
     chain = chain_of(300)
     one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[200:]}
-    fetching = asyncio.ensure_future(one.leader.fetch(chain, 601))
+    fetching = asyncio.ensure_future(one.fetch(chain, 601))
     while not one.sent and not fetching.done():
         await asyncio.sleep(0.01)
     assert one.sent, "all questions take longer than the request waits"
@@ -320,7 +343,7 @@ async def test_what_is_fetched_never_takes_the_room_of_what_it_continues() -> No
     other = PageHashes(page_size=PAGE, seed=b"t" * 32)
     other.extend(range(8))
     one.ready(other, 4)  # used later than the prefix: without a look at it, the prefix would go first
-    fetching = asyncio.ensure_future(one.leader.fetch(chain, 40))
+    fetching = asyncio.ensure_future(one.fetch(chain, 40))
     while not fetching.done():
         await asyncio.sleep(0)
         if one.sent:
@@ -332,11 +355,11 @@ async def test_what_is_fetched_never_takes_the_room_of_what_it_continues() -> No
 async def test_a_second_request_waits_for_what_is_coming() -> None:
     one = Leader()
     chain = chain_of(5)
-    first = asyncio.ensure_future(one.leader.fetch(chain, 10))
+    first = asyncio.ensure_future(one.fetch(chain, 10))
     while not one.sent:
         await asyncio.sleep(0)
     num_asked = one.store.num_asked
-    second = asyncio.ensure_future(one.leader.fetch(chain, 10))
+    second = asyncio.ensure_future(one.fetch(chain, 10))
     await asyncio.sleep(0)
     assert one.store.num_asked == num_asked
     one.answer()
@@ -358,18 +381,18 @@ async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again() -> No
     one.store.stuck = {f"{chain.hashes[2].hex()}-1"}
     one.leader.delete([(FULL, page_hash) for page_hash in chain.hashes[:5]])
     await until(lambda: len(one.leader._distrusted) == 1)
-    fetching = asyncio.ensure_future(one.leader.fetch(chain, 13))
+    fetching = asyncio.ensure_future(one.fetch(chain, 13))
     await until(lambda: bool(one.sent))
     assert list(one.answer().hashes) == chain.hashes[:2], "neither a damaged page nor what is behind it"
     assert await fetching == frozenset(chain.hashes[:2])
-    one.leader.back_up(one.ready(chain, 3)[2:])
+    one.back_up(one.ready(chain, 3)[2:])
     assert not one.sent and not one.leader.num_queued, "the store would take what it has for this page"
     one.store.stuck.clear()
     one.leader._distrusted._delete()  # what the timer calls
     await until(lambda: not len(one.leader._distrusted))
     page = one.tier.find(FULL, chain.hashes[2])
     assert page is not None
-    one.leader.back_up([page])
+    one.back_up([page])
     assert one.answer().hashes == (chain.hashes[2],)
     one.leader.close()
 
@@ -378,7 +401,7 @@ async def test_what_is_put_while_it_is_deleted_is_deleted_again() -> None:
     one = Leader()
     (page,) = one.ready(chain_of(1), 1)
     name = (FULL, chain_of(1).hashes[0])
-    one.leader.back_up([page])
+    one.back_up([page])
     one.tier.unname(page)
     one.leader.delete([name])
     await until(lambda: len(one.store.deleted) == 2)
@@ -394,7 +417,7 @@ async def test_what_is_missing_ends_what_is_fetched() -> None:
     one = Leader()
     chain = chain_of(6)
     one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[2:]}
-    fetching = asyncio.ensure_future(one.leader.fetch(chain, 12))
+    fetching = asyncio.ensure_future(one.fetch(chain, 12))
     while not one.sent:
         await asyncio.sleep(0)
     assert list(one.answer().hashes) == chain.hashes[:2]

@@ -112,7 +112,9 @@ class MemoryStore:
         return [key in self.pages and self._works() for key in keys]
 
     async def delete(self, keys: Sequence[str]) -> list[bool]:
-        return [self.pages.pop(key, None) is not None for key in keys]
+        for key in keys:
+            self.pages.pop(key, None)
+        return [True] * len(keys)
 
     async def close(self) -> None:
         pass

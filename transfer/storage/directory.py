@@ -195,8 +195,10 @@ def _make(directory: Path) -> None:
 
 
 def _mark_used(file: int | Path, used_ns: int) -> None:
+    """Unless somebody has used it later: what a request of long ago brings now counts as used when that was asked for."""
     with contextlib.suppress(OSError):  # mounted to be read only: its age is then all the same
-        os.utime(file, ns=(used_ns, used_ns))
+        if os.stat(file).st_mtime_ns < used_ns:
+            os.utime(file, ns=(used_ns, used_ns))
 
 
 def _new_file_in(folder: Path) -> Path:
