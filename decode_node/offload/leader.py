@@ -124,7 +124,7 @@ class OffloadLeader:
         self._count_hits(found, prompt.fetched)
         if self._store is not None:
             # It may have been away when they were saved, or have let go of them.
-            self._store.back_up(found.hits, asked_ns=prompt.asked_ns)
+            self._store.back_up((*found.hits, *found.loaded_from), asked_ns=prompt.asked_ns)
         return Place(
             pages=found.pages,
             start_token=found.start_token,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.offload.tiers_world import World
+from tests.offload.tiers_world import NUM_RANKS, PAGE, World
 from transfer.errors import LocalProtocolError
 
 
@@ -99,6 +99,30 @@ async def test_whoever_waits_for_copies_is_woken_by_them(windows: tuple[int, ...
         await asyncio.wait_for(world.drain(), 120)
         num_sleeps += world.num_sleeps
     assert num_sleeps > 0
+
+
+async def test_windows_that_are_found_in_host_memory_count_as_used_in_the_store() -> None:
+    """As the other layers' pages do: the store, which has let go of them, gets them back."""
+    world = World(random.Random(1), device_pages=24, host_pages=30, window_tokens=None, windows=(6,))
+    assert world.submit(list(range(20)), 4) is not None
+    await asyncio.wait_for(world.drain(), 60)
+    stored = set(world.stored)
+    again = world.submit(list(range(20)), 4)
+    assert again is not None
+    chain = (await world.looking[again.request_id]).chain
+    assert chain is not None
+    window = world.groups[1]
+    reached = range(window.first_needed_token(20) // PAGE, 19 // PAGE)
+    for page_hash in chain.hashes:
+        for group in range(len(world.groups)):
+            if (page := world.tier.find(group, page_hash)) is not None and page.stored_s is not None:
+                page.stored_s -= 61.0
+    world.stored.clear()
+    await asyncio.wait_for(world.drain(), 60)
+    assert again.start_token == 19 // PAGE * PAGE
+    names = tuple(f"{chain.hashes[place].hex()}-{window.name}-" for place in reached)
+    wanted = {key for key in stored if any(name in key for name in names)}
+    assert len(wanted) == NUM_RANKS * len(reached) and wanted <= set(world.stored)
 
 
 @pytest.mark.parametrize("what", ["held", "promised"])
