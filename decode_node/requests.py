@@ -229,7 +229,7 @@ class DecodeRequests:
         if a_try.stage not in (Stage.WAITING, Stage.RECEIVING):
             return
         request = a_try.request
-        if isinstance(error, EngineError):
+        if isinstance(error, EngineError) and not error.spares_kv:
             self._distrust(a_try)  # prefill's engine may have met what it had loaded of the prompt
         self._judge(a_try, verdict_of(error), str(error))
         peer = self._other_peer(a_try, error)

@@ -272,7 +272,7 @@ class PrefillRequests:
         for request_id in message.request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._fail(request, EngineError(message.reason))
+                self._fail(request, EngineError(message.reason, spares_kv=True))
         self._send_steps()
         self._wake.set()
 

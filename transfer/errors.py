@@ -89,9 +89,14 @@ class EngineError(TransferError):
 
     Attributes:
         is_fatal: It will run no further step either; its process must be started anew.
+        spares_kv: It says nothing against the KV of the request that it ended: a whole step failed, or there is a bug.
     """
 
     is_fatal = False
+
+    def __init__(self, *args: object, spares_kv: bool = False) -> None:
+        super().__init__(*args)
+        self.spares_kv = spares_kv
 
 
 class Preempted(TransferError):

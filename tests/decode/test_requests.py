@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node import requests as requests_module
+from decode_node.offload.tiers import DeviceOnly, Prompt
 from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, StepDone
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import MOVES, drained, play
@@ -328,6 +329,20 @@ async def test_the_prefill_nodes_reason_comes_before_a_ranks(world: World) -> No
     world.call("a").fail(EngineError("prefill:1: the engine failed"))
     await turns()
     assert [str(error) for error in take(request)] == ["prefill:1: the engine failed"]
+
+
+@pytest.mark.parametrize("spares_kv", [False, True])
+async def test_kept_kv_is_forgotten_with_the_request_that_is_named_and_not_with_a_whole_step(
+    world: World, monkeypatch: pytest.MonkeyPatch, spares_kv: bool
+) -> None:
+    forgotten: list[Prompt] = []
+    monkeypatch.setattr(DeviceOnly, "damaged", lambda _, prompt: forgotten.append(prompt))
+    request = world.submit("a")
+    await turns()
+    world.call("a").fail(EngineError("prefill:1: the engine failed", spares_kv=spares_kv))
+    await turns()
+    assert isinstance(take(request)[-1], EngineError)
+    assert len(forgotten) == (0 if spares_kv else 1)
 
 
 async def test_a_ranks_reason_is_told_when_prefill_says_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from prefill_node import requests as requests_module
 from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest, StepDone
 from prefill_node.requests import FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
-from tests.prefill.leader_world import CHUNK, PAGE_SIZE, POOL_PAGES, World, new_join, turns
+from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join, turns
 from tests.runtime.instances import until
 from transfer.errors import EngineError, LocalProtocolError, PeerUnreachable, RemoteProtocolError, StagingError, TransferAborted
 
@@ -266,11 +266,25 @@ async def test_a_failed_step_fails_its_requests_and_the_others_go_on(world: Worl
     world.submit("b", 3)
     await turns()
     world.fail_step()
-    assert isinstance(told(failed)[-1], EngineError)
+    error = told(failed)[-1]
+    assert isinstance(error, EngineError) and error.spares_kv, "nobody knows whose fault it was"
     failed.progress.put_nowait(EngineError("x"))
     world.settle()
     assert sorted(world.outcomes) == ["failed", "sent"]
     assert world.leader.num_in_flight == 0
+
+
+async def test_a_request_that_a_step_names_fails_alone_and_its_kv_is_blamed(world: World) -> None:
+    request = world.submit("a", 3)
+    await turns()
+    step = world.steps.pop(min(world.steps))
+    for rank in range(NUM_RANKS):
+        world.leader.on_step_done(rank, StepDone(step=step.step, first_tokens={}, compute_s=0.0, faults={"a": "not finite"}))
+    (_, error) = told(request)
+    assert isinstance(error, EngineError) and not error.spares_kv
+    request.progress.put_nowait(EngineError("x"))
+    world.settle()
+    assert world.outcomes == ["failed"]
 
 
 async def test_a_lost_session_fails_the_request_once_and_has_all_ranks_give_it_up(world: World) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 import transfer.errors
 import transfer.registry.status as status_module
-from transfer.errors import TransferError
-from transfer.registry.status import MAX_DETAILS_CHARS, details_of, error_of, status_of
+from transfer.errors import EngineError, TransferError
+from transfer.registry.status import MAX_DETAILS_CHARS, SPARES_KV, details_of, error_of, status_of
 
 
 def all_error_types() -> list[type[TransferError]]:
@@ -67,6 +67,13 @@ def test_what_an_error_means_survives_a_relay(error_type: type[TransferError]) -
     code = status_of(error_type("x"))
     relayed = error_of(call_error(code, "x"), peer="p")
     assert status_of(relayed) is code
+
+
+def test_an_engine_error_of_a_peer_that_cannot_say_blames_the_kv() -> None:
+    for trailing, spares_kv in ((), False), ((("kvferry-spares-kv", "0"),), False), ((SPARES_KV,), True):
+        call = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details="x")
+        heard = error_of(call, peer="p")
+        assert isinstance(heard, EngineError) and heard.spares_kv == spares_kv
 
 
 def test_details_are_one_line_and_fit_a_header() -> None:

@@ -15,7 +15,7 @@ from transfer.errors import EngineError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.server import serve
-from transfer.registry.status import end_with
+from transfer.registry.status import end_with, error_of
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16384), ("grpc.http2.bdp_probe", 0))
 DEADLINE_S = 10.0
@@ -39,6 +39,19 @@ class Talks(pb_grpc.DecodeControlServicer):
             await end_with(context, EngineError("the step failed"))
         finally:
             self.is_over.set()
+
+
+class Fails(pb_grpc.DecodeControlServicer):
+    """With that error, at once."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateEvent]:
+        await end_with(context, self.error)
+        yield pb.GenerateEvent()
 
 
 class Speaks(Talks):
@@ -90,3 +103,18 @@ async def test_a_caller_that_reads_hears_everything_and_why_it_ended() -> None:
     await server.close()
     assert heard == 20 * 8000
     assert caught.value.code() is grpc.StatusCode.INTERNAL and caught.value.details() == "the step failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "spares_kv"),
+    [(EngineError("not finite"), False), (EngineError("out of memory", spares_kv=True), True), (KeyError("a bug"), True)],
+)
+async def test_whether_an_engine_blames_a_requests_kv_crosses_the_wire(error: Exception, spares_kv: bool) -> None:
+    server = await serve("127.0.0.1", 0, decode_control=Fails(error))  # type: ignore[abstract]
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = pb_grpc.DecodeControlStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Generate(pb.GenerateRequest())))
+    await server.close()
+    heard = error_of(caught.value, peer="p")
+    assert isinstance(heard, EngineError) and heard.spares_kv == spares_kv

@@ -55,7 +55,7 @@ class Context:
     def time_remaining(self) -> float | None:
         return self.remaining_s
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: object = ()) -> None:
         raise ConnectionAbortedError(f"{code.name}: {details}")
 
 

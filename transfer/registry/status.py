@@ -35,6 +35,9 @@ UNIMPLEMENTED                           `RemoteProtocolError`    the peer does n
 INTERNAL                                `EngineError`            the peer's engine or code failed
 UNKNOWN, anything else                  `TransportError`         nobody can say
 ======================================  =======================  ==============================================
+
+INTERNAL has `SPARES_KV` among its trailing metadata where nothing is said against the KV of the one request: a step failed for
+all of its requests, or there is a bug. Without, as an older peer always sends it, that KV may be damaged.
 """
 
 from __future__ import annotations
@@ -64,6 +67,9 @@ from transfer.errors import (
 MAX_DETAILS_CHARS: Final = 2000
 """Longest status text: it travels as one HTTP/2 header, of which peers accept 8 KB in all."""
 
+SPARES_KV: Final = ("kvferry-spares-kv", "1")
+"""Key and value; see the module's docstring."""
+
 _CODES: Final[tuple[tuple[type[TransferError], grpc.StatusCode], ...]] = (
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
     (LayoutError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -91,7 +97,6 @@ _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
     grpc.StatusCode.ABORTED: TransferAborted,
     grpc.StatusCode.DATA_LOSS: IntegrityError,
     grpc.StatusCode.UNIMPLEMENTED: RemoteProtocolError,
-    grpc.StatusCode.INTERNAL: EngineError,
 }
 
 
@@ -118,13 +123,17 @@ def clip_details(text: str) -> str:
 
 async def end_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
     """End the call of `context` with the status of `error`; never returns."""
-    await end_call(context, status_of(error), details_of(error))
+    code = status_of(error)
+    is_spared = error.spares_kv if isinstance(error, EngineError) else code is grpc.StatusCode.INTERNAL
+    await end_call(context, code, details_of(error), (SPARES_KV,) if is_spared else ())
 
 
-async def end_call(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str) -> NoReturn:
+async def end_call(
+    context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
     """End the call of `context`; never returns. That nobody is there any more to hear it is no error, and so none in the log."""
     try:
-        await context.abort(code, details)
+        await context.abort(code, details, metadata)
     except grpc.aio.InternalError as error:
         # The caller went away first, perhaps long after the abort: a status waits behind messages that the caller does not read.
         # gRPC may not have noticed yet, and would log a failure; this it takes for the caller's own cancellation, which it is.
@@ -135,8 +144,10 @@ async def end_call(context: grpc.aio.ServicerContext[Any, Any], code: grpc.Statu
 def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
     """The error that a failed call to `peer` is for the caller's code; raise it ``from error``."""
     code = error.code()
-    text = clip_details(error.details() or code.name)
-    return _ERRORS.get(code, TransportError)(f"{peer}: {text}")
+    text = f"{peer}: {clip_details(error.details() or code.name)}"
+    if code is grpc.StatusCode.INTERNAL:
+        return EngineError(text, spares_kv=SPARES_KV in tuple(error.trailing_metadata() or ()))
+    return _ERRORS.get(code, TransportError)(text)
 
 
 def tier_error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
