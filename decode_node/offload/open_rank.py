@@ -8,15 +8,18 @@ from typing import Any
 
 from decode_node.offload.open import rules_of
 from decode_node.offload.rank import OffloadRank
-from decode_node.offload.sizes import host_page_counts
+from decode_node.offload.sizes import check_store_sizes, host_page_counts
+from decode_node.offload.store_leader import JOBS_AT_ONCE
 from node_runtime.lane import Lane
 from transfer.config import DecodeNodeConfig
 from transfer.errors import ConfigError
 from transfer.host_pool import HostPool
 from transfer.instance import Instance
+from transfer.layer_groups import GroupKind
 from transfer.memory.host_memory import host_memory
 from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
+from transfer.storage.envelope import HEADER_BYTES
 from transfer.storage.keys import store_fingerprint
 from transfer.storage.open import open_store_client
 
@@ -56,6 +59,9 @@ async def open_offload_rank(
         page_bytes=[group.page_bytes(pool.layout, pool.shard) for group in pool.groups],
         available_bytes=host_memory()[1] // pool.shard.num_ranks,
     )
+    if config.storage.is_set:
+        kept = [one.page_bytes(pool.layout, pool.shard) for one in pool.groups if one.kind is not GroupKind.STATE]
+        check_store_sizes(config.storage, page_bytes=kept, header_bytes=HEADER_BYTES, jobs_at_once=JOBS_AT_ONCE)
     rules_of(settings, page_size=pool.page_size, pool_pages=pool.num_pages[0])  # here, because what a rank refuses ends the node
     host = HostPool(pool, num_pages=counts)
     if settings.device_window is not None:

@@ -1,9 +1,10 @@
-"""How many host pages a rank has. Pure."""
+"""How many host pages a rank has, and whether the store's bounds hold what they are to. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transfer.config import StorageConfig
 from transfer.config.offload import OffloadConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import GroupKind, LayerGroup
@@ -27,7 +28,8 @@ def host_page_counts(
         available_bytes: Host memory that this rank may take.
 
     Raises:
-        ConfigError: The model has no layers that keep every token, or the memory does not hold one stride.
+        ConfigError: The model has no layers that keep every token, or the memory does not hold one stride, or not one window,
+            without which no prefix would be found.
         MemoryPlanError: The host has not that much memory.
     """
     if groups[0].kind is not GroupKind.FULL:
@@ -44,6 +46,13 @@ def host_page_counts(
             f"offload.{name} is {value}, which gives {counts[0]} host pages; one stride of offload.stride_tokens "
             f"({config.stride_tokens}) takes {stride} pages of {page_size} tokens, {stride * page_bytes[0]:,} bytes of each rank"
         )
+    for group, count, on_device in zip(groups, counts, device_pages, strict=True):
+        window = min(on_device, -(-group.window_tokens // page_size))  # nobody reaches further than the device's pages
+        if group.kind is GroupKind.WINDOW and count < window:
+            raise ConfigError(
+                f"offload.{name} is {value}, which gives {count} host pages to {group.name}, of {on_device} on the device; its "
+                f"window takes {window} pages of {page_size} tokens: set at least {window / on_device:.3g} times the device pool"
+            )
     num_bytes = sum(count * size for count, size in zip(counts, page_bytes, strict=True))
     if num_bytes > available_bytes:
         raise MemoryPlanError(
@@ -51,3 +60,26 @@ def host_page_counts(
             f"{available_bytes:,} are available to each"
         )
     return counts
+
+
+def check_store_sizes(config: StorageConfig, *, page_bytes: Sequence[int], header_bytes: int, jobs_at_once: int) -> None:
+    """Whether a rank's pages can get into the store, and out of it.
+
+    Args:
+        page_bytes: Bytes of a page of each group that is kept, on this rank.
+        header_bytes: That each has in the store.
+        jobs_at_once: That a rank is given in each direction, of a page at least.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    largest = max(page_bytes)
+    if config.queue_bytes < jobs_at_once * largest:
+        raise ConfigError(
+            f"storage.queue_bytes is {config.queue_bytes:,}; it must hold the {jobs_at_once} pages of {largest:,} bytes that are "
+            f"on their way at once: set at least {jobs_at_once * largest:,}"
+        )
+    if config.max_bytes is not None and config.max_bytes < largest + header_bytes:
+        raise ConfigError(
+            f"storage.max_bytes is {config.max_bytes:,}; it must hold a page, which takes {largest + header_bytes:,} bytes of it"
+        )

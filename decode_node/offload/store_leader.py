@@ -17,6 +17,7 @@ from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.distrust import DistrustedPages, PageName
 from decode_node.offload.host_tier import HostPage
 from decode_node.rank_messages import BackUpPages, FetchPages, StoreJob
+from transfer.config.storage import ANSWER_S
 from transfer.storage.base import USED_STEP_NS
 from transfer.storage.client import StoreClient
 from transfer.storage.halving import first_false
@@ -31,9 +32,6 @@ LOOKUP_FRACTION: Final = 1 / 3
 
 RETRY_S: Final = 5.0
 """For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
-
-ANSWER_S: Final = 0.5
-"""By which what has been asked is waited for beyond its own deadline: its failure is the client's to note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

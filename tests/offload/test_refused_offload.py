@@ -57,6 +57,10 @@ REFUSALS = {
     "a store without host memory": Refusal(
         settings=("storage.directory=STORE",), says=("storage.directory is STORE", "offload.host_ratio", "offload.host_memory")
     ),
+    "a store that holds no page": Refusal(
+        settings=("offload.host_ratio=2", "storage.directory=STORE", "storage.max_bytes=100"),
+        says=("storage.max_bytes is 100", "must hold a page"),
+    ),
     "a store in a file": Refusal(
         settings=("offload.host_ratio=2", "storage.directory=FILE"), says=("storage.directory is FILE", "must be a folder")
     ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from decode_node.offload.sizes import host_page_counts
+from decode_node.offload.sizes import check_store_sizes, host_page_counts
+from transfer.config import StorageConfig
 from transfer.config.offload import OffloadConfig
 from transfer.errors import ConfigError, MemoryPlanError
 from transfer.layer_groups import layer_groups
@@ -61,6 +63,32 @@ def test_more_than_the_host_has_is_refused() -> None:
     said = "offload.host_ratio is 1.0, which takes 200,000 bytes of host memory for each rank; 199,999 are available to each"
     with pytest.raises(MemoryPlanError, match=said):
         counts(FULL, WINDOW, host_ratio=1, available_bytes=200 * PAGE_BYTES - 1)
+
+
+def test_less_than_a_window_is_refused() -> None:
+    """With it no prefix would ever be found."""
+    assert counts(FULL, WINDOW, host_ratio=0.02, stride_tokens=16) == (2, 2)
+    said = (
+        "offload.host_ratio is 0.01, which gives 1 host pages to window_32, of 100 on the device; its window takes 2 pages of 16 "
+        "tokens: set at least 0.02 times the device pool"
+    )
+    with pytest.raises(ConfigError, match=said):
+        counts(FULL, WINDOW, host_ratio=0.01, stride_tokens=16)
+    assert counts(FULL, WINDOW, host_ratio=1, device_pages=1, stride_tokens=16) == (1, 1), "no prompt has more"
+
+
+def stored(**settings: Any) -> None:
+    config = StorageConfig(directory=Path("store"), **settings)
+    check_store_sizes(config, page_bytes=[500, PAGE_BYTES], header_bytes=100, jobs_at_once=2)
+
+
+def test_bounds_of_the_store_that_hold_no_page_are_refused() -> None:
+    stored(queue_bytes=2 * PAGE_BYTES, max_bytes=PAGE_BYTES + 100)
+    said = "storage.queue_bytes is 1,999; it must hold the 2 pages of 1,000 bytes .* set at least 2,000"
+    with pytest.raises(ConfigError, match=said):
+        stored(queue_bytes=2 * PAGE_BYTES - 1)
+    with pytest.raises(ConfigError, match=r"storage.max_bytes is 1,099; it must hold a page, which takes 1,100 bytes of it"):
+        stored(max_bytes=PAGE_BYTES + 99)
 
 
 def test_a_model_that_keeps_no_token_for_good_is_refused() -> None:

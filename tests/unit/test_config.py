@@ -169,6 +169,16 @@ def test_limits_of_steps_are_the_prefill_nodes_and_keep_those_of_both() -> None:
     ]
 
 
+def test_a_request_may_wait_longer_than_for_a_store_that_does_not_answer() -> None:
+    with_store = ["offload.host_ratio=1", "storage.directory=/kv", "storage.get_timeout_s=4"]
+    assert refused(DecodeNodeConfig, overrides=[*with_store, "limits.queue_timeout_s=4.5"]) == [
+        "limits.queue_timeout_s is 4.5, and a request waits up to 4.5 s for a store that does not answer "
+        "(storage.get_timeout_s is 4); raise it or lower that"
+    ]
+    assert decode(*with_store, "limits.queue_timeout_s=4.6").limits.queue_timeout_s == 4.6
+    assert decode("limits.queue_timeout_s=0.1").limits.queue_timeout_s == 0.1
+
+
 def test_retries_are_the_decode_nodes() -> None:
     config = decode("limits.max_running_requests=3", "limits.prefill_retries=0")
     assert (config.limits.prefill_retries, config.limits.max_running_requests) == (0, 3)

@@ -28,7 +28,7 @@ from transfer.config.operation import (
     RestartConfig,
 )
 from transfer.config.section import Section
-from transfer.config.storage import StorageConfig
+from transfer.config.storage import ANSWER_S, StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds
 
 
@@ -134,5 +134,15 @@ class DecodeNodeConfig(NodeConfig):
             raise ValueError(
                 f"storage.{name} is {value}, and a decode node's pages go into the store from host memory, of which it has none; "
                 "set offload.host_ratio or offload.host_memory"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_queue_outlasts_store(self) -> Self:
+        look_s = self.storage.get_timeout_s + ANSWER_S
+        if self.storage.is_set and self.limits.queue_timeout_s <= look_s:
+            raise ValueError(
+                f"limits.queue_timeout_s is {self.limits.queue_timeout_s:g}, and a request waits up to {look_s:g} s for a store "
+                f"that does not answer (storage.get_timeout_s is {self.storage.get_timeout_s:g}); raise it or lower that"
             )
         return self

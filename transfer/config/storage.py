@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from pydantic import Field, model_validator
 
 from transfer.config.section import Section
 from transfer.config.values import Count, Seconds, SizeBytes
+
+ANSWER_S: Final = 0.5
+"""By which what a store has been asked is waited for beyond its own deadline: its failure is the client's to note."""
 
 
 class StorageBreakerConfig(Section):
