@@ -10,7 +10,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.offload.clusters import EARLY, number, spec, stored_files, until_all_
 
 NUM_PROMPTS = 12
 NEW = 6
+WANTED = {"stays": NEW, "leaves": 60, "runs out": 300}  # nobody is done with so many when his time runs out
 IN_FLIGHT = 12
 ROOM = {"limits.max_queued_requests": 64, "limits.queue_timeout_s": 300}
 ENDS = {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
@@ -67,7 +67,7 @@ async def storm(tiers: Tiers, reference: Reference, *, num_requests: int, kill_a
         async with gate:
             if number == kill_at:
                 os.kill(tiers.prefill.rank_pids[0], signal.SIGKILL)
-            answer, task = caller.begin(token_ids, 60 if how == "leaves" else NEW, timeout_s=timeout_s)
+            answer, task = caller.begin(token_ids, WANTED[how], timeout_s=timeout_s)
             if how == "leaves":
                 if runs_first:
                     await until(lambda: bool(answer.tokens) or task.done(), "a token", within_s=120)
@@ -81,18 +81,18 @@ async def storm(tiers: Tiers, reference: Reference, *, num_requests: int, kill_a
         assert answer.code in ENDS, f"{answer.code}: {answer.details}"
         ends[answer.code.name] += 1
         if answer.code is grpc.StatusCode.OK:
-            reference.check(token_ids, answer) if how != "leaves" else None
+            reference.check(token_ids, answer) if how == "stays" else None
         elif how == "stays":
             assert kill_at is not None and answer.code is grpc.StatusCode.UNAVAILABLE, answer.details
 
     async with Caller(tiers.decode.address) as caller:
         await asyncio.gather(*(one(caller, number) for number in range(num_requests)))
-    await tiers.until_idle(within_s=60)
+    await tiers.until_idle(within_s=120)
     await until_all_is_back(tiers.prefill, tiers.decode)
     return ends
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_nothing_is_left_of_a_hundred(tiers: Tiers, reference: Reference) -> None:
     ends = await storm(tiers, reference, num_requests=100)
     assert min(ends[end] for end in ("OK", "left", "DEADLINE_EXCEEDED")) >= 5, ends
@@ -102,11 +102,11 @@ async def test_nothing_is_left_of_a_hundred(tiers: Tiers, reference: Reference) 
 @pytest.mark.slow
 async def test_nothing_is_left_of_a_thousand(tiers: Tiers, reference: Reference) -> None:
     """In their midst the prefill rank dies."""
-    lives = tiers.decode.incarnation
+    lives, released = tiers.decode.incarnation, await number(tiers.decode, "kvferry_offload_released_pages_total")
     ends = await storm(tiers, reference, num_requests=1000, kill_at=400)
     assert min(ends[end] for end in ("OK", "left", "DEADLINE_EXCEEDED")) >= 50, ends
     assert tiers.decode.incarnation == lives, "the decode ranks were to live through it"
-    assert await number(tiers.decode, "kvferry_offload_released_pages_total") > 0
+    assert await number(tiers.decode, "kvferry_offload_released_pages_total") > released
 
 
 @pytest.mark.timeout(120)
@@ -115,14 +115,13 @@ async def test_a_drain_with_saves_and_backups_in_flight(
 ) -> None:
     """It ends in good order, with those who ran served, and in the store is nothing half-written."""
     token_ids, before = prompt(300, 77), set(stored_files(directory))
+    reference.tokens(token_ids, 30)  # before, so that nobody waits for it
     async with Caller(tiers.decode.address) as caller:
         answer, task = caller.begin(token_ids, 30)
         await until(lambda: bool(answer.tokens), "a token")
-        begun_s = time.monotonic()
         tiers.decode.terminate()
         reference.check(token_ids, await task)
-    await until(lambda: tiers.decode.exit_code is not None, "the decode node ended", within_s=20)
+    await until(lambda: tiers.decode.exit_code is not None, "the decode node ended", within_s=60)
     assert tiers.decode.exit_code == 0
-    assert time.monotonic() - begun_s < 20
     assert set(stored_files(directory)) - before, "nothing of it was stored"
     assert not list(directory.rglob(".writing-*"))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.local_cluster import LocalCluster
-from tests.cluster.calls import Caller, Reference, prompt
+from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
-from tests.offload.clusters import KEPT, PAGE, number, spec, stored_files, until_all_is_back, until_stored
+from tests.offload.clusters import KEPT, PAGE, PATIENT, num_stored, number, spec, stored_files, until_all_is_back, until_stored
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(model: Path, directory: Path, start: Start) -> Iterator[LocalCluster]:
     """Two prefill ranks with pages of 16 tokens, and one decode rank with pages of 8 in the other order."""
-    storage = {"storage.directory": directory}
+    storage = PATIENT | {"storage.directory": directory}
     both = spec(model, KEPT | storage, prefill=storage, prefill_tp_size=2, order="HND", pool_tokens=1024)
     with start(both) as cluster:
         yield cluster
@@ -40,28 +40,37 @@ async def loaded(cluster: LocalCluster, reference: Reference, token_ids: tuple[i
     return await number(cluster.prefill, "kvferry_loaded_prompt_tokens_total")
 
 
+async def until_said(cluster: LocalCluster, name: str, **labels: str) -> None:
+    """Wait until a prefill rank has said that a number is above zero: it says so a second later at most."""
+
+    async def is_said() -> bool:
+        return await number(cluster.prefill, name, **labels) > 0
+
+    await until(is_said, f"{name} above zero, with {labels}")
+
+
 async def test_what_was_stored_is_not_computed_again(cluster: LocalCluster, reference: Reference) -> None:
     token_ids = prompt(LENGTH)
-    num_stored = await number(cluster.decode, "kvferry_offload_backups_total", outcome="stored")
+    since = await num_stored(cluster.decode)
     before = await loaded(cluster, reference, token_ids)
-    await until_stored(cluster.decode, int(num_stored) + WHOLE // PAGE)
+    await until_stored(cluster.decode, WHOLE // PAGE, since=since)
     assert await loaded(cluster, reference, token_ids) == before + WHOLE
     longer = (*token_ids, *prompt(70, 1))
     assert await loaded(cluster, reference, longer) == before + 2 * WHOLE, "a prompt that goes on behind it"
-    assert await number(cluster.prefill, "kvferry_store_operations_total", op="get", outcome="ok") > 0
+    await until_said(cluster, "kvferry_store_operations_total", op="get", outcome="ok")
 
 
 async def test_what_is_broken_is_computed(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
     token_ids = prompt(LENGTH, 2)
-    num_stored = await number(cluster.decode, "kvferry_offload_backups_total", outcome="stored")
+    since = await num_stored(cluster.decode)
     before = await loaded(cluster, reference, token_ids)
-    await until_stored(cluster.decode, int(num_stored) + WHOLE // PAGE)
+    await until_stored(cluster.decode, WHOLE // PAGE, since=since)
     for path in stored_files(directory):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
     assert await loaded(cluster, reference, token_ids) == before
-    assert await number(cluster.prefill, "kvferry_store_operations_total", op="get", outcome="corrupt") > 0
+    await until_said(cluster, "kvferry_store_operations_total", op="get", outcome="corrupt")
 
 
 async def test_a_store_that_is_gone_fails_no_request(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
@@ -71,7 +80,7 @@ async def test_a_store_that_is_gone_fails_no_request(cluster: LocalCluster, refe
     try:
         for _ in range(6):
             assert await loaded(cluster, reference, prompt(LENGTH, 3)) == before
-        assert await number(cluster.prefill, "kvferry_store_circuit", direction="read", state="open") > 0
+        await until_said(cluster, "kvferry_store_circuit", direction="read", state="open")
     finally:
         directory.unlink()
         away.rename(directory)

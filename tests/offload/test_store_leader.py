@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
+import pytest
+
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import JOBS_AT_ONCE, StoreLeader, StoreSettings
+from decode_node.offload.store_leader import ANSWER_S, JOBS_AT_ONCE, StoreLeader, StoreSettings
 from decode_node.rank_messages import StoreJob
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
@@ -259,16 +261,19 @@ async def test_behind_a_gap_nothing_is_fetched() -> None:
 
 
 async def test_the_queue_is_bounded_and_its_oldest_go() -> None:
-    one = Leader(host_pages=10)
+    one = Leader(host_pages=10, page_bytes=40)  # one to a job
     chain = chain_of(30)
-    for begin in range(0, 30, 10):
-        for page_hash in chain.hashes[begin : begin + 10]:
-            page = one.tier.take(FULL, page_hash)
-            assert page is not None
-            one.tier.ready(page)
-            one.tier.let_go(page)
-            one.back_up([page])
-    assert one.leader.num_queued <= 10
+    for page_hash in chain.hashes:
+        page = one.tier.take(FULL, page_hash)
+        assert page is not None
+        one.tier.ready(page)
+        one.tier.let_go(page)
+        one.back_up([page])
+        assert one.leader.num_queued <= 10
+    stored = []
+    while one.sent:
+        stored += one.answer().hashes
+    assert stored == chain.hashes[:JOBS_AT_ONCE] + chain.hashes[20 + JOBS_AT_ONCE :], "and of them what was not evicted"
 
 
 async def test_a_prompt_is_fetched_in_order_a_few_jobs_at_a_time() -> None:
@@ -287,19 +292,31 @@ async def test_a_prompt_is_fetched_in_order_a_few_jobs_at_a_time() -> None:
     one.tier.check_idle()
 
 
-async def test_a_request_waits_for_the_store_so_long_and_no_longer() -> None:
-    one = Leader(timeout_s=0.05)
+async def test_a_request_waits_for_the_store_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = asyncio.get_running_loop().time()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)  # whoever has the CPU meanwhile
+
+    async def fetched(one: Leader) -> tuple[frozenset[bytes], float]:
+        """What a fetch brings whose first job is answered, and the time that it takes."""
+        nonlocal now_s
+        begun_s, fetching, is_answered = now_s, asyncio.ensure_future(one.fetch(chain_of(20), 40)), False
+        while not fetching.done():
+            for _ in range(20):
+                await asyncio.sleep(0)
+            if one.sent and not is_answered:
+                is_answered = bool(one.answer())
+            now_s += 0.01
+        return await fetching, now_s - begun_s
+
+    one = Leader(timeout_s=3.0)
     one.store.seconds = 60.0
-    async with asyncio.timeout(5):
-        assert await one.fetch(chain_of(600), 1200) == frozenset()
+    came, seconds = await fetched(one)
+    assert not came and seconds <= 3.0 + ANSWER_S
     assert one.store.num_asked == one.store.num_answered == 1, "the client notes the store's silence, it is not cut off"
-    slow = Leader(timeout_s=0.2)
-    fetching = asyncio.ensure_future(slow.fetch(chain_of(20), 40))
-    while not slow.sent:
-        await asyncio.sleep(0)
-    slow.answer()  # the first job, and then nothing
-    async with asyncio.timeout(5):
-        assert len(await fetching) == 4, "what has come is of use"
+    slow = Leader(timeout_s=3.0)
+    came, seconds = await fetched(slow)
+    assert len(came) == 4, "what has come is of use"
+    assert 2.9 < seconds < 3.1
     for _ in range(len(slow.sent)):
         slow.answer()
     slow.tier.check_idle()
