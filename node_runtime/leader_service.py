@@ -209,7 +209,8 @@ class Leader(Generic[ConfigT, LifeT]):
         return self.metrics.render([report.metrics for report in reports.values()])
 
     def _status(self, *, peers: Iterable[pb.PeerStatus], links: Iterable[Link]) -> pb.NodeStatus:
-        """What the node says of itself; what a rank said last, at most `rank_process.REPORT_S` old."""
+        """What the node says of itself; what a rank said last, at most `rank_process.REPORT_S` old where its worker's status has
+        changed, and `rank_process.SIGN_OF_LIFE_S` in figures and metrics."""
         life = self._life
         reports = self._supervisor.reports if self._supervisor is not None else {}
         readiness = self._daemon.readiness()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from decode_node.admission import Admission
@@ -21,7 +21,7 @@ class TierObserver(Protocol):
     """Hears what becomes of pages, each of which is counted once and not for every rank."""
 
     def looked_for(self, num_tokens: int) -> None:
-        """A prompt of so many tokens was looked for in the tiers, and has its place; what was found of it follows as hits."""
+        """A try's prompt of so many tokens was looked for in the tiers, and has its place; what was found follows as hits."""
         ...
 
     def hit(self, tier: str, num_tokens: int) -> None:
@@ -41,11 +41,11 @@ class TierObserver(Protocol):
         ...
 
     def host_full(self) -> None:
-        """Host memory had no room: a page stays on the device alone, or a request has to wait."""
+        """Host memory had no room for a request: its pages stay on the device alone, or it has to wait. Heard once of each."""
         ...
 
     def stalled(self) -> None:
-        """A request missed a step, because its copies had not come far enough."""
+        """A request's next step has to wait, because its copies have not come far enough. Heard once of each step."""
         ...
 
     def backed_up(self, num_pages: int, num_failed: int) -> None:
@@ -72,6 +72,7 @@ class TierContext:
     jobs: What the ranks have been given to do.
     broadcast: Sends a message to every rank.
     observer: Hears of what happens.
+    short: Requests that have found host memory full, until they are gone.
     """
 
     rules: TierRules
@@ -82,6 +83,13 @@ class TierContext:
     jobs: Jobs
     broadcast: Callable[[object], None]
     observer: TierObserver
+    short: set[str] = field(default_factory=set)
+
+    def host_full(self, request_id: str) -> None:
+        """Host memory has no room for what a request asks of it, however often it asks: that counts once."""
+        if request_id not in self.short:
+            self.short.add(request_id)
+            self.observer.host_full()
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -200,10 +200,13 @@ class OffloadLeader:
             self._saving[request_id] = None
 
     def may_step(self, request_id: str, position: int) -> bool:
-        may = self._requests[request_id].may_step(position, self._context.groups, self._slack_pages)
+        request = self._requests[request_id]
+        may = request.may_step(position, self._context.groups, self._slack_pages)
         if not may:
             self._has_stalled = True
-            self._context.observer.stalled()
+            if request.stalled_at != position:  # it is asked again whenever somebody else has had a step
+                request.stalled_at = position
+                self._context.observer.stalled()
         return may
 
     def step_over(self) -> None:
@@ -223,6 +226,8 @@ class OffloadLeader:
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request)
+        else:
+            self._context.short.discard(request_id)
 
     def _end(self, request: TieredRequest) -> None:
         request.is_running = False
@@ -255,6 +260,7 @@ class OffloadLeader:
         """The ranks have done their jobs for it, too."""
         request = self._requests.pop(request_id)
         self._context.admission.release(request_id)
+        self._context.short.discard(request_id)
         self._tier.forget(request_id)
         for page in request.host:
             if not page.is_ready:
@@ -369,7 +375,7 @@ class OffloadLeader:
         target = max(spare.least_share, spare.share - short)
         more = max(0, spare.total_pages - target - spare.guaranteed)
         if not self._tier.promise(spare.request_id, FULL, more):
-            self._context.observer.host_full()
+            self._context.host_full(spare.request_id)
             return
         spare.guaranteed += more
         spare.shrinks_to = target

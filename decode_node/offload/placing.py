@@ -128,7 +128,7 @@ def place(
     boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
     guaranteed = max(total - share, boundary)
     if not context.tier.promise(request_id, FULL, guaranteed):
-        context.observer.host_full()
+        context.host_full(request_id)
         return None
     pages = _with_full(context.admission.peak(total_tokens), share)
     if not context.admission.reserve(request_id, pages):

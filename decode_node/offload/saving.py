@@ -100,7 +100,7 @@ def _add_full(context: TierContext, request: TieredRequest, save: Save, end: int
         elif is_kept or not request.is_damaged:
             page = tier.take(FULL, page_hash, owner=owner, depth=entry)
             if page is None:
-                context.observer.host_full()
+                context.host_full(request.request_id)
                 return False
             if is_kept:
                 request.host.append(page)
@@ -118,7 +118,7 @@ def _add_windows(context: TierContext, request: TieredRequest, save: Save) -> No
             if context.tier.find(group, page_hash) is None:
                 page = context.tier.take(group, page_hash, depth=entry)
                 if page is None:
-                    context.observer.host_full()
+                    context.host_full(request.request_id)
                     break
                 save.add(group, entry, page, is_kept=False)
         request.next_window_save[group] = max(first, request.next_save)

@@ -64,10 +64,12 @@ class _Wanted:
 
 @dataclass(slots=True, kw_only=True)
 class _Came:
-    """What has come of a prompt, of the layers that keep every token, and whether something in between has not."""
+    """What has come of a prompt, of the layers that keep every token; whether something in between has not, and whether there was
+    no room for the rest."""
 
     hashes: set[bytes] = field(default_factory=set)
     has_gap: bool = False
+    is_cut: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -300,7 +302,7 @@ class StoreLeader:
             size = self._settings.job_pages(group)
             for begin in range(0, len(of_group), size):
                 await self._fetches.acquire()
-                pages = None if came.has_gap else self._taken(group, of_group[begin : begin + size])
+                pages = None if came.has_gap else self._taken(group, of_group[begin : begin + size], came)
                 if pages:
                     orders.append(self._order_fetch(pages, came, asked_ns))
                     continue
@@ -310,7 +312,7 @@ class StoreLeader:
         if orders:
             await asyncio.wait(orders)
 
-    def _taken(self, group: int, wanted: Sequence[_Wanted]) -> list[HostPage] | None:
+    def _taken(self, group: int, wanted: Sequence[_Wanted], came: _Came) -> list[HostPage] | None:
         """Host pages to be filled, for those that are not there, up to where there is no room, or damage; None: none at all."""
         pages: list[HostPage] = []
         for one in wanted:
@@ -319,7 +321,9 @@ class StoreLeader:
             if self._tier.find(group, one.page_hash) is None:
                 page = self._tier.take(group, one.page_hash, depth=one.depth)
                 if page is None:
-                    self._context.observer.host_full()
+                    if not came.is_cut:
+                        came.is_cut = True
+                        self._context.observer.host_full()
                     return pages or None
                 pages.append(page)
         return pages

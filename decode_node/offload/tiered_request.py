@@ -62,6 +62,7 @@ class TieredRequest:
     returns_to: int | None = None  # the boundary down to which pages are being brought back, and have their device pages already
     saving: dict[int, dict[int, int]] = field(default_factory=dict)
     num_copied_from: int = 0
+    stalled_at: int | None = None  # the position of the last step that had to wait
     is_damaged: bool = False  # its KV may be no good: it goes on, and nobody else gets any of it
     asked_ns: int = 0
     _num_ready: int = 0

@@ -135,9 +135,9 @@ _COPIES: Final = Row(
         Chart(
             title="Pressure: host memory full, steps missed",
             description=(
-                "Should be zero nearly always. Full: a page stays on the device alone, or a request waits, because host memory "
-                "has no room; give more, or let fewer requests in. Missed steps: a request waited for pages to be saved that it "
-                "has to leave behind; the host link is the limit: take load away, or give the device pool more room."
+                "Should be zero nearly always. Full: requests that wait, or whose pages stay on the device alone, because host "
+                "memory has no room; give more, or let fewer requests in. Missed steps: a request waited for pages to be saved "
+                "that it has to leave behind; the host link is the limit: take load away, or give the device pool more room."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(

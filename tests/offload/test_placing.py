@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from decode_node.offload.context import FULL
 from decode_node.offload.placing import refusal
+from tests.offload.clusters import number_on
 from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
 from transfer.errors import LayoutError
+from transfer.metrics import NodeMetrics
 
 
 def numbers(pages: list) -> list[int]:
@@ -43,6 +47,21 @@ def test_not_yet_takes_nothing() -> None:
     assert placed(where, "b", chain(64), new=4) is not None
     assert placed(where, "a", chain(100), new=20) is None, "the device"
     assert where.tier.promised("a", FULL) == 0 and not where.admission.holds("a")
+
+
+def test_host_memory_is_full_once_for_each_request_however_often_it_asks() -> None:
+    metrics = NodeMetrics(role="decode")
+    where = replace(context(host_pages=13), observer=metrics.tiers)
+
+    def num_full() -> float:
+        return number_on(metrics.render([]).decode(), "kvferry_offload_host_full_total")
+
+    assert where.tier.promise("other", FULL, 2)
+    for name in ("a", "a", "b", "a", "b"):
+        assert placed(where, name, chain(100), new=20) is None
+    assert num_full() == 2
+    where.tier.forget("other")
+    assert placed(where, "a", chain(100), new=20) is not None and num_full() == 2
 
 
 def test_what_never_fits_is_refused_with_numbers() -> None:

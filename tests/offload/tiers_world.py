@@ -322,6 +322,7 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.step: RunStep | None = None
         self.num_steps = 0
+        self.stalled: set[tuple[str, int]] = set()  # requests and positions of steps that had to wait
         self.num_sleeps = 0  # there was no step to be made, although somebody runs
         self.metrics = NodeMetrics(role="decode")
         assert self.metrics.tiers is not None
@@ -468,6 +469,8 @@ class World:
             for job in running
             if self.leader.may_step(job.request_id, job.position)
         )
+        going = {part.request_id for part in parts}
+        self.stalled |= {(job.request_id, job.position) for job in running if job.request_id not in going}
         self.num_sleeps += bool(running) and not parts
         if parts:
             self.num_steps += 1
@@ -578,6 +581,7 @@ class World:
         self.tier.check_invariants()
         self.tier.check_idle()
         self.leader.check_idle()
+        assert not self.leader._context.short
         for rank in self.ranks:
             rank.worker._allocator.check_invariants()
             rank.worker._allocator.check_idle()

@@ -31,7 +31,7 @@ class TierMetrics:
             series(f"offload_{name}")
 
     def looked_for(self, num_tokens: int) -> None:
-        """A prompt of so many tokens was looked for in the tiers."""
+        """A try's prompt of so many tokens was looked for in the tiers."""
         self._series("offload_prompt_tokens").inc(num_tokens)
 
     def hit(self, tier: str, num_tokens: int) -> None:
@@ -51,11 +51,11 @@ class TierMetrics:
         self._series("offload_restored_pages").inc(num_pages)
 
     def host_full(self) -> None:
-        """Host memory had no room."""
+        """Host memory had no room for a request; once of each."""
         self._series("offload_host_full").inc()
 
     def stalled(self) -> None:
-        """A request missed a step."""
+        """A step of a request has to wait; once of each."""
         self._series("offload_stalls").inc()
 
     def backed_up(self, num_pages: int, num_failed: int) -> None:
