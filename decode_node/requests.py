@@ -289,7 +289,8 @@ class DecodeRequests:
         request = a_try.request
         deadline = asyncio.get_running_loop().call_later(request.queue_left_s, self._expire, a_try)
         try:
-            a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt)
+            may_skip = a_try.peer.can_start_late
+            a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt, may_skip=may_skip)
             call = a_try.peer.prefill(
                 a_try.transfer_id,
                 request.token_ids,

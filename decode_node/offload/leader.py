@@ -84,12 +84,13 @@ class OffloadLeader:
 
     # A request's life
 
-    async def look_up(self, token_ids: Sequence[int], salt: str) -> Prompt:
+    async def look_up(self, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
         """What the store has of a prompt, and host memory has not, is brought into host memory."""
         chain = PageHashes(page_size=self._rules.page_size, seed=self._seed_of(salt))
         chain.extend(token_ids)
-        now_ns = time.time_ns()
-        fetched = await self._store.fetch(chain, len(token_ids), asked_ns=now_ns) if self._store is not None else frozenset()
+        now_ns, fetched = time.time_ns(), frozenset[bytes]()
+        if may_skip and self._store is not None:
+            fetched = await self._store.fetch(chain, len(token_ids), asked_ns=now_ns)
         return Prompt(token_ids=token_ids, chain=chain, fetched=fetched, asked_ns=now_ns)
 
     def refusal(self, num_tokens: int) -> str | None:

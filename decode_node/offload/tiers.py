@@ -57,8 +57,12 @@ class Tiers(Protocol):
         """Why a request of so many tokens can never have room, to follow its name and number; None when it can."""
         ...
 
-    async def look_up(self, token_ids: Sequence[int], salt: str) -> Prompt:
-        """Bring what can be had of a prompt near, in bounded time."""
+    async def look_up(self, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
+        """Bring what can be had of a prompt near, in bounded time.
+
+        Args:
+            may_skip: As of `place`; if not, nothing of it is of use, and nothing is waited for.
+        """
         ...
 
     def place(self, request_id: str, prompt: Prompt, *, max_new_tokens: int, chunk_tokens: int, may_skip: bool) -> Place | None:
@@ -129,7 +133,7 @@ class DeviceOnly:
             return None
         return f"need {self._admission.shown(pages)} pages; this decode node's pool has fewer"
 
-    async def look_up(self, token_ids: Sequence[int], salt: str) -> Prompt:
+    async def look_up(self, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
         return Prompt(token_ids=token_ids)
 
     def place(self, request_id: str, prompt: Prompt, *, max_new_tokens: int, chunk_tokens: int, may_skip: bool) -> Place | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -479,3 +479,19 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80), retries=st.integers(0, 3))
 def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]], retries: int) -> None:
     asyncio.run(play(moves, World(prefill_retries=retries)))
+
+
+async def test_the_store_is_not_looked_into_for_who_computes_all_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    look_up = DeviceOnly.look_up
+
+    async def noted(tiers: DeviceOnly, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
+        asked.append(may_skip)
+        return await look_up(tiers, token_ids, salt, may_skip=may_skip)
+
+    monkeypatch.setattr(DeviceOnly, "look_up", noted)
+    for name, can_start_late in (("a", True), ("b", False)):
+        world.peer.can_start_late = world.other.can_start_late = can_start_late
+        world.submit(name)
+        await turns()
+    assert asked == [True, False]

@@ -127,6 +127,18 @@ async def test_windows_that_are_found_in_host_memory_count_as_used_in_the_store(
     assert len(wanted) == NUM_RANKS * len(reached) and wanted <= set(world.stored)
 
 
+async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
+    stored: dict[str, bytes] = {}
+    first = World(random.Random(1), windows=(), stored=stored)
+    assert first.submit(list(range(20)), 4) is not None
+    await asyncio.wait_for(first.drain(), 60)
+    assert stored
+    second = World(random.Random(1), windows=(), stored=stored)
+    async with asyncio.timeout(5):  # no rank answers, so whoever has it fetched waits
+        known = await second.leader.look_up(list(range(20)), "", may_skip=False)
+    assert known.chain is not None and not known.fetched and not second.sent
+
+
 @pytest.mark.parametrize("what", ["held", "promised"])
 async def test_a_lost_host_page_is_found_when_nothing_is_left(what: str) -> None:
     world = World(random.Random(1))

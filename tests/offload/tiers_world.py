@@ -384,7 +384,7 @@ class World:
             return None
         job = Job(request_id=f"r{len(self.jobs)}", prompt=prompt, max_new=max_new, salt=salt, tokens=list(prompt))
         self.jobs[job.request_id] = job
-        self.looking[job.request_id] = asyncio.ensure_future(self.leader.look_up(prompt, salt))
+        self.looking[job.request_id] = asyncio.ensure_future(self.leader.look_up(prompt, salt, may_skip=True))
         return job
 
     def moves(self) -> list[Callable[[], None]]:

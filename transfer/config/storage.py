@@ -64,7 +64,12 @@ class StorageConfig(Section):
     )
     put_timeout_s: Seconds = Field(default=30.0, description="Longest that a page may take into the store before it is given up.")
     get_timeout_s: Seconds = Field(
-        default=2.0, description="Longest that a request waits for what the store has of its prompt; then it is computed."
+        default=2.0,
+        description=(
+            "Longest that one look into the store, with what it brings, keeps a request waiting; what has not come is computed. "
+            "Up to three follow one another at each try of a request: the decode node's, the prefill node's, and that of its "
+            "ranks, which load."
+        ),
     )
     queue_bytes: SizeBytes = Field(
         default=256 << 20,
