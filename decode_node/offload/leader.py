@@ -100,6 +100,7 @@ class OffloadLeader:
         assert prompt.chain is not None  # look_up
         prompt_tokens = len(prompt.token_ids)
         total_tokens = prompt_tokens + max_new_tokens
+        set_aside = 0 if request_id == self._longest_waiting() else self._num_wanted()
         found = place(
             self._context,
             request_id,
@@ -108,10 +109,11 @@ class OffloadLeader:
             total_tokens=total_tokens,
             chunk_tokens=chunk_tokens,
             may_skip=may_skip,
+            set_aside=set_aside,
         )
         if found is None:
             least = self._rules.least_share(self._rules.num_pages(total_tokens), self._rules.grid_pages(chunk_tokens))
-            if self._rules.has_early_release and least > self._free_pages():
+            if self._rules.has_early_release and least > self._free_pages() - set_aside:
                 self._waiting[request_id] = _Waiting(num_pages=least, asked_s=time.monotonic())
                 self._go_on()
             return None
@@ -411,12 +413,17 @@ class OffloadLeader:
         job = self._context.jobs.begin(done)
         self._context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
 
-    def _num_wanted(self) -> int:
-        """Device pages that the oldest of those that wait needs; who has not asked for a while has given up asking."""
+    def _longest_waiting(self) -> str | None:
+        """Of those that wait for device pages; who has not asked for a while has given up asking."""
         now_s = time.monotonic()
         while self._waiting and now_s - next(iter(self._waiting.values())).asked_s > WAITS_S:
             del self._waiting[next(iter(self._waiting))]
-        return next((one.num_pages for one in self._waiting.values()), 0)
+        return next(iter(self._waiting), None)
+
+    def _num_wanted(self) -> int:
+        """Device pages that it needs."""
+        waiting = self._longest_waiting()
+        return 0 if waiting is None else self._waiting[waiting].num_pages
 
     def _free_pages(self) -> int:
         return self._context.admission.free_pages.by_group[FULL]

@@ -109,6 +109,7 @@ def place(
     total_tokens: int,
     chunk_tokens: int,
     may_skip: bool,
+    set_aside: int = 0,
 ) -> Placement | None:
     """Take room in both tiers; None is "not yet".
 
@@ -116,6 +117,7 @@ def place(
         chain: Of the prompt.
         chunk_tokens: Where its chunks begin.
         may_skip: Whether what is there of the prompt can be left out of what prefill sends.
+        set_aside: Device pages that are for whoever has asked before.
 
     Raises:
         LayoutError: With chunks of that size it can never have room.
@@ -124,7 +126,9 @@ def place(
     total, grid = rules.num_pages(total_tokens), rules.grid_pages(chunk_tokens)
     least = rules.least_share(total, grid)
     _refuse_what_never_fits(context, total, least, prompt_tokens, chunk_tokens)
-    share = _share_now(context, total, least)
+    share = _share_now(context, total, least, set_aside)
+    if set_aside and share > context.admission.free_pages.by_group[FULL] - set_aside:
+        return None
     boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
     guaranteed = max(total - share, boundary)
     if not context.tier.promise(request_id, FULL, guaranteed):
@@ -148,10 +152,10 @@ def place(
     return _with_hits(context, request, pages, may_skip=may_skip)
 
 
-def _share_now(context: TierContext, total: int, least: int) -> int:
+def _share_now(context: TierContext, total: int, least: int, set_aside: int) -> int:
     """As many device pages as there are below the high-water mark, and at least what it takes to go on."""
     rules, admission = context.rules, context.admission
-    used = rules.pool_pages - admission.free_pages.by_group[FULL]
+    used = rules.pool_pages - admission.free_pages.by_group[FULL] + set_aside
     return min(total, max(least, rules.high_pages - used))
 
 

@@ -64,6 +64,15 @@ def test_host_memory_is_full_once_for_each_request_however_often_it_asks() -> No
     assert placed(where, "a", chain(100), new=20) is not None and num_full() == 2
 
 
+def test_what_is_set_aside_for_another_is_not_taken() -> None:
+    where = context()
+    assert placed(where, "a", chain(100), new=20, set_aside=16) is None, "it needs five at least"
+    assert where.tier.promised("a", FULL) == 0 and not where.admission.holds("a")
+    assert placed(where, "a", chain(100), new=20, set_aside=15).pages.by_group == (5,)
+    assert placed(where, "b", chain(16), new=4, set_aside=10).pages.by_group == (5,)
+    assert placed(where, "c", chain(16), new=4).pages.by_group == (5,)
+
+
 def test_what_never_fits_is_refused_with_numbers() -> None:
     where = context(host_pages=10)
     assert refusal(where, 28 * PAGE) is None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.offload.clusters import number_on
-from tests.offload.tiers_world import NUM_RANKS, PAGE, World
+from tests.offload.tiers_world import NUM_RANKS, PAGE, Job, World
 from transfer.errors import LocalProtocolError
 
 
@@ -137,6 +137,27 @@ async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
     async with asyncio.timeout(5):  # no rank answers, so whoever has it fetched waits
         known = await second.leader.look_up(list(range(20)), "", may_skip=False)
     assert known.chain is not None and not known.fetched and not second.sent
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_room_that_is_given_up_for_a_request_is_not_a_later_ones(seed: int) -> None:
+    world = World(random.Random(seed), host_pages=90, window_tokens=2, windows=())
+
+    async def asked(prompt: list[int], max_new: int) -> Job:
+        job = world.submit(prompt, max_new)
+        assert job is not None
+        await world.looking[job.request_id]
+        world._place(job)
+        return job
+
+    first = await asked(list(range(16)), 40)
+    assert first.is_placed and world.admission.free_pages.by_group[0] == 2
+    waits = await asked([7] * 20, 10)
+    later = [await asked([9 + number] * 2, 2) for number in range(8)]
+    while not waits.is_placed:
+        assert await world.turn() and not first.is_over
+        assert not any(job.is_placed for job in later)
+    await asyncio.wait_for(world.drain(), 60)
 
 
 @pytest.mark.parametrize("what", ["held", "promised"])

@@ -76,7 +76,24 @@ def keep(where: TierContext, hashes: PageHashes, entries: range, *, group: int =
     return found
 
 
-def placed(where: TierContext, name: str, hashes: PageHashes, *, new: int = 4, chunk: int = PAGE, may_skip: bool = True) -> Any:
+def placed(
+    where: TierContext,
+    name: str,
+    hashes: PageHashes,
+    *,
+    new: int = 4,
+    chunk: int = PAGE,
+    may_skip: bool = True,
+    set_aside: int = 0,
+) -> Any:
     """`place` of a whole prompt."""
-    tokens = hashes.num_tokens
-    return place(where, name, hashes, prompt_tokens=tokens, total_tokens=tokens + new, chunk_tokens=chunk, may_skip=may_skip)
+    return place(
+        where,
+        name,
+        hashes,
+        prompt_tokens=hashes.num_tokens,
+        total_tokens=hashes.num_tokens + new,
+        chunk_tokens=chunk,
+        may_skip=may_skip,
+        set_aside=set_aside,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,7 @@ PLAN = ChunkPlan(chunk_tokens=CHUNK)
 WINDOW_TOKENS = 6
 FULL_SPEC = LayerSpec(num_kv_heads=2, k_head_dim=2, v_head_dim=2)
 WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=2, v_head_dim=2, window_tokens=WINDOW_TOKENS)
+NO_GOOD = struct.pack("<f", -1.0)
 FINGERPRINT = "ab" * 16
 
 
@@ -272,7 +274,7 @@ class RankWorld:
         for layer in part.layers:
             for is_v in (False, True):
                 for page in pages:
-                    part.buffer(layer, is_v=is_v)[page] = -1.0
+                    part.buffer(layer, is_v=is_v)[page] = struct.unpack("<f", NO_GOOD)[0]
 
     # What arrives
 
@@ -516,7 +518,7 @@ class World:
                         rank.spoil_host(group, page.number)
                     key = self._key(group, page_hash, rank.rank)
                     if key in self.stored:
-                        self.stored[key] = bytes(len(self.stored[key]))
+                        self.stored[key] = NO_GOOD * (len(self.stored[key]) // len(NO_GOOD))  # as who stores it just now
 
     def _hear(self) -> None:
         if not self.from_ranks:
