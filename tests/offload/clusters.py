@@ -45,7 +45,7 @@ def spec(
     log_level: str = "info",
 ) -> ClusterSpec:
     """Both tiers of one model; the prefill side's pages are of another size."""
-    restart = {"restart.backoff_s": 0.1, "restart.max_restarts": 20}
+    restart = {"restart.backoff_s": 0.1, "restart.max_backoff_s": 0.1, "restart.max_restarts": 50}  # many lives, each at once
     return ClusterSpec(
         prefill=TierSpec(
             model=model, tp_size=prefill_tp_size, page_size=16, pool_tokens=2048, settings=restart | dict(prefill or {})
