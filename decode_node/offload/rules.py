@@ -25,7 +25,8 @@ class TierRules:
         page_size: Tokens of a page.
         pool_pages: Device pages of the layers that keep every token.
         stride_pages: Pages that are saved, and left behind, at a time.
-        window_tokens: Newest tokens of a request that stay on the device; None: all of them, nothing leaves it early.
+        window_tokens: Newest tokens of a request that stay on the device; None: all of them, nothing leaves it early. Of a prompt
+            that arrives in host memory only as far as the pool has room for them and for what its chunks round up.
         high_water: Part of the pool above which requests give pages up.
         low_water: Part of the pool below which pages are brought back.
 
@@ -65,9 +66,12 @@ class TierRules:
         return int(self.pool_pages * self.low_water)
 
     @property
+    def _window_pages(self) -> int:
+        return -(-(self.window_tokens or 0) // self.page_size) + 1  # one that begins inside a page touches one more
+
+    @property
     def _window_share(self) -> int:
-        # A window that begins inside a page touches one more.
-        return -(-(self.window_tokens or 0) // self.page_size) + 1 + STRIDES_BEHIND * self.stride_pages
+        return self._window_pages + STRIDES_BEHIND * self.stride_pages
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages of so many tokens."""
@@ -84,7 +88,10 @@ class TierRules:
         """The smallest share with which a request of so many pages can go on."""
         if not self.has_early_release:
             return total_pages
-        return min(total_pages, max(self._window_share, grid_pages + 1 + self.stride_pages))
+        needed = max(self._window_share, grid_pages + 1 + self.stride_pages)
+        # So that the window of a prompt is on the device however far `first_boundary` is rounded up. The pool may have less.
+        rounded = self._window_pages + grid_pages - 1 + 2 * self.stride_pages
+        return min(total_pages, max(needed, min(rounded, self.pool_pages)))
 
     def first_boundary(self, prompt_tokens: int, *, total_pages: int, share: int, grid_pages: int) -> int:
         """Leading pages of a prompt that go to host memory as they arrive."""

@@ -25,7 +25,9 @@ def test_pages_and_marks() -> None:
 def test_the_least_share_is_the_window_and_three_strides() -> None:
     assert rules().least_share(50, 1) == 4 + 1 + 3 * 2
     assert rules().least_share(3, 1) == 3, "a request takes no more than it needs"
-    assert rules().least_share(50, 20) == 20 + 1 + 2, "a part of a chunk lies in one tier alone"
+    assert rules().least_share(50, 20) == 5 + 19 + 2 * 2, "a part of a chunk lies in one tier alone"
+    assert rules(pool_pages=25).least_share(50, 20) == 25, "as far as there is room"
+    assert rules(pool_pages=20).least_share(50, 20) == 20 + 1 + 2, "without which it does not run"
     assert rules(window_tokens=0).least_share(50, 1) == 1 + 3 * 2
 
 
@@ -63,6 +65,23 @@ def test_a_prompt_fits_behind_its_first_boundary(
     assert found.num_pages(prompt_tokens) - boundary <= share
     if share == total:
         assert boundary == 0
+
+
+@given(
+    prompt_tokens=st.integers(1, 2000),
+    window_tokens=st.integers(0, 300),
+    stride_pages=st.integers(1, 5),
+    grid_pages=st.integers(1, 40),
+    more=st.integers(0, 20),
+)
+def test_the_window_of_a_prompt_is_on_the_device_when_it_has_arrived(
+    prompt_tokens: int, window_tokens: int, stride_pages: int, grid_pages: int, more: int
+) -> None:
+    found = rules(stride_pages=stride_pages, window_tokens=window_tokens, pool_pages=200)
+    total = found.num_pages(prompt_tokens + 100)
+    share = min(total, found.least_share(total, grid_pages) + more)
+    boundary = found.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid_pages)
+    assert prompt_tokens - boundary * 8 >= min(prompt_tokens, window_tokens)
 
 
 @given(

@@ -31,7 +31,8 @@ class OffloadConfig(Section):
         default=None,
         description=(
             "Newest tokens of each request that stay on the device. Older ones leave it when the pool is short of pages, and are "
-            "read where they lie. null: all stay, and a request must fit the device pool."
+            "read where they lie. null: all stay, and a request must fit the device pool. A long prompt arrives in host memory "
+            "by whole chunks, so a device pool with room for little more than one chunk may keep fewer of its tokens."
         ),
     )
     high_water: Share = Field(
