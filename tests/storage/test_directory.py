@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage import writer
 from tests.storage.writer import key_of, page_of
@@ -508,6 +509,23 @@ def test_a_directory_that_cannot_be_made_is_refused_when_it_is_checked(tmp_path:
         check_directory(tmp_path / "file" / "kv")
     with pytest.raises(ConfigError, match=r"storage.directory is /proc/kv; it must be a folder"):
         check_directory(Path("/proc/kv"))
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o700, False), (0o755, False), (0o770, True), (0o777, True), (0o1777, True)])
+def test_a_directory_that_others_can_write_to_is_used_and_told(tmp_path: Path, mode: int, is_told: bool) -> None:
+    directory = tmp_path / "kv"
+    directory.mkdir()
+    directory.chmod(mode)
+    with capture_logs() as lines:
+        check_directory(directory)
+    found = [(line["log_level"], line["mode"]) for line in lines if line["event"] == "store_writable_by_others"]
+    assert found == ([("warning", f"{mode:#o}")] if is_told else [])
+
+
+def test_a_directory_that_is_made_is_for_this_user_alone(tmp_path: Path) -> None:
+    with capture_logs() as lines:
+        check_directory(tmp_path / "kv")
+    assert not lines and (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("max_bytes", [None, 1 << 30])

@@ -168,7 +168,7 @@ def _with_times(pages: Sequence[tuple[str, memoryview]], used_ns: int | None) ->
 
 
 def check_directory(directory: Path) -> None:
-    """Make a store's directory where it is not there, and try it.
+    """Make a store's directory where it is not there, and try it. One that others can write to is used, and named in the log.
 
     Raises:
         ConfigError: It cannot be made, or this process may not write there. That the disk is full is no reason: what is stored
@@ -176,6 +176,9 @@ def check_directory(directory: Path) -> None:
     """
     try:
         _make(directory)
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):  # whoever can put other pages there can have other tokens generated
+            log.warning("store_writable_by_others", directory=str(directory), mode=f"{mode:#o}", advice=f"chmod {FOLDER_MODE:o}")
         probe = _new_file_in(directory)
         try:
             os.close(_created(probe))
