@@ -42,7 +42,7 @@ PAUSE_S = 0.3
 STORE = {
     "storage.max_bytes": 4 << 30,  # more than there will be; with a limit all files are looked at before the first put
     "storage.get_timeout_s": GET_TIMEOUT_S,
-    "storage.put_timeout_s": 5,
+    "storage.put_timeout_s": 20,
     "storage.breaker.pause_s": PAUSE_S,
     "storage.breaker.max_pause_s": PAUSE_S,
 }
@@ -89,14 +89,25 @@ async def check(cluster: LocalCluster, reference: Reference, token_ids: tuple[in
     return await hits(cluster.decode, "storage") - before
 
 
+async def until_stored(
+    cluster: LocalCluster, reference: Reference, token_ids: tuple[int, ...], are_there: Callable[[], bool]
+) -> None:
+    """Ask until all pages are in the store: one that could not be put there in time is tried again when it is found again."""
+
+    async def are_there_now() -> bool:
+        await check(cluster, reference, token_ids)
+        await until_all_is_back(cluster.prefill, cluster.decode)
+        return are_there()
+
+    await until(are_there_now, "all its pages are stored", within_s=60)
+
+
 async def put(
     cluster: LocalCluster, reference: Reference, directory: Path, token_ids: tuple[int, ...], *, known: int = 0
 ) -> set[Path]:
     """Ask, and return the files of its pages, of which so many leading ones were stored before."""
     before, num_new = set(stored_files(directory)), (len(token_ids) + NEW - 1) // PAGE - known
-    await check(cluster, reference, token_ids)
-    await until(lambda: len(stored_files(directory)) == len(before) + 2 * num_new, "all its pages are stored", within_s=60)
-    await until_all_is_back(cluster.prefill, cluster.decode)
+    await until_stored(cluster, reference, token_ids, lambda: len(stored_files(directory)) == len(before) + 2 * num_new)
     return set(stored_files(directory)) - before
 
 
@@ -144,8 +155,7 @@ async def test_a_bad_page_of_one_rank_is_a_miss_on_all(
     damage(bad)
     found = await check(cluster, reference, token_ids)
     assert BEGINNING * PAGE <= found < WHOLE * PAGE and found % PAGE == 0
-    await until(lambda: all(path.exists() for path in files), "the bad page is stored again", within_s=60)
-    await until_all_is_back(cluster.prefill, cluster.decode)
+    await until_stored(cluster, reference, token_ids, lambda: all(path.exists() for path in files))
     await another_life(cluster)
     assert await check(cluster, reference, token_ids) == WHOLE * PAGE
 
@@ -292,4 +302,4 @@ async def test_killed_in_mid_fetch(cluster: LocalCluster, reference: Reference, 
             assert answer.code is grpc.StatusCode.UNAVAILABLE and not answer.tokens
     await relaunched(cluster)
     assert await check(cluster, reference, token_ids) < WHOLE * PAGE
-    await until(lambda: all(path.exists() for path in files), "the lost page is stored again", within_s=60)
+    await until_stored(cluster, reference, token_ids, lambda: all(path.exists() for path in files))
