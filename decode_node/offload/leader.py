@@ -245,7 +245,7 @@ class OffloadLeader:
             return
         chains = [prompt.chain]
         for request in self._requests.values():
-            if request.chain.hashes[:1] == prompt.chain.hashes[:1]:  # else they have no page in common
+            if request.chain.hashes[:1] == prompt.chain.hashes[:1] != []:  # else they have no page in common
                 request.is_damaged = True
                 chains.append(request.chain)
         hashes = list(dict.fromkeys(page_hash for chain in chains for page_hash in chain.hashes))

@@ -1,0 +1,27 @@
+"""Whose KV a leader takes for damaged when a request's is."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_node.offload.leader import OffloadLeader
+from tests.offload.tier_contexts import PAGE, context
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first", "is_damaged"),
+    [
+        pytest.param(2 * PAGE, 0, True, id="one that begins alike"),
+        pytest.param(2 * PAGE, 1, False, id="another"),
+        pytest.param(PAGE - 1, 0, False, id="one without a whole page"),
+    ],
+)
+@pytest.mark.parametrize("num_damaged", [3 * PAGE, PAGE - 1], ids=["whole pages", "no whole page"])
+async def test_only_those_with_a_page_in_common_are_damaged(
+    num_tokens: int, first: int, is_damaged: bool, num_damaged: int
+) -> None:
+    leader = OffloadLeader(context(), slack_pages=0, seed_of=lambda salt: salt.encode(), store=None)
+    other = await leader.look_up(range(first, first + num_tokens), "salt", may_skip=True)
+    assert leader.place("other", other, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True) is not None
+    leader.damaged(await leader.look_up(range(num_damaged), "salt", may_skip=True))
+    assert leader._requests["other"].is_damaged == (is_damaged and num_damaged >= PAGE)
