@@ -19,6 +19,7 @@ from node_runtime.lane import Lane
 from tests.engine.decode_scenario import PROMPTS, tokens_of_a_life
 from tests.engine.families import make_family
 from tests.gpu.small_engines import Prompts, make_engine, prompts_of
+from tests.gpu.tiered_requests import LAUNCHED, LENGTHS, NUM_ROWS, NUM_TOKENS, REPLAYED, note_replays, roomy_engine, tiered_tokens
 from transfer.layout import Shard
 
 pytestmark = [
@@ -38,6 +39,7 @@ class InStep:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
         self.pool = engine.pool
+        self.use_host_pool = engine.use_host_pool
 
     def prefill(self, items: Sequence[Any]) -> dict[str, int]:
         return self._told(self._engine.prefill(items))
@@ -52,6 +54,14 @@ class InStep:
         return told
 
 
+def join_group(rank: int, folder: Path) -> tuple[str, dist.ProcessGroup, Shard]:
+    """The rank's device, the group of both, and its cut."""
+    torch.backends.cudnn.allow_tf32 = False
+    device = f"cuda:{rank}"
+    group = init_distributed(rank, TP_SIZE, f"file://{folder / 'store'}", device=device)
+    return device, group, Shard(tp_size=TP_SIZE, tp_rank=rank, page_size=4)
+
+
 def run_rank(
     rank: int,
     directory: Path,
@@ -60,10 +70,7 @@ def run_rank(
     captured: tuple[int, ...],
     has_lane: bool,
 ) -> None:
-    torch.backends.cudnn.allow_tf32 = False
-    device = f"cuda:{rank}"
-    group = init_distributed(rank, TP_SIZE, f"file://{folder / 'store'}", device=device)
-    shard = Shard(tp_size=TP_SIZE, tp_rank=rank, page_size=4)
+    device, group, shard = join_group(rank, folder)
 
     def live() -> dict[str, Any]:
         current = torch.cuda.current_device()
@@ -104,3 +111,26 @@ def test_two_gpus_draw_the_tokens_of_one_process(tmp_path: Path, family: str, ca
     for rank in range(TP_SIZE):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert told == {"tokens": expected, "captured": list(captured), "current_device": 0 if has_lane else rank}
+
+
+def run_tiered_rank(rank: int, directory: Path, folder: Path, prompts: Prompts, pages_per_block: int) -> None:
+    device, group, shard = join_group(rank, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        replayed = note_replays(patch)
+        engine = roomy_engine(directory, device, captured=(NUM_ROWS,), shard=shard, group=group)
+        found = {"tokens": tiered_tokens(InStep(engine), prompts, pages_per_block), "replayed": replayed}
+    engine.close()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("pages_per_block", [LAUNCHED, REPLAYED], ids=["launched", "replayed"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
+def test_two_gpus_read_their_host_memory(tmp_path: Path, family: str, pages_per_block: int) -> None:
+    """Each rank its own part of a request's pages, in steps whose all-reduces are captured with the fetches."""
+    directory = make_family(family, tmp_path / "model")
+    prompts = prompts_of(LENGTHS.values())
+    expected = tiered_tokens(roomy_engine(directory, "cpu"), prompts, pages_per_block)
+    multiprocessing.spawn(run_tiered_rank, args=(directory, tmp_path, prompts, pages_per_block), nprocs=TP_SIZE)
+    replayed = [NUM_ROWS] * (NUM_TOKENS - 1 if pages_per_block == REPLAYED else 0)
+    for rank in range(TP_SIZE):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == {"tokens": expected, "replayed": replayed}

@@ -6,21 +6,20 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from embedded_engine.engine import EmbeddedEngine
-from embedded_engine.graphs import DecodeGraphs
 from embedded_engine.model_files import read_model_files
 from kvferry.demo_model import make_demo_model
 from tests.engine.families import FAMILIES
-from tests.engine.steps import PageBook, pages_for, prefill_all
+from tests.engine.steps import pages_for
 from tests.engine.test_tiered_decode import WITHOUT_FULL_ATTENTION, largest_slice
-from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of
-from tests.gpu.small_engines import Directory, Prompts, make_engine, prompts_of
+from tests.engine.tiers import full_group
+from tests.gpu.small_engines import Directory, Prompts, prompts_of
+from tests.gpu.tiered_requests import LAUNCHED, LENGTHS, NUM_ROWS, NUM_TOKENS, REPLAYED, note_replays, roomy_engine, tiered_tokens
 from transfer.engine_types import DecodeItem
 from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
@@ -34,11 +33,6 @@ pytestmark = [
 ]
 
 MODELS = ("llama", *(name for name in FAMILIES if name not in WITHOUT_FULL_ATTENTION))
-LENGTHS = {"a": 129, "b": 5, "c": 64, "d": 33}
-ENDS: dict[str, HostEnd] = {"a": ALL_BUT_NEWEST, "c": HALF, "d": ALL_BUT_NEWEST}
-NUM_TOKENS = 8
-LAUNCHED, REPLAYED = 3, 60
-"""Pages of a block, for the lengths above: fewer than half of a step's host pages, and more."""
 TOLERANCES = {DType.FLOAT32: 2e-3, DType.BFLOAT16: 6e-2}
 """Of logits, whose largest are some units: what another order of sums comes to behind a few layers."""
 
@@ -48,40 +42,18 @@ def prompts() -> Prompts:
     return prompts_of(LENGTHS.values())
 
 
-def roomy_engine(directory: Path, device: str, **settings: Any) -> EmbeddedEngine:
-    return make_engine(directory, device, num_tokens=480, max_seq_len=160, **settings)
-
-
-def tokens_of(engine: EmbeddedEngine, prompts: Prompts, pages_per_block: int) -> dict[str, list[int]]:
-    book = PageBook.of(engine, {name: length + NUM_TOKENS for name, length in LENGTHS.items()})
-    host = host_pool_of(engine, 240 // engine.pool.page_size + 8)
-    engine.use_host_pool(host, block_bytes=pages_per_block * largest_slice(host, full_group(engine.pool.groups)))
-    first = prefill_all(engine, {name: prompts[length] for name, length in LENGTHS.items()}, book)
-    found = Tiers(engine, host, book, ENDS).decode(first, LENGTHS, NUM_TOKENS)
-    torch.cuda.synchronize()
-    host.close()
-    return found
-
-
 @pytest.mark.parametrize("pages_per_block", [LAUNCHED, REPLAYED], ids=["launched", "replayed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_cpu(
     model: Directory, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, name: str, pages_per_block: int
 ) -> None:
     """In float32, with steps that are launched because they read more than both buffers hold, or with replayed ones."""
-    replayed: list[int] = []
-    replay = DecodeGraphs.replay
-
-    def noted(graphs: DecodeGraphs, size: int) -> Tensor:
-        replayed.append(size)
-        return replay(graphs, size)
-
-    monkeypatch.setattr(DecodeGraphs, "replay", noted)
-    on_cpu = tokens_of(roomy_engine(model(name), "cpu"), prompts, pages_per_block)
-    engine = roomy_engine(model(name), "cuda", captured=(4,))
-    assert tokens_of(engine, prompts, pages_per_block) == on_cpu
+    replayed = note_replays(monkeypatch)
+    on_cpu = tiered_tokens(roomy_engine(model(name), "cpu"), prompts, pages_per_block)
+    engine = roomy_engine(model(name), "cuda", captured=(NUM_ROWS,))
+    assert tiered_tokens(engine, prompts, pages_per_block) == on_cpu
     # A model that waits for the device in mid-step, as some experts do, has no graphs.
-    assert replayed == [4] * (NUM_TOKENS - 1 if engine.captured_batch_sizes and pages_per_block == REPLAYED else 0)
+    assert replayed == [NUM_ROWS] * (NUM_TOKENS - 1 if engine.captured_batch_sizes and pages_per_block == REPLAYED else 0)
 
 
 @pytest.mark.parametrize("pages_per_block", [1, 5, 1000])
@@ -89,8 +61,8 @@ def test_tokens_are_those_of_the_cpu(
     "shard", [Shard(page_size=16, order=TokenOrder.HND), Shard(page_size=1), Shard(page_size=16)], ids=["HND", "tokens", "NHD"]
 )
 def test_pools_and_blocks_of_other_kinds(model: Directory, prompts: Prompts, shard: Shard, pages_per_block: int) -> None:
-    on_cpu = tokens_of(roomy_engine(model("llama"), "cpu", shard=shard), prompts, pages_per_block)
-    assert tokens_of(roomy_engine(model("llama"), "cuda", shard=shard), prompts, pages_per_block) == on_cpu
+    on_cpu = tiered_tokens(roomy_engine(model("llama"), "cpu", shard=shard), prompts, pages_per_block)
+    assert tiered_tokens(roomy_engine(model("llama"), "cuda", shard=shard), prompts, pages_per_block) == on_cpu
 
 
 class LongRequest:

@@ -161,8 +161,16 @@ def tensors(pool: PagedKVPool) -> list[Tensor]:
 def assert_same_pools(left: PagedKVPool, right: PagedKVPool) -> None:
     for ours, theirs in zip(tensors(left), tensors(right), strict=True):
         assert torch.equal(as_words(ours), as_words(theirs))
-    for mine, other in zip(left.storages(), right.storages(), strict=True):
-        assert torch.equal(*(torch.empty(0, dtype=torch.uint8, device=left.device).set_(memory) for memory in (mine, other)))
+        assert torch.equal(memory_from(ours), memory_from(theirs))
+
+
+def memory_from(tensor: Tensor) -> Tensor:
+    """All bytes of the allocation that a tensor lies in, from its first on, and then those before it: uint8 [bytes].
+
+    On a GPU the pools of two cases begin at different places of theirs.
+    """
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return memory.roll(-tensor.storage_offset() * tensor.element_size())
 
 
 def assert_agrees(case: Case, implementation: type[HeadSliceCopier], device: str = "cpu", *, has_kernels: bool = False) -> None:
