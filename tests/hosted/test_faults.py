@@ -184,9 +184,11 @@ def preempt(source: Instance) -> None:
 
 
 def next_try(source: Instance, before: Sequence[source_requests.Transfer]) -> source_requests.Transfer | None:
-    """Of "a", once the ranks were told of it."""
+    """Of "a", once every rank knows of it: one that does not has nothing to end when the prompt is preempted, and goes on."""
     transfer = source.leader._source.requests._prompts["a"].transfer
-    return transfer if transfer is not None and transfer.is_started and transfer not in before else None
+    if transfer is None or transfer in before or not all(transfer.transfer_id in rank._source._names for rank in source.ranks):
+        return None
+    return transfer
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
