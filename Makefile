@@ -31,7 +31,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo test test-slow test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test: setup ## every test but those marked slow
 
 test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with soft-RoCE; needs QEMU
 	@$(BIN)/python tests/rdma/boot.py $(RDMA_ARGS) $(TEST_ARGS)
+
+test-slow: setup ## the tests marked slow: minutes each, or like one that `make test` has
+	@$(BIN)/python -m pytest -m "slow and not vllm" $(TEST_ARGS)
 
 # In an environment of its own, for vLLM pins much of what it needs; so without .venv.
 test-vllm: ## real vLLM servers on the CPU; makes their environment in .kvferry, once, in minutes; needs Python 3.11

@@ -96,6 +96,7 @@ def test_pool_to_pool_beside_what_others_do(tmp_path: Path) -> None:
     assert facts["chunks_per_request"] == 8
 
 
+@pytest.mark.slow
 def test_control_plane_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
     record = bench("bench.control", tmp_path / "record.json")
     check_rows(record)
@@ -115,6 +116,7 @@ def test_control_plane_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None:
     sizes = ("--prefill-tp", "1", "--decode-tp", "1", "--seconds", "2")
     record = bench("bench.idle", tmp_path / "record.json", *sizes)

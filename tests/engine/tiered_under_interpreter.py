@@ -84,17 +84,20 @@ def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prom
 
 
 @pytest.mark.parametrize(
-    ("shard", "pages_per_block"),
+    ("shard", "pages_per_block", "names"),
     [
-        (Shard(page_size=16, order=TokenOrder.HND), 1),
-        (Shard(page_size=4, order=TokenOrder.HND), 100),
-        (Shard(page_size=1, dtype=DType.FLOAT16), 7),
+        (Shard(page_size=16, order=TokenOrder.HND), 1, ("a", "b", "c")),
+        (Shard(page_size=4, order=TokenOrder.HND), 20, tuple(LENGTHS)),
+        (Shard(page_size=1, dtype=DType.FLOAT16), 7, ("b", "c", "d")),
     ],
     ids=["HND, a page a block", "HND, all in one block", "narrower pool, pages of 1"],
 )
-def test_pools_and_blocks_of_other_kinds(qwen_dir: Path, prompts: Prompts, shard: Shard, pages_per_block: int) -> None:
-    found = tokens_by(qwen_dir, prompts, shard, has_kernels=True, pages_per_block=pages_per_block)
-    assert found == tokens_by(qwen_dir, prompts, shard, has_kernels=False, pages_per_block=pages_per_block)
+def test_pools_and_blocks_of_other_kinds(
+    qwen_dir: Path, prompts: Prompts, shard: Shard, pages_per_block: int, names: Sequence[str]
+) -> None:
+    what: Any = {"pages_per_block": pages_per_block, "names": names}
+    found = tokens_by(qwen_dir, prompts, shard, has_kernels=True, **what)
+    assert found == tokens_by(qwen_dir, prompts, shard, has_kernels=False, **what)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ class Setup:
         self.prefill = prefill
         self.decode = decode
 
-    async def ready(self) -> None:
-        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready", within_s=20)
+    async def ready(self, within_s: float) -> None:
+        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready", within_s=within_s)
 
 
 def server(kv: Kv, **options: Any) -> VllmServer:
@@ -120,6 +120,7 @@ async def routing(
     decode: int | list[VllmServer] = 1,
     *,
     learnt: bool = False,
+    within_s: float = 20.0,
     change: Callable[[list[VllmServer], list[VllmServer]], None] | None = None,
     **options: Any,
 ) -> AsyncIterator[Setup]:
@@ -127,6 +128,7 @@ async def routing(
 
     Args:
         learnt: Each prefill server has answered once, and requests go concurrently from now on.
+        within_s: After which it is a failure that the router is not ready.
         change: Done to the servers before they start.
         options: Of the router's settings.
     """
@@ -144,7 +146,7 @@ async def routing(
             client = Client(router.address)
             setup = Setup(router, client, before, after)
             try:
-                await setup.ready()
+                await setup.ready(within_s)
                 if learnt:
                     for _ in before:
                         assert (await client.complete()).status == 200

@@ -285,7 +285,7 @@ async def test_servers_with_other_models_are_not_used_and_named() -> None:
 async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
     kv = Kv()
     with pytest.raises(AssertionError, match="the router is ready"):
-        async with routing([VllmServer(kv=kv, model="huge")], [VllmServer(kv=kv)]):
+        async with routing([VllmServer(kv=kv, model="huge")], [VllmServer(kv=kv)], within_s=3.0):
             raise RuntimeError("it was ready")
 
 
