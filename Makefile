@@ -55,11 +55,11 @@ demo: setup ## both tiers on this machine: prompts in, tokens out, proof and rep
 test: setup ## every test but those marked slow
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm" $(TEST_ARGS)
 
+test-slow: setup ## the tests marked slow: long ones, and those much like one that `make test` has
+	@$(BIN)/python -m pytest -m "slow and not vllm" $(TEST_ARGS)
+
 test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with soft-RoCE; needs QEMU
 	@$(BIN)/python tests/rdma/boot.py $(RDMA_ARGS) $(TEST_ARGS)
-
-test-slow: setup ## the tests marked slow: minutes each, or like one that `make test` has
-	@$(BIN)/python -m pytest -m "slow and not vllm" $(TEST_ARGS)
 
 # In an environment of its own, for vLLM pins much of what it needs; so without .venv.
 test-vllm: ## real vLLM servers on the CPU; makes their environment in .kvferry, once, in minutes; needs Python 3.11

@@ -41,9 +41,9 @@ def _spec(model: Path, name: str) -> ClusterSpec:
             ),
             TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=640),
         ),
-        "3 to 2, a ring of two chunks": (
+        "3 to 2, NHD to HND, a ring of two chunks": (
             TierSpec(model=model, tp_size=3, page_size=8, pool_tokens=POOL_TOKENS),
-            TierSpec(model=model, tp_size=2, page_size=24, pool_tokens=POOL_TOKENS),
+            TierSpec(model=model, tp_size=2, page_size=24, order="HND", pool_tokens=POOL_TOKENS),
         ),
     }
     prefill, decode = tiers[name]
@@ -66,7 +66,7 @@ def _spec(model: Path, name: str) -> ClusterSpec:
         pytest.param("4 to 2, pages 16 to 32, NHD to HND", marks=pytest.mark.slow),  # the demo's, of which tests/cli has a run
         "2 to 4, pages 64 to 1, two layers at a time",
         "1 to 2, pools too small for all, pieces of a size",
-        "3 to 2, a ring of two chunks",
+        "3 to 2, NHD to HND, a ring of two chunks",
     ],
 )
 def cluster(request: pytest.FixtureRequest, model: Path, start: Start) -> Iterator[LocalCluster]:

@@ -20,7 +20,7 @@ from embedded_engine.paged_attention import GatherDecodePlan
 from tests.engine.conftest import Generate
 from tests.engine.families import FAMILIES
 from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
-from tests.engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of
+from tests.engine.tiers import ALL_BUT_NEWEST, HALF, NOTHING, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, EngineError
 from transfer.host_pool import HostPool
@@ -47,15 +47,6 @@ SHARDS = {
 def make_engine(directory: Path, shard: Shard, num_tokens: int = 320) -> EmbeddedEngine:
     groups = layer_groups(read_model_files(directory).layout())
     return EmbeddedEngine(directory, shard=shard, num_pages=pages_for(groups, num_tokens // shard.page_size))
-
-
-def largest_slice(host: HostPool, group: int) -> int:
-    """Bytes of a layer's part of a page."""
-    part = host.part(group)
-    return max(
-        sum(part.buffer(layer, is_v=is_v)[0].nbytes for is_v in (False, True)[: part.layout.layers[layer].num_buffers])
-        for layer in part.layers
-    )
 
 
 def tiered_tokens(

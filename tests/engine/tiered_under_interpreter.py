@@ -19,8 +19,7 @@ from embedded_engine.model_files import read_model_files
 from embedded_engine.tiered_decode import LoadedBlocks
 from tests.engine.device_decode_under_interpreter import Relaunched
 from tests.engine.steps import PageBook, pages_for, prefill_all
-from tests.engine.test_tiered_decode import largest_slice
-from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of
+from tests.engine.tiers import ALL_BUT_NEWEST, HALF, HostEnd, Tiers, full_group, host_pool_of, largest_slice
 from transfer.errors import LayoutError
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, Shard, TokenOrder

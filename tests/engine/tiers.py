@@ -33,6 +33,15 @@ def host_pool_of(engine: Any, num_pages: int) -> HostPool:
     return host
 
 
+def largest_slice(host: HostPool, group: int) -> int:
+    """Bytes of a layer's part of a page."""
+    part = host.part(group)
+    return max(
+        sum(part.buffer(layer, is_v=is_v)[0].nbytes for is_v in (False, True)[: part.layout.layers[layer].num_buffers])
+        for layer in part.layers
+    )
+
+
 class Tiers:
     """A request's first pages leave the device while it runs; what they leave behind there is no number.
 

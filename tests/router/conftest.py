@@ -106,8 +106,8 @@ class Setup:
         self.prefill = prefill
         self.decode = decode
 
-    async def ready(self, within_s: float) -> None:
-        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready", within_s=within_s)
+    async def ready(self) -> None:
+        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready", within_s=20)
 
 
 def server(kv: Kv, **options: Any) -> VllmServer:
@@ -120,15 +120,15 @@ async def routing(
     decode: int | list[VllmServer] = 1,
     *,
     learnt: bool = False,
-    within_s: float = 20.0,
+    is_ready: bool = True,
     change: Callable[[list[VllmServer], list[VllmServer]], None] | None = None,
     **options: Any,
 ) -> AsyncIterator[Setup]:
-    """A router that is ready, with so many servers on each side.
+    """A router, with so many servers on each side.
 
     Args:
         learnt: Each prefill server has answered once, and requests go concurrently from now on.
-        within_s: After which it is a failure that the router is not ready.
+        is_ready: Wait until it is, as else it is not yet.
         change: Done to the servers before they start.
         options: Of the router's settings.
     """
@@ -146,7 +146,8 @@ async def routing(
             client = Client(router.address)
             setup = Setup(router, client, before, after)
             try:
-                await setup.ready(within_s)
+                if is_ready:
+                    await setup.ready()
                 if learnt:
                     for _ in before:
                         assert (await client.complete()).status == 200
