@@ -4,7 +4,7 @@
 #   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
 #                         gigabytes of CUDA libraries
 #   CHAOS_RUNS=1          how often `make chaos` goes through all of it in a row (default: 3)
-#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS, RDMA_ARGS    passed on to `kvferry demo`, pytest, the
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS, RDMA_ARGS    passed on to `kvferry demo` or `demo-cluster`, pytest, the
 #                         benchmarks, the mutation check, the model check and the guest of `make test-rdma`
 #   MINUTES=10            how long `make fuzz` searches, all targets together; FUZZ_ARGS: passed on to it
 
@@ -31,7 +31,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo test test-slow test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo demo-cluster test test-slow test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ $(STAMP): pyproject.toml constraints.txt .ci/setup
 
 demo: setup ## both tiers on this machine: prompts in, tokens out, proof and report
 	@$(BIN)/kvferry demo $(DEMO_ARGS)
+
+demo-cluster: setup ## two nodes in each tier under load, watched by Prometheus where there is one
+	@$(BIN)/kvferry demo-cluster $(DEMO_ARGS)
 
 test: setup ## every test but those marked slow
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm" $(TEST_ARGS)
@@ -136,11 +139,13 @@ proto-check: $(PROTO_STAMP) # the committed stubs are those that proto/ gives
 	diff -r -u -x '__pycache__' -x '__init__.py' transfer/pb "$$fresh/transfer/pb" > "$$fresh/diff" \
 	|| { head -n 40 "$$fresh/diff"; echo "transfer/pb is not what proto/ generates: run 'make proto' and commit the result" >&2; exit 1; }
 
-proto-lint: $(PROTO_STAMP)
+proto-lint: $(PROTO_STAMP) # its form, and that nothing that the last release speaks has changed its meaning
 	$(PROTO_VENV)/bin/buf lint proto
+	$(PROTO_VENV)/bin/buf breaking proto --against "$$(ls proto/released/*.binpb)"
 
-dashboards: setup ## write deploy/monitoring/dashboards anew from deploy/monitoring
+dashboards: setup ## write what of deploy/ is generated anew: dashboards, alert rules, the manifest with the alerts
 	@$(BIN)/python -m deploy.monitoring
+	@$(BIN)/python -m deploy.kubernetes
 
 clean: ## remove .venv, tools, caches and build outputs (not model folders made by hand)
 	rm -rf .venv $(PROTO_VENV) .kvferry/rdma .kvferry/vllm-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info .coverage*

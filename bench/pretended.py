@@ -109,6 +109,7 @@ class PretendedSession:
     """A direct session of which every write is done at once."""
 
     lane = "pretended"
+    obstacle = ""
 
     def __init__(self) -> None:
         self.is_over = False

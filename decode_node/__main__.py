@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from decode_node.rank_messages import check_step_fits
+from decode_node.role import ROLE
 from node_runtime import command
 from transfer.config import DecodeNodeConfig
-
-if TYPE_CHECKING:
-    from decode_node.node import DecodeNode
 
 app = command.daemon_app("Receives the KV of prompts and generates from it.")
 
@@ -47,18 +44,12 @@ def serve(
     command.run_daemon(
         context,
         DecodeNodeConfig,
-        load_leader,
-        check_step_fits=check_step_fits,
+        ROLE.load_leader,
+        check_step_fits=ROLE.check_step_fits,
         file=config,
         overrides=set_,
         is_check_only=check_config,
     )
-
-
-def load_leader() -> type[DecodeNode]:
-    from decode_node.node import DecodeNode
-
-    return DecodeNode
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from transfer.registry.security import Security
 from transfer.registry.server import RegistryServer, TransferControlServicer, host_port, serve
 from transfer.ring import Watermark
 from transfer.staging import StagingBuffer
+from transfer.tracing import Tracer
 from transfer.transport.base import LocalMemory, Session, Transport
 from transfer.transport.probe import ProbePlan, serve_probe
 
@@ -97,6 +98,7 @@ def open_receiving(
     metrics: RankMetrics,
     on_crash: Callable[[BaseException], None],
     host_arrivals: HostArrivals | None = None,
+    tracer: Tracer | None = None,
 ) -> Receiving:
     """Open the control channel and the receiver of a rank; arguments as of `ReceiverLoop`.
 
@@ -122,6 +124,7 @@ def open_receiving(
         on_crash=on_crash,
         probe_bytes=memory.tail_bytes,
         host_arrivals=host_arrivals,
+        tracer=tracer,
     )
     return Receiving(loop=receiver, control=control, scratch=scratch)
 
@@ -352,6 +355,9 @@ class WriterSessions:
             self._keep(self._serve_probe(number, session, self._scratch, probe_bytes))
         self._keep(self._warm_up(writer, request))
         log.info("session_opened", prefill_rank=request.prefill_rank, lane=session.lane)
+        if session.obstacle:
+            self._metrics.link_fell_back(number)
+            log.warning("transport_fell_back", prefill_rank=request.prefill_rank, lane=session.lane, obstacle=session.obstacle)
         return AttachResponse(
             session_id=number,
             decode=self._own,

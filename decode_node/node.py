@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,7 @@ import structlog
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import LeaderTiers
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
+from decode_node.peers import PrefillPeer, PrefillPeers, links_of, peer_status
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
     CODEC,
@@ -48,9 +48,11 @@ from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.convert import chunk_plan_from_proto, sampling_from_proto
+from transfer.registry.discovery import open_discovery
 from transfer.registry.status import end_with
 from transfer.storage.client import StoreClient
 from transfer.storage.open import open_store_client
+from transfer.tracing import Span, traceparent_in
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +68,7 @@ class _Life:
         self.vocab_size = first.vocab_size
         self.eos_token_ids = frozenset(first.eos_token_ids)
         self.peers = PrefillPeers(
-            list(config.peers.prefill_nodes),
+            _others(node.discovery.addresses, address),
             own=first.instance,
             security=node.security,
             decode_address=address,
@@ -84,6 +86,9 @@ class _Life:
             on_lost=self._on_peer_lost,
             on_breaker_opened=node.metrics.breaker_opened,
             on_fault=node.metrics.join_broke,
+            grace_s=config.discovery.grace_s,
+            view=(lambda: node.discovery.view) if config.finds_prefill_nodes else None,
+            prefix_tokens=config.prefix_tokens,
         )
         page_size = first.instance.shard.page_size
         admission = Admission(
@@ -122,13 +127,24 @@ class _Life:
                 on_first_token=node.metrics.time_to_first_token,
                 on_token=node.metrics.time_per_output_token,
                 on_retry=node.metrics.request_retried,
+                on_given_up=node.metrics.request_given_up,
             ),
         )
         self._broadcast = node.broadcast
+        self._address = address
+
+    def use(self, addresses: Iterable[str]) -> None:
+        """Prefill nodes are there now."""
+        self.peers.use(_others(addresses, self._address))
 
     def _on_peer_lost(self, peer: PrefillPeer, incarnation: int, reason: str) -> None:
         self._broadcast(ForgetPrefill(incarnation=incarnation, reason=reason))
         self.requests.on_peer_lost(peer, reason)
+
+
+def _others(addresses: Iterable[str], own: str) -> list[str]:
+    """One list, or one name, may do for all nodes of a cluster whose nodes change their roles: none is its own prefill node."""
+    return [address for address in addresses if address != own]
 
 
 class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer):
@@ -138,16 +154,19 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, entry=run_decode_rank, codec=CODEC, on_rank_message=self._on_rank_message)
+        self.discovery = open_discovery(config, self.security)  # of the node: every life of its ranks uses what it has found
         self.text = TextCodec(config.model)
-        self._address = ""
         self._in_flight: set[str] = set()  # request ids of clients
+        self._num_coming = 0  # calls that have been let in, and are not in the queue yet
         self._tokenising: set[asyncio.Future[tuple[int, ...]]] = set()
 
     # Role
 
     async def open(self) -> str:
-        self._address = await self._listen(decode_control=self)
-        return self._address
+        return await self._listen(decode_control=self)
+
+    def go_outside(self, address: str) -> None:
+        self.discovery.start()
 
     async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
         store = None
@@ -158,19 +177,25 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             )
         self._life = _Life(self, hellos, self._address, store)
         self._life.peers.start()
+        self.discovery.listen(self._life.use)
         await self._set_serving(True)
 
     async def end_life(self, error: TransferError) -> None:
         life, self._life = self._life, None
         await self._set_serving(False)
         if life is not None:
+            self.discovery.unlisten(life.use)
             await life.requests.close(error)
             await life.peers.close()
             if life.tiers is not None:
                 await life.tiers.close()
 
+    async def close(self) -> None:
+        await self.discovery.close()
+        await super().close()
+
     def readiness(self) -> Readiness:
-        if self._draining.is_set():
+        if self._draining.is_on:
             return Readiness(is_ready=False, reason="the node is draining")
         life = self._life
         if life is None or life.peers.pick() is None:
@@ -183,7 +208,13 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             self._life.tiers.show()
         self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
         self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
+        self._show_discovery(self.discovery.view)
         return self._render_metrics(Counter(peer.state for peer in peers))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Also those whose text is being tokenised: they have been let in, so a drain waits for them."""
+        return self._num_coming + super().num_in_flight
 
     # Ranks
 
@@ -227,12 +258,22 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateEvent]:
         life = await self._life_or_end(context, is_new_work=True)
+        span = None
+        if self.tracer is not None:
+            told = traceparent_in(context.invocation_metadata())
+            span = self.tracer.begin("kvferry.generate", parent=told, attributes={"max_new_tokens": request.max_new_tokens})
+        self._num_coming += 1
         try:
-            accepted, request_id = await self._submit(life, request)
+            accepted, request_id = await self._submit(life, request, span)
         except TransferError as error:
             self.metrics.request_ended("refused")
+            if span is not None:
+                span.end(str(error))
             await end_with(context, error)
+        finally:
+            self._num_coming -= 1
         prompt_tokens = len(accepted.token_ids)
+        self.metrics.prompt_accepted(prompt_tokens)
         generated = 0
         try:
             yield pb.GenerateEvent(accepted=pb.GenerateAccepted(request_id=request_id, prompt_tokens=prompt_tokens))
@@ -240,6 +281,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                 match await accepted.progress.get():
                     case Tokens(token_ids=token_ids, text=text):
                         generated += len(token_ids)
+                        self.metrics.tokens_generated(len(token_ids))
                         yield pb.GenerateEvent(tokens=pb.GeneratedTokens(token_ids=token_ids, text=text))
                     case Done() as done:
                         yield pb.GenerateEvent(
@@ -260,8 +302,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         finally:
             self._in_flight.discard(request_id)
             life.requests.give_up(accepted, TransferAborted("the client went away"))
+            if span is not None:
+                span.end()  # unless what failed it has ended it
 
-    async def _submit(self, life: _Life, request: pb.GenerateRequest) -> tuple[Request, str]:
+    async def _submit(self, life: _Life, request: pb.GenerateRequest, span: Span | None = None) -> tuple[Request, str]:
         """The queued request, and the id that its client knows it by."""
         request_id = request.request_id or secrets.token_hex(8)
         check_request_id(request_id)
@@ -292,7 +336,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if request_id in self._in_flight:
             raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
         accepted = life.requests.submit(
-            request_id, token_ids, request.max_new_tokens, sampling, end_ids, cache_salt=request.cache_salt
+            request_id, token_ids, request.max_new_tokens, sampling, end_ids, cache_salt=request.cache_salt, span=span
         )
         self._in_flight.add(request_id)
         return accepted, request_id
@@ -324,9 +368,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             await end_with(context, error)
         return pb.ReserveResponse(reserved=start_token is not None, start_token=start_token or None)
 
-    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
+    def status(self) -> pb.NodeStatus:
         peers = self._life.peers.peers if self._life is not None else []
         return self._status(
             peers=map(peer_status, peers),
-            links=[link for peer in peers for link in peer.links],
+            links=links_of(peers),
+            discovery=self.discovery.view,
         )

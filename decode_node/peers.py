@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import grpc
 import structlog
 
+from decode_node.placement import Candidate, PrefixMemory, block_hashes, place
 from node_runtime.reminders import Reminders
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
@@ -42,12 +43,16 @@ from transfer.registry.convert import (
     instance_from_proto,
     instance_to_proto,
     link_from_proto,
+    link_to_proto,
     sampling_to_proto,
 )
+from transfer.registry.discovery import DiscoveryView
+from transfer.registry.discovery.entries import MAX_FOUND
 from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
 from transfer.registry.status import error_of, tier_error_of
+from transfer.tracing import TRACEPARENT
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import PrefillControlAsyncStub
@@ -63,15 +68,35 @@ GIVE_UP_TIMEOUT_S = 2.0
 MAX_ADDED = 256
 """Prefill nodes that requests have named. Each is one more join that is kept up, or tried again for ever."""
 
+MAX_KNOWN = 2 * MAX_FOUND
+"""Prefill nodes that discovery names or has named; above it, those that it no longer names go at once unless they are joined."""
+
+SWEEP_S = 0.5
+"""Between looks at peers that are named no longer."""
+
+ALIAS_LOOK_S = 30.0
+"""After which another address of a joined node is asked again whose it is."""
+
 ANY_TOKEN = 1 << 32
 MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
 
 log = structlog.get_logger(__name__)
 
 
+class _AlreadyJoined(Exception):
+    """The node of an address is joined already, or is about to be, by another one."""
+
+    def __init__(self, incarnation: int) -> None:
+        super().__init__(f"{incarnation:#018x}")
+        self.incarnation = incarnation
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillPeer:
-    """One configured prefill node. `state` is "joining", "joined", "draining" or "lost"."""
+    """One address of a prefill node. `state` is "joining", "joined", "draining", "lost" or "alias".
+
+    An alias is one more address of a node that is joined already.
+    """
 
     address: str
     channel: PeerChannel
@@ -94,6 +119,11 @@ class PrefillPeer:
     joining: asyncio.Task[None] | None = None  # for as long as it is one of those that are used
     is_added: bool = False  # by a request, not by the settings
     num_users: int = 0  # who would miss it, joined or not
+    unnamed_s: float | None = None  # since when discovery has not named it
+    other: PrefillPeer | None = None  # of an alias: by whom its node is joined
+    last_incarnation: int = 0  # of whom it was the address last
+    alias_of: int = 0  # the life of which it was last told to be one more address
+    over: asyncio.Future[None] | None = None  # while it is joined: done when it no longer is
 
     @property
     def can_start_late(self) -> bool:
@@ -118,6 +148,7 @@ class PrefillPeer:
         start_token: int = 0,
         engine_request: str = "",
         cache_salt: str = "",
+        traceparent: str = "",
     ) -> AsyncIterator[pb.PrefillEvent]:
         """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
 
@@ -125,6 +156,7 @@ class PrefillPeer:
             start_token: First token whose KV is sent.
             engine_request: Name of the prompt in the node's engine, which has it from elsewhere; empty: the node has it computed.
             cache_salt: Stored KV is shared with requests of the same one only.
+            traceparent: Of the span that the call lies in; empty where it is not traced.
 
         Raises:
             TransferError: The call failed; see `transfer.registry.status`.
@@ -138,7 +170,7 @@ class PrefillPeer:
             engine_request=engine_request,
             cache_salt=cache_salt,
         )
-        call = (await self.stub()).Prefill(question)
+        call = (await self.stub()).Prefill(question, metadata=((TRACEPARENT, traceparent),) if traceparent else None)
         try:
             async for answer in call:
                 event = readable(answer, method="Prefill")
@@ -166,10 +198,12 @@ class PrefillPeer:
 
 
 class PrefillPeers:
-    """Joins all configured prefill nodes for one life of the decode ranks, and joins again whenever one was lost.
+    """Joins all prefill nodes that there are for one life of the decode ranks, and joins again whenever one was lost.
+
+    A node is known by its incarnation: by whatever addresses it can be reached, it is joined once.
 
     Args:
-        addresses: host:port of each.
+        addresses: host:port of each that is named at the beginning; `use()` says it again.
         own: This decode instance.
         security: How they are spoken to; None: in plain text on loopback addresses.
         decode_address: Where prefill leaders ask for reservations.
@@ -182,7 +216,10 @@ class PrefillPeers:
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
         on_breaker_opened: A breaker has opened, or begun its pause anew.
         on_fault: A join has ended in an error that nobody expected; it was logged, and the node will be joined again.
-        clock: The breakers' seconds.
+        grace_s: See `discovery.grace_s`.
+        view: What discovery has found; None where the settings name the nodes.
+        prefix_tokens: See `placement.prefix_tokens`.
+        clock: Seconds of breakers and grace.
     """
 
     def __init__(
@@ -201,6 +238,9 @@ class PrefillPeers:
         on_lost: Callable[[PrefillPeer, int, str], None],
         on_breaker_opened: Callable[[], None],
         on_fault: Callable[[], None] = lambda: None,
+        grace_s: float = 30.0,
+        view: Callable[[], DiscoveryView] | None = None,
+        prefix_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._own = own
@@ -220,7 +260,14 @@ class PrefillPeers:
         self._breaker = breaker
         self._clock = clock
         self._vocab_size = vocab_size
+        self._grace_s = grace_s
+        self._view = view
+        self._prefix_tokens = prefix_tokens
+        self._prefixes = PrefixMemory() if prefix_tokens else None
+        self._hashed: tuple[tuple[int, ...], str, tuple[bytes, ...]] = ((), "", ())  # the prompt that was hashed last
         self.peers = [self._peer_at(address) for address in addresses]
+        self._is_started = False
+        self._sweeping: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()  # channels of peers that are not used any more
 
     def _peer_at(self, address: str) -> PrefillPeer:
@@ -232,12 +279,71 @@ class PrefillPeers:
         )
 
     def start(self) -> None:
+        self._is_started = True
         for peer in self.peers:
-            peer.joining = asyncio.get_running_loop().create_task(self._keep_joined(peer))
+            self._begin(peer)
+
+    def use(self, addresses: Collection[str]) -> None:
+        """These are the addresses that there are now, besides those that requests have named.
+
+        New ones are joined. One that is missing is left later, for what is in flight there goes on, and its node may be well: it
+        gets requests only where no other one can take them (`pick`), and goes when `_may_go` says so, or there are too many.
+        """
+        known = {peer.address: peer for peer in self.peers}
+        for address in addresses:
+            if address not in known:
+                self.peers.append(self._peer_at(address))
+                if self._is_started:
+                    self._begin(self.peers[-1])
+            else:
+                known[address].unnamed_s, known[address].is_added = None, False
+        for peer in self.peers:
+            if peer.address not in addresses and not peer.is_added and peer.unnamed_s is None:
+                peer.unnamed_s = self._clock()
+        self._let_go_of_too_many()
+        self._sweep()
+
+    def _let_go_of_too_many(self) -> None:
+        """Answers that change and change must not have ever more addresses tried: each is a channel and a task."""
+        num_over = sum(not peer.is_added for peer in self.peers) - MAX_KNOWN
+        if num_over <= 0:
+            return
+        idle = [
+            (peer.unnamed_s, peer)
+            for peer in self.peers
+            if peer.unnamed_s is not None and peer.instance is None and not peer.outstanding_tokens and not peer.num_users
+        ]
+        for _, peer in sorted(idle, key=lambda one: one[0])[:num_over]:
+            self._let_go(peer, "it is named no longer, and its place is needed")
+
+    def _sweep(self) -> None:
+        """Leave those that may go, and look again soon where there are others left."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        for peer in [peer for peer in self.peers if self._may_go(peer)]:
+            self._let_go(peer, "it is named no longer")
+        if any(peer.unnamed_s is not None for peer in self.peers):
+            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _may_go(self, peer: PrefillPeer) -> bool:
+        """Whether nobody names or needs a peer any more; the last ones that are joined stay until one that is named is."""
+        if peer.unnamed_s is None or self._clock() - peer.unnamed_s < self._grace_s:
+            return False
+        if peer.outstanding_tokens or peer.num_users or (peer.state == "joined" and self._is_named(peer)):
+            return False
+        return peer.state != "joined" or any(self._is_named(other) and other.state == "joined" for other in self.peers)
+
+    def _is_named(self, peer: PrefillPeer) -> bool:
+        """Whether discovery, the settings or a request name the peer's node, by this or another of its addresses."""
+        return peer.unnamed_s is None or any(one.other is peer and one.unnamed_s is None for one in self.peers)
+
+    def _begin(self, peer: PrefillPeer) -> None:
+        peer.joining = asyncio.get_running_loop().create_task(self._keep_joined(peer))
 
     def find(self, address: str) -> PrefillPeer | None:
         """The prefill node of that host:port, joined or not."""
-        return next((peer for peer in self.peers if peer.address == address), None)
+        return next((peer.other or peer for peer in self.peers if peer.address == address), None)
 
     def add(self, address: str) -> PrefillPeer:
         """Use one more prefill node, until its place is needed for another one and nobody would miss it.
@@ -251,11 +357,11 @@ class PrefillPeers:
             idle = next((peer for peer in added if peer.instance is None and not peer.num_users), None)
             if idle is None:
                 raise StagingError(f"requests have named {len(added)} prefill nodes that are in use; there can be {MAX_ADDED}")
-            self._remove(idle)
+            self._let_go(idle, "its place is needed")
         peer = self._peer_at(address)
         peer.is_added = True
         self.peers.append(peer)
-        peer.joining = asyncio.get_running_loop().create_task(self._keep_joined(peer))
+        self._begin(peer)
         return peer
 
     @contextmanager
@@ -267,8 +373,13 @@ class PrefillPeers:
         finally:
             peer.num_users -= 1
 
-    def _remove(self, peer: PrefillPeer) -> None:
+    def _let_go(self, peer: PrefillPeer, reason: str) -> None:
+        """Use a peer no more. Nothing is in flight there."""
         self.peers.remove(peer)
+        log.info("prefill_node_left", address=peer.address, state=peer.state, reason=reason)
+        instance = self._unjoin(peer, reason)
+        if instance is not None:
+            self._on_lost(peer, instance.incarnation, reason)
         leaving = asyncio.get_running_loop().create_task(self._leave(peer))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
@@ -280,27 +391,48 @@ class PrefillPeers:
         await peer.channel.close()
 
     async def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         await asyncio.gather(*self._leaving, *map(self._leave, self.peers), return_exceptions=True)
 
-    def pick(self, *, tried: frozenset[int] = frozenset()) -> PrefillPeer | None:
+    def pick(
+        self, *, tried: frozenset[int] = frozenset(), token_ids: tuple[int, ...] = (), cache_salt: str = ""
+    ) -> PrefillPeer | None:
         """The joined peer to send a request to; None when there is none.
 
         One that has to be tried gets the next new request; what was cut off once is no stake, and is only sent there where no
-        healthy one is left. Else it is the one with the least work outstanding: of those whose breakers are closed, or of all
-        where none is.
+        healthy one is left. Else `decode_node.placement` decides: of those whose breakers are closed, or of all where none is.
+        Those that are named come before those that no longer are.
 
         Args:
             tried: Incarnations that are left out, because the request was there before.
+            token_ids, cache_salt: Of its prompt.
         """
         joined = [
             peer
             for peer in self.peers
             if peer.state == "joined" and peer.instance is not None and peer.instance.incarnation not in tried
         ]
-        to_try = [peer for peer in joined if peer.breaker.wants_trial]
-        healthy = [peer for peer in joined if peer.breaker.state is BreakerState.CLOSED]
-        choices = (healthy or to_try) if tried else (to_try or healthy)
-        return min(choices or joined, key=lambda peer: peer.outstanding_tokens, default=None)
+        named: list[PrefillPeer] = []
+        unnamed: list[PrefillPeer] = []
+        for peer in joined:
+            (named if self._is_named(peer) else unnamed).append(peer)
+        choices = _usable(named, is_retry=bool(tried)) or _usable(unnamed, is_retry=bool(tried)) or named or unnamed
+        if len(choices) < 2:
+            return choices[0] if choices else None
+        held = {} if self._prefixes is None else self._prefixes.held(self._blocks(token_ids, cache_salt))
+        return choices[place([_candidate(peer) for peer in choices], held_tokens=held, prefix_tokens=self._prefix_tokens)]
+
+    def sent(self, peer: PrefillPeer, token_ids: tuple[int, ...], cache_salt: str) -> None:
+        """A prompt is sent there."""
+        if self._prefixes is not None and peer.instance is not None:
+            self._prefixes.sent(self._blocks(token_ids, cache_salt), peer.instance.incarnation)
+
+    def _blocks(self, token_ids: tuple[int, ...], cache_salt: str) -> tuple[bytes, ...]:
+        """Of a prompt; it is picked for, and then sent."""
+        if self._hashed[0] is not token_ids or self._hashed[1] != cache_salt:
+            self._hashed = token_ids, cache_salt, block_hashes(token_ids, cache_salt)
+        return self._hashed[2]
 
     def begin(self, peer: PrefillPeer) -> Permit:
         """A request is sent there; `end` must follow."""
@@ -330,9 +462,14 @@ class PrefillPeers:
 
     def why_none(self) -> str:
         """One line on why `pick()` finds nothing."""
+        view = None if self._view is None else self._view()
         if not self.peers:
-            return "no prefill node is configured (peers.prefill_nodes)"
-        return "no prefill node is joined: " + "; ".join(f"{peer.address} is {peer.state}: {peer.reason}" for peer in self.peers)
+            unset = "no prefill node is configured (peers.prefill_nodes)"
+            return unset if view is None else f"no prefill node is known: {view}"
+        states = [f"{peer.address} is {peer.state}: {peer.reason}" for peer in self.peers]
+        if view is not None and (view.problem or view.waiting):
+            states.append(str(view))
+        return "no prefill node is joined: " + "; ".join(states)
 
     def check_plan(self, incarnation: int, plan: ChunkPlan) -> None:
         """A request from that prefill instance is to be cut like this.
@@ -370,10 +507,18 @@ class PrefillPeers:
     async def _keep_joined(self, peer: PrefillPeer) -> None:
         backoff_s = FIRST_BACKOFF_S
         while True:
+            other = self._joined_as(peer.last_incarnation)
+            if other is not None:
+                await self._be_alias(peer, other)
             peer.state = "joining"
             try:
                 await self._join_once_or_say_why(peer)
+            except _AlreadyJoined as already:
+                backoff_s = FIRST_BACKOFF_S
+                peer.last_incarnation = already.incarnation
+                peer.other = self._joined_as(already.incarnation)
             except TransferError as error:
+                peer.other = None
                 was_joined = peer.instance is not None
                 self._lose(peer, error)
                 # A peer that does not fit will not fit in a moment either; somebody has to deploy something.
@@ -388,7 +533,7 @@ class PrefillPeers:
         """As `_join_once`. A bug, perhaps in reading what one node says, must not keep that node from ever being joined again."""
         try:
             await self._join_once(peer)
-        except TransferError:
+        except (TransferError, _AlreadyJoined):
             raise
         except Exception as error:
             self._on_fault()
@@ -398,10 +543,21 @@ class PrefillPeers:
             raise EngineError(f"{peer.address}: unexpected {type(error).__name__}; see the log of this node") from error
 
     async def _join_once(self, peer: PrefillPeer) -> NoReturn:
-        """Stay joined for as long as it lasts; always raises in the end."""
-        call = (await peer.stub()).Join(self._question)
+        """Stay joined for as long as it lasts; always raises in the end.
+
+        Raises:
+            TransferError: It is lost, or cannot be joined.
+            _AlreadyJoined: It says that it is joined by another address.
+        """
+        question = pb.JoinRequest()
+        question.CopyFrom(self._question)
+        question.prefill_address = peer.address
+        call = (await peer.stub()).Join(question)
         try:
             event = await self._first_event(call, peer)
+            if event.HasField("already_joined"):
+                raise _AlreadyJoined(event.already_joined.incarnation)
+            peer.other = None
             if not event.HasField("joined"):
                 raise PeerUnreachable(f"{peer.address}: the first event of a join was {event.WhichOneof('event')}")
             if len(event.joined.links) > MAX_LINKS:
@@ -412,6 +568,8 @@ class PrefillPeers:
             check_compatible(prefill, self._own)
             self._set_plan(peer, prefill, chunk_plan_from_proto(event.joined.chunk_plan))
             peer.instance, peer.links = prefill, links
+            peer.last_incarnation = prefill.incarnation
+            peer.over = asyncio.get_running_loop().create_future()
             peer.unfit.clear()
             peer.joined.set()
             peer.state, peer.reason = "joined", ""
@@ -429,10 +587,38 @@ class PrefillPeers:
                 event = await self._next_event(call, BeatWatch(self._heartbeat_s), peer, broken)
                 if event.HasField("draining"):
                     peer.state, peer.reason = "draining", "it drains"
+                elif event.HasField("undrained"):
+                    peer.state, peer.reason = "joined", ""
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=peer.address) from error
         finally:
             call.cancel()
+
+    def _joined_as(self, incarnation: int) -> PrefillPeer | None:
+        """The peer by which that life of a node is joined."""
+        for peer in self.peers:
+            if peer.instance is not None and peer.instance.incarnation == incarnation:
+                return peer
+        return None
+
+    async def _be_alias(self, peer: PrefillPeer, other: PrefillPeer) -> None:
+        """Stand aside until the node is no longer joined by its other address.
+
+        A node that takes no harm from it is asked again now and then: meanwhile the address may have become another one's. Until
+        it has answered, it counts as the same node: that one is named as long as this address is.
+        """
+        assert other.over is not None and other.instance is not None
+        for_s = ALIAS_LOOK_S if "one_join" in other.instance.capabilities else None
+        if peer.alias_of != other.instance.incarnation:  # once: it is asked again and again
+            peer.alias_of = other.instance.incarnation
+            log.info("prefill_node_has_two_addresses", address=peer.address, joined_as=other.address)
+        peer.state, peer.reason, peer.other = "alias", f"the node is joined as {other.address}", other
+        peer.joined.set()
+        try:
+            await asyncio.wait({other.over}, timeout=for_s)
+        finally:
+            peer.state, peer.reason = "joining", "it was another address of a node"
+            peer.joined.clear()
 
     def _check_bandwidth(self, links: list[Link]) -> None:
         """The ranks refuse a slow link themselves; here it keeps the node from being given requests until they have."""
@@ -472,11 +658,8 @@ class PrefillPeers:
             reading.cancel()
 
     def _lose(self, peer: PrefillPeer, error: TransferError) -> None:
-        instance, peer.instance, peer.broken = peer.instance, None, None
-        peer.joined.clear()
         is_leaving = peer.state == "draining"
-        peer.state, peer.reason, peer.links = "lost", str(error), []
-        peer.plan, peer.largest_piece_bytes = None, 0
+        instance = self._unjoin(peer, str(error))
         if instance is not None:
             log.warning("prefill_node_lost", address=peer.address, reason=peer.reason)
             if not is_leaving:  # one that said so before it went has not failed anybody
@@ -485,6 +668,35 @@ class PrefillPeers:
             self._on_lost(peer, instance.incarnation, peer.reason)
         else:
             _log_failed_join(peer, error)
+
+    def _unjoin(self, peer: PrefillPeer, reason: str) -> Instance | None:
+        """What a peer is while it is not joined; returns what it was joined with."""
+        instance, peer.instance, peer.broken = peer.instance, None, None
+        peer.joined.clear()
+        peer.state, peer.reason, peer.links = "lost", reason, []
+        peer.plan, peer.largest_piece_bytes = None, 0
+        for one in self.peers:
+            if one.other is peer:
+                one.other = None
+        if peer.over is not None and not peer.over.done():
+            peer.over.set_result(None)
+        return instance
+
+
+def _candidate(peer: PrefillPeer) -> Candidate:
+    assert peer.instance is not None
+    return Candidate(
+        incarnation=peer.instance.incarnation,
+        outstanding_tokens=peer.outstanding_tokens,
+        bandwidth_bytes_per_s=min((link.bandwidth_bytes_per_s for link in peer.links), default=0.0),
+    )
+
+
+def _usable(joined: list[PrefillPeer], *, is_retry: bool) -> list[PrefillPeer]:
+    """Those whose breakers let a request in."""
+    to_try = [peer for peer in joined if peer.breaker.wants_trial]
+    healthy = [peer for peer in joined if peer.breaker.state is BreakerState.CLOSED]
+    return (healthy or to_try) if is_retry else (to_try or healthy)
 
 
 def _log_failed_join(peer: PrefillPeer, error: TransferError) -> None:
@@ -507,6 +719,16 @@ def _event_of(read: object, peer: PrefillPeer) -> pb.JoinEvent:
     return read
 
 
+def links_of(peers: Iterable[PrefillPeer]) -> list[pb.LinkStatus]:
+    """What a node's status says of the links to them."""
+    return [
+        link_to_proto(link, peer_incarnation=peer.instance.incarnation)
+        for peer in peers
+        if peer.instance is not None
+        for link in peer.links
+    ]
+
+
 def peer_status(peer: PrefillPeer) -> pb.PeerStatus:
     """What a node's status says of it."""
     return pb.PeerStatus(
@@ -519,4 +741,6 @@ def peer_status(peer: PrefillPeer) -> pb.PeerStatus:
         breaker=peer.breaker.state.value,
         breaker_reason=peer.breaker_reason,
         breaker_pause_s=peer.breaker.pause_left_s,
+        outstanding_tokens=peer.outstanding_tokens,
+        is_unnamed=peer.unnamed_s is not None,
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from decode_node.rank_messages import CODEC
+from decode_node.role import ROLE
 from node_runtime.rank_process import RankSpec, run_rank
 
 
 def run_decode_rank(spec: RankSpec) -> None:
     """Be one rank until the leader ends it or goes away."""
-    from decode_node.worker import DecodeWorker
-
-    run_rank(spec, CODEC, DecodeWorker)
+    run_rank(spec, ROLE.codec, ROLE.load_worker())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from node_runtime.transfer_ids import MAX_TRANSFER_ID_BYTES
 from transfer.chunk import ChunkPlan
 from transfer.config import DecodeNodeConfig
@@ -29,6 +29,7 @@ class ExpectRequest:
         host_pages: Where in the host pool its leading pages lie, those that are not on the device: what is there already, and
             behind that what arrives there. Of the layers that keep every token.
         plan: How it is cut, as the prefill node said.
+        traceparent: Of the span that its arrival lies in; empty where it is not traced.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class ExpectRequest:
     host_pages: tuple[int, ...] = ()
     plan: ChunkPlan
     sampling: SamplingParams
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +281,9 @@ CODEC = RankCodec(
     RankHello,
     RankStartFailed,
     RankReport,
+    RankLogLevel,
     RankShutdown,
+    RankSwitch,
 )
 
 

@@ -42,6 +42,7 @@ class IncomingRequest:
     Args:
         digest: Digest algorithm of its payloads, as the two instances agreed.
         scales: (layer, whether it is V) -> what values are multiplied by after they are widened; None: nothing is scaled.
+        traceparent: Of the span that its arrival lies in; empty where it is not traced.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class IncomingRequest:
     routes: tuple[IncomingRoute, ...]
     digest: str
     scales: Mapping[tuple[int, bool], float] | None = None
+    traceparent: str = ""
 
 
 # Events: what the owner tells the receiver.

@@ -7,8 +7,11 @@ never will be. It runs on one asyncio loop, its one owner; scatters run on a lan
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import structlog
 
 from decode_node import receiver_events as protocol
 from decode_node.receiver import Receiver
@@ -20,12 +23,17 @@ from transfer.control.base import ControlServer, Received
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.kv_pool import KVPool
 from transfer.layout import Span
+from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
 from transfer.ring import StagingAllocator, Watermark
 from transfer.staging import StagingBuffer
+from transfer.tracing import Span as TraceSpan
+from transfer.tracing import Tracer
 from transfer.transport.base import ByteRange, LocalMemory, Session, Transport
 from transfer.transport.driver import SessionDriver
+
+log = structlog.get_logger(__name__)
 
 ENDING_LOOK_S = 0.1
 
@@ -89,6 +97,7 @@ class ReceiverLoop:
         on_crash: Called with an error that must end the rank.
         open_lane: What the pieces are scattered on.
         host_arrivals: Where part of a prompt can go to host memory; None where everything goes into the pool.
+        tracer: Where spans of the requests begin that are traced; None: none is.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class ReceiverLoop:
         probe_bytes: int = 0,
         open_lane: OpenCopyLane = open_copy_lane,
         host_arrivals: HostArrivals | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._loop = loop
         self._host_arrivals = host_arrivals
@@ -115,10 +125,13 @@ class ReceiverLoop:
         self._memory = transport.register(ring_memory.tensor)
         self._control = control
         self._metrics = metrics
+        self._tracer = tracer
+        self._spans: dict[str, TraceSpan] = {}  # of requests that are traced
         self._receiver = Receiver(
             ReceiverSettings(is_one_sided=transport.is_one_sided),
             StagingAllocator(ring_memory.num_bytes - probe_bytes, incarnation=incarnation),
         )
+        metrics.watch_ring(self._receiver.ring)
         self._driver = SessionDriver(loop)
         self._lane = open_lane("scatter", pool.device, loop, on_crash)
         self._sessions: dict[int, Session] = {}
@@ -228,6 +241,11 @@ class ReceiverLoop:
 
     def expect_request(self, request: protocol.IncomingRequest) -> None:
         self._requests[request.request_id] = request
+        if self._tracer is not None and request.traceparent:
+            told = {"prompt_tokens": request.num_tokens}
+            span = self._tracer.begin("kvferry.receive", parent=request.traceparent, attributes=told)
+            if span is not None:
+                self._spans[request.request_id] = span
         self._pump.feed(protocol.RequestExpected(request=request))
 
     def cancel_request(self, request_id: str, reason: str) -> bool:
@@ -268,6 +286,8 @@ class ReceiverLoop:
                 self._forget(action.request_id)
                 self._owner.on_complete(action.request_id)
             case protocol.RequestFailed():
+                if self._spans and (span := self._spans.get(action.request_id)) is not None:
+                    span.end(action.reason)
                 self._owner.on_failed(action.request_id, action.reason, is_data_loss=action.is_data_loss)
             case protocol.RequestDrained():
                 self._forget(action.request_id)
@@ -308,6 +328,8 @@ class ReceiverLoop:
 
     def _forget(self, request_id: str) -> None:
         """No copy of the request is queued, and none will be."""
+        if self._spans and (span := self._spans.pop(request_id, None)) is not None:
+            span.end()  # unless what failed it has ended it
         del self._requests[request_id]
         self._prepared.pop(request_id, None)
         self.copier.forget(request_id)
@@ -360,8 +382,21 @@ class ReceiverLoop:
         source = self._ring_memory.tensor[offset : offset + action.num_bytes]
 
         def done(is_intact: bool, seconds: float) -> None:
+            if self._spans and (span := self._spans.get(action.request_id)) is not None:
+                now_s = time.monotonic()
+                where = {"chunk": action.chunk.index, "route": action.route.index, "bytes": action.num_bytes}
+                span.record("kvferry.scatter", begun_s=now_s - seconds, ended_s=now_s, **where)
             if is_intact:
                 self._metrics.scatter_finished(seconds, action.num_bytes)
+                if is_debug():
+                    log.debug(
+                        "scattered",
+                        request_id=action.request_id,
+                        chunk=action.chunk.index,
+                        grant=action.grant.begin,
+                        bytes=action.num_bytes,
+                        seconds=seconds,
+                    )
             self._pump.feed(protocol.ScatterFinished(grant=action.grant, is_intact=is_intact))
 
         self._lane.scatter(piece, source, algorithm=request.digest, digest=action.digest, peer=action.session, on_done=done)

@@ -9,14 +9,17 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
 from decode_node.offload.tiers import Prompt
 from decode_node.peers import PrefillPeer
 from decode_node.text import TextStream
+from node_runtime.request_view import RequestView
 from transfer.breaker import Permit, Verdict
 from transfer.engine_types import SamplingParams
 from transfer.errors import EngineError, IntegrityError, TransferError, TransportError
 from transfer.pb import kvferry_pb2 as pb
+from transfer.tracing import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,15 @@ class Stage(Enum):
     GONE = auto()
 
 
+_SHOWN_STAGES: Final = {
+    Stage.WAITING: "queued",
+    Stage.RECEIVING: "receiving",
+    Stage.RUNNING: "generating",
+    Stage.LEAVING: "ending",
+    Stage.GONE: "ending",
+}
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """One generation. `progress` is what its caller reads; the last item is `Done` or an error."""
@@ -68,6 +80,7 @@ class Request:
     last_token_s: float = 0.0
     finish_reason: str = ""  # empty until the last token
     is_told: bool = False  # `Done` or an error is in `progress`
+    span: Span | None = None  # of its whole life, where it is traced
 
     @property
     def current(self) -> Try:
@@ -81,6 +94,24 @@ class Request:
     def next_position(self) -> int:
         """Position of the newest token, which the next step takes in."""
         return len(self.token_ids) + len(self.generated) - 1
+
+    def view(self, now_s: float, *, num_ranks: int) -> RequestView:
+        """What operators see of it."""
+        current = self.current
+        has_room = current.stage is not Stage.WAITING
+        return RequestView(
+            request_id=self.request_id,
+            transfer_id=current.transfer_id,
+            stage=_SHOWN_STAGES[current.stage],
+            age_s=now_s - self.accepted_s,
+            prompt_tokens=len(self.token_ids),
+            ready_tokens=current.start_token,
+            generated_tokens=len(self.generated),
+            max_new_tokens=self.max_new_tokens,
+            peer=current.peer.address,
+            retries=len(self.tries) - 1,
+            ranks_done=num_ranks - len(current.receiving) if has_room else 0,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,6 +134,7 @@ class Try:
     receiving: set[int] = field(default_factory=set)  # ranks whose KV is not whole
     holding: set[int] = field(default_factory=set)  # ranks that have not given its pages back
     prefill: asyncio.Task[None] | None = None
+    span: Span | None = None  # of the prefill node's call
 
     @property
     def is_current(self) -> bool:
@@ -137,6 +169,7 @@ class Observer:
         on_first_token: Seconds from acceptance.
         on_token: Seconds since the token before.
         on_retry: A request is tried on another prefill node.
+        on_given_up: A request has "failed", or was "aborted", with this error.
     """
 
     on_outcome: Callable[[str], None]
@@ -144,3 +177,4 @@ class Observer:
     on_first_token: Callable[[float], None]
     on_token: Callable[[float], None]
     on_retry: Callable[[], None]
+    on_given_up: Callable[[TransferError], None] = lambda error: None

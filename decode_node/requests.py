@@ -28,6 +28,7 @@ from decode_node.rank_messages import (
 )
 from decode_node.request_state import Done, Observer, Request, Stage, Tokens, Try, is_retried, verdict_of
 from decode_node.text import TextCodec
+from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from node_runtime.transfer_ids import new_transfer_id
 from transfer.breaker import Verdict
@@ -45,6 +46,7 @@ from transfer.errors import (
 )
 from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
+from transfer.tracing import Span
 
 log = structlog.get_logger(__name__)
 
@@ -123,6 +125,11 @@ class DecodeRequests:
     def num_running(self) -> int:
         return len(self._requests) - self.num_queued
 
+    def views(self) -> list[RequestView]:
+        """Of all requests in flight."""
+        now_s = time.monotonic()
+        return [request.view(now_s, num_ranks=self._num_ranks) for request in self._requests]
+
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks: they are gone, or about to be."""
         tries = list(self._tries.values())
@@ -150,12 +157,14 @@ class DecodeRequests:
         sampling: SamplingParams,
         end_ids: frozenset[int],
         cache_salt: str = "",
+        span: Span | None = None,
     ) -> Request:
         """Queue a generation.
 
         Args:
             request_id: The client's; each try gets an id of its own that begins with it.
             cache_salt: It shares kept KV with requests of the same one only.
+            span: Of the request, where it is traced; ended by whoever began it.
 
         Raises:
             StagingError: The queue is full, or the pool can never hold prompt and new tokens.
@@ -166,7 +175,7 @@ class DecodeRequests:
             raise StagingError(f"prompt and new tokens ({needed}) {refusal}")
         if self.num_queued >= self._max_queued:
             raise StagingError(f"decode queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
-        peer = self._peers.pick()
+        peer = self._peers.pick(token_ids=token_ids, cache_salt=cache_salt)
         if peer is None:
             raise PeerUnreachable(self._peers.why_none())
         request = Request(
@@ -179,7 +188,10 @@ class DecodeRequests:
             queue_left_s=self._queue_timeout_s,
             text=self._text.stream(),
             cache_salt=cache_salt,
+            span=span,
         )
+        if span is not None:
+            span.set(request_id=request_id, prompt_tokens=len(token_ids))
         self._begin(request, peer)
         return request
 
@@ -217,9 +229,12 @@ class DecodeRequests:
             permit=self._peers.begin(peer),
             begun_s=time.monotonic(),
         )
+        if request.span is not None:
+            a_try.span = request.span.begin("kvferry.try", transfer_id=a_try.transfer_id, prefill_node=peer.address)
         request.tries.append(a_try)
         self._tries[a_try.transfer_id] = a_try
         peer.outstanding_tokens += len(request.token_ids)
+        self._peers.sent(peer, request.token_ids, request.cache_salt)
         a_try.prefill = asyncio.get_running_loop().create_task(self._prefill(a_try))
         a_try.prefill.add_done_callback(lambda task: self._on_prefill_over(a_try, task))
         return a_try
@@ -255,7 +270,8 @@ class DecodeRequests:
         request = a_try.request
         if not is_retried(error) or len(request.tries) > self._prefill_retries or self._queue_left_s(a_try) <= 0:
             return None
-        return self._peers.pick(tried=frozenset(one.incarnation for one in request.tries))
+        tried = frozenset(one.incarnation for one in request.tries)
+        return self._peers.pick(tried=tried, token_ids=request.token_ids, cache_salt=request.cache_salt)
 
     def _queue_left_s(self, a_try: Try) -> float:
         waits_s = time.monotonic() - a_try.begun_s if a_try.stage is Stage.WAITING else 0.0
@@ -265,6 +281,8 @@ class DecodeRequests:
         """Stop the prefill node's call, and have the ranks give the try up where they know of it."""
         self._running.pop(a_try.transfer_id, None)
         self._tiers.give_up(a_try.transfer_id)
+        if a_try.span is not None:
+            a_try.span.end(str(error))
         if a_try.prefill is not None and a_try.prefill is not asyncio.current_task():
             a_try.prefill.cancel()
         if a_try.stage is Stage.WAITING:
@@ -297,6 +315,7 @@ class DecodeRequests:
                 decode_incarnation=self._incarnation,
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
+                traceparent="" if a_try.span is None else a_try.span.traceparent,
             )
             async for event in call:
                 match event.WhichOneof("event"):
@@ -316,6 +335,8 @@ class DecodeRequests:
         """However it ended, also before its first step."""
         request = a_try.request
         a_try.peer.outstanding_tokens -= len(request.token_ids)
+        if a_try.span is not None:
+            a_try.span.end()  # unless it has failed before
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("prefill_call_broke", request_id=a_try.transfer_id, error=str(error), exc_info=error)
             if a_try.is_current:
@@ -361,6 +382,8 @@ class DecodeRequests:
             return None
         a_try.start_token = place.start_token
         self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
+        if request.span is not None:
+            request.span.record("kvferry.queue", begun_s=a_try.begun_s, ended_s=time.monotonic())
         request.queue_left_s = self._queue_left_s(a_try)
         a_try.stage = Stage.RECEIVING
         a_try.holding = set(range(self._num_ranks))
@@ -377,6 +400,7 @@ class DecodeRequests:
                 host_pages=place.host_pages,
                 plan=plan,
                 sampling=request.sampling,
+                traceparent="" if a_try.span is None else a_try.span.traceparent,
             )
         )
         self._tiers.begin_loading(request_id)
@@ -492,7 +516,12 @@ class DecodeRequests:
         self._observer.on_outcome("done")
         self._tiers.finish(a_try.transfer_id)
         self._broadcast(FinishRequest(request_id=a_try.transfer_id))
-        a_try.request.finish_reason = reason
+        request = a_try.request
+        request.finish_reason = reason
+        if request.span is not None:
+            request.span.record("kvferry.decode", begun_s=request.accepted_s + request.ttft_s, ended_s=time.monotonic())
+            request.span.set(finish_reason=reason, cached_tokens=a_try.start_token, retries=len(request.tries) - 1)
+            request.span.set(generated_tokens=len(request.generated))
         # The tokens can be quicker than the last acks; the caller's statistics come with those.
         if a_try.prefill is None or a_try.prefill.done():
             self._say_done(a_try.request)
@@ -560,4 +589,8 @@ class DecodeRequests:
         request.is_told = True
         request.progress.put_nowait(error)
         self._observer.on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+        self._observer.on_given_up(error)
+        if request.span is not None:
+            request.span.set(generated_tokens=len(request.generated), retries=len(request.tries) - 1)
+            request.span.end(str(error))
         log.info("request_failed", request_id=request.current.transfer_id, reason=str(error))

@@ -151,6 +151,7 @@ class TargetRequests:
         broadcast: Sends a message to every rank.
         on_outcome: Called with "done", "failed" or "aborted" for each prompt.
         on_retry: A prompt is tried again.
+        on_given_up: Called with the error of each that "failed" or was "aborted".
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class TargetRequests:
         broadcast: Callable[[object], None],
         on_outcome: Callable[[str], None],
         on_retry: Callable[[], None],
+        on_given_up: Callable[[TransferError], None] = lambda error: None,
     ) -> None:
         self._peers = peers
         self._limits = limits
@@ -175,6 +177,7 @@ class TargetRequests:
         self._broadcast = broadcast
         self._on_outcome = on_outcome
         self._on_retry = on_retry
+        self._on_given_up = on_given_up
         self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are settled
         self._transfers: dict[str, _Transfer] = {}
         self._following: set[asyncio.Task[None]] = set()  # calls of prefill nodes that are not at their end
@@ -441,7 +444,7 @@ class TargetRequests:
             for event in waiting:
                 event.cancel()
         if peer.joined.is_set():
-            return peer
+            return peer.other or peer
         kind = LayoutError if peer.unfit.is_set() else StagingError
         raise kind(f"prefill node {peer.address} is {peer.state}: {peer.reason}")
 
@@ -586,6 +589,7 @@ class TargetRequests:
         await transfer.drained.wait()
 
     def _give_up(self, prompt: _Prompt, error: TransferError) -> None:
+        self._on_given_up(prompt.given_up or error)
         if not prompt.is_wanted_again:
             self.decline(prompt.transfer_id, prompt.source, f"the decode side has given it up: {error}")
         if prompt.view.state is PromptState.BOUND:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import structlog
 
-from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
+from decode_node.peers import PrefillPeer, PrefillPeers, links_of, peer_status
 from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
 from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
 from decode_node.target_requests import TargetRequests
@@ -25,7 +25,7 @@ from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import chunk_plan_from_proto, instance_to_proto, link_to_proto
+from transfer.registry.convert import chunk_plan_from_proto, instance_to_proto
 from transfer.registry.security import Security
 from transfer.registry.status import end_with
 
@@ -102,6 +102,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             broadcast=self._broadcast,
             on_outcome=self.metrics.request_ended,
             on_retry=self.metrics.request_retried,
+            on_given_up=self.metrics.request_given_up,
         )
         self._is_started = True
         self.peers.start()
@@ -197,7 +198,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         reason = clip_reason(request.reason) or "aborted by an operator"
         known = self.requests.request_ids if self._is_started else ()
         tries = [name for name in known if is_try_of(name, request.request_id)]
-        found = [self.requests.abort(name, TransferAborted(reason)) for name in tries]
+        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in tries]
         return pb.AbortResponse(found=any(found))
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
@@ -210,7 +211,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
             running_requests=self._num_prompts,
             ranks=[pb.RankStatus(**report.status) for report in self._reports()],
             peers=[peer_status(peer) for peer in peers],
-            links=[link_to_proto(link) for peer in peers for link in peer.links],
+            links=links_of(peers),
             ready=self._is_started,
             not_ready_reason="" if self._is_started else "it is starting",
         )

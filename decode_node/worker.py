@@ -7,11 +7,12 @@ The rank's loop owns everything but the running step: it reserves and binds page
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from decode_node.admission import page_needs
 from decode_node.attach import RingMemory, Unattached, WriterSessions, open_receiving
@@ -36,12 +37,13 @@ from decode_node.rank_messages import (
 )
 from decode_node.receiver_events import IncomingRequest
 from decode_node.receiver_loop import ReceiverLoop
-from node_runtime.lane import Lane
+from node_runtime.open_tracer import open_tracer
+from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import device_bytes, rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
-from node_runtime.rank_setup import engine_loader, open_transport, own_instance
+from node_runtime.rank_setup import open_transport, own_instance
 from transfer.config import DecodeNodeConfig
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError
@@ -52,6 +54,10 @@ from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.registry.security import security_of
 from transfer.ring import Watermark
+from transfer.tracing import Tracer
+
+LET_GO_S: Final = 1.0
+"""Writers that have the ring mapped get so long to let go of it; of one that has not, the transport keeps the memory for ever."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,14 +73,16 @@ class _Request:
 class DecodeWorker:
     """See the module's docstring; a `node_runtime.rank_process.Worker`."""
 
-    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self._spec = spec
         assert isinstance(spec.config, DecodeNodeConfig)
         self._config = spec.config
         self._link = link
         self._loop = loop
         self._metrics = RankMetrics(role="decode", rank=spec.rank)
-        self._engine_lane = Lane("engine", loop, self._crash)
+        self._tracer: Tracer | None = None
+        self._rank_engine = engine
+        self._engine_lane = engine.lane
         self._requests: dict[str, _Request] = {}
         self._engine: DecodeEngine
         self._instance: Instance
@@ -85,11 +93,21 @@ class DecodeWorker:
 
     async def start(self) -> RankHello:
         """Load the engine, make the ring, serve; see `Worker.start`."""
-        config = self._config
-        engine = self._engine = await self._engine_lane.call(
-            lambda: engine_loader(config)(config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
-        )
+        self._engine = await self._rank_engine.open(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
+        async with contextlib.AsyncExitStack() as undo:
+            self._tracer = open_tracer(self._config, rank=self._spec.rank)
+            if self._tracer is not None:
+                undo.callback(self._tracer.close)
+            hello = await self._open(undo)
+            undo.pop_all()
+        return hello
+
+    async def _open(self, undo: contextlib.AsyncExitStack) -> RankHello:
+        """Everything but the engine; what `undo` has must be undone where it fails."""
+        config, engine = self._config, self._engine
         transport = open_transport(config.transport, host=config.server.host, device_index=engine.pool.device.index)
+        opening = undo.enter_context(contextlib.ExitStack())
+        opening.callback(transport.close)
         self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
         pool = engine.pool
         probe_bytes = config.transport.probe_bytes
@@ -113,6 +131,8 @@ class DecodeWorker:
             on_free=self._leave_if_asked,
             on_crash=self._crash,
         )
+        if self._offload is not None:
+            undo.push_async_callback(self._offload.close)
         memory = rank_memory(engine, {"ring": ring_bytes + probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
         receiving = open_receiving(
@@ -126,8 +146,11 @@ class DecodeWorker:
             metrics=self._metrics,
             on_crash=self._crash,
             host_arrivals=self._offload,
+            tracer=self._tracer,
         )
         self._receiver = receiving.loop
+        opening.pop_all()  # the receiver closes it
+        undo.callback(self._receiver.close)
         self._sessions = WriterSessions(
             loop=self._loop,
             receiving=receiving,
@@ -159,6 +182,7 @@ class DecodeWorker:
             ring_bytes=self._receiver.ring.capacity_bytes,
             memory=memory,
             host_pages=() if self._offload is None else self._offload.num_pages,
+            can_switch=self._rank_engine.can_switch,
         )
 
     def _crash(self, error: BaseException) -> None:
@@ -208,6 +232,7 @@ class DecodeWorker:
                 routes=writers.routes,
                 digest=writers.digest,
                 scales=writers.scales,
+                traceparent=message.traceparent,
             )
         )
 
@@ -281,6 +306,8 @@ class DecodeWorker:
         )
 
     def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
+        if isinstance(outcome, StepDone):
+            self._metrics.step_seconds(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1
@@ -338,8 +365,12 @@ class DecodeWorker:
 
     async def close(self) -> None:
         await self._sessions.close("the decode node shuts down")
+        ends_s = self._loop.time() + LET_GO_S
+        while self._receiver.num_ending and self._loop.time() < ends_s:
+            await asyncio.sleep(LET_GO_S / 20)
         self._receiver.close()
-        await self._engine_lane.call(self._engine.close)
-        self._engine_lane.close(timeout_s=5.0)
+        await self._rank_engine.rest()
         if self._offload is not None:
             await self._offload.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)

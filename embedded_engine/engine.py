@@ -6,6 +6,7 @@ import it once (`preload()`) and fork ranks from it.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -228,16 +229,64 @@ class EmbeddedEngine:
         self._failure: str | None = None
         self._model: PreTrainedModel | None = self._load_model()
         self.weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
+        self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
+
+    def _open_pool(
+        self, num_pages: int | Sequence[int] | PlanPages, max_running_requests: int | None, graph_batch_sizes: Sequence[int]
+    ) -> None:
+        """Everything that comes after the weights."""
         if callable(num_pages):
-            loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=shard)
+            loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=self.shard)
             num_pages = num_pages(loaded)
-        self.pool = KVPool(layout=self.layout, shard=shard, num_pages=num_pages, device=self._device)
+        self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=num_pages, device=self._device)
         self._checks = self._make_checks()
         self._tier: HostTier | None = None
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and _has_decode_kernels(self._device):
             self._decoder = self._make_decoder(max_running_requests)
-            self.capture_cuda_graphs(cuda_graph_batch_sizes)
+            self.capture_cuda_graphs(graph_batch_sizes)
+
+    def release_pool(self) -> None:
+        """Give back all that came after the weights: pool, page tables, CUDA graphs. `open_pool` follows, or `close`.
+
+        Until then no step can run. What others still hold of the pool is not given back.
+        """
+        for name in ("pool", "_checks"):
+            self.__dict__.pop(name, None)
+        self._decoder = self._tier = None
+        gc.collect()  # the graphs' plans and the pool hold each other
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def open_pool(
+        self,
+        num_pages: int | Sequence[int] | PlanPages,
+        *,
+        shard: Shard,
+        layers_per_group: int | None = None,
+        max_seq_len: int | None = None,
+        max_running_requests: int | None = None,
+        cuda_graph_batch_sizes: Sequence[int] = (),
+    ) -> None:
+        """After `release_pool`: begin anew with the weights that are loaded; arguments as of the class. The ranks of a group do
+        this together.
+
+        Raises:
+            ConfigError: The shard is another rank's, or a count is wrong.
+            EngineError: The engine is closed or broken, or there is too little memory.
+        """
+        self.files.check_shard(shard)
+        _check_settings(shard, self._group, layers_per_group=layers_per_group, max_running_requests=max_running_requests)
+        _check_batch_sizes(cuda_graph_batch_sizes, max_running_requests or 0)
+        self.shard = shard
+        self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
+        self._layers_per_group = layers_per_group or self.layout.num_layers
+        if self._failure is not None:
+            raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
+        try:
+            self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
+        except RuntimeError as error:  # torch's, of memory that it does not get
+            raise EngineError(f"the pool cannot be made: {one_line(error)}") from error
 
     @property
     def page_table_bytes(self) -> int:

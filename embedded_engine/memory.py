@@ -33,6 +33,7 @@ class MemoryPlanner:
         shard: The rank's cut.
         device: The rank's device.
         group: The rank's TP group; None for TP 1.
+        loaded_bytes: Bytes of the rank's weights where they are on the device already; 0 where they are still to come.
 
     Raises:
         ConfigError: The settings do not go together with the model.
@@ -46,6 +47,8 @@ class MemoryPlanner:
         shard: Shard,
         device: torch.device,
         group: TensorParallelGroup | None,
+        *,
+        loaded_bytes: int = 0,
     ) -> None:
         self._config = config
         self._shard = shard
@@ -55,15 +58,12 @@ class MemoryPlanner:
         # What config.json says of the dtype can be wrong or missing; the engine goes by the weights.
         self._model = replace(model, shape=replace(model.shape, dtype=files.stored_dtype))
         self.warnings: list[str] = []
-        self.plan: MemoryPlan = make_plan(node_plan_inputs(config, self._model, shard, self._measure()))
+        self.plan: MemoryPlan = make_plan(node_plan_inputs(config, self._model, shard, self._measure_before(loaded_bytes)))
 
     def __call__(self, weights: LoadedWeights) -> tuple[int, ...]:
         """Pages of each layer group, the same on every rank, with the weights where they will stay."""
         _of_all_ranks(0, self._group)  # a rank that still loads would look as if it had more room than it will have
-        now = self._measure()
-        free_bytes = now.free_bytes + weights.num_bytes
-        total_bytes = max(now.total_bytes, free_bytes) if now.is_cpu else now.total_bytes
-        before = replace(now, total_bytes=total_bytes, free_bytes=min(total_bytes, free_bytes))
+        before = self._measure_before(weights.num_bytes)
         self.warnings = compare_with_real(self.plan, {"weights": weights.num_bytes})
         for difference in self.warnings:
             log.warning("weights_not_as_estimated", difference=difference)
@@ -74,6 +74,13 @@ class MemoryPlanner:
         if least < self.plan.max_total_tokens:
             self.plan = make_plan(replace(inputs, max_total_tokens=least))
         return self.plan.group_pages
+
+    def _measure_before(self, weights_bytes: int) -> DeviceMemory:
+        """What there was before the weights, which are loaded, were."""
+        now = self._measure()
+        free_bytes = now.free_bytes + weights_bytes
+        total_bytes = max(now.total_bytes, free_bytes) if now.is_cpu else now.total_bytes
+        return replace(now, total_bytes=total_bytes, free_bytes=min(total_bytes, free_bytes))
 
     def _measure(self) -> DeviceMemory:
         """What this rank's device has, and the least that is free on any rank's."""

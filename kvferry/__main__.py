@@ -1,4 +1,4 @@
-"""`kvferry`: demo, model make, plan, generate, status, route, doctor. What a command needs is loaded only when it runs."""
+"""`kvferry`: demos, model, plan, generate, status, top, node, bench, route, doctor. What a command needs is loaded late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 
 import transfer
 from kvferry import exit_codes
+from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
 from kvferry.demo_kinds import ModelKind
+from kvferry.node_commands import node_app
 from transfer.errors import TransferError
 
 app = typer.Typer(
@@ -19,22 +21,9 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Model directories.")
 app.add_typer(model_app, name="model")
-
-Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with a section tls, as a node has it.")]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM certificate of the caller (tls.cert_file).")]
-TlsKey = Annotated[Path | None, typer.Option(help="Its PEM private key (tls.key_file).")]
-TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities of the node's certificate (tls.ca_file).")]
-PeerName = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME", help="Name that the node's certificate may have (tls.peer_names); by default the target's host."
-    ),
-]
-Insecure = Annotated[
-    int, typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
-]
-JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+bench_app = typer.Typer(no_args_is_help=True, help="Load on a running cluster.")
+app.add_typer(bench_app, name="bench")
+app.add_typer(node_app, name="node")
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -102,6 +91,28 @@ def demo(
     except TransferError as error:
         _fail("demo", error)
     raise typer.Exit(run_until_signalled(lambda: run_demo(options)))
+
+
+@app.command("demo-cluster")
+def demo_cluster(
+    prefill: Annotated[int, typer.Option(help="Prefill nodes.")] = 2,
+    decode: Annotated[int, typer.Option(help="Decode nodes.")] = 2,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 3.0,
+    seconds: Annotated[float, typer.Option(help="How long they come.")] = 20.0,
+    keep: Annotated[bool, typer.Option("--keep", help="Stay afterwards, to be looked at, until Ctrl-C.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the summary to this file as JSON; - is standard output.")] = None,
+) -> None:
+    """Run several nodes of each tier on this machine under load, with Prometheus where there is one, and sum it up."""
+    from kvferry.demo_cluster import DemoClusterOptions, run_demo_cluster
+    from kvferry.signals import run_until_signalled
+
+    try:
+        options = DemoClusterOptions(
+            num_prefill=prefill, num_decode=decode, rate=rate, seconds=seconds, is_kept=keep, json_file=json
+        )
+    except TransferError as error:
+        _fail("demo-cluster", error)
+    raise typer.Exit(run_until_signalled(lambda: run_demo_cluster(options)))
 
 
 @model_app.command("make")
@@ -247,6 +258,89 @@ def status(
     raise typer.Exit(run_until_signalled(lambda: run_status(target, security=security, is_json=json, is_watching=watch)))
 
 
+@bench_app.command("serve")
+def bench_serve(
+    target: Annotated[
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="A decode node's gRPC address; once for each.")
+    ] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(metavar="N[,N...]", help="Requests a second; several: a sweep, one by one.")
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, uniform or constant gaps between requests.")] = "poisson",
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="N, fixed:N, uniform:LEAST:MOST or lognormal:MEDIAN:SIGMA[:MOST].")
+    ] = "256",
+    output_tokens: Annotated[str, typer.Option(metavar="LENGTHS", help="Tokens to generate, in the same form.")] = "32",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="JSONL file with timestamp_s, prompt_tokens, output_tokens; --rate stretches it."),
+    ] = None,
+    shared_prefix: Annotated[float, typer.Option(help="Part of each prompt that others begin with, too, from 0 to 1.")] = 0.0,
+    prefixes: Annotated[int, typer.Option(help="How many such beginnings there are.")] = 1,
+    requests: Annotated[int | None, typer.Option(help="Requests that count, of each rate.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals that count, of each rate, instead.")] = None,
+    warmup: Annotated[int, typer.Option(help="Requests before them, which do not count, of each rate.")] = 5,
+    timeout: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 120.0,
+    choice: Annotated[str, typer.Option(help="round-robin or least-outstanding, among the targets.")] = "round-robin",
+    slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that count as good.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Mean seconds for each further token that count as good.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same arrivals, lengths and prompts.")] = 0,
+    max_lateness: Annotated[
+        float, typer.Option(help="Seconds by which this command may be late (p99) before it calls its own figures wrong.")
+    ] = 0.1,
+    vocab_size: Annotated[int | None, typer.Option(help="Token ids are below it; by default the nodes say it.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON; - is standard output.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture to this .png file.")] = None,
+    config: ConfigFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    peer_name: PeerName = None,
+    insecure: Insecure = 0,
+) -> None:
+    """Send requests at a rate, whatever becomes of them (open loop), and report TTFT, TPOT, goodput and what moved."""
+    from kvferry.bench_serve.arrivals import ArrivalKind
+    from kvferry.bench_serve.command import run_bench_serve
+    from kvferry.bench_serve.generator import Choice
+    from kvferry.bench_serve.options import LoadOptions, named, parse_rates, shape_of
+    from kvferry.bench_serve.summary import Objectives
+    from kvferry.client_settings import client_security
+    from kvferry.signals import run_until_signalled
+
+    try:
+        options = LoadOptions(
+            targets=tuple(target or ()),
+            rates=parse_rates(rate) if rate else (),
+            arrivals=named(ArrivalKind, "--arrivals", arrivals),
+            shape=shape_of(prompt_tokens, output_tokens, shared_prefix=shared_prefix, num_prefixes=prefixes),
+            trace=trace,
+            num_requests=requests,
+            duration_s=duration,
+            num_warm_up=warmup,
+            timeout_s=timeout,
+            choice=named(Choice, "--choice", choice),
+            objectives=Objectives(ttft_s=slo_ttft, tpot_s=slo_tpot),
+            seed=seed,
+            max_lateness_s=max_lateness,
+            vocab_size=vocab_size,
+            temperature=temperature,
+        )
+        security = client_security(
+            "bench serve",
+            *options.targets,
+            file=config,
+            cert=tls_cert,
+            key=tls_key,
+            ca=tls_ca,
+            peer_names=peer_name,
+            insecure=insecure,
+        )
+    except TransferError as error:
+        _fail("bench serve", error)
+    raise typer.Exit(run_until_signalled(lambda: run_bench_serve(options, security=security, json_file=json, plot=plot)))
+
+
 @app.command()
 def route(
     prefill: Annotated[
@@ -329,11 +423,74 @@ def route(
 
 
 @app.command()
-def doctor(json: JsonFlag = False) -> None:
+def top(
+    addresses: Annotated[
+        list[str], typer.Argument(metavar="HOST:PORT...", help="gRPC addresses of nodes; they name the others.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="One plain picture, for scripts.")] = False,
+    json: JsonFlag = False,
+    every: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds from one look to the next.")] = 1.0,
+    config: ConfigFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    peer_name: PeerName = None,
+    insecure: Insecure = 0,
+) -> None:
+    """Show a cluster live: nodes, rings, links against their probe, requests in flight; drain nodes and abort requests."""
+    from kvferry.client_settings import client_security
+    from kvferry.signals import run_until_signalled
+    from kvferry.top import run_top
+
+    try:
+        security = client_security(
+            "top",
+            *addresses,
+            what="HOST:PORT",
+            file=config,
+            cert=tls_cert,
+            key=tls_key,
+            ca=tls_ca,
+            peer_names=peer_name,
+            insecure=insecure,
+        )
+    except TransferError as error:
+        _fail("top", error)
+    raise typer.Exit(
+        run_until_signalled(lambda: run_top(addresses, security=security, is_once=once, is_json=json, every_s=every))
+    )
+
+
+@app.command()
+def doctor(
+    json: JsonFlag = False,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="Also compare this machine with a node that runs; once for each."),
+    ] = None,
+    config: ConfigFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    peer_name: PeerName = None,
+    insecure: Insecure = 0,
+) -> None:
     """Check what this machine offers; exit code 1 if something is missing that kvferry cannot do without."""
+    from kvferry.client_settings import client_security
     from kvferry.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(is_json=json))
+    nodes = node or []
+    try:
+        security = None
+        if nodes:
+            security = client_security(
+                "doctor", *nodes, what="--node", file=config, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name,
+                insecure=insecure,
+            )  # fmt: skip
+        code = run_doctor(is_json=json, nodes=nodes, security=security)
+    except TransferError as error:
+        _fail("doctor", error)
+    raise typer.Exit(code)
 
 
 def _fail(command: str, error: TransferError) -> NoReturn:

@@ -62,6 +62,7 @@ class ClusterNode:
         command: Its command line.
         environment: Of its process.
         folder: Holds its ready file and its log.
+        name: Tells it from other nodes of its role in that folder; empty: the role.
         security: How it is called; None: in plain text.
     """
 
@@ -72,20 +73,22 @@ class ClusterNode:
         environment: Mapping[str, str],
         folder: Path,
         *,
+        name: str = "",
         security: Security | None = None,
     ) -> None:
         self.role = role
-        self.log = NodeLog(folder / f"{role}.log")
+        self.name = name or role
+        self.log = NodeLog(folder / f"{self.name}.log")
         self.security = security
         self._command = command
         self._environment = dict(environment)
-        self._ready_path = self.ready_path(folder, role)
+        self._ready_path = self.ready_path(folder, self.name)
         self._process: subprocess.Popen[bytes] | None = None
 
     @staticmethod
-    def ready_path(folder: Path, role: Role) -> Path:
-        """Where a node of that role is told to write its ready file."""
-        return folder / f"{role}.ready"
+    def ready_path(folder: Path, name: str) -> Path:
+        """Where a node of that name is told to write its ready file."""
+        return folder / f"{name}.ready"
 
     def launch(self) -> None:
         """Start the process; in a session of its own, because a terminal's Ctrl-C is for the cluster's owner only."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import kvferry
 from transfer.config import ENVIRONMENT_PREFIX, ClientConfig
@@ -17,6 +17,8 @@ from transfer.plain_text import ON_LOOPBACK
 from transfer.registry.security import PlainText, Security, security_of
 
 Role = Literal["prefill", "decode"]
+
+ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ class ClusterSpec:
 
     Args:
         prefill, decode: The tiers; their models may differ, for a test of what happens then.
+        num_prefill, num_decode: Nodes of each tier; every decode node uses every prefill node.
         transport: Name of the data plane.
         tls: Certificates; without, everything is plain text on the loopback device.
         chunk_tokens: Tokens per chunk.
@@ -105,6 +108,8 @@ class ClusterSpec:
 
     prefill: TierSpec
     decode: TierSpec
+    num_prefill: int = 1
+    num_decode: int = 1
     transport: str = "ucx"
     tls: ClusterTls | None = None
     chunk_tokens: int | None = None
@@ -121,9 +126,17 @@ class ClusterSpec:
         for name in ("start_timeout_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("num_prefill", "num_decode"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def tier(self, role: Role) -> TierSpec:
         return self.prefill if role == "prefill" else self.decode
+
+    def names(self, role: Role) -> tuple[str, ...]:
+        """Of the tier's nodes: the role, with a number where there are several."""
+        number = self.num_prefill if role == "prefill" else self.num_decode
+        return (role,) if number == 1 else tuple(f"{role}-{index}" for index in range(number))
 
     def settings_of(self, role: Role) -> dict[str, object]:
         """Every setting of the tier's node that is not left at its default, by path."""
@@ -158,18 +171,18 @@ class ClusterSpec:
         settings = self.tls.client.settings(peer_names=(*self.tls.prefill.names, *self.tls.decode.names))
         return security_of(load_config(ClientConfig, flags=settings))
 
-    def command(self, role: Role, *, port: int, prefill_address: str, ready_file: Path) -> list[str]:
-        """The command line of the tier's node.
+    def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
+        """The command line of a node of that tier.
 
         Args:
             port: Of its gRPC API.
-            prefill_address: host:port of the prefill node, which the decode node joins.
+            prefill_addresses: host:port of the prefill nodes, which a decode node joins.
             ready_file: Written by the node once it is ready.
         """
         command = [sys.executable, "-m", f"{role}_node", "serve", "--port", str(port), "--ready-file", str(ready_file)]
         command += ["--log-format", "json", "--log-level", self.log_level]
         if role == "decode":
-            command += ["--prefill-node", prefill_address]
+            command += [part for address in prefill_addresses for part in ("--prefill-node", address)]
         for path, value in self.settings_of(role).items():
             command += ["--set", f"{path}={_text(value)}"]
         return command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -12,16 +13,23 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 from kvferry import exit_codes
+from kvferry.doctor_clock import check_clock, read_clock
+from kvferry.doctor_gpu import check_peers, look_at_peers
+from kvferry.doctor_node import check_node, look_at_node
+from kvferry.doctor_rdma import check_gpu_direct, check_rdma, rdma_devices, read_ports
+from kvferry.doctor_versions import check_versions, pinned_versions, required_versions
+from kvferry.finding import Finding, State, read_line
 from kvferry.loopback import LoopbackResult, measure_loopback
-from transfer.errors import ConfigError, TransferError
+from transfer.errors import TransferError
 from transfer.registry.options import FILES_OF_A_RANK, FILES_PER_SESSION, MAX_SESSIONS, most_sessions
+from transfer.registry.security import Security
 
 MIN_SHM_BYTES: Final = 256 << 20
 """Triton's and torch's own needs and UCX's queues fit; a container's default of 64 MiB is known to be too little for NCCL."""
@@ -29,41 +37,24 @@ MIN_OPEN_FILES: Final = FILES_OF_A_RANK + MAX_SESSIONS * FILES_PER_SESSION
 """For as many sessions as a decode rank ever takes."""
 SLOW_BYTES_PER_S: Final = 0.5e9  # UCX over loopback TCP gives 1 to 2.7 GB/s, shared memory 4 to 7
 NEEDED: Final = ("torch", "transformers", "triton", "grpcio", "pyzmq", "numpy", "msgpack", "xxhash")
-_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+_ROOT: Final = Path("/")
 _RDMA: Final = re.compile(r"\b(?:rc|ud|dc|mlx5|rdmacm|srd|efa|gga)[a-z_0-9]*/")
 
 
-class State(StrEnum):
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at.
+def run_doctor(*, is_json: bool, nodes: Sequence[str] = (), security: Security | None = None) -> int:
+    """Look at everything and print it; returns the exit code.
 
     Args:
-        name: What.
-        state: `FAIL`: kvferry cannot run like this; `WARN`: it can, slower or not everywhere.
-        text: What was found.
-        mend: Command or step that mends it; empty when it is ok.
+        is_json: One JSON object instead of lines.
+        nodes: host:port of nodes to compare this machine with.
+        security: How they are called.
+
+    Raises:
+        ConfigError: A node must not be called like this.
     """
-
-    name: str
-    state: State
-    text: str
-    mend: str = ""
-
-    def __post_init__(self) -> None:
-        if (self.state is State.OK) == bool(self.mend):
-            raise ConfigError(f"finding {self.name} is {self.state} and its mend is {self.mend!r}; what is not ok needs one")
-
-
-def run_doctor(*, is_json: bool) -> int:
-    """Look at everything and print it; returns the exit code."""
+    found = chain(examine(), *(examine_node(address, security) for address in nodes))
     if is_json:
-        findings = list(examine())
+        findings = list(found)
         print(json.dumps({"findings": [asdict(one) for one in findings], "ok": not _fails(findings)}, indent=2))
         return exit_codes.FAILED if _fails(findings) else exit_codes.OK
     from rich.console import Console
@@ -71,10 +62,10 @@ def run_doctor(*, is_json: bool) -> int:
     console = Console(highlight=False)
     styles = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
     findings = []
-    for finding in examine():
+    for finding in found:
         findings.append(finding)
-        console.print(f"[{styles[finding.state]}]{finding.state:<4}[/] {finding.name}:", end=" ")
-        console.print(finding.text, markup=False, soft_wrap=True)
+        console.print(f"[{styles[finding.state]}]{finding.state:<4}[/]", end=" ")
+        console.print(f"{finding.name}: {finding.text}", markup=False, soft_wrap=True)
         if finding.mend:
             console.print(f"     mend: {finding.mend}", markup=False, soft_wrap=True)
     return exit_codes.FAILED if _fails(findings) else exit_codes.OK
@@ -84,21 +75,47 @@ def _fails(findings: list[Finding]) -> bool:
     return any(finding.state is State.FAIL for finding in findings)
 
 
-def examine() -> Iterator[Finding]:
-    """Everything, one after the other; the transfer between two processes takes a few seconds."""
+def examine(root: Path = _ROOT) -> Iterator[Finding]:
+    """Everything, one after the other; the transfer between two processes takes a few seconds.
+
+    Args:
+        root: Where /sys, /proc and /dev are looked for.
+    """
     yield check_python(sys.version_info[:3])
     yield check_packages(installed_version)
-    rdma_devices = sorted(path.name for path in _RDMA_DEVICES.glob("*"))
-    yield ucx_devices(rdma_devices)
+    yield check_versions(installed_version, required_versions(), pinned_versions())
+    devices = rdma_devices(root)
+    yield ucx_devices(devices)
+    yield from check_rdma(list(read_ports(root)), has_verbs=bool(list((root / "dev/infiniband").glob("uverbs*"))))
     yield check_shared_memory(*_shared_memory())
-    yield check_ptrace_scope(_read(Path("/proc/sys/kernel/yama/ptrace_scope")))
-    yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_rdma=bool(rdma_devices))
+    yield check_ptrace_scope(read_line(root / "proc/sys/kernel/yama/ptrace_scope"))
+    yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_rdma=bool(devices))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # the hard limit, to which each rank raises its own
     yield check_ports()
-    has_gpu = bool(list(Path("/dev").glob("nvidia[0-9]*")))
-    yield check_gpu(has_gpu, installed_version("torch"))
+    yield check_clock(read_clock())
+    has_gpu = bool(list((root / "dev").glob("nvidia[0-9]*")))
+    gpu = check_gpu(has_gpu, installed_version("torch"))
+    yield gpu
+    if has_gpu and gpu.state is State.OK:
+        yield check_peers(look_at_peers())
+    direct = check_gpu_direct(
+        has_gpu=has_gpu,
+        has_rdma=bool(devices),
+        has_peermem=(root / "sys/module/nvidia_peermem").exists(),
+        driver=read_line(root / "proc/driver/nvidia/version") or "",
+        kernel=platform.release(),
+    )
+    if direct is not None:
+        yield direct
     for transport in transports_here(installed_version, has_gpu=has_gpu):
         yield check_transfer(transport, measure_loopback)
+
+
+def examine_node(address: str, security: Security | None) -> Iterator[Finding]:
+    """A node that runs, and how this machine gets along with it."""
+    has_gpu = bool(list(Path("/dev").glob("nvidia[0-9]*")))
+    look = asyncio.run(look_at_node(address, security))
+    yield from check_node(look, transports=transports_here(installed_version, has_gpu=has_gpu))
 
 
 def installed_version(distribution: str) -> str | None:
@@ -221,7 +238,7 @@ def check_ports() -> Finding:
                 pass
     except OSError as error:
         return Finding(name="loopback ports", state=State.FAIL, text=str(error), mend="ip link set lo up")
-    span = _read(Path("/proc/sys/net/ipv4/ip_local_port_range"))
+    span = read_line(Path("/proc/sys/net/ipv4/ip_local_port_range"))
     return Finding(
         name="loopback ports", state=State.OK, text=f"free ports can be had (from {' to '.join((span or '').split())})"
     )
@@ -256,10 +273,3 @@ def check_transfer(transport: str, measure: Callable[[str], LoopbackResult]) -> 
         mend = "run it again on an idle machine; if the lane ends with /net, permit cross-memory attach"
         return Finding(name=name, state=State.WARN, text=text, mend=mend)
     return Finding(name=name, state=State.OK, text=text)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

@@ -25,7 +25,7 @@ from typing import Final, Self
 
 from kvferry import process_guard
 from kvferry.cluster_node import ClusterNode, NodeFailed
-from kvferry.cluster_spec import ClusterSpec, ClusterTls, Role, TierSpec, TlsFiles, child_environment
+from kvferry.cluster_spec import ROLES, ClusterSpec, ClusterTls, Role, TierSpec, TlsFiles, child_environment
 from node_runtime import exit_codes
 from transfer.errors import TransferError
 
@@ -43,11 +43,11 @@ class StopReport:
     """How a cluster ended.
 
     Args:
-        exit_codes: Of each node, by role.
+        exit_codes: Of each node, by its name: the role, with a number where the role has several.
         survivors: Command lines of processes that had to be killed because they had not ended by themselves.
     """
 
-    exit_codes: Mapping[Role, int]
+    exit_codes: Mapping[str, int]
     survivors: tuple[str, ...]
 
     @property
@@ -57,7 +57,7 @@ class StopReport:
 
 
 class LocalCluster:
-    """One prefill node and one decode node.
+    """Both tiers, of one node each or of several.
 
     Args:
         spec: What to start.
@@ -72,8 +72,8 @@ class LocalCluster:
         self._extra_environment = dict(environment or {})
         self._folder: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
-        self._ports: dict[Role, socket.socket] = {}
-        self._nodes: dict[Role, ClusterNode] = {}
+        self._ports: dict[str, socket.socket] = {}  # by name of the node
+        self._nodes: dict[str, ClusterNode] = {}
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -87,11 +87,21 @@ class LocalCluster:
 
     @property
     def prefill(self) -> ClusterNode:
-        return self._nodes["prefill"]
+        """The first one, where there are several."""
+        return self.prefill_nodes[0]
 
     @property
     def decode(self) -> ClusterNode:
-        return self._nodes["decode"]
+        """The first one, where there are several."""
+        return self.decode_nodes[0]
+
+    @property
+    def prefill_nodes(self) -> tuple[ClusterNode, ...]:
+        return tuple(node for node in self.nodes if node.role == "prefill")
+
+    @property
+    def decode_nodes(self) -> tuple[ClusterNode, ...]:
+        return tuple(node for node in self.nodes if node.role == "decode")
 
     @property
     def nodes(self) -> tuple[ClusterNode, ...]:
@@ -111,36 +121,37 @@ class LocalCluster:
         return process_guard.processes_of(self._token)
 
     async def start(self) -> None:
-        """Start both tiers; returns when the decode node can serve requests.
+        """Start both tiers; returns when every decode node has joined every prefill node.
 
         Raises:
             NodeFailed: A node refused, died, or was not ready in time; nothing is left.
         """
         self._open()
         try:
-            for role in ("prefill", "decode"):
-                self.launch(role)
+            for role in ROLES:
+                for index in range(len(self.spec.names(role))):
+                    self.launch(role, index)
             await self.wait_joined()
         except BaseException:
             self.kill()
             raise
 
-    def launch(self, role: Role) -> ClusterNode:
-        """Start one node, at the address that it had before if it is not the first of its role (which must have ended)."""
-        folder, former = self._opened(), self._nodes.get(role)
-        assert former is None or former.exit_code is not None, f"the {role} node runs"
-        ready_file = ClusterNode.ready_path(folder, role)
+    def launch(self, role: Role, index: int = 0) -> ClusterNode:
+        """Start one node, at the address that it had before if it is not the first in its place (which must have ended)."""
+        name = self.spec.names(role)[index]
+        folder, former = self._opened(), self._nodes.get(name)
+        assert former is None or former.exit_code is not None, f"the {name} node runs"
+        ready_file = ClusterNode.ready_path(folder, name)
         ready_file.unlink(missing_ok=True)  # one that was killed leaves it
-        addresses = {name: held.getsockname()[1] for name, held in self._ports.items()}
-        command = self.spec.command(
-            role, port=addresses[role], prefill_address=f"{_HOST}:{addresses['prefill']}", ready_file=ready_file
-        )
-        node = self._nodes[role] = ClusterNode(role, command, self.environment, folder, security=self._security)
+        ports = {name: held.getsockname()[1] for name, held in self._ports.items()}
+        prefill = [f"{_HOST}:{ports[name]}" for name in self.spec.names("prefill")]
+        command = self.spec.command(role, port=ports[name], prefill_addresses=prefill, ready_file=ready_file)
+        node = self._nodes[name] = ClusterNode(role, command, self.environment, folder, name=name, security=self._security)
         node.launch()
         return node
 
     async def wait_joined(self, timeout_s: float | None = None) -> None:
-        """Wait until both nodes are ready and joined.
+        """Wait until all nodes are ready and joined: every decode node with every prefill node.
 
         Args:
             timeout_s: By default the spec's `start_timeout_s`.
@@ -162,17 +173,18 @@ class LocalCluster:
             if self._num_refusals() > refused_before:
                 refused_s = now_s if refused_s is None else refused_s
                 if now_s - refused_s > _REFUSAL_GRACE_S:
-                    raise self.prefill.failure(self._last_refusal())
+                    raise self._refusal()
             if now_s > deadline_s:
                 raise waiting_for.failure(f"not ready within {timeout_s:g} s: {reason}")
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> StopReport:
-        """Let both nodes drain and end, and look whether anything is left; kills what is. A second time: the first report."""
+        """Let all nodes drain and end, and look whether anything is left; kills what is. A second time: the first report."""
         if self.stop_report is not None:
             return self.stop_report
         try:
-            for node in reversed(self.nodes):  # decode first: its requests end, then nobody asks prefill for anything
+            # Decode first: its requests end, then nobody asks prefill for anything.
+            for node in (*self.decode_nodes, *self.prefill_nodes):
                 node.terminate()
             await self._until(lambda: all(node.exit_code is not None for node in self.nodes), self.spec.stop_timeout_s)
             await self._until(lambda: not self.processes(), _FADE_S)
@@ -189,7 +201,7 @@ class LocalCluster:
         process_guard.kill_all(self._token, timeout_s=_KILL_S)
         for node in self.nodes:
             node.reap(_KILL_S)
-        codes: dict[Role, int] = {node.role: node.exit_code or 0 for node in self.nodes}
+        codes = {node.name: node.exit_code or 0 for node in self.nodes}
         self.stop_report = StopReport(
             exit_codes=codes, survivors=tuple(f"pid {pid}: {command}" for pid, command in survivors.items())
         )
@@ -204,9 +216,9 @@ class LocalCluster:
         if self._folder is not None or self.stop_report is not None:
             raise TransferError("this local cluster was started before; make another one")
         # A socket that is bound but does not listen keeps the port from everybody else; the node, which sets SO_REUSEADDR as
-        # this does, can still listen on it. So both nodes can start at once, each knowing the other's address.
-        for role in ("prefill", "decode"):
-            held = self._ports[role] = socket.socket()
+        # this does, can still listen on it. So all nodes can start at once, each knowing the others' addresses.
+        for name in (name for role in ROLES for name in self.spec.names(role)):
+            held = self._ports[name] = socket.socket()
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind((_HOST, 0))
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
@@ -219,17 +231,30 @@ class LocalCluster:
         return self._folder
 
     async def _what_is_missing(self) -> tuple[ClusterNode | None, str]:
-        """The node that is waited for and what it says; (None, "") when both are ready."""
-        if self.prefill.ready_file is None:
-            return self.prefill, self.prefill.not_started
-        readiness = await self.decode.readiness()
-        return (None, "") if readiness.is_ready else (self.decode, readiness.reason)
+        """The node that is waited for and what it says; (None, "") when all are ready."""
+        for node in self.nodes:
+            if node.ready_file is None:
+                return node, node.not_started
+        for node in self.decode_nodes:
+            readiness = await node.readiness()
+            if not readiness.is_ready:
+                return node, readiness.reason
+            if len(self.prefill_nodes) > 1:
+                try:
+                    apart = [peer for peer in (await node.status()).peers if peer.state != "joined"]
+                except TransferError as error:  # its ranks have died, and it says so in a moment
+                    return node, str(error)
+                if apart:
+                    return node, f"prefill node {apart[0].address} is {apart[0].state}: {apart[0].reason}"
+        return None, ""
 
     def _num_refusals(self) -> int:
-        return sum(1 for _ in self.prefill.log.events("join_refused"))
+        return sum(1 for node in self.prefill_nodes for _ in node.log.events("join_refused"))
 
-    def _last_refusal(self) -> str:
-        return str(list(self.prefill.log.events("join_refused"))[-1].get("reason"))
+    def _refusal(self) -> NodeFailed:
+        """Of the first prefill node that refuses anybody, in its own words."""
+        node = next(node for node in self.prefill_nodes if any(node.log.events("join_refused")))
+        return node.failure(str(list(node.log.events("join_refused"))[-1].get("reason")))
 
     async def _until(self, is_true: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s

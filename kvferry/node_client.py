@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import grpc
 
@@ -15,10 +16,10 @@ from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
-from transfer.registry.status import error_of
+from transfer.registry.status import error_of, status_of
 
 if TYPE_CHECKING:
-    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub, PrefillControlAsyncStub
+    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
 
 ANSWER_TIMEOUT_S: Final = 10.0
 """Longest wait for a node's first answer; one that lives answers in milliseconds, also when it has no room."""
@@ -57,36 +58,85 @@ class NodeClient:
     async def _decode(self, timeout_s: float) -> DecodeControlAsyncStub:
         return cast("DecodeControlAsyncStub", pb_grpc.DecodeControlStub(await self._channel.ready(timeout_s=timeout_s)))
 
-    async def _prefill(self, timeout_s: float) -> PrefillControlAsyncStub:
-        return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(await self._channel.ready(timeout_s=timeout_s)))
-
     async def status(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.NodeStatus:
         """The node's status, whichever role it has.
 
         Raises:
             TransferError: The call failed, see `transfer.registry.status.error_of`.
         """
-        try:
-            try:
-                answer = await (await self._decode(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                    raise
-                answer = await (await self._prefill(timeout_s)).Status(pb.StatusRequest(), timeout=timeout_s)
-            return readable(answer, peer=self.address, method="Status")
-        except grpc.aio.AioRpcError as error:
-            raise self._error_of(error, timeout_s) from error
+        answer: pb.NodeStatus = await self._ask("Status", pb.StatusRequest(), timeout_s)
+        return answer
 
-    async def abort(self, request_id: str, *, reason: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
-        """Abort a request at the decode node; whether it was in flight.
+    async def list_requests(self, limit: int = 0, *, timeout_s: float = ANSWER_TIMEOUT_S) -> pb.ListRequestsResponse:
+        """The oldest `limit` requests in flight; 0: as many as an answer holds.
 
         Raises:
             TransferError: The call failed.
         """
-        question = pb.AbortRequest(request_id=request_id, reason=reason)
+        answer: pb.ListRequestsResponse = await self._ask("ListRequests", pb.ListRequestsRequest(limit=limit), timeout_s)
+        return answer
+
+    async def abort(self, request_id: str, *, reason: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+        """Abort a request, named by its client's id or by a transfer's; whether it was in flight.
+
+        Raises:
+            TransferError: The call failed.
+        """
+        answer: pb.AbortResponse = await self._ask("Abort", pb.AbortRequest(request_id=request_id, reason=reason), timeout_s)
+        return answer.found
+
+    async def drain(self, *, budget_s: float) -> int:
+        """Have the node take no new requests, and wait for those in flight for up to `budget_s`; how many are left.
+
+        Raises:
+            TransferError: The call failed.
+        """
+        answer: pb.DrainResponse = await self._ask("Drain", pb.DrainRequest(), budget_s)
+        return answer.remaining
+
+    async def undrain(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+        """Have the node take requests again; whether it was draining.
+
+        Raises:
+            TransferError: The call failed, or the node is being stopped.
+        """
+        answer: pb.UndrainResponse = await self._ask("Undrain", pb.UndrainRequest(), timeout_s)
+        return answer.was_draining
+
+    async def set_log_level(self, level: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+        """What the node and its ranks write from now on; the level before.
+
+        Raises:
+            TransferError: The call failed, or there is no such level.
+        """
+        answer: pb.SetLogLevelResponse = await self._ask("SetLogLevel", pb.SetLogLevelRequest(level=level), timeout_s)
+        return answer.level_before
+
+    async def switch_role(self, role: str, *, budget_s: float) -> pb.SwitchRoleResponse:
+        """Give the node another role, once its requests are over, within `budget_s` in all.
+
+        Raises:
+            TransferError: The call failed, or the node keeps the role that it has.
+        """
+        answer: pb.SwitchRoleResponse = await self._ask("SwitchRole", pb.SwitchRoleRequest(role=role), budget_s)
+        return answer
+
+    async def _ask(self, method: str, question: Any, timeout_s: float) -> Any:
+        """Call a method of `NodeControl`, or where there is none (version 0.1, or an engine hosts kvferry) that of its role."""
+        deadline_s = time.monotonic() + timeout_s
         try:
-            answer = await (await self._decode(timeout_s)).Abort(question, timeout=timeout_s)
-            return readable(answer, peer=self.address, method="Abort").found
+            channel = await self._channel.ready(timeout_s=timeout_s)
+            for stub_type in (pb_grpc.NodeControlStub, pb_grpc.DecodeControlStub, pb_grpc.PrefillControlStub):
+                call = getattr(stub_type(channel), method, None)
+                if call is None:
+                    continue
+                try:
+                    answer = await call(question, timeout=max(0.0, deadline_s - time.monotonic()))
+                    return readable(answer, peer=self.address, method=method)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                        raise
+            raise RemoteProtocolError(f"{self.address} has no {method}: it is a node of version 0.1, an engine's, or no node")
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error, timeout_s) from error
 
@@ -136,6 +186,12 @@ class NodeClient:
                 "--tls-ca) instead of --insecure, or look at what listens there"
             )
         return error_of(error, peer=self.address)
+
+
+def code_name(error: TransferError) -> str:
+    """Name of the gRPC status that a call ended in; of a failure that is no status of the node's, that which says the same."""
+    cause = error.__cause__
+    return cause.code().name if isinstance(cause, grpc.aio.AioRpcError) else status_of(error).name
 
 
 def is_refusal_of_caller(error: TransferError) -> bool:

@@ -15,12 +15,22 @@ from rich.text import Text
 from kvferry import exit_codes
 from kvferry.demo_view import ring_table
 from kvferry.node_client import NodeClient
+from kvferry.text_bars import printable
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.plain_values import plain
 from transfer.registry.security import Security
 
 WATCH_S: Final = 0.5
-_STYLES: Final = {"ready": "green", "joined": "green", "closed": "green", "failed": "red", "lost": "red", "open": "red"}
+STYLES: Final = {
+    "ready": "green",
+    "joined": "green",
+    "closed": "green",
+    "failed": "red",
+    "lost": "red",
+    "open": "red",
+    "alias": "dim",
+}
 
 
 async def run_status(target: str, *, security: Security | None = None, is_json: bool, is_watching: bool) -> int:
@@ -47,7 +57,7 @@ async def _watch(client: NodeClient) -> None:
             try:
                 shown = status_tables(await client.status(), client.address)
             except TransferError as error:
-                shown = Text(str(error), style="red")
+                shown = printable(str(error), "red")
             live.update(shown, refresh=True)
             await asyncio.sleep(WATCH_S)
 
@@ -60,56 +70,8 @@ async def _watch_json(client: NodeClient) -> None:
 
 
 def status_to_json(status: pb.NodeStatus) -> dict[str, Any]:
-    """Every field under its name in the wire contract, also those that are 0; incarnations as text, 0x and 16 hex digits."""
-    instance = status.instance
-    names = (
-        "role", "state", "ready", "not_ready_reason", "uptime_s", "queued_requests", "running_requests", "restarts",
-    )  # fmt: skip
-    content: dict[str, Any] = {name: getattr(status, name) for name in names}
-    content["instance"] = {
-        "incarnation": f"{instance.incarnation:#018x}",
-        "version": instance.version,
-        "layout_fingerprint": instance.layout_fingerprint,
-        "model_fingerprint": instance.model_fingerprint,
-        "model_fields": dict(instance.model_fields),
-        "shard": _fields(instance.shard) | {"stage_layers": list(instance.shard.stage_layers)},
-        "transport": instance.transport,
-        "digests": list(instance.digests),
-        "protocol_versions": list(instance.protocol_versions),
-        "capabilities": list(instance.capabilities),
-    }
-    content["memory_plan"] = None
-    if status.HasField("memory_plan"):
-        plan = status.memory_plan
-        content["memory_plan"] = {
-            **_fields(plan),
-            "lines": [_fields(line) | {"real_bytes": _real_bytes(line)} for line in plan.lines],
-            "advice": list(plan.advice),
-            "warnings": list(plan.warnings),
-        }
-    content["ranks"] = [_fields(rank) | {"pools": [_fields(pool) for pool in rank.pools]} for rank in status.ranks]
-    content["peers"] = [
-        _fields(peer)
-        | {
-            "incarnation": f"{peer.incarnation:#018x}",
-            "chunk_plan": _fields(peer.chunk_plan) if peer.HasField("chunk_plan") else None,
-        }
-        for peer in status.peers
-    ]
-    content["links"] = [_fields(link) for link in status.links]
-    return content
-
-
-def _real_bytes(line: pb.MemoryLine) -> int | None:
-    return line.real_bytes if line.HasField("real_bytes") else None
-
-
-_REPEATED = ("stage_layers", "pools", "lines", "advice", "warnings")
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    """All single-valued fields of a flat message."""
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.name not in _REPEATED}
+    """Every field under its name in the wire contract, also those that are 0; see `transfer.registry.plain_values`."""
+    return plain(status)
 
 
 def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
@@ -121,6 +83,8 @@ def status_tables(status: pb.NodeStatus, address: str) -> RenderableType:
         parts.append(_memory_table(status.memory_plan))
     if any(rank.ring_capacity for rank in status.ranks):
         parts.append(ring_table(status))
+    if status.HasField("discovery"):
+        parts.append(_discovery_lines(status.discovery))
     if status.peers:
         parts.append(_peer_table(status))
     if status.links:
@@ -134,19 +98,29 @@ def _head(status: pb.NodeStatus, address: str) -> Text:
     shard = status.instance.shard
     is_idle = status.state == "ready" and not status.ready  # its ranks are there, but it can serve nobody
     state = "not ready" if is_idle else status.state
-    text = Text.assemble((f"{status.role} node {address} ", "bold"), (state, _STYLES.get(state, "yellow")))
+    text = Text.assemble((f"{status.role} node {address} ", "bold"), (state, STYLES.get(state, "yellow")))
     text.append(
         f"  up {status.uptime_s:,.0f} s, {status.queued_requests} queued, {status.running_requests} running, "
         f"{status.restarts} restarts"
     )
     if is_idle:
-        text.append(f"\n{status.not_ready_reason}", "yellow")
+        text.append("\n").append_text(printable(status.not_ready_reason, "yellow"))
     if status.HasField("instance"):
         text.append(
             f"\nincarnation {status.instance.incarnation:#018x}, TP {shard.tp_size}, pages of {shard.page_size} ({shard.order}, "
             f"{shard.dtype}), transport {status.instance.transport}, model {status.instance.model_fingerprint}"
         )
         text.append(f"\ncapabilities: {', '.join(status.instance.capabilities) or 'none'}")
+    return text
+
+
+def _discovery_lines(found: pb.DiscoveryStatus) -> Text:
+    age = f"seen {found.age_s:,.0f} s ago" if found.HasField("age_s") else "nothing was heard from there yet"
+    text = printable(f"discovery: {found.where}: {len(found.addresses)} named, {age}")
+    if found.problem:
+        text.append("\n").append_text(printable(f"looking failed: {found.problem}", "red"))
+    for line in found.waiting:
+        text.append("\n").append_text(printable(f"not used yet: {line}", "yellow"))
     return text
 
 
@@ -181,7 +155,7 @@ def _pool_table(status: pb.NodeStatus) -> Table:
         slots = f"{rank.staging_slots_used:,} of {rank.staging_slots:,}" if rank.staging_slots else "-"
         for index, pool in enumerate(rank.pools):
             pages = (f"{one:,}" for one in (pool.pages, pool.reserved, pool.bound))
-            table.add_row("" if index else str(rank.rank), pool.group, *pages, "" if index else slots)
+            table.add_row("" if index else str(rank.rank), printable(pool.group), *pages, "" if index else slots)
     return table
 
 
@@ -195,7 +169,7 @@ def _memory_table(plan: pb.MemoryPlan) -> RenderableType:
         real = f"{line.real_bytes / 2**20:,.1f} MiB" if line.HasField("real_bytes") else "-"
         table.add_row(name, f"{line.planned_bytes / 2**20:,.1f} MiB", real)
     said = [(f"warning: {warning}", "yellow") for warning in plan.warnings] + [(f"advice: {line}", "") for line in plan.advice]
-    return Group(table, *(Text(line, style=style) for line, style in said))
+    return Group(table, *(printable(line, style) for line, style in said))
 
 
 def _peer_table(status: pb.NodeStatus) -> Table:
@@ -204,12 +178,13 @@ def _peer_table(status: pb.NodeStatus) -> Table:
     headings = ("address", "state", *(("breaker",) if has_breakers else ()), "incarnation", "reason")
     table = _table("peers", *headings, num_left=len(headings))
     for peer in status.peers:
-        cells = [Text(peer.address), Text(peer.state, style=_STYLES.get(peer.state, "yellow"))]
+        cells = [printable(peer.address), printable(peer.state, STYLES.get(peer.state, "yellow"))]
         if has_breakers:
             pause = f" {peer.breaker_pause_s:.1f} s" if peer.breaker_pause_s else ""
-            cells.append(Text(f"{peer.breaker}{pause}", style=_STYLES.get(peer.breaker, "yellow")))
+            cells.append(printable(f"{peer.breaker}{pause}", STYLES.get(peer.breaker, "yellow")))
         cells.append(Text(f"{peer.incarnation:#018x}" if peer.incarnation else "-"))
-        table.add_row(*cells, Text(peer.reason or peer.breaker_reason))
+        unnamed = "named no longer; " if peer.is_unnamed else ""
+        table.add_row(*cells, printable(f"{unnamed}{peer.reason or peer.breaker_reason}".removesuffix("; ")))
     return table
 
 
@@ -219,7 +194,7 @@ def _chunk_table(peers: list[pb.PeerStatus]) -> Table:
     for peer in peers:
         plan = peer.chunk_plan
         layers = f"{plan.layers_per_group:,}" if plan.layers_per_group else "all"
-        table.add_row(Text(peer.address), f"{plan.chunk_tokens:,}", layers, f"{peer.largest_piece_bytes / 2**20:,.2f} MiB")
+        table.add_row(printable(peer.address), f"{plan.chunk_tokens:,}", layers, f"{peer.largest_piece_bytes / 2**20:,.2f} MiB")
     return table
 
 
@@ -227,5 +202,7 @@ def _link_table(status: pb.NodeStatus) -> Table:
     table = _table("links", "prefill rank -> decode rank", "lane", "latency", "bandwidth", num_left=2)
     for link in sorted(status.links, key=lambda one: (one.prefill_rank, one.decode_rank)):
         bandwidth = f"{link.bandwidth_bytes_per_s / 1e9:,.2f} GB/s"
-        table.add_row(f"{link.prefill_rank} -> {link.decode_rank}", link.lane, f"{link.latency_s * 1e6:,.0f} us", bandwidth)
+        table.add_row(
+            f"{link.prefill_rank} -> {link.decode_rank}", printable(link.lane), f"{link.latency_s * 1e6:,.0f} us", bandwidth
+        )
     return table

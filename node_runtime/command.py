@@ -15,7 +15,8 @@ import typer
 import transfer
 from node_runtime import exit_codes
 from node_runtime.collector import spare_what_lives
-from node_runtime.daemon import Daemon, Role
+from node_runtime.daemon import Daemon, OtherRole, Role
+from node_runtime.node_role import node_role
 from node_runtime.open_files import raise_open_files
 from node_runtime.rank_setup import check_before_start
 from transfer.config import DecodeNodeConfig, NodeConfig
@@ -24,6 +25,7 @@ from transfer.load_config import load_config
 from transfer.logs import configure_logging
 from transfer.plain_text import check_plain_text
 from transfer.registry.certificates import certificate_files
+from transfer.role_settings import load_other_role
 
 SETTING_OF_FLAG = {
     "model": "model",
@@ -129,11 +131,19 @@ def run_daemon(
         config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides or [])
         check_step_fits(config)
         check_before_start(config)
+        other_config = load_other_role(config)
+        if other_config is not None:
+            node_role(other_config.role).check_step_fits(other_config)
+            check_before_start(other_config)
         warning = check_plain_text(config)
         certificate_files(config)
         if is_check_only:
-            if isinstance(config, DecodeNodeConfig) and not config.peers.prefill_nodes:
-                print("decode-node: warning: peers.prefill_nodes is empty; the node will never be ready", file=sys.stderr)
+            if isinstance(config, DecodeNodeConfig) and not (config.peers.prefill_nodes or config.finds_prefill_nodes):
+                print(
+                    "decode-node: warning: peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file; "
+                    "the node will never be ready",
+                    file=sys.stderr,
+                )
             if warning is not None:
                 print(f"{config.role}-node: warning: {warning}", file=sys.stderr)
             print(f"{config.role}: the settings are right")
@@ -142,13 +152,19 @@ def run_daemon(
         if warning is not None:
             log.warning("insecure", reason=warning)
         make_role = load_role()
+        other = None if other_config is None else _other_role(other_config)
         spare_what_lives()
-        code = asyncio.run(Daemon(config, lambda daemon: make_role(daemon, config)).run())
+        code = asyncio.run(Daemon(config, lambda daemon: make_role(daemon, config), other=other).run())
     except TransferError as error:
         for line in str(error).splitlines():
             print(f"{config_type.role}-node: {line}", file=sys.stderr)
         sys.exit(exit_codes.exit_code_of(error))
     sys.exit(code)
+
+
+def _other_role(config: NodeConfig) -> OtherRole:
+    make_role = node_role(config.role).load_leader()
+    return OtherRole(config=config, make_role=lambda daemon: make_role(daemon, config))
 
 
 def prepare_process(config: NodeConfig) -> None:

@@ -1,4 +1,7 @@
-"""The life of a node: open its ports, start its ranks, serve, start them again when they die, drain, end with an exit code."""
+"""The life of a node: open its ports, start its ranks, serve, start them again when they die, drain, end with an exit code.
+
+A node that has two roles is in one of them at a time; both roles' leaders live as long as the node does.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,22 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import structlog
 
 from node_runtime import exit_codes
 from node_runtime.health import HealthServer, Readiness
 from node_runtime.rank_report import RankHello
-from node_runtime.supervisor import RankStartError, RankSupervisor, check_alike
+from node_runtime.status_page import StatusPage
+from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor, check_alike
 from transfer.config import NodeConfig
 from transfer.errors import ConfigError, PeerUnreachable, TransferError
+from transfer.logs import rename_process
 
 STEADY_LIFE_S = 300.0  # ranks that served this long were no failed restart
 
@@ -70,7 +76,38 @@ class Role(Protocol):
 
     def render_metrics(self) -> bytes: ...
 
+    @property
+    def status_page(self) -> StatusPage | None:
+        """What the HTTP server shows people; None: nothing."""
+        ...
+
     async def close(self) -> None: ...
+
+
+class SwitchableRole(Role, Protocol):
+    """One of two roles of a node."""
+
+    @property
+    def ranks(self) -> RankSide:
+        """What the ranks are told to become."""
+        ...
+
+    def take_over(self, before: Any) -> None:
+        """The ports and the ranks of the node are this role's from now on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRole:
+    """What else a node can be.
+
+    Args:
+        config: Its settings then.
+        make_role: Builds the role around the daemon.
+    """
+
+    config: NodeConfig
+    make_role: Callable[[Daemon], SwitchableRole]
 
 
 class Daemon:
@@ -78,26 +115,69 @@ class Daemon:
 
     Args:
         config: The node's settings.
-        make_role: Builds the role around this daemon.
+        make_role: Builds the role around this daemon; a `SwitchableRole` where there is another one.
+        other: The role that it can change to, and back from.
     """
 
-    def __init__(self, config: NodeConfig, make_role: Callable[[Daemon], Role]) -> None:
+    def __init__(self, config: NodeConfig, make_role: Callable[[Daemon], Role], *, other: OtherRole | None = None) -> None:
         self.config = config
+        self.other_config = None if other is None else other.config
+        """Of the role that the node does not have now."""
         self.state = NodeState.STARTING
         self.num_restarts = 0
         self.started_s = time.monotonic()
         self.address = ""
+        self.incarnation = 0
+        """Of this life of the ranks, or of the last one."""
         self._role = make_role(self)
+        self._other_role = None if other is None else other.make_role(self)
+        self._switch_wanted = asyncio.Event()
+        self._switched: asyncio.Future[None] | None = None
+        self._can_switch = False
         self._stop = asyncio.Event()
         self._lost = asyncio.Event()
         self._lost_reason = ""
-        self._health = HealthServer(self.readiness, self._role.render_metrics)
+        self._health = HealthServer(
+            self.readiness,
+            lambda: self._role.render_metrics(),
+            page=self._role.status_page,
+            host_names=(config.server.advertised_host, *config.status_page.host_names),
+        )
         self._http_port = 0
 
     def readiness(self) -> Readiness:
         if self.state is not NodeState.READY:
             return Readiness(is_ready=False, reason=f"the node is {self.state}")
         return self._role.readiness()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it has been asked to end."""
+        return self._stop.is_set() or self.state is NodeState.DRAINING
+
+    @property
+    def http_port(self) -> int:
+        """Of the HTTP server; 0 before it listens."""
+        return self._http_port
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether the engines of the ranks can serve the other role, too."""
+        return self._can_switch
+
+    async def switch_role(self) -> None:
+        """Change the role of a node on which nothing is in flight. Goes on when it is cancelled.
+
+        Raises:
+            PeerUnreachable: The node has no ranks now, or is being stopped.
+            RankStartError: The ranks could not take the other role on; the node has the one that it had.
+        """
+        if self.state is not NodeState.READY or self._stop.is_set() or self._switched is not None:
+            raise PeerUnreachable(f"the node is {self.state}")
+        switched = self._switched = asyncio.get_running_loop().create_future()
+        switched.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # perhaps nobody waits for it
+        self._switch_wanted.set()
+        await asyncio.shield(switched)
 
     def request_stop(self) -> None:
         """Drain and end, as SIGTERM does; a second time, end without waiting."""
@@ -121,9 +201,12 @@ class Daemon:
             self._http_port = await self._health.start(self.config.server.host, self.config.server.http_port)
             return await self._live(supervisor)
         finally:
+            self._end_switch(PeerUnreachable("the node has shut down"))
             # Whatever happened: no rank process stays behind.
             await supervisor.stop(is_graceful=False)
             await self._role.close()
+            if self._other_role is not None:
+                await self._other_role.close()
             await self._health.stop()
             supervisor.cleanup()
             self._remove_ready_file()
@@ -137,9 +220,13 @@ class Daemon:
                 if not await self._start(supervisor):
                     return exit_codes.OK
                 began_s = time.monotonic()
-                await self._wait(self._stop, self._lost)
-                if self._stop.is_set():
-                    return await self._wind_down(supervisor)
+                while not self._lost.is_set():
+                    await self._wait(self._stop, self._lost, self._switch_wanted)
+                    if self._stop.is_set():
+                        return await self._wind_down(supervisor)
+                    if self._switch_wanted.is_set() and not self._lost.is_set() and not await self._switch(supervisor):
+                        return exit_codes.OK
+                self._end_switch(PeerUnreachable(self._lost_reason))
                 served_s, reason = time.monotonic() - began_s, self._lost_reason
                 await self._end_life(PeerUnreachable(reason))
             except RankStartError as error:
@@ -176,21 +263,102 @@ class Daemon:
         Raises:
             RankStartError: The ranks cannot start.
         """
-        starting = asyncio.ensure_future(supervisor.start())
-        stopping = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+        hellos = await self._unless_stopped(supervisor.start())
+        if hellos is None:
             return False
-        hellos = starting.result()
         check_alike(hellos)
-        await self._role.begin_life(hellos)
-        self.state = NodeState.READY
-        self._write_ready_file(supervisor)
+        await self._begin_life(supervisor, hellos)
         log.info("node_ready", address=self.address, http_port=self._http_port, ranks=len(hellos), restarts=self.num_restarts)
         return True
+
+    async def _unless_stopped(self, starting: Coroutine[Any, Any, tuple[RankHello, ...]]) -> tuple[RankHello, ...] | None:
+        """What the ranks say; None when the node is stopped meanwhile."""
+        task = asyncio.ensure_future(starting)
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return None
+        return task.result()
+
+    async def _begin_life(self, supervisor: RankSupervisor, hellos: tuple[RankHello, ...]) -> None:
+        await self._role.begin_life(hellos)
+        self.incarnation = supervisor.incarnation
+        self._can_switch = all(hello.can_switch for hello in hellos)
+        self.state = NodeState.READY
+        self._write_ready_file(supervisor)
+
+    async def _switch(self, supervisor: RankSupervisor) -> bool:
+        """Change the role, or keep it; False when the node is stopped meanwhile."""
+        self._switch_wanted.clear()
+        began_s, role_before, failure = time.monotonic(), self.config.role, None
+        await self._end_life(PeerUnreachable("the node changes its role"))
+        try:
+            is_stopped = not await self._live_as_other(supervisor)
+        except TransferError as error:
+            failure = error
+            log.error("role_switch_failed", wanted=self.config.role, reason=str(error))
+            await self._role.end_life(error)
+            is_stopped = not await self._live_as_before(supervisor, role_before, error)
+        if failure is None and not is_stopped:
+            life, switch_s = f"{supervisor.incarnation:#018x}", round(time.monotonic() - began_s, 3)
+            log.info("role_switched", role_before=role_before, life=life, switch_s=switch_s)
+        if not is_stopped:
+            self._end_switch(failure)
+        return not is_stopped
+
+    async def _live_as_before(self, supervisor: RankSupervisor, role_before: str, why: TransferError) -> bool:
+        """After a switch that failed. Ranks that cannot do that either are lost as if they had died: others are started for that
+        role. False when the node is stopped meanwhile."""
+        if supervisor.is_whole:
+            try:
+                return await self._live_as_other(supervisor)
+            except TransferError as error:
+                await self._role.end_life(error)
+        if self.config.role != role_before:
+            self._change_roles()
+        supervisor.begin_as(self._switchable_role().ranks)
+        self._on_lost(f"the ranks could not change their role: {why}")
+        return True
+
+    async def _live_as_other(self, supervisor: RankSupervisor) -> bool:
+        """Begin a life of the same processes in the role that the node does not have; False when it is stopped meanwhile.
+
+        Raises:
+            TransferError: They could not.
+        """
+        self._change_roles()
+        hellos = await self._unless_stopped(supervisor.switch(self._switchable_role().ranks))
+        if hellos is None:
+            return False
+        check_alike(hellos)
+        await self._begin_life(supervisor, hellos)
+        return True
+
+    def _change_roles(self) -> None:
+        before, after = self._switchable_role(), self._other_role
+        assert after is not None and self.other_config is not None
+        after.take_over(before)
+        self._role, self._other_role = after, before
+        self._health.show(after.status_page)
+        self.config, self.other_config = self.other_config, self.config
+        rename_process(role=self.config.role)
+
+    def _switchable_role(self) -> SwitchableRole:
+        assert self._other_role is not None
+        return cast(SwitchableRole, self._role)
+
+    def _end_switch(self, error: TransferError | None) -> None:
+        """Tell who waits for it."""
+        switched, self._switched = self._switched, None
+        self._switch_wanted.clear()
+        if switched is not None and not switched.done():
+            if error is None:
+                switched.set_result(None)
+            else:
+                switched.set_exception(error)
 
     async def _wind_down(self, supervisor: RankSupervisor) -> int:
         """Drain within the budget, then end the ranks."""

@@ -1,11 +1,13 @@
-"""The plain HTTP port: `/healthz` (the process lives), `/readyz` (send it requests), `/metrics` (Prometheus)."""
+"""The plain HTTP port: `/healthz` (the process lives), `/readyz` (send it requests), `/metrics` (Prometheus), `/` (people)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +17,8 @@ from aiohttp.log import server_logger
 from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from node_runtime import status_page
+from node_runtime.status_page import StatusPage
 from transfer.errors import ConfigError
 
 MAX_CONNECTIONS: Final = 128
@@ -26,6 +30,7 @@ REQUEST_S: Final = 10.0
 IDLE_S: Final = 75.0
 """How long a connection is kept from one request to the next, its answer included: scrapers come once a minute at least."""
 
+_PAGES: Final = ("/", "/status.json")
 _LINGER_S: Final = 1.0  # for the rest of a request whose answer was sent
 _STOP_S: Final = 1.0  # for answers that are under way; they take milliseconds, unless nobody reads them
 
@@ -90,12 +95,29 @@ class HealthServer:
     Args:
         readiness: Asked at each `/readyz`.
         metrics: Renders the exposition text at each `/metrics`.
+        page: What `/` and `/status.json` show; None: there is neither.
+        host_names: By which browsers may ask for those, besides addresses and localhost.
     """
 
-    def __init__(self, readiness: Callable[[], Readiness], metrics: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        readiness: Callable[[], Readiness],
+        metrics: Callable[[], bytes],
+        *,
+        page: StatusPage | None = None,
+        host_names: Collection[str] = (),
+    ) -> None:
         self._readiness = readiness
         self._metrics = metrics
-        self._answers = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._serve_metrics}
+        self._page = page
+        self._host_names = {name.lower() for name in ("localhost", *host_names)}
+        self._answers: dict[str, Callable[[], Awaitable[web.Response]]] = {
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/metrics": self._serve_metrics,
+        }
+        if page is not None:
+            self._answers |= {"/": self._serve_page, "/status.json": self._serve_status}
         self._server: _BoundedServer | None = None
         self._runner: web.ServerRunner | None = None
 
@@ -117,6 +139,10 @@ class HealthServer:
         bound: int = listener.getsockname()[1]
         return bound
 
+    def show(self, page: StatusPage | None) -> None:
+        """Serve another page, where there was one before."""
+        self._page = page
+
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
@@ -129,14 +155,32 @@ class HealthServer:
             return web.Response(text=f"known here: {', '.join(self._answers)}\n", status=404)
         if request.method not in ("GET", "HEAD"):
             return web.Response(text="it must be GET or HEAD\n", status=405, headers={"Allow": "GET, HEAD"})
-        return answer()
+        if request.path in _PAGES and not self._is_own(request.headers.get("Host", "")):
+            text = "this node is not known by that name; name it in status_page.host_names, or ask by an address\n"
+            return web.Response(text=text, status=403)
+        return await answer()
 
-    def _healthz(self) -> web.Response:
+    def _is_own(self, host: str) -> bool:
+        """Whether a browser that has asked for `host` has asked for this node, and not for a website whose name leads here."""
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+            return True
+        return name.lower() in self._host_names
+
+    async def _healthz(self) -> web.Response:
         return web.Response(text="ok\n")
 
-    def _readyz(self) -> web.Response:
+    async def _readyz(self) -> web.Response:
         state = self._readiness()
         return web.Response(text="ready\n" if state.is_ready else f"{state.reason}\n", status=200 if state.is_ready else 503)
 
-    def _serve_metrics(self) -> web.Response:
+    async def _serve_metrics(self) -> web.Response:
         return web.Response(body=self._metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _serve_page(self) -> web.Response:
+        return web.Response(body=status_page.PAGE, content_type="text/html", charset="utf-8", headers=status_page.HEADERS)
+
+    async def _serve_status(self) -> web.Response:
+        assert self._page is not None
+        return web.Response(body=await self._page.json(), content_type="application/json", headers=status_page.HEADERS)

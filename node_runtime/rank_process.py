@@ -1,4 +1,4 @@
-"""The life of one rank process: start, hello, serve its leader, report, end.
+"""The life of one rank process: start, hello, serve its leader, report, end; or go on as a rank of the other role.
 
 A rank never outlives its leader, and an exception that nobody expected ends it at once and loudly: the leader sees the exit, ends
 the group, and starts a new one with a new incarnation.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -22,16 +23,27 @@ import structlog
 
 from node_runtime import exit_codes
 from node_runtime.collector import spare_what_lives
+from node_runtime.node_role import NodeRole, node_role
 from node_runtime.open_files import raise_open_files
+from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_group import watch_leader
 from node_runtime.rank_link import RankAddress, RankCodec, RankLink
-from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed, process_figures
+from node_runtime.rank_report import (
+    RankHello,
+    RankLogLevel,
+    RankReport,
+    RankShutdown,
+    RankStartFailed,
+    RankSwitch,
+    process_figures,
+)
 from transfer.config import NodeConfig
 from transfer.errors import TransferError
-from transfer.logs import configure_logging
+from transfer.logs import configure_logging, rename_process, set_log_level
 
 REPORT_S = 0.25
 SIGN_OF_LIFE_S = 1.0  # a rank of which nothing changes says at least this often that it is there
+REFUSAL_HEARD_S = 5.0
 SWITCH_INTERVAL_S = 0.0005  # the engine's thread holds the interpreter lock for long stretches; the owner's loop must get in
 
 log = structlog.get_logger(__name__)
@@ -47,6 +59,7 @@ class RankSpec:
         incarnation: This life of the rank group.
         address: Where the leader listens.
         rendezvous: Fresh file at which the ranks of a TP group meet.
+        other_config: The node's settings in its other role; None where it has none.
     """
 
     config: NodeConfig
@@ -54,6 +67,19 @@ class RankSpec:
     incarnation: int
     address: RankAddress
     rendezvous: Path
+    other_config: NodeConfig | None = None
+
+    def switched(self, message: RankSwitch) -> RankSpec:
+        """What the rank goes on with."""
+        assert self.other_config is not None and self.other_config.role == message.role
+        return dataclasses.replace(
+            self,
+            config=self.other_config,
+            other_config=self.config,
+            incarnation=message.incarnation,
+            address=message.address,
+            rendezvous=Path(message.rendezvous),
+        )
 
 
 class Worker(Protocol):
@@ -63,7 +89,8 @@ class Worker(Protocol):
         """Load the engine, take the memory, open the ports.
 
         Raises:
-            TransferError: It cannot be done; the node ends with that error.
+            TransferError: It cannot be done, and nothing is left open but the engine; the node ends with that error, or keeps the
+                role that it had.
         """
         ...
 
@@ -85,14 +112,23 @@ class Worker(Protocol):
         """Snapshot of the rank's metrics; `status` is what its report says of it."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Give back everything but the engine, which rests when this returns."""
+        ...
 
 
-WorkerFactory = Callable[[RankSpec, RankLink, asyncio.AbstractEventLoop], Worker]
+WorkerFactory = Callable[[RankSpec, RankLink, asyncio.AbstractEventLoop, RankEngine], Worker]
 
 
-def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> None:
-    """Be a rank until the leader says otherwise. Ends the process."""
+def run_rank(
+    spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, *, role_of: Callable[[str], NodeRole] = node_role
+) -> None:
+    """Be a rank until the leader says otherwise. Ends the process.
+
+    Args:
+        codec, make_worker: Of the role that it begins with.
+        role_of: Finds the role that it may be told to go on with.
+    """
     # A terminal's Ctrl-C, and a service manager's SIGTERM, reach every process of the node; the leader decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -101,7 +137,7 @@ def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> No
     configure_logging(spec.config.log, role=spec.config.role, rank=spec.rank, incarnation=spec.incarnation)
     code = exit_codes.FAILED
     try:
-        code = asyncio.run(_serve(spec, codec, make_worker))
+        code = asyncio.run(_serve(spec, codec, make_worker, role_of))
     except Exception as error:
         log.critical("rank_crashed", error=str(error), exc_info=error)
     finally:
@@ -111,18 +147,38 @@ def run_rank(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> No
         os._exit(code)
 
 
-async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -> int:
+async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, role_of: Callable[[str], NodeRole]) -> int:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
     watch_leader(loop, lambda: _end_without_leader(spec.rendezvous.parent))
     loop.set_exception_handler(_crash)
+    engine = RankEngine(loop)
+    is_switched = False
+    while True:
+        over = await _live(spec, codec, make_worker, engine, is_switched=is_switched)
+        if not isinstance(over, RankSwitch):
+            return over
+        spec, is_switched = spec.switched(over), True
+        rename_process(role=over.role, incarnation=over.incarnation)
+        role = role_of(over.role)
+        codec, make_worker = role.codec, role.load_worker()
+
+
+async def _live(
+    spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, engine: RankEngine, *, is_switched: bool
+) -> int | RankSwitch:
+    """Be one worker until it is over; the exit code, or what to go on as."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[RankShutdown | RankSwitch] = loop.create_future()
     link = RankLink(spec.address, codec)
-    worker = make_worker(spec, link, loop)
+    worker = make_worker(spec, link, loop, engine)
 
     def on_message(message: Any) -> None:
-        if isinstance(message, RankShutdown):
-            stop.set()
-        elif not stop.is_set():
+        if isinstance(message, RankShutdown | RankSwitch):
+            if not over.done():
+                over.set_result(message)
+        elif isinstance(message, RankLogLevel):
+            set_log_level(message.level)
+        elif not over.done():
             worker.on_message(message)
 
     link.watch(loop, on_message)
@@ -132,14 +188,25 @@ async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory) -
         code = exit_codes.exit_code_of(error)
         log.debug("rank_start_failed", error=str(error))  # said once, by the leader, and not by every rank
         link.send(RankStartFailed(rank=spec.rank, reason=str(error), exit_code=code))
+        # The leader ends a node that cannot start. One that was another role before becomes that again, once every rank has said
+        # whether it could change, for which each takes its time; a leader that is gone is noticed by `watch_leader`.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), timeout=5.0)
+            await asyncio.wait_for(over, timeout=None if is_switched else REFUSAL_HEARD_S)
+        if over.done() and not over.cancelled() and isinstance(said := over.result(), RankSwitch):
+            link.close()
+            return said
         return code
     spare_what_lives()
     link.send(hello)
     log.info("rank_ready", pid=hello.pid, pool_pages=hello.pool_pages)
-    await _report(spec.rank, worker, link, stop)
+    await _report(spec.rank, worker, link, over)
+    said = over.result()
     await worker.close()
+    if isinstance(said, RankSwitch):
+        await engine.rest()
+        link.close()
+        return said
+    await engine.close()
     link.close()
     return exit_codes.OK
 
@@ -150,8 +217,8 @@ def _end_without_leader(folder: Path) -> None:
     os._exit(exit_codes.LEADER_GONE)
 
 
-async def _report(rank: int, worker: Worker, link: RankLink, stop: asyncio.Event) -> None:
-    """Send state and metrics whenever they have changed, and now and then if not, until `stop`.
+async def _report(rank: int, worker: Worker, link: RankLink, over: asyncio.Future[Any]) -> None:
+    """Send state and metrics whenever they have changed, and now and then if not, until it is over.
 
     An idle rank proves its invariants before each report: state that contradicts itself is a bug that can hand out memory twice,
     so it ends the rank here, as any other bug does.
@@ -159,15 +226,14 @@ async def _report(rank: int, worker: Worker, link: RankLink, stop: asyncio.Event
     last: dict[str, Any] = {}
     last_s = 0.0
     num_checks = 0
-    while not stop.is_set():
+    while not over.done():
         status, now_s = worker.status(), time.monotonic()
         if status != last or now_s - last_s >= SIGN_OF_LIFE_S:
             last, last_s = status, now_s
             num_checks += worker.check_idle()
             status = status | process_figures() | {"idle_checks": num_checks}
             link.send(RankReport(rank=rank, status=status, metrics=worker.metrics(status)))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), timeout=REPORT_S)
+        await asyncio.wait({over}, timeout=REPORT_S)
 
 
 def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

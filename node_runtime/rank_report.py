@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from node_runtime.rank_link import RankAddress
 from transfer.instance import Instance
 from transfer.page_allocator import GroupAllocator
 
@@ -47,6 +48,7 @@ class RankHello:
         ring_bytes: Size of its ring; 0 where it has none.
         memory: What it planned to take of its device, and what it took.
         host_pages: Pages of its host pool, for each group of layers; empty where it has none.
+        can_switch: Whether its engine can serve the other role, too.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class RankHello:
     ring_bytes: int = 0
     memory: RankMemory = field(default_factory=RankMemory)
     host_pages: tuple[int, ...] = ()
+    can_switch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,30 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankLogLevel:
+    """What the rank writes to its log from now on; one of `transfer.logs.LEVELS`."""
+
+    level: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankShutdown:
     """End: close the engine, the sessions and the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSwitch:
+    """Become a rank of the other role: end the worker, keep the engine, and say hello on another link.
+
+    Args:
+        role: "prefill" or "decode".
+        incarnation, address, rendezvous: As `node_runtime.rank_process.RankSpec` has them, of the life that begins.
+    """
+
+    role: str
+    incarnation: int
+    address: RankAddress
+    rendezvous: str
 
 
 def process_figures() -> dict[str, int]:

@@ -45,8 +45,8 @@ def check_before_start(config: NodeConfig) -> None:
     """What can be refused before any rank is started, which takes seconds.
 
     Raises:
-        ConfigError: The model directory is none, does not fit the parallel degree, or the transport, the store or the engine
-            cannot be had.
+        ConfigError: The model directory is none, does not fit the parallel degree, or the transport, the store, discovery or
+            the engine cannot be had.
         MemoryPlanError: The model does not fit the memory.
     """
     if not (config.model / "config.json").is_file():
@@ -58,6 +58,8 @@ def check_before_start(config: NodeConfig) -> None:
         raise ConfigError("device is cuda, and this machine has no NVIDIA device (/dev/nvidia*): choose cpu")
     _check_transport(config)
     check_store(config.storage)
+    if config.discovery.kind == "etcd" and importlib.util.find_spec("aetcd") is None:
+        raise ConfigError("discovery.kind is etcd, and aetcd is not installed: pip install 'kvferry[etcd]'")
     if config.engine == EMBEDDED_ENGINE:
         embedded: Any = importlib.import_module("embedded_engine.model_config")
         embedded.check_before_start(config.model, config.parallel.tp_size, dummy_weights=config.dummy_weights)

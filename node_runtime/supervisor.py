@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import structlog
 from node_runtime.rank_group import RankGroup, end_fork_server
 from node_runtime.rank_link import LeaderLink, RankCodec
 from node_runtime.rank_process import RankSpec
-from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from transfer.config import NodeConfig
 from transfer.errors import EngineError, LocalProtocolError, TransferError
 
@@ -40,16 +42,31 @@ class RankStartError(TransferError):
         self.exit_code = exit_code
 
 
-class RankSupervisor:
-    """One node's ranks, life after life.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSide:
+    """What hangs on the role of a node's ranks.
 
     Args:
         config: The node's settings; every rank gets them.
         entry: Entry point of a rank process, importable by name.
         codec: Messages of the role.
-        preload: Modules that the fork server imports once, before it forks ranks.
         on_message: (rank, message) of the running life, but for hellos and reports.
+    """
+
+    config: NodeConfig
+    entry: Callable[[RankSpec], None]
+    codec: RankCodec
+    on_message: Callable[[int, Any], None]
+
+
+class RankSupervisor:
+    """One node's ranks, life after life.
+
+    Args:
+        config, entry, codec, on_message: As of `RankSide`, of the role that the node begins with.
+        preload: Modules that the fork server imports once, before it forks ranks.
         on_lost: The life is of no more use, and why; `stop()` and perhaps `start()` are the owner's next steps.
+        other_config: The node's settings in its other role; None where it has none, and `switch()` may not be called.
     """
 
     def __init__(
@@ -61,22 +78,24 @@ class RankSupervisor:
         preload: Sequence[str],
         on_message: Callable[[int, Any], None],
         on_lost: Callable[[str], None],
+        other_config: NodeConfig | None = None,
     ) -> None:
-        self._config = config
-        self._entry = entry
-        self._codec = codec
+        self._side = RankSide(config=config, entry=entry, codec=codec, on_message=on_message)
+        self._configs = (config, other_config)
         self._preload = preload
-        self._on_message = on_message
         self._on_lost = on_lost
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-")
         self._num_ranks = config.parallel.tp_size
         self._link: LeaderLink | None = None
         self._group: RankGroup | None = None
         self._hellos: dict[int, RankHello] = {}
+        self._refusals: dict[int, RankStartFailed] | None = None  # of ranks that could not change their role, while that goes on
         self._started: asyncio.Future[None] | None = None
         self._is_running = False
+        self._is_whole = True
         self._silent_ticks: list[int] = []
         self._ticker: asyncio.TimerHandle | None = None
+        self._log_level: str = config.log.level  # the same in both roles
         self.incarnation = 0
         self.reports: dict[int, RankReport] = {}
 
@@ -94,31 +113,94 @@ class RankSupervisor:
         Raises:
             RankStartError: A rank refused, died, or did not answer in time. `stop()` is still to be called.
         """
+        link, started = self._begin_life()
+        self._is_whole = True
+        config = self._side.config
+        other_config = next(one for one in self._configs if one is not config)
+        specs = [
+            RankSpec(
+                config=config,
+                rank=rank,
+                incarnation=self.incarnation,
+                address=link.address_of(rank),
+                rendezvous=self._rendezvous,
+                other_config=other_config,
+            )
+            for rank in range(self._num_ranks)
+        ]
+        self._group = RankGroup(config.role, self._side.entry, [(spec,) for spec in specs], preload=self._preload)
+        return await self._until_started(self._group.start(self._on_exit), started)
+
+    async def switch(self, side: RankSide) -> tuple[RankHello, ...]:
+        """Have the processes that there are begin a new life in the other role; returns their hellos in rank order.
+
+        Raises:
+            RankStartError: A rank could not, or died. Where `is_whole`, every rank waits for what it shall be next: `switch()` to
+                the role that they had is possible. Otherwise `stop()` is.
+        """
+        before = self._link
+        assert before is not None and self._group is not None
+        self._is_running = False
+        self._stop_ticking()
+        self._side = side
+        link, started = self._begin_life()
+        self._refusals = {}
+        try:
+            for rank in range(self._num_ranks):
+                message = RankSwitch(
+                    role=side.config.role,
+                    incarnation=self.incarnation,
+                    address=link.address_of(rank),
+                    rendezvous=str(self._rendezvous),
+                )
+                if not before.send(rank, message):
+                    self._is_whole = False
+                    raise RankStartError(f"rank {rank} does not take messages", exit_code=4)
+            return await self._until_started(started)
+        finally:
+            self._refusals = None
+            before.close()  # every rank has left it, unless the group is of no more use
+
+    def begin_as(self, side: RankSide) -> None:
+        """What the next `start()` makes of the ranks."""
+        self._side = side
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no process of the group has ended, as far as is known."""
+        return self._is_whole
+
+    def _begin_life(self) -> tuple[LeaderLink, asyncio.Future[None]]:
+        """What belongs to one life, made anew; of what ranks still say of the one before, nothing is heard."""
         loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(63) + 1
         self._hellos, self.reports = {}, {}
         self._started = loop.create_future()
-        self._link = LeaderLink(Path(self._folder.name), self._num_ranks, self._codec)
-        self._link.watch(loop, self._receive)
-        rendezvous = Path(self._folder.name) / f"rendezvous-{self.incarnation:x}"
-        specs = [
-            RankSpec(
-                config=self._config,
-                rank=rank,
-                incarnation=self.incarnation,
-                address=self._link.address_of(rank),
-                rendezvous=rendezvous,
-            )
-            for rank in range(self._num_ranks)
-        ]
-        self._group = RankGroup(self._config.role, self._entry, [(spec,) for spec in specs], preload=self._preload)
+        self._link = LeaderLink(Path(self._folder.name), self._num_ranks, self._side.codec)
+        self._link.watch(loop, partial(self._receive, self.incarnation))
+        return self._link, self._started
+
+    @property
+    def _rendezvous(self) -> Path:
+        return Path(self._folder.name) / f"rendezvous-{self.incarnation:x}"
+
+    async def _until_started(self, *waited_for: Awaitable[None]) -> tuple[RankHello, ...]:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await asyncio.gather(self._group.start(self._on_exit), self._started)
+                await asyncio.gather(*waited_for)
         except TimeoutError:
+            self._is_whole = False
             missing = sorted(set(range(self._num_ranks)) - self._hellos.keys())
             raise RankStartError(f"ranks {missing} did not start within {START_TIMEOUT_S:g} s", exit_code=4) from None
+        if self._log_level != self._side.config.log.level:
+            self.broadcast(RankLogLevel(level=self._log_level))
         return tuple(self._hellos[rank] for rank in range(self._num_ranks))
+
+    def set_log_level(self, level: str) -> None:
+        """What the ranks of this life, and of those after it, write to their logs; one of `transfer.logs.LEVELS`."""
+        self._log_level = level
+        if self._is_running:  # those that start are told when they have
+            self.broadcast(RankLogLevel(level=level))
 
     def broadcast(self, message: object) -> None:
         """To every rank, in the same order as all broadcasts. A rank that does not take it ends the life.
@@ -161,6 +243,7 @@ class RankSupervisor:
         if self._link is not None:
             self._link.close()
             self._link = None
+        self.reports = {}  # or pages would show rings, links and sessions that are no more, until the next life reports
 
     def cleanup(self) -> None:
         """Remove the private folder; the supervisor is of no more use."""
@@ -168,28 +251,40 @@ class RankSupervisor:
         with contextlib.suppress(OSError):
             self._folder.cleanup()
 
-    def _receive(self, rank: int, message: Any) -> None:
+    def _receive(self, incarnation: int, rank: int, message: Any) -> None:
+        if incarnation != self.incarnation:
+            return
         if self._silent_ticks:
             self._silent_ticks[rank] = 0
         match message:
             case RankHello():
                 self._hellos[rank] = message
+                self._end_switch_if_heard()
                 if len(self._hellos) == self._num_ranks and self._started is not None and not self._started.done():
                     self._is_running = True  # from this very moment on a rank's end is a loss, and no failed start
                     self._silent_ticks = [0] * self._num_ranks
                     self._tick()
                     self._started.set_result(None)
+            case RankStartFailed() if self._refusals is not None:
+                self._refusals[rank] = message
+                self._end_switch_if_heard()
             case RankStartFailed():
                 self._fail_start(message.reason, message.exit_code)
             case RankReport():
                 self.reports[rank] = message
             case _ if self._is_running:
                 try:
-                    self._on_message(rank, message)
+                    self._side.on_message(rank, message)
                 except Exception as error:
                     # Half of it may have been done: no count of this life can be trusted any more.
                     log.exception("rank_message_failed", rank=rank, message=type(message).__name__)
                     self.lose(f"{type(message).__name__} of rank {rank} could not be handled: {error!r}")
+
+    def _end_switch_if_heard(self) -> None:
+        """Where a rank could not change its role, and each has said whether it could: nothing more is to be waited for."""
+        if self._refusals and len(self._refusals.keys() | self._hellos.keys()) == self._num_ranks:
+            first = self._refusals[min(self._refusals)]
+            self._fail_start(first.reason, first.exit_code)
 
     def _tick(self) -> None:
         """Count towards each rank's silence.
@@ -210,6 +305,7 @@ class RankSupervisor:
         self._ticker, self._silent_ticks = None, []
 
     def _on_exit(self, rank: int, code: int) -> None:
+        self._is_whole = False
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         self._fail_start(f"rank {rank} ended while it started: {how}", exit_code=4)
         self.lose(f"rank {rank} died: {how}")

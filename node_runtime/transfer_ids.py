@@ -30,6 +30,11 @@ def new_transfer_id(request_id: str) -> str:
     return f"{request_id}.{secrets.token_hex(8)}"
 
 
+def client_id_of(transfer_id: str) -> str:
+    """The client's id that a transfer's begins with; the whole where it was not made by `new_transfer_id`."""
+    return transfer_id.rpartition(".")[0] or transfer_id
+
+
 def is_try_of(transfer_id: str, request_id: str) -> bool:
     """Whether an operator who says `request_id` means this transfer: by its own id, or by the client's."""
-    return transfer_id == request_id or transfer_id.rpartition(".")[0] == request_id
+    return request_id in (transfer_id, client_id_of(transfer_id))

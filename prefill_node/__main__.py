@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from node_runtime import command
-from prefill_node.rank_messages import check_step_fits
+from prefill_node.role import ROLE
 from transfer.config import PrefillNodeConfig
-
-if TYPE_CHECKING:
-    from prefill_node.node import PrefillNode
 
 app = command.daemon_app("Computes prompts and moves their KV to decode nodes.")
 
@@ -44,18 +39,12 @@ def serve(
     command.run_daemon(
         context,
         PrefillNodeConfig,
-        load_leader,
-        check_step_fits=check_step_fits,
+        ROLE.load_leader,
+        check_step_fits=ROLE.check_step_fits,
         file=config,
         overrides=set_,
         is_check_only=check_config,
     )
-
-
-def load_leader() -> type[PrefillNode]:
-    from prefill_node.node import PrefillNode
-
-    return PrefillNode
 
 
 def main() -> None:

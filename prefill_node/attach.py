@@ -8,6 +8,7 @@ import gc
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 import torch
@@ -123,6 +124,22 @@ class DecodeSessions:
         """Watermarks heard, beats included."""
         return self._past_acks + sum(session.watch.num_acks for session in self._open.values())
 
+    def link_uses(self) -> list[dict[str, Any]]:
+        """What this rank has written over each of its links: fields of the wire contract's LinkUse."""
+        uses: list[dict[str, Any]] = []
+        for number, session in self._open.items():
+            use = self._sender.link_use(number)
+            uses.append(
+                {
+                    "peer_incarnation": session.peer.instance.incarnation,
+                    "decode_rank": session.decode_rank,
+                    "written_bytes": use.num_bytes,
+                    "busy_s": use.busy_s,
+                    "probe_s": use.probe_s,
+                }
+            )
+        return uses
+
     def of(self, incarnation: int) -> DecodePeer | None:
         """The instance of that life; None when it is not attached."""
         return self._peers.get(incarnation)
@@ -237,6 +254,7 @@ class DecodeSessions:
             raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
         peer.sessions[decode_rank] = number
         peer.ring_bytes = min(peer.ring_bytes or answer.ring_capacity_bytes, answer.ring_capacity_bytes)
+        self._sender.link_measured(number, link)
         watch.report_link(link)
         return link
 

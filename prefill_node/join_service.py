@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc
 import structlog
 
+from node_runtime.draining import Draining
 from node_runtime.reminders import Reminders
 from prefill_node.joins import Join, Joins
 from transfer.config import MAX_HEARTBEAT_S, MIN_HEARTBEAT_S
@@ -30,23 +31,33 @@ class JoinService:
 
     Args:
         security: How the decode instance's leader and ranks are going to be spoken to.
-        draining: Set once the node takes no new work; told to all that have joined.
+        draining: Whether the node takes new work; told to all that have joined.
     """
 
-    def __init__(self, *, security: Security, draining: asyncio.Event) -> None:
+    def __init__(self, *, security: Security, draining: Draining) -> None:
         self._security = security
         self._draining = draining
         self._refused = Reminders()
 
     async def events(
-        self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any], *, own: Instance, joins: Joins
+        self,
+        request: pb.JoinRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        *,
+        own: Instance,
+        joins: Joins,
+        is_idle: Callable[[Join], bool],
     ) -> AsyncGenerator[pb.JoinEvent, None]:
         """The stream's events, from the join to its end; the caller closes the iterator (`contextlib.aclosing`).
 
         Args:
             own: The prefill instance.
             joins: Its joins.
+            is_idle: Whether nothing of a join is in flight.
         """
+        if joins.is_held_otherwise(request.decode.incarnation, request.prefill_address):
+            yield pb.JoinEvent(already_joined=pb.AlreadyJoined(incarnation=own.incarnation))
+            return
         try:
             join = await self._open(request, own, joins)
         except TransferError as error:
@@ -62,7 +73,7 @@ class JoinService:
             layers_per_group=join.plan.layers_per_group,
             largest_piece_bytes=largest_piece_bytes(join),
         )
-        draining: asyncio.Future[Any] | None = None
+        change: asyncio.Future[Any] | None = None
         try:
             joined = pb.Joined(
                 prefill=instance_to_proto(own),
@@ -70,19 +81,33 @@ class JoinService:
                 links=[link_to_proto(link) for link in join.links],
             )
             yield pb.JoinEvent(joined=joined)
-            draining = asyncio.ensure_future(self._draining.wait())
-            waiting: set[asyncio.Future[Any]] = {join.lost, draining}
+            knows_undrain = "undrain" in join.instance.capabilities
+            told_draining = False
+            change = asyncio.ensure_future(self._draining.until(not told_draining))
             while not join.lost.done():
-                if draining.done() and draining in waiting:
-                    waiting.discard(draining)
+                if self._draining.is_on == told_draining:
+                    yield pb.JoinEvent(beat=pb.Beat())
+                elif not told_draining:
+                    told_draining = True
                     yield pb.JoinEvent(draining=pb.Draining())
+                elif knows_undrain:
+                    told_draining = False
+                    yield pb.JoinEvent(undrained=pb.Undrained())
+                elif is_idle(join):
+                    joins.leave(join, PeerUnreachable("the node drains no more; join again"))
+                    break
                 else:
                     yield pb.JoinEvent(beat=pb.Beat())
+                if change.done():  # also where it was undone before anybody looked
+                    change = asyncio.ensure_future(self._draining.until(not told_draining))
+                waiting: set[asyncio.Future[Any]] = {join.lost, change}
+                if told_draining and not self._draining.is_on and not knows_undrain:
+                    waiting = {join.lost}  # only the time can tell when nothing is in flight
                 await asyncio.wait(waiting, timeout=request.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
             await end_with(context, join.lost.result())
         finally:
-            if draining is not None:
-                draining.cancel()
+            if change is not None:
+                change.cancel()
             # The decode leader went away, or the join was lost: either way its ranks are written to no more.
             joins.leave(join, PeerUnreachable("the decode leader has left"))
 
@@ -92,7 +117,8 @@ class JoinService:
         decode = instance_from_proto(request.decode)
         check_compatible(own, decode)
         _check_addresses(request, num_ranks=decode.shard.num_ranks, security=self._security)
-        return await joins.open(decode, request.decode_address, tuple(request.rank_addresses))
+        rank_addresses = tuple(request.rank_addresses)
+        return await joins.open(decode, request.decode_address, rank_addresses, prefill_address=request.prefill_address)
 
 
 def peer_status(join: Join) -> pb.PeerStatus:
@@ -114,6 +140,8 @@ def largest_piece_bytes(join: Join) -> int:
 def _check_addresses(request: pb.JoinRequest, *, num_ranks: int, security: Security) -> None:
     if len(request.rank_addresses) != num_ranks:
         raise LayoutError(f"rank_addresses has {len(request.rank_addresses)} entries for {num_ranks} ranks")
+    if len(request.prefill_address) > MAX_ADDRESS_CHARS:
+        raise ConfigError(f"prefill_address has {len(request.prefill_address)} characters; it can have {MAX_ADDRESS_CHARS}")
     named = [("decode_address", request.decode_address), *(("rank_addresses", address) for address in request.rank_addresses)]
     for name, address in named:
         if not 1 <= len(address) <= MAX_ADDRESS_CHARS:

@@ -35,6 +35,7 @@ class Join:
     waiting_for: set[int]
     ring_bytes: int = 0
     cut: Cut | None = None
+    prefill_address: str = ""  # by which it has reached this node; empty: not said
 
     @property
     def incarnation(self) -> int:
@@ -96,8 +97,16 @@ class Joins:
         join = self._joins.get(incarnation)
         return join if join is not None and join.is_joined else None
 
-    async def open(self, instance: Instance, address: str, rank_addresses: tuple[str, ...]) -> Join:
+    def is_held_otherwise(self, incarnation: int, prefill_address: str) -> bool:
+        """Whether that life has joined, or is about to, by another address of this node."""
+        join = self._joins.get(incarnation)
+        return join is not None and bool(join.prefill_address and prefill_address) and join.prefill_address != prefill_address
+
+    async def open(self, instance: Instance, address: str, rank_addresses: tuple[str, ...], *, prefill_address: str = "") -> Join:
         """Have every rank attach; returns when all have.
+
+        Args:
+            prefill_address: By which the decode instance has reached this node.
 
         Raises:
             LayoutError: A rank found that the two do not fit.
@@ -118,6 +127,7 @@ class Joins:
             attached=loop.create_future(),
             lost=loop.create_future(),
             waiting_for=set(range(self._num_ranks)),
+            prefill_address=prefill_address,
         )
         self._broadcast(AttachDecode(join=join.number, instance=instance, rank_addresses=rank_addresses))
         self._joins[instance.incarnation] = join  # not before: one that the ranks were never told of would stay for ever

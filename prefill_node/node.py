@@ -44,9 +44,11 @@ from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry.convert import sampling_from_proto
+from transfer.registry.convert import link_to_proto, sampling_from_proto
+from transfer.registry.discovery import open_registration
 from transfer.registry.status import end_with
 from transfer.storage.open import open_store_client
+from transfer.tracing import Span, traceparent_in
 
 log = structlog.get_logger(__name__)
 
@@ -80,6 +82,7 @@ class _Life:
             reserve=node.reserve,
             on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
+            on_given_up=node.metrics.request_given_up,
             loads=partial(self._loads, node) if config.storage.is_set else None,
         )
         self.joins = Joins(
@@ -125,6 +128,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         """Raises ConfigError when a step of that configuration can be larger than a message to the ranks."""
         check_step_fits(config)
         super().__init__(daemon, config, entry=run_prefill_rank, codec=CODEC, on_rank_message=self._on_rank_message)
+        self.registration = open_registration(config)
         self.reserving = ReserveClient(self.security)
         self._join_service = JoinService(security=self.security, draining=self._draining)
 
@@ -133,10 +137,20 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     async def open(self) -> str:
         return await self._listen(prefill_control=self)
 
+    def go_outside(self, address: str) -> None:
+        if self.registration is not None:
+            self.registration.start(address)
+
     async def begin_life(self, hellos: tuple[RankHello, ...]) -> None:
         self._life = _Life(self, hellos)
         self._life.requests.start()
         await self._set_serving(True)
+
+    async def _set_serving(self, is_serving: bool) -> None:
+        """Also the node's entry in discovery is there exactly while it takes requests."""
+        await super()._set_serving(is_serving)
+        if self.registration is not None:
+            self.registration.want(is_serving and not self._draining.is_on)
 
     async def end_life(self, error: TransferError) -> None:
         life, self._life = self._life, None
@@ -147,15 +161,19 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         await self.reserving.close()
 
     def readiness(self) -> Readiness:
-        return Readiness(is_ready=not self._draining.is_set(), reason="the node is draining")
+        return Readiness(is_ready=not self._draining.is_on, reason="the node is draining")
 
     def render_metrics(self) -> bytes:
         life = self._life
         joins = [join for join in life.joins if join.is_joined] if life is not None else []
         self.metrics.largest_piece(max(map(largest_piece_bytes, joins), default=0))
+        if self.registration is not None:
+            self._show_discovery(self.registration.view)
         return self._render_metrics({"joined": len(joins)})
 
     async def close(self) -> None:
+        if self.registration is not None:
+            await self.registration.close()
         await self.reserving.close()
         await super().close()
 
@@ -200,7 +218,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         life = await self._life_or_end(context, is_new_work=True)
-        serving = self._join_service.events(request, context, own=life.instance, joins=life.joins)
+        serving = self._join_service.events(request, context, own=life.instance, joins=life.joins, is_idle=life.requests.is_idle)
         async with contextlib.aclosing(serving) as events:
             async for event in events:
                 yield event
@@ -209,10 +227,17 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
         life = await self._life_or_end(context, is_new_work=True)
+        span = None
+        if self.tracer is not None and (told := traceparent_in(context.invocation_metadata())):
+            # Only what a decode node traces; a trace of its own would tell half of a request.
+            span = self.tracer.begin("kvferry.prefill", parent=told, attributes={"transfer_id": request.request_id})
         try:
-            accepted = self._submit(life, request)
+            accepted = self._submit(life, request, span)
         except TransferError as error:
+            if span is not None:
+                span.end(str(error))
             await end_with(context, error)
+        self.metrics.prompt_accepted(len(accepted.token_ids))
         try:
             while True:
                 match await accepted.progress.get():
@@ -228,8 +253,10 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                         await end_with(context, failure)
         finally:
             life.requests.give_up(accepted, TransferAborted("the decode node gave the request up"))
+            if span is not None:
+                span.end()  # unless what failed it has ended it
 
-    def _submit(self, life: _Life, request: pb.PrefillRequest) -> Request:
+    def _submit(self, life: _Life, request: pb.PrefillRequest, span: Span | None = None) -> Request:
         if not 1 <= len(request.request_id) <= 128:
             raise ConfigError(f"request_id has {len(request.request_id)} characters; it must have 1 to 128")
         if request.engine_request:
@@ -254,11 +281,14 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             sampling_from_proto(request.sampling),
             join,
             cache_salt=request.cache_salt,
+            span=span,
         )
 
-    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.NodeStatus:
+    def status(self) -> pb.NodeStatus:
         joins = list(self._life.joins) if self._life is not None else []
-        return self._status(peers=map(peer_status, joins), links=[link for join in joins for link in join.links])
+        links = [link_to_proto(link, peer_incarnation=join.incarnation) for join in joins for link in join.links]
+        registration = self.registration.view if self.registration is not None else None
+        return self._status(peers=map(peer_status, joins), links=links, discovery=registration)
 
 
 def _stats_to_proto(stats: SentStats) -> pb.TransferStats:

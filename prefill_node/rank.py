@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from node_runtime.rank_process import RankSpec, run_rank
-from prefill_node.rank_messages import CODEC
+from prefill_node.role import ROLE
 
 
 def run_prefill_rank(spec: RankSpec) -> None:
     """Be one rank until the leader ends it or goes away."""
-    from prefill_node.worker import PrefillWorker
-
-    run_rank(spec, CODEC, PrefillWorker)
+    run_rank(spec, ROLE.codec, ROLE.load_worker())

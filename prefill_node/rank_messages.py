@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node_runtime.rank_link import RankCodec
-from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from prefill_node.sender_events import SentStats
 from transfer.chunk import ChunkPlan
 from transfer.config import PrefillNodeConfig
@@ -43,7 +43,11 @@ class DetachDecode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRequest:
-    """Take pages for the whole prompt and begin to ask for grants."""
+    """Take pages for the whole prompt and begin to ask for grants.
+
+    Args:
+        traceparent: Of the span that sending it lies in; empty where it is not traced.
+    """
 
     request_id: str
     decode_incarnation: int
@@ -51,6 +55,7 @@ class StartRequest:
     start_token: int
     plan: ChunkPlan
     sampling: SamplingParams
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +190,9 @@ CODEC = RankCodec(
     RankHello,
     RankStartFailed,
     RankReport,
+    RankLogLevel,
     RankShutdown,
+    RankSwitch,
 )
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
+from node_runtime.transfer_ids import client_id_of
 from prefill_node.joins import Join, Reservation
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import (
@@ -35,6 +37,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.messages import clip_reason
+from transfer.tracing import Span
 
 RETRY_RESERVE_S = 0.05
 
@@ -83,6 +86,7 @@ class Request:
     unsent: set[int] = field(default_factory=set)  # ranks that have not sent their part
     holding: set[int] = field(default_factory=set)  # ranks that have not given its pages back
     stats: list[SentStats] = field(default_factory=list)
+    span: Span | None = None  # of its call, where it is traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,6 +110,7 @@ class PrefillRequests:
         reserve: Asks the decode leader for room.
         on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
         on_outcome: Called with "sent", "failed" or "aborted" for each request that ends.
+        on_given_up: Called with the error of each that "failed" or was "aborted".
         loads: Makes what looks for stored beginnings, given whom to tell of them; None: there is no store.
     """
 
@@ -121,6 +126,7 @@ class PrefillRequests:
         reserve: Callable[[Join, str], Awaitable[Reservation]],
         on_broken: Callable[[str], None],
         on_outcome: Callable[[str], None],
+        on_given_up: Callable[[TransferError], None] = lambda error: None,
         loads: Callable[[OnLoaded, OnTaskOver], PrefixLoads] | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -132,6 +138,7 @@ class PrefillRequests:
         self._reserve = reserve
         self._on_broken = on_broken
         self._on_outcome = on_outcome
+        self._on_given_up = on_given_up
         self._requests: dict[str, Request] = {}
         self._steps: dict[int, _Step] = {}
         self._step = 0
@@ -157,6 +164,33 @@ class PrefillRequests:
     def num_in_flight(self) -> int:
         """Requests of which anything is left, also those that hold no pages any more and whose last bytes still travel."""
         return len(self._requests)
+
+    def views(self) -> list[RequestView]:
+        """Of all requests of which anything is left."""
+        now_s = time.monotonic()
+        return [self._view(request, now_s) for request in self._requests.values()]
+
+    def _view(self, request: Request, now_s: float) -> RequestView:
+        if request.is_over:
+            stage = "ending"
+        elif request.started_s is None:
+            stage = "queued"
+        else:
+            stage = "sending" if request.has_first_token else "computing"
+        return RequestView(
+            request_id=client_id_of(request.request_id),
+            transfer_id=request.request_id,
+            stage=stage,
+            age_s=now_s - request.queued_s,
+            prompt_tokens=len(request.token_ids),
+            ready_tokens=len(request.token_ids) if request.has_first_token else self._scheduler.num_computed(request.request_id),
+            peer=request.join.address,
+            ranks_done=self._num_ranks - len(request.unsent) if request.started_s is not None else 0,
+        )
+
+    def is_idle(self, join: Join) -> bool:
+        """Whether nothing of that decode instance is in flight."""
+        return all(request.join is not join for request in self._requests.values())
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -185,8 +219,9 @@ class PrefillRequests:
         join: Join,
         *,
         cache_salt: str = "",
+        span: Span | None = None,
     ) -> Request:
-        """Queue a prompt.
+        """Queue a prompt; `span` is that of its call, where it is traced, and ended by whoever began it.
 
         Raises:
             StagingError: The queue is full, or the pool can never hold the prompt.
@@ -209,7 +244,10 @@ class PrefillRequests:
             cache_salt=cache_salt,
             queued_s=now_s,
             deadline_s=now_s + self._queue_timeout_s,
+            span=span,
         )
+        if span is not None:
+            span.set(prompt_tokens=len(token_ids))
         self._requests[request_id] = request
         self._scheduler.submit(request_id, len(token_ids), destination=join.number)
         self._wake.set()
@@ -254,6 +292,8 @@ class PrefillRequests:
                 token = FirstToken(token_id=message.first_tokens[part.request_id], compute_s=time.monotonic() - started_s)
                 request.progress.put_nowait(token)
                 request.has_first_token = True
+                if request.span is not None:
+                    request.span.record("kvferry.compute", begun_s=started_s, ended_s=time.monotonic())
                 self._end_if_sent(request)
         for request_id, reason in message.faults.items():
             request = self._requests.get(request_id)
@@ -329,6 +369,9 @@ class PrefillRequests:
             request.is_over = True
             request.progress.put_nowait(error)
             self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+            self._on_given_up(error)
+            if request.span is not None:
+                request.span.end(str(error))
 
     def _forget_if_done(self, request: Request) -> None:
         """Its id may be used again once no rank knows it any more: each has sent or failed its part and given its pages back."""
@@ -401,8 +444,11 @@ class PrefillRequests:
                 start_token=request.start_token,
                 plan=request.join.plan,
                 sampling=request.sampling,
+                traceparent="" if request.span is None else request.span.traceparent,
             )
         )
+        if request.span is not None:
+            request.span.record("kvferry.queue", begun_s=request.queued_s, ended_s=request.started_s)
         request.progress.put_nowait(Started(queue_s=request.started_s - request.queued_s))
         if self._loads is not None and self._loads.begin(
             request.request_id, request.token_ids, request.join.instance, cache_salt=request.cache_salt

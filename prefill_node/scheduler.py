@@ -197,6 +197,11 @@ class PrefillScheduler:
                 self._sending[request_id] = self._computing.pop(request_id)
         return tuple(items)
 
+    def num_computed(self, request_id: str) -> int:
+        """Tokens of a started request that were loaded or given to a step; 0 for any other."""
+        request = self._computing.get(request_id) or self._sending.get(request_id)
+        return 0 if request is None else request.computed
+
     def withdraw(self, request_id: str) -> bool:
         """Compute no more of the request; True when it had not been started and nothing is left of it here."""
         if self._waiting.pop(request_id, None) is not None or self._accepted.pop(request_id, None) is not None:

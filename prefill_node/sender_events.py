@@ -53,6 +53,7 @@ class OutgoingRequest:
     Args:
         digest: Digest algorithm of its payloads, as the two instances agreed.
         scales: (layer, whether it is V) -> what values are divided by before they are narrowed; None: nothing is scaled.
+        traceparent: Of the span that sending it lies in; empty where it is not traced.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class OutgoingRequest:
     routes: tuple[OutgoingRoute, ...]
     digest: str
     scales: Mapping[tuple[int, bool], float] | None = None
+    traceparent: str = ""
 
 
 # Events: what the owner tells the sender.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 from torch import Tensor
 
 from node_runtime.copy_lane import OpenCopyLane, open_copy_lane
@@ -23,14 +24,21 @@ from prefill_node.sender_events import SenderSettings, SentStats
 from transfer.control.base import ControlClient
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, RemoteProtocolError, TransferError
+from transfer.instance import Link
 from transfer.kv_pool import KVPool
 from transfer.layout import Span
+from transfer.logs import is_debug
 from transfer.messages import decode, encode
 from transfer.metrics import RankMetrics
+from transfer.metrics.rank import LinkUse
 from transfer.ring import ALIGNMENT_BYTES, Watermark
 from transfer.staging import StagingBuffer
+from transfer.tracing import Span as TraceSpan
+from transfer.tracing import Tracer
 from transfer.transport.base import ByteRange, DirectMemory, Session, Transport
 from transfer.transport.driver import SessionDriver
+
+log = structlog.get_logger(__name__)
 
 
 class SenderOwner(Protocol):
@@ -62,6 +70,28 @@ class _Peer:
     is_direct: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _TracedPiece:
+    """One part of a chunk of a request that is traced."""
+
+    span: TraceSpan  # the request's
+    chunk: int
+    route: int
+    num_bytes: int
+
+    def gathered(self, seconds: float) -> None:
+        """It is now."""
+        self._record("kvferry.gather", seconds)
+
+    def written(self, seconds: float) -> None:
+        """It is now."""
+        self._record("kvferry.write", seconds)
+
+    def _record(self, name: str, seconds: float) -> None:
+        now_s = time.monotonic()
+        self.span.record(name, begun_s=now_s - seconds, ended_s=now_s, chunk=self.chunk, route=self.route, bytes=self.num_bytes)
+
+
 class SenderLoop:
     """See the module's docstring.
 
@@ -76,6 +106,7 @@ class SenderLoop:
         metrics: Where durations and counts go.
         on_crash: Called with an error that must end the rank.
         open_lane: What the pieces are gathered on.
+        tracer: Where spans of the requests begin that are traced; None: none is.
     """
 
     def __init__(
@@ -91,6 +122,7 @@ class SenderLoop:
         metrics: RankMetrics,
         on_crash: Callable[[BaseException], None],
         open_lane: OpenCopyLane = open_copy_lane,
+        tracer: Tracer | None = None,
     ) -> None:
         self._loop = loop
         self._owner = owner
@@ -100,6 +132,9 @@ class SenderLoop:
         self._memory = transport.register(staging.tensor)
         self._sender = Sender(settings, incarnation=incarnation)
         self._metrics = metrics
+        self._tracer = tracer
+        self._spans: dict[str, TraceSpan] = {}  # of requests that are traced
+        self._gathered: dict[int, _TracedPiece] = {}  # of those, by slot, until they are written or their request ends
         self._driver = SessionDriver(loop)
         self._lane = open_lane("gather", pool.device, loop, on_crash)
         self._peers: dict[int, _Peer] = {}
@@ -130,6 +165,10 @@ class SenderLoop:
     @property
     def num_sessions(self) -> int:
         return len(self._peers)
+
+    def link_use(self, number: int) -> LinkUse:
+        """What was written in an open session."""
+        return self._metrics.link_use(number)
 
     def check_idle(self) -> None:
         """Prove the protocol's invariants.
@@ -176,12 +215,17 @@ class SenderLoop:
         )
         self._pump.feed(opened)
 
+    def link_measured(self, number: int, link: Link) -> None:
+        """An open session's link was probed."""
+        self._metrics.link_measured(number, link)
+
     def close_session(self, number: int, reason: str) -> None:
         """End a session: its transport first, so that nothing more of it is begun when the protocol hears of it."""
         peer = self._peers.pop(number, None)
         if peer is None:
             return
         self._driver.remove(peer.session)
+        self._metrics.link_closed(number)
         self._lane.forget(number)
         peer.session.close()  # tells the peer behind gathers that are under way into its ring; nothing here waits for them
         peer.control.close()
@@ -199,6 +243,10 @@ class SenderLoop:
 
     def start_request(self, request: protocol.OutgoingRequest) -> None:
         self._layouts[request.request_id] = request
+        if self._tracer is not None and request.traceparent:
+            span = self._tracer.begin("kvferry.send", parent=request.traceparent)
+            if span is not None:
+                self._spans[request.request_id] = span
         self._pump.feed(protocol.RequestStarted(request=request))
 
     def chunk_computed(self, request_id: str, chunk: int, event: DeviceEvent | None) -> None:
@@ -236,14 +284,42 @@ class SenderLoop:
             case protocol.RequestSent():
                 self._layouts.pop(action.request_id, None)
                 self._metrics.request_sent(action.stats)
+                if self._spans:
+                    self._end_span(action.request_id, stats=action.stats)
                 self._owner.on_sent(action.request_id, action.stats)
             case protocol.RequestFailed():
                 self._layouts.pop(action.request_id, None)
+                if self._spans:
+                    self._end_span(action.request_id, error=action.reason)
                 self._owner.on_failed(action.request_id, action.reason)
             case protocol.CloseSession():
                 self._lose_session(action.session, action.reason)
             case protocol.MessageDropped():
                 self._drop(action.reason)
+
+    def _trace_gather(self, action: protocol.StartGather) -> _TracedPiece | None:
+        self._gathered.pop(action.slot, None)  # of a request that fails, and of which other pieces are still under way
+        span = self._spans.get(action.request_id)
+        if span is None:
+            return None
+        piece = _TracedPiece(span, action.chunk.index, action.route.index, action.num_bytes)
+        now_s = time.monotonic()
+        waited_s = action.credit_wait_s
+        span.record("kvferry.grant_wait", begun_s=now_s - waited_s, ended_s=now_s, chunk=piece.chunk, route=piece.route)
+        if not self._peers[action.session].is_direct:
+            self._gathered[action.slot] = piece
+        return piece
+
+    def _end_span(self, request_id: str, *, stats: SentStats | None = None, error: str = "") -> None:
+        span = self._spans.pop(request_id, None)
+        if span is None:
+            return
+        for slot in [slot for slot, piece in self._gathered.items() if piece.span is span]:
+            del self._gathered[slot]  # gathered, and not written: the slot's next write is another request's
+        if stats is not None:
+            span.set(bytes=stats.num_bytes, writes=stats.writes, resends=stats.resends)
+            span.set(transfer_seconds=stats.transfer_s, exposed_seconds=stats.exposed_s)
+        span.end(error)
 
     def _send(self, action: protocol.Send) -> None:
         peer = self._peers.get(action.session)
@@ -283,12 +359,16 @@ class SenderLoop:
             tables=self._owner.tables_of(action.request_id),
         )
         self._metrics.credit_wait_seconds(action.credit_wait_s)
+        traced = self._trace_gather(action) if self._spans else None
         is_direct = self._peers[action.session].is_direct
 
         def done(digest: int, seconds: float) -> None:
             self._metrics.gather_seconds(seconds)
             if is_direct:
                 self._metrics.write_finished(seconds, action.num_bytes)
+                self._metrics.link_written(action.session, seconds, action.num_bytes)
+            if traced is not None:
+                traced.gathered(seconds)
             self._pump.feed(protocol.GatherFinished(slot=action.slot, digest=digest))
 
         self._lane.gather(piece, out, algorithm=request.digest, peer=action.session, after=action.event, on_done=done)
@@ -340,11 +420,20 @@ class SenderLoop:
             self._lose_session(action.session, f"the write cannot be made: {error}")
             return
 
+        self._metrics.link_write_began(action.session)
+        traced = self._gathered.pop(action.slot, None) if self._gathered else None
+
         def done(_: object, error: TransferError | None) -> None:
+            self._metrics.link_write_ended(action.session, 0 if error is not None else action.num_bytes)
             if error is not None:
                 self._pump.feed(protocol.WriteFailed(slot=action.slot, reason=str(error)))
                 return
-            self._metrics.write_finished(time.monotonic() - started, action.num_bytes)
+            seconds = time.monotonic() - started
+            self._metrics.write_finished(seconds, action.num_bytes)
+            if traced is not None:
+                traced.written(seconds)
+            if is_debug():
+                log.debug("written", session=action.session, grant=action.grant.begin, bytes=action.num_bytes, seconds=seconds)
             self._pump.feed(protocol.WriteFinished(slot=action.slot))
 
         self._driver.watch(peer.session, handle, done)

@@ -342,6 +342,7 @@ class SourceRank:
             "sessions": self._sender.num_sessions,
             "pending_transfers": self._sender.driver.num_watches,
             "watermark_acks": self._sessions.num_acks,
+            "link_uses": self._sessions.link_uses(),
             "dropped_messages": self._sender.num_dropped,
         }
 

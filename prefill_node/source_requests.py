@@ -132,6 +132,7 @@ class SourceRequests:
         compute: Has the engine given a prompt that it does not have, as `Transfer.engine_request`, and ends when that has been
             computed; cancelled when the transfer is over. None: it cannot be done.
         on_outcome: Called with "sent", "failed" or "aborted" for each transfer that ends.
+        on_given_up: Called with the error of each that "failed" or was "aborted".
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class SourceRequests:
         reserve: Callable[[Join, str], Awaitable[bool]],
         compute: Callable[[Transfer], Coroutine[Any, Any, None]] | None = None,
         on_outcome: Callable[[str], None],
+        on_given_up: Callable[[TransferError], None] = lambda error: None,
     ) -> None:
         self._num_ranks = num_ranks
         self._limits = limits
@@ -150,6 +152,7 @@ class SourceRequests:
         self._reserve = reserve
         self._compute = compute
         self._on_outcome = on_outcome
+        self._on_given_up = on_given_up
         self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are free
         self._offered: dict[str, _Prompt] = {}  # by transfer id, until they are closed
         self._waiting: dict[str, set[asyncio.Future[_Prompt]]] = {}  # by transfer id: who asks for what is not offered yet
@@ -483,6 +486,7 @@ class SourceRequests:
             transfer.is_over = True
             transfer.progress.put_nowait(error)
             self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+            self._on_given_up(error)
 
     def _forget(self, transfer: Transfer) -> None:
         """The prompt waits for another try, but not for ever."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
+from node_runtime.draining import Draining
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello, RankReport
 from node_runtime.transfer_ids import is_try_of
@@ -27,6 +28,7 @@ from transfer.config import HostedConfig
 from transfer.errors import (
     ConfigError,
     LocalProtocolError,
+    NodeDraining,
     PeerUnreachable,
     Preempted,
     RemoteProtocolError,
@@ -75,7 +77,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         self._vocab_size = first.vocab_size
         self._reports = reports
         self._started_s = time.monotonic()
-        self._draining = asyncio.Event()
+        self._draining = Draining()
         self._join_service = JoinService(security=security, draining=self._draining)
         self._reserve_client = ReserveClient(security)
         self.metrics = NodeMetrics(role="prefill")
@@ -86,6 +88,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
             reserve=self._reserve,
             compute=compute,
             on_outcome=self.metrics.request_ended,
+            on_given_up=self.metrics.request_given_up,
         )
         self._joins = Joins(
             len(hellos),
@@ -131,7 +134,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         joined = [join for join in self._joins if join.is_joined]
         self.metrics.largest_piece(max(map(largest_piece_bytes, joined), default=0))
         self.metrics.node_state(
-            state="draining" if self._draining.is_set() else "ready",
+            state="draining" if self._draining.is_on else "ready",
             queued=self.requests.num_prompts,
             running=self.requests.num_transfers,
             peers={"joined": len(joined)},
@@ -155,9 +158,11 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
     # PrefillControl
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
-        if self._draining.is_set():
-            await end_with(context, PeerUnreachable("the prefill side is draining"))
-        events = self._join_service.events(request, context, own=self._instance, joins=self._joins)
+        if self._draining.is_on:
+            await end_with(context, NodeDraining("the prefill side is draining"))
+        events = self._join_service.events(
+            request, context, own=self._instance, joins=self._joins, is_idle=lambda join: not self.requests.num_transfers
+        )
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event
@@ -169,6 +174,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
             transfer = self._submit(request)
         except TransferError as error:
             await end_with(context, error)
+        self.metrics.prompt_accepted(len(request.token_ids))
         try:
             while True:
                 match await transfer.progress.get():
@@ -218,7 +224,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.AbortResponse:
         reason = clip_reason(request.reason) or "aborted by an operator"
         tries = [name for name in self.requests.request_ids if is_try_of(name, request.request_id)]
-        found = [self.requests.abort(name, TransferAborted(reason)) for name in tries]
+        found = [self.requests.abort(name, TransferAborted(reason, is_by_operator=True)) for name in tries]
         if 1 <= len(request.request_id) <= MAX_ID_CHARS:
             # Also the prompt itself, as its engine and a decode side know it: nobody need keep it any more.
             found.append(self.requests.decline(request.request_id, reason))
@@ -228,21 +234,21 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         joins = list(self._joins)
         return pb.NodeStatus(
             role="prefill",
-            state="draining" if self._draining.is_set() else "ready",
+            state="draining" if self._draining.is_on else "ready",
             instance=instance_to_proto(self._instance),
             uptime_s=time.monotonic() - self._started_s,
             queued_requests=self.requests.num_prompts,
             running_requests=self.requests.num_transfers,
             ranks=[pb.RankStatus(**report.status) for report in self._reports()],
             peers=map(peer_status, joins),
-            links=[link_to_proto(link) for join in joins for link in join.links],
-            ready=not self._draining.is_set(),
-            not_ready_reason="the prefill side is draining" if self._draining.is_set() else "",
+            links=[link_to_proto(link, peer_incarnation=join.incarnation) for join in joins for link in join.links],
+            ready=not self._draining.is_on,
+            not_ready_reason="the prefill side is draining" if self._draining.is_on else "",
         )
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
         """Decode sides send no more requests; the engine's own front has to be drained by whoever runs it."""
-        self._draining.set()
+        self._draining.begin()
         budget_s = context.time_remaining()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):

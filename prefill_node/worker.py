@@ -7,6 +7,7 @@ layer group of a step is in the pool. The leader decides which tokens a step com
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -15,12 +16,13 @@ from typing import Any
 
 import structlog
 
-from node_runtime.lane import Lane
+from node_runtime.open_tracer import open_tracer
+from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
 from node_runtime.rank_memory import rank_memory
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
-from node_runtime.rank_setup import engine_loader, open_transport, own_instance
+from node_runtime.rank_setup import open_transport, own_instance
 from prefill_node.attach import DecodeSessions
 from prefill_node.engine import PrefillEngine
 from prefill_node.prefix_loader import BATCH_BYTES, PrefixLoader
@@ -57,6 +59,7 @@ from transfer.registry.security import security_of
 from transfer.staging import StagingBuffer
 from transfer.storage.client import StoreClient
 from transfer.storage.open import open_store_client
+from transfer.tracing import Tracer
 
 log = structlog.get_logger(__name__)
 
@@ -79,14 +82,15 @@ class _Request:
 class PrefillWorker:
     """See the module's docstring; a `node_runtime.rank_process.Worker`."""
 
-    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self._spec = spec
         assert isinstance(spec.config, PrefillNodeConfig)
         self._config = spec.config
         self._link = link
         self._loop = loop
         self._metrics = RankMetrics(role="prefill", rank=spec.rank)
-        self._engine_lane = Lane("engine", loop, self._crash)
+        self._rank_engine = engine
+        self._engine_lane = engine.lane
         self._requests: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # attaches and loads
         self._chunk_tokens = spec.config.chunk.chunk_tokens  # of every request's plan
@@ -97,14 +101,26 @@ class PrefillWorker:
         self._sessions: DecodeSessions
         self._store: StoreClient | None = None
         self._loader: PrefixLoader | None = None
+        self._tracer: Tracer | None = None
 
     async def start(self) -> RankHello:
         """Load the engine; see `Worker.start`."""
-        engine = await self._engine_lane.call(
-            lambda: engine_loader(self._config)(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
-        )
+        engine = await self._rank_engine.open(self._config, rank=self._spec.rank, rendezvous=self._spec.rendezvous)
         self._engine = engine
+        with contextlib.ExitStack() as undo:
+            self._tracer = open_tracer(self._config, rank=self._spec.rank)
+            if self._tracer is not None:
+                undo.callback(self._tracer.close)
+            hello = self._open(undo)
+            undo.pop_all()
+        return hello
+
+    def _open(self, undo: contextlib.ExitStack) -> RankHello:
+        """Everything but the engine; what `undo` has must be undone where it fails."""
+        engine = self._engine
         transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
+        opening = undo.enter_context(contextlib.ExitStack())
+        opening.callback(transport.close)
         self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
         pool = engine.pool
         self._allocator = GroupAllocator(
@@ -127,7 +143,10 @@ class PrefillWorker:
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
             on_crash=self._crash,
+            tracer=self._tracer,
         )
+        opening.pop_all()  # the sender closes it
+        undo.callback(self._sender.close)
         self._sessions = DecodeSessions(
             loop=self._loop,
             sender=self._sender,
@@ -151,6 +170,7 @@ class PrefillWorker:
             max_context_tokens=engine.max_context_tokens,
             vocab_size=engine.vocab_size,
             memory=memory,
+            can_switch=self._rank_engine.can_switch,
         )
 
     def _open_store(self) -> None:
@@ -237,6 +257,7 @@ class PrefillWorker:
                 routes=mine,
                 digest=peer.digest,
                 scales=peer.scales,
+                traceparent=message.traceparent,
             )
         )
 
@@ -327,6 +348,8 @@ class PrefillWorker:
     def _on_step_over(self, step: RunStep, outcome: StepDone | StepFailed) -> None:
         # Before any page is given back: an id may be used again then, and its token must not be taken for the other's.
         self._link.send(outcome)
+        if isinstance(outcome, StepDone):
+            self._metrics.step_seconds(outcome.compute_s)
         for part in step.parts:
             request = self._requests[part.request_id]
             request.steps_under_way -= 1
@@ -392,6 +415,7 @@ class PrefillWorker:
             "pending_transfers": self._sender.driver.num_watches,
             "watermark_acks": self._sessions.num_acks,
             "dropped_messages": self._sender.num_dropped,
+            "link_uses": self._sessions.link_uses(),
         }
 
     def check_idle(self) -> bool:
@@ -411,5 +435,6 @@ class PrefillWorker:
             await self._store.close()
         await self._sessions.close_all("the prefill node shuts down")
         self._sender.close()
-        await self._engine_lane.call(self._engine.close)
-        self._engine_lane.close(timeout_s=5.0)
+        await self._rank_engine.rest()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)

@@ -51,6 +51,7 @@ ROOMS_OF_THE_WORLD = (
     "registry",
     "router",
     "runtime",
+    "seeing",
     "transport",
 )
 OF_THE_WORLD = tuple(f"tests/{room}/" for room in ROOMS_OF_THE_WORLD)

@@ -7,7 +7,7 @@ from transfer.chunk import Chunk, ChunkPlan, split_into_chunks
 from transfer.layout import DType, HeadSlice, KVLayout, LayerKind, LayerSpec, Route, Shard, Span, TokenOrder, routes
 from transfer.ring import Grant, RingView, StagingAllocator, Watermark
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Chunk",

@@ -12,6 +12,7 @@
     │ └ ChunkTooLarge                 a chunk can never fit the ring or a staging slot
     ├ TransportError
     │ ├ PeerUnreachable               no connection could be made
+    │ │ └ NodeDraining                the node takes no new work; another one will, or this one once it has started anew
     │ ├ WriteFailed                   a write or receive ended in an error
     │ ├ TransportTimeout              a deadline passed
     │ └ TransportClosed               the session was closed while, or before, it was used
@@ -64,6 +65,10 @@ class PeerUnreachable(TransportError):
     """No session could be opened with the peer."""
 
 
+class NodeDraining(PeerUnreachable):
+    """The node takes no new work, because somebody is about to stop it or to change it."""
+
+
 class WriteFailed(TransportError):
     """A write or a receive ended in an error that the transport reported."""
 
@@ -104,4 +109,12 @@ class Preempted(TransferError):
 
 
 class TransferAborted(TransferError):
-    """The transfer was given up on purpose (client cancel, deadline, drain)."""
+    """The transfer was given up on purpose (client cancel, deadline, drain).
+
+    Attributes:
+        is_by_operator: By an operator's Abort, and not by whoever asked for it.
+    """
+
+    def __init__(self, *args: object, is_by_operator: bool = False) -> None:
+        super().__init__(*args)
+        self.is_by_operator = is_by_operator

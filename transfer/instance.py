@@ -17,13 +17,16 @@ from transfer.errors import LayoutError
 from transfer.layout import DType, KVLayout, Shard, named_differences, wire_dtype
 from transfer.ring import ALIGNMENT_BYTES
 
-CAPABILITIES: Final = frozenset({"late_start_token", "layer_groups", "resend_once", "selective_release"})
-"""Abilities that a peer may lack, so that it is not asked for what needs one. Whoever speaks version 1 has the last three.
+CAPABILITIES: Final = frozenset({"late_start_token", "layer_groups", "one_join", "resend_once", "selective_release", "undrain"})
+"""Abilities that a peer may lack, so that it is not asked for what needs one. Who speaks version 1 has
+layer_groups, resend_once and selective_release.
 
 - late_start_token: a prefill side learns from `ReserveResponse` which token the KV is needed from.
+- one_join: a prefill side that a decode instance joins by two of its addresses keeps the first join, and says so.
 - layer_groups: chunks may hold a part of the layers, so that the first layers travel while the last are computed.
 - resend_once: a chunk whose bytes arrive broken is sent a second time.
 - selective_release: watermarks name released ranges above their position, which the writer may use again at once.
+- undrain: a decode side is told in its join that the prefill side takes requests again.
 """
 
 HOSTED_CAPABILITIES: Final = CAPABILITIES - {"late_start_token"}

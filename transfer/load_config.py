@@ -44,12 +44,14 @@ def load_config(
     flags: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
     given: Mapping[str, Mapping[str, object]] | None = None,
+    defaults: Mapping[str, Mapping[str, object]] | None = None,
 ) -> AnyConfig:
     """A node's settings, or a command's, from all sources.
 
     Args:
         file: YAML file.
         given: Settings that the process has from elsewhere, nested or by path, by the name of that place; as strong as a file.
+        defaults: As `given`, and weaker than any other source.
         environment: Variables of the process; those that do not begin with `ENVIRONMENT_PREFIX` are ignored, and those that
             Kubernetes makes of a Service whose name begins so.
         flags: Values of the daemon's own flags by path; None means that the flag was not given.
@@ -60,12 +62,11 @@ def load_config(
     """
     found = _Given(config_type)
     problems, tree, sources = found.problems, found.tree, found.sources
+    found.put_all(defaults or {})
     if file is not None:
         for path, value in _file_settings(file, problems):
             found.put(path, value, str(file))
-    for place, content in (given or {}).items():
-        for path, value in _leaves(content, ""):
-            found.put(path, value, place)
+    found.put_all(given or {})
     for path, value, source in _environment_settings(environment or {}, found.sections):
         found.put(path, value, source)
     for path, value in (flags or {}).items():
@@ -170,6 +171,12 @@ class _Given:
         self.tree: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
         self.problems: list[str] = []
+
+    def put_all(self, contents: Mapping[str, Mapping[str, object]]) -> None:
+        """Settings by the name of where they come from."""
+        for place, content in contents.items():
+            for path, value in _leaves(content, ""):
+                self.put(path, value, place)
 
     def put(self, path: str, value: object, source: str) -> None:
         *parents, name = path.split(".")

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Final, TextIO
+from typing import Final, TextIO, get_args
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from transfer.config import LogConfig
+from transfer.errors import ConfigError
+
+LEVELS: Final = get_args(LogConfig.model_fields["level"].annotation)
+"""Levels by name, the most talkative first."""
+
+_PROCESS: Final[dict[str, object]] = {}
+"""What every line of this process says of it; there is one log in a process."""
 
 _QUIET: Final = ("asyncio", "grpc", "urllib3", "aiohttp.access")
 """Loggers of others whose INFO lines are of no use to an operator."""
@@ -34,14 +41,13 @@ def configure_logging(
         stream: Standard error by default.
     """
     target = stream if stream is not None else sys.stderr
-    bound: dict[str, object] = {"role": role}
+    _PROCESS.clear()
     if rank is not None:
-        bound["rank"] = rank
-    if incarnation is not None:
-        bound["incarnation"] = f"{incarnation:#018x}"
+        _PROCESS["rank"] = rank
+    rename_process(role=role, incarnation=incarnation)
 
     def bind(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        for name, value in bound.items():
+        for name, value in _PROCESS.items():
             event.setdefault(name, value)
         return event
 
@@ -69,7 +75,7 @@ def configure_logging(
     for previous in list(root.handlers):
         root.removeHandler(previous)
     root.addHandler(handler)
-    root.setLevel(config.level.upper())
+    set_log_level(config.level)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     structlog.configure(
@@ -78,3 +84,31 @@ def configure_logging(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # modules take their loggers on import, before this runs
     )
+
+
+def rename_process(*, role: str, incarnation: int | None = None) -> None:
+    """What every further line is of; arguments as of `configure_logging`."""
+    _PROCESS["role"] = role
+    if incarnation is not None:
+        _PROCESS["incarnation"] = f"{incarnation:#018x}"
+
+
+def log_level() -> str:
+    """Least severe that this process writes: one of `LEVELS`."""
+    return logging.getLevelName(logging.getLogger().level).lower()
+
+
+def is_debug() -> bool:
+    """Whether lines of every chunk are written: asked first, because to make one takes longer."""
+    return logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
+def set_log_level(level: str) -> None:
+    """From now on, write what is at least so severe.
+
+    Raises:
+        ConfigError: There is no such level.
+    """
+    if level not in LEVELS:
+        raise ConfigError(f"level is {level!r:.40}; it must be one of {', '.join(LEVELS)}")
+    logging.getLogger().setLevel(level.upper())

@@ -51,7 +51,25 @@ def check_plain_text(config: ProcessConfig) -> str | None:
     if isinstance(config, DecodeNodeConfig):
         named += [("peers.prefill_nodes", address) for address in config.peers.prefill_nodes]
     is_plain = is_plain_text_right(config.tls, named)
+    _check_etcd(config)
     return (NODE_WARNING if is_node else CLIENT_WARNING) if is_plain else None
+
+
+def _check_etcd(config: ProcessConfig) -> None:
+    """Whoever stands between a node and etcd says which nodes there are, and reads the password.
+
+    Raises:
+        ConfigError: It is spoken to in plain text, and may not be.
+    """
+    if not isinstance(config, NodeConfig):
+        return
+    for endpoint in config.discovery.etcd_endpoints:
+        scheme, _, address = endpoint.partition("://")
+        if scheme == "http" and not is_loopback(address) and config.tls.insecure < ANYWHERE:
+            raise ConfigError(
+                f"discovery.etcd_endpoints is {endpoint}, which is no loopback address; it must be https://{address}, or take "
+                f"--insecure twice (tls.insecure: {ANYWHERE})"
+            )
 
 
 def is_plain_text_right(tls: TlsConfig, named: Iterable[tuple[str, str | None]]) -> bool:

@@ -80,12 +80,21 @@ class DecodeEngine(Protocol):
         """
         ...
 
-    # An engine may have one more method, without which the setting `offload.device_window` is refused:
+    # An engine may have two more methods. Without this one the setting `offload.device_window` is refused:
     #
     #     def use_host_pool(self, host: HostPool, *, block_bytes: int) -> None
     #
     # Called once, before the first step. From then on an item's `host_tables` can name pages of that `transfer.host_pool`, which
     # hold what the item's page tables leave out. `block_bytes`: device memory that it may take to read them.
+
+    # Without this one `SwitchRole` is refused:
+    #
+    #     def switch_role(self, config: NodeConfig) -> PrefillEngine | DecodeEngine
+    #
+    # No step runs, and none comes before it returns. It gives back the pool and what hangs on it, and returns an engine of the
+    # role of `config`, which may be itself, with the weights and the group that are there. Called on the thread that runs the
+    # steps, in every rank. Where it raises a `TransferError`, or the change fails for another reason, it is called with the
+    # former settings.
 
     def close(self) -> None:
         """Give back everything, leave the TP group. May be called twice."""

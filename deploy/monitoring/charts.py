@@ -15,12 +15,22 @@ class Unit(StrEnum):
 
     SHARE = "percentunit"
     SECONDS = "s"
+    BYTES = "bytes"
     BYTES_PER_S = "binBps"
     TOKENS_PER_S = "suffix: tokens/s"
     PAGES = "suffix: pages"
     PAGES_PER_S = "suffix: pages/s"
+    REQUESTS = "suffix: requests"
+    REQUESTS_PER_S = "suffix: requests/s"
+    MESSAGES_PER_S = "suffix: messages/s"
     TIMES_PER_S = "suffix: /s"
+    AT_A_TIME = "suffix: at a time"
     CIRCUITS = "suffix: circuits"
+    GRANTS = "suffix: grants"
+    LINKS = "suffix: links"
+    NODES = "suffix: nodes"
+    ALERTS = "suffix: alerts"
+    NUMBER = "short"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +48,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A graph over time.
+    """A graph over time, or the newest values as numbers.
 
     Args:
         title: What is shown, without its unit.
@@ -48,6 +58,9 @@ class Chart:
         columns: Of the grid.
         is_stacked: Whether the lines are parts of a whole.
         most: Upper end of the axis, where there is one.
+        is_number: Whether the newest values are shown as numbers, with a small graph behind them.
+        fine: Where what is fine ends: beyond it, away from zero or towards it as `bad` is, a value is coloured as doubtful.
+        bad: Where it is bad; both of them or none.
     """
 
     title: str
@@ -57,8 +70,13 @@ class Chart:
     columns: int = 8
     is_stacked: bool = False
     most: float | None = None
+    is_number: bool = False
+    fine: float | None = None
+    bad: float | None = None
 
     def __post_init__(self) -> None:
+        if (self.fine is None) != (self.bad is None) or (self.fine is not None and self.fine == self.bad):
+            raise ValueError(f"chart {self.title} is fine to {self.fine} and bad from {self.bad}; it needs two values, or none")
         if not self.lines or not all(line.legend for line in self.lines):
             raise ValueError(f"chart {self.title} needs a line, and each of its lines a legend")
         if not 1 <= self.columns <= FULL_WIDTH:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from math import inf
 from typing import Final
 
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as builders
-from grafana_foundation_sdk.builders import prometheus, timeseries
+from grafana_foundation_sdk.builders import prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
+    DashboardLinkType,
     DataSourceRef,
+    Threshold,
+    ThresholdsMode,
     VariableOption,
     VariableRefresh,
     VariableSort,
 )
 
 from deploy.monitoring.charts import Chart, Dashboard
-from deploy.monitoring.promql import VARIABLES
+from deploy.monitoring.promql import VARIABLES, selector
 
 EVERY_NODE: Final = "kvferry_build_info"
 """A metric that each node has one series of: what the variables' values are looked up in."""
 
 CHART_HEIGHT: Final = 8
+NUMBER_HEIGHT: Final = 4
+ALERTS: Final = selector("ALERTS", 'alertname=~"Kvferry.+", alertstate="firing"')
+"""Of Prometheus: what fires on the nodes that are looked at. Marked on every graph."""
+
+_GREEN, _YELLOW, _RED = "green", "yellow", "red"
 _DATASOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
@@ -45,6 +54,7 @@ def dashboard_json(dashboard: Dashboard) -> str:
     )
     for variable in _variables():
         page.with_variable(variable)
+    page.annotation(_alerts()).link(_links())
     ids = count(1)
     for row in dashboard.rows:
         page.with_row(builders.Row(row.title).id(next(ids)))
@@ -71,7 +81,58 @@ def _variables() -> Iterator[builders.QueryVariable]:
         )
 
 
-def _panel(chart: Chart) -> timeseries.Panel:
+def _alerts() -> builders.AnnotationQuery:
+    return builders.AnnotationQuery().name("alerts").datasource(_DATASOURCE).expr(ALERTS).enable(True).icon_color(_RED)
+
+
+def _links() -> builders.DashboardLink:
+    """To all of kvferry's dashboards, with the variables and the time as they are."""
+    return (
+        builders.DashboardLink("kvferry")
+        .type(DashboardLinkType.DASHBOARDS)
+        .tags(["kvferry"])
+        .as_dropdown(False)
+        .include_vars(True)
+        .keep_time(True)
+    )
+
+
+def _thresholds(chart: Chart) -> builders.ThresholdsConfig:
+    """What is fine, doubtful and bad, from the lowest value up."""
+    fine, bad = chart.fine, chart.bad
+    steps = [(-inf, _GREEN)]
+    if fine is not None and bad is not None:
+        falls = bad < fine
+        steps = [(-inf, _RED), (bad, _YELLOW), (fine, _GREEN)] if falls else [(-inf, _GREEN), (fine, _YELLOW), (bad, _RED)]
+    found = [Threshold(value=None if value == -inf else value, color=colour) for value, colour in steps]
+    return builders.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(found)
+
+
+def _panel(chart: Chart) -> stat.Panel | timeseries.Panel:
+    panel = _number(chart) if chart.is_number else _graph(chart)
+    for index, line in enumerate(chart.lines):
+        query = prometheus.Dataquery().expr(line.expr).legend_format(line.legend).ref_id(chr(ord("A") + index)).range()
+        panel.with_target(query.datasource(_DATASOURCE))
+    return panel
+
+
+def _number(chart: Chart) -> stat.Panel:
+    return (
+        stat.Panel()
+        .title(chart.title)
+        .description(chart.description)
+        .datasource(_DATASOURCE)
+        .unit(chart.unit)
+        .span(chart.columns)
+        .height(NUMBER_HEIGHT)
+        .thresholds(_thresholds(chart))
+        .color_mode(common.BigValueColorMode.VALUE)
+        .graph_mode(common.BigValueGraphMode.AREA)
+        .reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
+    )
+
+
+def _graph(chart: Chart) -> timeseries.Panel:
     panel = (
         timeseries.Panel()
         .title(chart.title)
@@ -95,7 +156,7 @@ def _panel(chart: Chart) -> timeseries.Panel:
         panel.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL))
     if chart.most is not None:
         panel.max(chart.most)
-    for index, line in enumerate(chart.lines):
-        query = prometheus.Dataquery().expr(line.expr).legend_format(line.legend).ref_id(chr(ord("A") + index)).range()
-        panel.with_target(query.datasource(_DATASOURCE))
+    if chart.bad is not None:
+        dashed = common_builders.GraphThresholdsStyleConfig().mode(common.GraphTresholdsStyleMode.DASHED)
+        panel.thresholds(_thresholds(chart)).thresholds_style(dashed)
     return panel

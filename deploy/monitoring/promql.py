@@ -29,14 +29,48 @@ def per_second(metric: str, *by: str, where: str = "") -> str:
     return f"sum{_by(by)} (rate({selector(metric, where)}[$__rate_interval]))"
 
 
-def quantile(fraction: float, histogram: str, *by: str) -> str:
+def number(metric: str, *by: str, where: str = "") -> str:
+    """How many series of a gauge there are, by labels."""
+    return f"count{_by(by)} ({selector(metric, where)})"
+
+
+def highest(metric: str, *by: str, where: str = "") -> str:
+    """Highest value of a gauge, by labels."""
+    return f"max{_by(by)} ({selector(metric, where)})"
+
+
+def mean_per_second(metric: str, *by: str, where: str = "") -> str:
+    """Growth of a counter in a second, mean of the series that have these labels."""
+    return f"avg{_by(by)} (rate({selector(metric, where)}[$__rate_interval]))"
+
+
+def change(metric: str, *by: str, where: str = "") -> str:
+    """Growth of a gauge in a second, summed by labels."""
+    return f"sum{_by(by)} (deriv({selector(metric, where)}[$__rate_interval]))"
+
+
+def over(part: str, whole: str) -> str:
+    """One expression as a share of another one that has the same labels."""
+    return f"{part} / {whole}"
+
+
+def mean(histogram: str, *by: str, where: str = "") -> str:
+    """Mean of what a histogram has observed lately, by labels; nothing where it has observed nothing.
+
+    Args:
+        histogram: Without ``_sum``.
+    """
+    return over(per_second(f"{histogram}_sum", *by, where=where), per_second(f"{histogram}_count", *by, where=where))
+
+
+def quantile(fraction: float, histogram: str, *by: str, where: str = "") -> str:
     """Below it is that fraction of what a histogram has observed lately, by labels; nothing where it has observed nothing.
 
     Args:
         fraction: 0.5 is the median.
         histogram: Without ``_bucket``.
     """
-    return f"histogram_quantile({fraction:g}, {per_second(f'{histogram}_bucket', 'le', *by)})"
+    return f"histogram_quantile({fraction:g}, {per_second(f'{histogram}_bucket', 'le', *by, where=where)})"
 
 
 def share(part: str, label: str, whole: str) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from transfer.metrics import TOKEN_BUCKETS_S, MetricSpec, exposition
+from transfer.metrics import TOKEN_BUCKETS_S, MetricFamily, MetricSpec, Series, exposition
 
 ENDPOINTS: Final = ("completions", "chat")
 OUTCOMES: Final = ("done", "client_error", "failed", "disconnected", "refused")
@@ -37,61 +35,56 @@ ROUTER_METRICS: Final = (
     _spec("counter", "breaker_openings", "Times that a server's circuit breaker opened.", "tier"),
 )  # fmt: skip
 
-_KINDS: Final = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
-
 
 class RouterMetrics:
     """What the router counts, and the page that it serves. Owned by its loop."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._by_name: dict[str, Any] = {}
+        self._series = Series(ROUTER_METRICS, labels={}, prefix="kvferry_router_")
         for spec in ROUTER_METRICS:
-            options: dict[str, Any] = {"buckets": spec.buckets} if spec.buckets else {}
-            self._by_name[spec.name.removeprefix("kvferry_router_")] = _KINDS[spec.kind](
-                spec.name, spec.help, spec.labels, registry=self._registry, **options
-            )
+            if not spec.labels:
+                self._series(spec.name.removeprefix("kvferry_router_"))
         for endpoint in ENDPOINTS:
             for outcome in OUTCOMES:
-                self._by_name["requests"].labels(endpoint=endpoint, outcome=outcome)
+                self._series("requests", endpoint=endpoint, outcome=outcome)
 
     def request_began(self) -> None:
-        self._by_name["running_requests"].inc()
+        self._series("running_requests").inc()
 
     def request_ended(self, endpoint: str, outcome: str) -> None:
         """A request that had begun is over."""
-        self._by_name["running_requests"].dec()
-        self._by_name["requests"].labels(endpoint=endpoint, outcome=outcome).inc()
+        self._series("running_requests").inc(-1)
+        self._series("requests", endpoint=endpoint, outcome=outcome).inc()
 
     def request_refused(self, endpoint: str) -> None:
         """There was no room for a request, or the router is draining."""
-        self._by_name["requests"].labels(endpoint=endpoint, outcome="refused").inc()
+        self._series("requests", endpoint=endpoint, outcome="refused").inc()
 
     def first_part(self, seconds: float) -> None:
         """This long after its arrival the first part of a request's answer is there."""
-        self._by_name["time_to_first_token_seconds"].observe(seconds)
+        self._series("time_to_first_token_seconds").observe(seconds)
 
     def retried(self) -> None:
-        self._by_name["retries"].inc()
+        self._series("retries").inc()
 
     def try_began(self, flow: str) -> None:
         """A try begins: "concurrent", "sequential", "alone" or "node"."""
-        self._by_name["flows"].labels(flow=flow).inc()
+        self._series("flows", flow=flow).inc()
 
     def decode_alone(self, reason: str) -> None:
-        self._by_name["decode_alone"].labels(reason=reason).inc()
+        self._series("decode_alone", reason=reason).inc()
 
     def prefill_answered(self, seconds: float, *, has_kv: bool) -> None:
         """A prefill server has answered; `has_kv`: and said where the KV is."""
-        self._by_name["prefill_seconds"].observe(seconds)
+        self._series("prefill_seconds").observe(seconds)
         if not has_kv:
-            self._by_name["prefills_without_kv"].inc()
+            self._series("prefills_without_kv").inc()
 
     def server_failed(self, tier: str, reason: str) -> None:
-        self._by_name["server_failures"].labels(tier=tier, reason=reason).inc()
+        self._series("server_failures", tier=tier, reason=reason).inc()
 
     def breaker_opened(self, tier: str) -> None:
-        self._by_name["breaker_openings"].labels(tier=tier).inc()
+        self._series("breaker_openings", tier=tier).inc()
 
     def render(self, servers: Mapping[tuple[str, str], int]) -> bytes:
         """The exposition text.
@@ -100,5 +93,6 @@ class RouterMetrics:
             servers: How many there are, by tier and state.
         """
         for (tier, state), number in servers.items():
-            self._by_name["servers"].labels(tier=tier, state=state).set(number)
-        return exposition(self._registry.collect())
+            self._series("servers", tier=tier, state=state).set(number)
+        shown = [MetricFamily(spec, "") for spec in ROUTER_METRICS]  # also what has no series yet is told of
+        return exposition([*shown, *(MetricFamily(spec, text) for spec, text in self._series.texts())])

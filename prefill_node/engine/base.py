@@ -85,6 +85,15 @@ class PrefillEngine(Protocol):
         """
         ...
 
+    # An engine may have one more method, without which `SwitchRole` is refused:
+    #
+    #     def switch_role(self, config: NodeConfig) -> PrefillEngine | DecodeEngine
+    #
+    # No step runs, and none comes before it returns. It gives back the pool and what hangs on it, and returns an engine of the
+    # role of `config`, which may be itself, with the weights and the group that are there. Called on the thread that runs the
+    # steps, in every rank. Where it raises a `TransferError`, or the change fails for another reason, it is called with the
+    # former settings.
+
     def close(self) -> None:
         """Give back everything, leave the TP group. May be called twice."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,8 @@ MAX_QUEUED = 16
 class FaultySpec(ClusterSpec):
     """Starts nodes whose ranks can be told to treat messages badly."""
 
-    def command(self, role: Role, *, port: int, prefill_address: str, ready_file: Path) -> list[str]:
-        python, module, _, *rest = super().command(role, port=port, prefill_address=prefill_address, ready_file=ready_file)
+    def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
+        python, module, _, *rest = super().command(role, port=port, prefill_addresses=prefill_addresses, ready_file=ready_file)
         return [python, module, "tests.chaos.faulty_node", role, *rest]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -101,7 +102,7 @@ def _disturb_decode(faults: Faults) -> None:
 def _disturb_prefill(faults: Faults) -> None:
     """Watermarks on their way to the sender, and the engine."""
     attach: Any = importlib.import_module("prefill_node.attach")
-    worker: Any = importlib.import_module("prefill_node.worker")
+    rank_engine: Any = importlib.import_module("node_runtime.rank_engine")
 
     class FaultyClient(attach.TransferControlClient):  # type: ignore[misc]
         def watch(self, session_id: int, *, on_watermark: Callable[[Any], None], **rest: Any) -> Any:
@@ -111,8 +112,8 @@ def _disturb_prefill(faults: Faults) -> None:
             return super().watch(session_id, on_watermark=disturbed, **rest)
 
     attach.TransferControlClient = FaultyClient
-    load = worker.engine_loader
-    worker.engine_loader = lambda config: lambda *args, **kwargs: _PoisonedEngine(load(config)(*args, **kwargs))
+    load = rank_engine.engine_loader
+    rank_engine.engine_loader = lambda config: lambda *args, **kwargs: _PoisonedEngine(load(config)(*args, **kwargs))
 
 
 class _PoisonedEngine:
@@ -154,7 +155,7 @@ def run_faulty_decode_rank(spec: RankSpec) -> None:
 def main(role: str) -> None:
     """The role's daemon with other ranks."""
     command: Any = importlib.import_module(f"{role}_node.__main__")
-    load = command.load_leader
+    load = command.ROLE.load_leader
 
     def load_leader() -> Any:
         leader = load()
@@ -164,7 +165,7 @@ def main(role: str) -> None:
         setattr(module, f"run_{role}_rank", getattr(faulty, f"run_faulty_{role}_rank"))
         return leader
 
-    command.load_leader = load_leader
+    command.ROLE = dataclasses.replace(command.ROLE, load_leader=load_leader)
     command.main()
 
 

@@ -38,6 +38,7 @@ def test_this_machine_is_well_and_really_transfers() -> None:
         assert match and float(match[1]) > 0.05, text
     assert "tcp/lo" in found["ucx"]["text"]
     assert {"python", "packages", "shared memory", "cross-memory attach", "locked memory", "loopback ports", "gpu"} <= set(found)
+    assert {"versions", "rdma", "clock"} <= set(found)
 
 
 def test_without_a_transport_the_doctor_fails_and_says_how_to_mend_it() -> None:

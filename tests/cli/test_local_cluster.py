@@ -172,8 +172,8 @@ def test_command_lines_carry_every_setting(tmp_path: Path) -> None:
         decode=TierSpec(model=tmp_path),
         ring_bytes=4096,
     )
-    prefill = spec.command("prefill", port=5, prefill_address="h:5", ready_file=tmp_path / "r")
-    decode = spec.command("decode", port=6, prefill_address="h:5", ready_file=tmp_path / "r")
+    prefill = spec.command("prefill", port=5, prefill_addresses=["h:5"], ready_file=tmp_path / "r")
+    decode = spec.command("decode", port=6, prefill_addresses=["h:5"], ready_file=tmp_path / "r")
     assert "parallel.tp_size=4" in prefill and "pool.order=HND" in prefill and "pool.order=NHD" not in prefill
     assert "ring.capacity_bytes=4096" in decode and not any("ring" in part for part in prefill)
     assert decode[decode.index("--prefill-node") + 1] == "h:5" and "--prefill-node" not in prefill

@@ -107,3 +107,30 @@ def test_how_requests_are_cut_is_shown_for_every_peer_that_has_joined() -> None:
     first, second = status_to_json(status)["peers"]
     assert first["chunk_plan"] == {"chunk_tokens": 128, "layers_per_group": 0} and first["largest_piece_bytes"] == 3 << 20
     assert second["chunk_plan"] is None and second["largest_piece_bytes"] == 0
+
+
+def test_how_prefill_nodes_are_found_is_shown_with_what_is_wrong() -> None:
+    found = pb.DiscoveryStatus(
+        where="DNS name p:7100 (discovery.dns_name)",
+        addresses=["a:1", "b:1"],
+        waiting=["c:1: it does not serve: it is starting, or draining"],
+        problem="p: Name or service not known",
+        age_s=12.3,
+        failures=2,
+    )
+    peers = [
+        pb.PeerStatus(address="a:1", state="joined", incarnation=1, is_unnamed=True),
+        pb.PeerStatus(address="b:1", state="alias", reason="the node is joined as a:1"),
+    ]
+    text = shown(pb.NodeStatus(role="decode", state="ready", ready=True, discovery=found, peers=peers), width=160)
+    for line in (
+        "discovery: DNS name p:7100 (discovery.dns_name): 2 named, seen 12 s ago",
+        "looking failed: p: Name or service not known",
+        "not used yet: c:1: it does not serve: it is starting, or draining",
+        "named no longer",
+        "the node is joined as a:1",
+    ):
+        assert line in text
+    found.ClearField("age_s")
+    assert "nothing was heard from there yet" in shown(pb.NodeStatus(role="decode", discovery=found), width=160)
+    assert "discovery" not in shown(pb.NodeStatus(role="prefill"))

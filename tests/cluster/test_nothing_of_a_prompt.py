@@ -1,7 +1,7 @@
 """Nothing of a prompt, or of what was generated from it, is left where an operator, or whoever reads their logs, would find it.
 
 The cluster logs at level debug. What is looked through: every line that its processes wrote during the test, metrics with their
-labels, statuses, and the command lines and environments of its processes.
+labels, statuses, what the status page shows, and the command lines and environments of its processes.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ async def test_nothing_of_a_prompt_is_found_anywhere(steady: LocalCluster) -> No
         with open(node.log.path, encoding="utf-8", errors="replace") as log:
             looked_at[f"log of {node.role}"] = log.read()
         looked_at[f"metrics of {node.role}"] = (await node.http("/metrics"))[1]
+        looked_at[f"page of {node.role}"] = (await node.http("/status.json"))[1]
         looked_at[f"status of {node.role}"] = str(await status_of(node))
     assert '"level": "debug"' in looked_at["log of decode"], "the node does not log at level debug"
     assert "given-up" in looked_at["log of decode"], "what this test did is not in the log"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
+import signal
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +23,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry import exit_codes
+from kvferry.cluster_spec import child_environment
 from kvferry.local_cluster import ClusterNode, LocalCluster
 from tests.cluster.calls import (
     Answer,
@@ -431,4 +437,62 @@ async def test_calls_with_wrong_lives_and_sessions_are_refused(steady: LocalClus
                 assert refused.value.code() is not grpc.StatusCode.UNKNOWN
     async with Caller(steady.decode.address) as caller:
         reference.check(prompt(150, 5), await caller.ask(prompt(150, 5)))
+    await until_idle(steady.prefill, steady.decode)
+
+
+async def bench_serve(cluster: LocalCluster, *arguments: str) -> asyncio.subprocess.Process:
+    """`kvferry bench serve` on the cluster, as a process."""
+    command = (sys.executable, "-m", "kvferry", "bench", "serve", "--insecure", "--target", cluster.decode.address)
+    return await asyncio.create_subprocess_exec(
+        *command, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=child_environment()
+    )
+
+
+async def test_load_that_is_put_on_it_is_reported_whole(steady: LocalCluster, tmp_path: Path) -> None:
+    """Two rates of requests with known lengths: every one is served, and what moved is what such prompts have."""
+    report, picture = tmp_path / "report.json", tmp_path / "load.png"
+    process = await bench_serve(
+        steady, "--rate", "10,20", "--requests", "12", "--warmup", "2", "--prompt-tokens", "100",
+        "--output-tokens", "uniform:2:6", "--slo-ttft", "60", "--slo-tpot", "30", "--max-lateness", "30",
+        "--json", str(report), "--plot", str(picture),
+    )  # fmt: skip
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert b"goodput" in output
+    content = json.loads(report.read_text())
+    assert [one["rate"] for one in content["rates"]] == [10.0, 20.0]
+    per_token = 8 * 12 * 2 * 32 * 4  # layers, KV heads, K and V, elements, float32
+    for one in content["rates"]:
+        assert (one["requests"], one["served"], one["good"], one["failures"]) == (12, 12, 12, {})
+        assert one["bytes_moved"] == 12 * 100 * per_token
+        assert one["writes"] == 12 * 2  # a chunk each, on two routes
+        assert one["prefill_nodes"] == {steady.prefill.address: 12}
+        assert one["goodput"] == pytest.approx(12 / one["window_s"])
+        # The node's clock begins when it accepts, and what is exposed of a transfer is a part of it.
+        assert 0 < one["node_ttft_s"]["p50"] <= one["ttft_s"]["p50"] <= one["end_to_end_s"]["p50"]
+        assert 0 < one["exposed_share"]["p50"] < 1
+        assert one["tpot_s"]["samples"] == 12
+    assert content["nodes"][0]["vocab_size"] == str(VOCABULARY)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    await until_idle(steady.prefill, steady.decode)
+
+
+async def test_load_that_is_broken_off_reports_what_has_come(steady: LocalCluster, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    process = await bench_serve(
+        steady, "--rate", "5", "--requests", "5000", "--warmup", "0", "--prompt-tokens", "20", "--output-tokens", "2", "--json",
+        str(report),
+    )  # fmt: skip
+    assert process.stderr is not None
+    while b"of warm-up" not in (line := await process.stderr.readline()):
+        assert line, "it ended before it began"
+    await asyncio.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    output, _ = await process.communicate()
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert b"broken off" in output
+    content = json.loads(report.read_text())
+    (one,) = content["rates"]
+    assert content["is_interrupted"] and one["is_partial"]
+    assert 1 <= one["served"] <= one["requests"] < 100
     await until_idle(steady.prefill, steady.decode)

@@ -94,16 +94,17 @@ async def test_who_is_in_no_list_is_refused_counted_and_spoken_of_once(sides: Si
     async with sides.client(stranger) as client:  # a decode node, as it were: no client
         for _ in range(3):
             with pytest.raises(
-                ConfigError, match=r"may not call DecodeControl/Status: it is not in tls\.client_names of this node"
+                ConfigError,
+                match=r"may not call NodeControl/Status: it is not in tls\.peer_names or tls\.client_names of this node",
             ):
                 await client.status(timeout_s=30)
         with pytest.raises(ConfigError, match=r"may not call DecodeControl/Generate"):
             await generate(client, [1, 2, 3])
     _, page = await sides.cluster.decode.http("/metrics")
-    assert 'kvferry_refused_calls_total{method="DecodeControl/Status",role="decode"} 3.0' in page
+    assert 'kvferry_refused_calls_total{method="NodeControl/Status",role="decode"} 3.0' in page
     assert 'kvferry_certificate_stale{role="decode"} 0.0' in page and "kvferry_certificate_expiry_timestamp_seconds" in page
     assert "example" not in page, "whoever reads the metrics learns no names"
-    said = [line for line in sides.cluster.decode.log.events("call_refused") if line["method"] == "DecodeControl/Status"]
+    said = [line for line in sides.cluster.decode.log.events("call_refused") if line["method"] == "NodeControl/Status"]
     assert len(said) == 1 and "stranger.example" in said[0]["caller"]
 
 

@@ -27,7 +27,7 @@ from transfer.breaker import Breaker, BreakerSettings
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError
-from transfer.instance import Instance
+from transfer.instance import Instance, Link
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 from transfer.pb import kvferry_pb2 as pb
@@ -92,6 +92,9 @@ class Peer:
         self.breaker_reason = ""
         self.can_start_late = True
         self.outstanding_tokens = 0
+        self.links: list[Link] = []
+        self.unnamed_s: float | None = None
+        self.other: Peer | None = None
         self.calls: dict[str, Call] = {}
 
     def prefill(self, request_id: str, token_ids: tuple[int, ...], **values: Any) -> AsyncIterator[pb.PrefillEvent]:
@@ -107,6 +110,8 @@ class Peers(PrefillPeers):
         self.peers = cast(list[PrefillPeer], list(peers))
         self.num_openings = 0
         self._on_breaker_opened = self._count
+        self._prefixes = None
+        self._prefix_tokens = 0
 
     def _count(self) -> None:
         self.num_openings += 1

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from decode_node import attach as attach_module
 from decode_node.attach import Receiving, Unattached, Writer, WriterSessions, WritersOfInstance
@@ -107,7 +108,8 @@ class Rank:
     def labels(self) -> list[dict[str, str]]:
         """Of every series of a link."""
         families = self.metrics.snapshot({})["families"]
-        return [labels for name in families if "_link_" in name for _, labels, _ in families[name]]
+        text = "".join(lines for name, lines in families.items() if "_link_" in name)
+        return [sample.labels for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 SCALES = {(0, False): 0.5}
@@ -202,7 +204,7 @@ async def test_who_has_a_link_is_known_here_and_only_its_numbers_are_the_writers
     one.report()
     link = Link(prefill_rank=1, decode_rank=3, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=2e9)
     assert one.probed == [link]
-    assert one.labels == 2 * [{"role": "decode", "prefill_rank": "1", "decode_rank": "3", "lane": "ucx/shm"}]
+    assert one.labels == 2 * [{"role": "decode", "rank": "3", "prefill_rank": "1", "decode_rank": "3", "lane": "ucx/shm"}]
 
 
 async def test_a_writer_that_reports_its_link_again_and_again_is_heard_once() -> None:

@@ -20,7 +20,7 @@ async def test_an_empty_text_is_refused_where_the_tokenizer_begins_every_text_wi
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "word": 1}, unk_token="<s>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    node = DecodeNode(cast(Daemon, SimpleNamespace(state=NodeState.READY)), decode_config(tmp_path))
+    node = DecodeNode(cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None)), decode_config(tmp_path))
     life: Any = SimpleNamespace(max_context_tokens=64, vocab_size=2)
     assert await node.text.encode("", max_tokens=64) == (0,)
     with pytest.raises(ConfigError, match=r"^prompt is empty; it must have at least one character$"):

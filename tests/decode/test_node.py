@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -17,8 +17,9 @@ from node_runtime.transfer_ids import MAX_REQUEST_ID_CHARS, new_transfer_id
 from tests.runtime.instances import decode_config
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError, StagingError
+from transfer.pb import kvferry_pb2 as pb
 
-DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY))
+DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
 MOST_RUNNING = MAX_PAYLOAD_BYTES // PART_BYTES - 1
 
 
@@ -59,3 +60,49 @@ async def test_the_prompts_that_wait_to_be_tokenised_are_bounded_also_when_their
     assert await stays == (97, 98)
     await asyncio.sleep(0)
     assert await node._tokenise("d", max_tokens=9) == (100,)
+
+
+@pytest.mark.parametrize("goes_away", [False, True])
+async def test_a_drain_waits_for_a_text_that_is_being_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_away: bool
+) -> None:
+    """Its call has been let in, and its client has been promised an answer; it is in no queue yet."""
+    gate = asyncio.Event()
+
+    async def encode(text: str, *, max_tokens: int) -> tuple[int, ...]:
+        await gate.wait()
+        return tuple(map(ord, text))
+
+    class Requests:
+        num_queued = 0
+        num_running = 0
+
+        def submit(self, request_id: str, token_ids: tuple[int, ...], *rest: Any, **more: Any) -> Any:
+            self.num_queued = 1
+            return SimpleNamespace(token_ids=token_ids, progress=asyncio.Queue())
+
+        def give_up(self, *_: Any) -> None:
+            self.num_queued = 0
+
+    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace(encode=encode))
+    node = DecodeNode(DAEMON, decode_config(tmp_path))
+    node._life = cast(
+        Any, SimpleNamespace(max_context_tokens=64, vocab_size=1000, eos_token_ids=frozenset(), requests=Requests())
+    )
+    events = node.Generate(pb.GenerateRequest(prompt="ab", max_new_tokens=4), cast(Any, SimpleNamespace()))
+    begun = asyncio.ensure_future(anext(events))
+    async with asyncio.timeout(10):
+        while not node._tokenising:
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(node.drain())
+        await asyncio.sleep(0.1)
+        assert node.num_in_flight == 1 and not draining.done()
+        if goes_away:
+            begun.cancel()
+            await asyncio.gather(begun, return_exceptions=True)
+        else:
+            gate.set()
+            assert (await begun).accepted.prompt_tokens == 2
+            assert node.num_in_flight == 1 and not draining.done(), "it is in the queue now, once"
+            await events.aclose()
+        assert await draining == 0 == node.num_in_flight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from decode_node import receiver_events as protocol
 from decode_node.receiver_loop import ReceiverLoop
@@ -25,8 +26,9 @@ class FirstIsBroken(ReceiverLoop):
 
 
 def counts(metrics: RankMetrics) -> dict[str, float]:
-    families = metrics.snapshot({})["families"]
-    return {name: value for family in families.values() for name, labels, value in family if "bucket" not in name}
+    text = "".join(metrics.snapshot({})["families"].values())
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {sample.name: sample.value for sample in samples if "bucket" not in sample.name}
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

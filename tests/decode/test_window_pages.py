@@ -27,6 +27,7 @@ from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.engine_types import DecodeItem, SamplingParams
 from transfer.layout import DType, routes
+from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 
 PREFILL_LIFE = 11
@@ -66,6 +67,7 @@ class Rank:
             scales=None,
         )
         worker = self.worker = object.__new__(DecodeWorker)
+        worker._metrics = RankMetrics(role="decode", rank=0)
         worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
         worker._instance = instance(22, layout=LAYOUT)
         worker._engine = Engine(self.memory)  # type: ignore[assignment]

@@ -201,7 +201,7 @@ def test_a_decode_rank_on_a_gpu_gets_page_tables_and_graphs(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(loading, "EmbeddedEngine", lambda files, **settings: made.append(settings) or SimplePlan())
+    monkeypatch.setattr(loading, "NodeEngine", lambda files, **settings: made.append(settings) or SimplePlan())
     monkeypatch.setattr(loading, "MemoryPlanner", lambda *_: SimplePlan())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     limits = {"max_running_requests": 12}
@@ -212,7 +212,7 @@ def test_a_decode_rank_on_a_gpu_gets_page_tables_and_graphs(
         prefill_config(demo_dir, limits=limits, device="cuda"),
     ):
         load_engine(config, rank=0, rendezvous=tmp_path / "unused")
-    found = [(one["max_running_requests"], one["cuda_graph_batch_sizes"]) for one in made]
+    found = [(one.get("max_running_requests"), one.get("cuda_graph_batch_sizes", ())) for one in made]
     assert found == [(12, (1, 2, 4, 8, 12)), (12, ()), (12, ()), (None, ())]
 
 

@@ -81,7 +81,7 @@ def hosted_prefill(nodes: Nodes) -> pb.PrefillRequest:
 HOSTED = {
     name: rpc
     for name, rpc in RPCS.items()
-    if not name.startswith("Generate") and not rpc.method.startswith("TransferControl") and name != "Prefill"
+    if not name.startswith("Generate") and not rpc.method.startswith(("NodeControl", "TransferControl")) and name != "Prefill"
 } | {"Prefill": Rpc(method="PrefillControl.Prefill", request=hosted_prefill, codes={Code.UNAVAILABLE})}
 
 

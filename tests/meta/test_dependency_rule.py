@@ -60,6 +60,7 @@ L1 = (
     "transfer/config/*",
     "transfer/load_config.py",
     "transfer/plain_text.py",
+    "transfer/role_settings.py",
     "transfer/messages.py",
     "transfer/metrics/*",
     "transfer/logs.py",
@@ -80,7 +81,7 @@ SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 LOGIC = (
     "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py",
     "transfer/ring_index.py", "transfer/page_allocator.py", "transfer/breaker.py",
-    "prefill_node/scheduler.py", "prefill_node/stored_prefix.py", "prefill_node/prefix_pages.py",
+    "decode_node/placement.py", "prefill_node/scheduler.py", "prefill_node/stored_prefix.py", "prefill_node/prefix_pages.py",
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
@@ -110,6 +111,7 @@ class Foreign:
 
 
 FOREIGN: dict[str, Foreign] = {
+    "aetcd": Foreign(distribution="aetcd", allowed=("transfer/registry/discovery/etcd_client.py",)),
     "aiohttp": Foreign(distribution="aiohttp", allowed=("node_runtime/*", "kvferry/*")),
     "cuda": Foreign(distribution="cuda-bindings", allowed=("transfer/transport/cuda_ipc_driver.py",)),
     "google": Foreign(distribution="protobuf", allowed=GRPC_FILES),
@@ -118,15 +120,19 @@ FOREIGN: dict[str, Foreign] = {
     "grpc_health": Foreign(distribution="grpcio-health-checking", allowed=GRPC_FILES),
     "grpc_reflection": Foreign(distribution="grpcio-reflection", allowed=GRPC_FILES),
     "grpc_status": Foreign(distribution="grpcio-status", allowed=GRPC_FILES),
-    "matplotlib": Foreign(distribution="matplotlib", allowed=("kvferry/plan_picture.py",)),
+    "matplotlib": Foreign(
+        distribution="matplotlib",
+        allowed=("deploy/monitoring/pictures.py", "kvferry/plan_picture.py", "kvferry/bench_serve/picture.py"),
+    ),
     "msgpack": Foreign(distribution="msgpack", allowed=("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
     "nixl_cu12": Foreign(distribution="nixl-cu12", allowed=("transfer/transport/nixl_library.py",)),
     "nixl_cu13": Foreign(distribution="nixl-cu13", allowed=("transfer/transport/nixl_library.py",)),
     "numpy": Foreign(distribution="numpy", allowed=(*DEVICE_FILES, "transfer/digest.py")),
     "obstore": Foreign(distribution="obstore", allowed=("transfer/storage/object_store.py",)),
+    "opentelemetry": Foreign(distribution="opentelemetry-sdk", allowed=("node_runtime/tracing_client.py",)),
     "prometheus_client": Foreign(
         distribution="prometheus-client",
-        allowed=("transfer/metrics/series.py", "transfer/metrics/page.py", "node_runtime/*", "kvferry/*"),
+        allowed=("node_runtime/*", "kvferry/*"),
     ),
     "pydantic": Foreign(
         distribution="pydantic",
@@ -142,6 +148,7 @@ FOREIGN: dict[str, Foreign] = {
     "rich": Foreign(distribution="rich", allowed=CLI_FILES),
     "safetensors": Foreign(distribution="safetensors", allowed=("embedded_engine/*", "kvferry/*")),
     "structlog": Foreign(distribution="structlog", allowed=("transfer/*", *NODES)),
+    "textual": Foreign(distribution="textual", allowed=("kvferry/top_app.py",)),
     "tokenizers": Foreign(distribution="tokenizers", allowed=("embedded_engine/*", "decode_node/text.py", "kvferry/*")),
     "torch": Foreign(distribution="torch", allowed=DEVICE_FILES),
     "transformers": Foreign(distribution="transformers", allowed=("embedded_engine/*", "kvferry/*")),
@@ -154,7 +161,10 @@ FOREIGN: dict[str, Foreign] = {
         distribution="xxhash",
         allowed=("transfer/digest.py", "transfer/storage/envelope.py", "transfer/transport/*", "transfer/kernels/*", *NODES),
     ),
-    "yaml": Foreign(distribution="pyyaml", allowed=("*config.py", "kvferry/*")),
+    "yaml": Foreign(
+        distribution="pyyaml",
+        allowed=("*config.py", "transfer/registry/discovery/node_file.py", "kvferry/*", "deploy/monitoring/rule_file.py"),
+    ),
     "zmq": Foreign(distribution="pyzmq", allowed=("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
 }
 

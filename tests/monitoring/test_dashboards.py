@@ -4,117 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
-import promql_parser
 import pytest
 from grafana_foundation_sdk.models import units
 
 from deploy.monitoring import DASHBOARDS, FOLDER
 from deploy.monitoring.charts import FULL_WIDTH, Chart, Dashboard, Line, Unit
 from deploy.monitoring.grafana import EVERY_NODE, dashboard_json
-from deploy.monitoring.promql import VARIABLES, per_second, quantile, selector
+from deploy.monitoring.overview import OVERVIEW
+from deploy.monitoring.promql import VARIABLES, over, per_second, quantile, selector
+from tests.monitoring.promql_check import faults, parsed
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig, settings
-from transfer.metrics import NODE_METRICS, RANK_METRICS, MetricSpec
-
-OF_THE_SCRAPE: Final = {"job", "instance"}
-OF_EVERY_METRIC: Final = {"role"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A metric as nodes show it: one name of its samples, how it is read, and its labels."""
-
-    kind: str
-    labels: frozenset[str]
-
-
-def shown_names(spec: MetricSpec) -> Iterator[tuple[str, str, set[str]]]:
-    match spec.kind:
-        case "counter":
-            yield f"{spec.name}_total", "counter", set()
-        case "histogram":
-            yield f"{spec.name}_bucket", "counter", {"le"}
-            yield f"{spec.name}_sum", "counter", set()
-            yield f"{spec.name}_count", "counter", set()
-        case _:
-            yield spec.name, "gauge", set()
-
-
-def declared() -> dict[str, Shown]:
-    """What leaders and ranks show, by name; ranks' series have the label ``rank``."""
-    found: dict[str, Shown] = {}
-    for specs, own in ((RANK_METRICS, {"rank"}), (NODE_METRICS, set[str]())):
-        for spec in specs:
-            for name, kind, more in shown_names(spec):
-                labels = OF_THE_SCRAPE | OF_EVERY_METRIC | own | more | set(spec.labels)
-                if name in found:  # what leaders and ranks both show can be read by what both have
-                    labels &= found[name].labels
-                found[name] = Shown(kind=kind, labels=frozenset(labels))
-    return found
-
-
-DECLARED: Final = declared()
-
-
-def parsed(expr: str) -> promql_parser.Expr:
-    """As Grafana sends it; the parser knows no variables."""
-    return promql_parser.parse(expr.replace("$__rate_interval", "1m"))
-
-
-def faults(expr: str) -> list[str]:
-    """What an expression gets wrong about the metrics that are declared; one line each."""
-    wrong: list[str] = []
-
-    def labels_of(node: Any) -> frozenset[str]:
-        """Labels of what a part of the expression gives, once everything below it has been looked at."""
-        match type(node).__name__:
-            case "VectorSelector":
-                return of_selector(node, "gauge")
-            case "MatrixSelector":
-                return of_selector(node.vector_selector, "counter")
-            case "Call":
-                found = [labels_of(argument) for argument in node.args if type(argument).__name__ != "NumberLiteral"]
-                return frozenset[str]().union(*found) - ({"le"} if node.func.name == "histogram_quantile" else set())
-            case "AggregateExpr":
-                return grouped(node, labels_of(node.expr))
-            case "BinaryExpr":
-                return matched(node, labels_of(node.lhs), labels_of(node.rhs))
-            case "ParenExpr":
-                return labels_of(node.expr)
-            case "NumberLiteral":
-                return frozenset()
-            case other:
-                raise AssertionError(f"{other} in {expr}: teach this test to read it")
-
-    def of_selector(node: Any, kind: str) -> frozenset[str]:
-        shown = DECLARED.get(node.name)
-        if shown is None:
-            wrong.append(f"{node.name} is no metric")
-            return frozenset()
-        if shown.kind != kind:
-            wrong.append(f"{node.name} is a {shown.kind}, and read as a {kind}")
-        for matcher in node.matchers.matchers:
-            if matcher.name not in shown.labels:
-                wrong.append(f"{node.name} has no label {matcher.name}")
-        return shown.labels
-
-    def grouped(node: Any, labels: frozenset[str]) -> frozenset[str]:
-        by = frozenset(node.modifier.labels) if node.modifier is not None else frozenset[str]()
-        wrong.extend(f"there is no label {label} to group by in {node.prettify()}" for label in sorted(by - labels))
-        return by
-
-    def matched(node: Any, left: frozenset[str], right: frozenset[str]) -> frozenset[str]:
-        ignored = frozenset(node.modifier.matching.labels) if node.modifier and node.modifier.matching else frozenset[str]()
-        if left - ignored != right - ignored:
-            wrong.append(f"sides differ by {sorted((left - ignored) ^ (right - ignored))} in {node.prettify()}")
-        return left
-
-    labels_of(parsed(expr))
-    return wrong
-
 
 CHARTS: Final = [
     pytest.param(chart, id=f"{dashboard.name}: {chart.title}")
@@ -159,6 +60,31 @@ def test_what_grafana_needs_of_a_page(dashboard: Dashboard) -> None:
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < FULL_WIDTH
     for panel in (panel for panel in panels if panel["type"] != "row"):
         assert [target["datasource"]["uid"] for target in panel["targets"]] == ["${datasource}"] * len(panel["targets"])
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+def test_dashboards_lead_to_each_other_and_show_alerts(dashboard: Dashboard) -> None:
+    page = json.loads(dashboard_json(dashboard))
+    (link,) = page["links"]
+    assert (link["type"], link["tags"], link["includeVars"], link["keepTime"]) == ("dashboards", ["kvferry"], True, True)
+    assert page["tags"] == ["kvferry"]
+    (marked,) = page["annotations"]["list"]
+    assert marked["enable"] and marked["datasource"]["uid"] == "${datasource}"
+    assert faults(marked["expr"]) == [] and 'alertstate="firing"' in marked["expr"]
+    assert all(f'{name}=~"${name}"' in marked["expr"] for name in VARIABLES)
+
+
+def test_what_is_bad_is_coloured_from_the_right_side() -> None:
+    """Of a share of the probe, low is bad; of failures, high is."""
+    panels = {panel["title"]: panel for panel in json.loads(dashboard_json(OVERVIEW))["panels"]}
+
+    def steps(title: str) -> list[tuple[float | None, str]]:
+        return [(step["value"], step["color"]) for step in panels[title]["fieldConfig"]["defaults"]["thresholds"]["steps"]]
+
+    assert steps("Speed of the links, of their probes") == [(None, "red"), (0.2, "yellow"), (0.5, "green")]
+    assert steps("Requests failed or refused") == [(None, "green"), (0.001, "yellow"), (0.05, "red")]
+    assert panels["Speed while busy, of the probe"]["fieldConfig"]["defaults"]["custom"]["thresholdsStyle"] == {"mode": "dashed"}
+    assert (panels["KV moved"]["type"], panels["Tokens"]["type"]) == ("stat", "timeseries")
 
 
 def test_titles_are_told_apart() -> None:
@@ -215,6 +141,13 @@ def test_units_are_grafanas() -> None:
         (selector("kvferry_offload_stalls_total"), "kvferry_offload_stalls_total is a counter, and read as a gauge"),
         (selector("kvferry_host_pages", 'tier="host"'), "kvferry_host_pages has no label tier"),
         (per_second("kvferry_store_bytes_total", "rank"), "there is no label rank to group by"),  # leaders have none
+        (over(per_second("kvferry_writes_total", "rank"), per_second("kvferry_writes_total", "rank")), ""),
+        (over(per_second("kvferry_writes_total", "rank"), per_second("kvferry_writes_total", "instance")), "sides differ"),
+        ('absent(kvferry_build_info{role="decode"}) or kvferry_build_info', ""),
+        ("kvferry_certificate_stale - time() > 5", ""),
+        ("kvferry_host_pages * on (role, rank) kvferry_host_pages", "one side has no label rank"),
+        ("increase(kvferry_rank_restarts[5m]) > 0", "kvferry_rank_restarts is a gauge, and read as a counter"),
+        ("delta(kvferry_writes_total[5m]) > 0", "kvferry_writes_total is a counter, and read as a gauge"),
         (
             f"sum by (group, state) ({selector('kvferry_host_pages')}) / sum by (group) ({selector('kvferry_host_pages')})",
             "sides differ",
@@ -230,5 +163,7 @@ def test_a_chart_without_legend_or_room_is_refused() -> None:
     line = Line(expr="vector(1)", legend="")
     with pytest.raises(ValueError, match="legend"):
         Chart(title="t", description="d", unit=Unit.SECONDS, lines=(line,))
+    with pytest.raises(ValueError, match="two values, or none"):
+        Chart(title="t", description="d", unit=Unit.SECONDS, lines=(Line(expr="vector(1)", legend="l"),), fine=1)
     with pytest.raises(ValueError, match="columns"):
         Chart(title="t", description="d", unit=Unit.SECONDS, lines=(Line(expr="vector(1)", legend="l"),), columns=25)

@@ -170,6 +170,7 @@ class RankWorld:
         self.pool = KVPool(layout=world.layout, shard=shard, num_pages=world.device_pages)
         self.host = HostPool(self.pool, num_pages=world.host_pages)
         worker = self.worker = object.__new__(DecodeWorker)
+        worker._metrics = RankMetrics(role="decode", rank=0)
         worker._spec = SimpleNamespace(rank=rank)  # type: ignore[assignment]
         worker._instance = instance(22, layout=world.layout)
         worker._engine = self  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from transfer.config import TransportConfig
 from transfer.control.zmq_channel import ZmqControlClient
 from transfer.control.zmq_doorkeeper import new_key_pair
 from transfer.errors import LayoutError, PeerUnreachable, RemoteProtocolError, StagingError, TransferError, TransportError
-from transfer.instance import AttachRequest, AttachResponse
+from transfer.instance import AttachRequest, AttachResponse, Link
 from transfer.registry.client import SessionWatch, TransferControlClient
 from transfer.registry.server import TransferControlServicer, serve
 from transfer.ring import Watermark
@@ -265,6 +265,9 @@ class Sender:
         self.driver.remove(self.opened[number])
 
     def on_watermark(self, number: int, watermark: Watermark) -> None:
+        pass
+
+    def link_measured(self, number: int, link: Link) -> None:
         pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,11 +33,13 @@ class Served:
     """A prefill leader whose one rank attaches to whatever it is told to."""
 
     def __init__(self, folder: Path, *, insecure: int = 2) -> None:
-        daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY))
+        daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
         self.node = PrefillNode(daemon, prefill_config(folder, server={"host": "127.0.0.1"}, tls={"insecure": insecure}))
         self.lost: list[str] = []
+        self.is_idle = False
         self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
-        self.node._life = cast(Any, SimpleNamespace(joins=self.joins, instance=instance(3)))
+        requests = SimpleNamespace(is_idle=lambda join: self.is_idle)
+        self.node._life = cast(Any, SimpleNamespace(joins=self.joins, instance=instance(3), requests=requests))
         self.channel: grpc.aio.Channel
 
     def _rank(self, message: object) -> None:
@@ -89,13 +92,54 @@ async def test_the_end_of_an_old_stream_does_not_end_the_join_that_replaced_it(s
 async def test_a_drain_is_said_once_and_at_once_and_the_beats_go_on(served: Served) -> None:
     call = served.join(heartbeat_s=2.0)
     assert [await kind(call) for _ in range(2)] == ["joined", "beat"]
-    served.node._draining.set()
+    served.node._draining.begin()
     async with asyncio.timeout(1):
         assert await kind(call) == "draining"
     call.cancel()
     refused = served.join()
     with pytest.raises(grpc.aio.AioRpcError, match="the prefill node is draining"):
         await kind(refused)
+
+
+def knowing(*capabilities: str) -> pb.InstanceInfo:
+    return instance_to_proto(replace(instance(LIFE), capabilities=frozenset(capabilities)))
+
+
+async def test_the_end_of_a_drain_is_said_once_and_at_once_and_the_join_goes_on(served: Served) -> None:
+    call = served.join(heartbeat_s=2.0, decode=knowing("undrain"))
+    assert [await kind(call) for _ in range(2)] == ["joined", "beat"]
+    for _ in range(2):
+        served.node._draining.begin()
+        async with asyncio.timeout(1):
+            assert await kind(call) == "draining"
+        served.node._draining.end()
+        async with asyncio.timeout(1):
+            assert await kind(call) == "undrained"
+    assert served.joins.find(LIFE) is not None and not served.lost
+    call.cancel()
+
+
+async def test_an_older_decode_side_joins_anew_after_a_drain_once_nothing_of_it_is_in_flight(served: Served) -> None:
+    call = served.join(decode=knowing())
+    assert [await kind(call) for _ in range(2)] == ["joined", "beat"]
+    served.node._draining.begin()
+    assert await kind(call) == "draining"
+    served.node._draining.end()
+    assert [await kind(call) for _ in range(4)] == ["beat"] * 4
+    served.is_idle = True
+    with pytest.raises(grpc.aio.AioRpcError, match="drains no more; join again") as ended:
+        while True:
+            assert await kind(call) == "beat"
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE and not list(served.joins)
+
+
+async def test_a_drain_that_ends_before_anybody_looked_is_not_said(served: Served) -> None:
+    call = served.join(decode=knowing("undrain"))
+    assert [await kind(call) for _ in range(2)] == ["joined", "beat"]
+    served.node._draining.begin()
+    served.node._draining.end()
+    assert [await kind(call) for _ in range(3)] == ["beat"] * 3
+    call.cancel()
 
 
 async def test_a_long_join_keeps_nothing_for_each_beat(served: Served) -> None:

@@ -38,6 +38,7 @@ from transfer.instance import Instance
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
 from transfer.layout import KVLayout, Shard
+from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.storage.base import Store
 from transfer.storage.client import StoreClient, StoreClientSettings
@@ -87,6 +88,7 @@ class Rank:
         self.sent: list[int] = []  # chunks, as they were told
         self.crashes: list[BaseException] = []
         worker = self.worker = object.__new__(PrefillWorker)
+        worker._metrics = RankMetrics(role="prefill", rank=0)
         worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
         worker._loop = loop
         worker._chunk_tokens = CHUNK_TOKENS

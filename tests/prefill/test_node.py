@@ -23,7 +23,7 @@ from transfer.engine_types import SamplingParams
 from transfer.errors import ConfigError, EngineError, LayoutError, PeerUnreachable, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
 
-DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY))
+DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
 NOWHERE = "127.0.0.1:1"
 
 

@@ -48,6 +48,19 @@ def test_steps_end_on_the_chunk_grid_and_stay_within_the_budget() -> None:
     assert one.next_step() == ()
 
 
+def test_what_is_computed_of_a_request_is_known_while_it_is_started() -> None:
+    one = scheduler()
+    submit(one, "a", 19)
+    assert one.num_computed("a") == 0
+    start(one, "a")
+    found = []
+    while one.next_step():
+        found.append(one.num_computed("a"))
+    assert found == [8, 16, 19]
+    one.release("a")
+    assert one.num_computed("a") == 0
+
+
 def test_a_budget_below_a_chunk_still_computes_one_chunk() -> None:
     one = scheduler(max_step_tokens=1)
     for name in "ab":

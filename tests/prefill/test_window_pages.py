@@ -20,6 +20,7 @@ from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.errors import EngineError
 from transfer.layer_groups import PageCounts
 from transfer.layout import routes
+from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
@@ -68,6 +69,7 @@ class Rank:
         )
         self.num_steps = 0
         worker = self.worker = object.__new__(PrefillWorker)
+        worker._metrics = RankMetrics(role="prefill", rank=0)
         worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
         worker._chunk_tokens = CHUNK_TOKENS
         worker._engine = self.engine  # type: ignore[assignment]

@@ -13,14 +13,16 @@ import pytest
 from decode_node.peers import PrefillPeers
 from decode_node.request_state import is_retried, verdict_of
 from decode_node.requests import DecodeRequests
+from node_runtime.leader_service import Leader
 from prefill_node.joins import Joins
 from transfer import errors
 from transfer.breaker import Verdict
 from transfer.instance import check_compatible
+from transfer.logs import set_log_level
 from transfer.messages import MESSAGE_TYPES, ChunkSize, IssuedGrant, Message
 from transfer.registry.convert import chunk_plan_from_proto, instance_from_proto
 from transfer.registry.server import TransferControlServicer
-from transfer.registry.status import status_of
+from transfer.registry.status import REASONS, status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -85,6 +87,18 @@ def test_every_error_is_in_the_table_of_tries_and_treated_as_it_says() -> None:
         ), name
 
 
+def test_the_reasons_are_those_of_the_code() -> None:
+    documented = {names(row[0])[0]: row[1:] for row in rows("Reasons")}
+    assert list(documented) == [reason.word for _, reason in REASONS]
+    for kind, reason in REASONS:
+        status, another_try = documented[reason.word]
+        assert status == status_of(kind("")).name, reason
+        if reason.retry_s is None:
+            assert another_try == "no", reason
+        else:
+            assert re.match(r"at once" if reason.retry_s == 0 else rf"after {reason.retry_s:g} s$", another_try), reason
+
+
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
 def test_the_message_table_has_every_field_in_its_order(message_type: type[Message]) -> None:
     (row,) = [row for row in rows("Control messages") if names(row[0]) == [message_type.__name__]]
@@ -133,7 +147,12 @@ def test_the_status_codes_are_those_that_the_code_ends_with() -> None:
     assert len(of_any) == 7
     attach, watermarks = TransferControlServicer.Attach, TransferControlServicer.Watermarks
     expected = {
+        "NodeControl_ListRequests": codes_raised_by(Leader.requests_in_flight),
+        "NodeControl_SetLogLevel": codes_raised_by(set_log_level),
+        "NodeControl_Undrain": codes_written_in(Leader.Undrain),
+        "NodeControl_SwitchRole": codes_written_in(Leader.SwitchRole) | codes_written_in(Leader._switch_when_drained),
         "PrefillControl_Join": set().union(*map(codes_raised_by, (instance_from_proto, check_compatible, Joins.open))),
+        "PrefillControl_Abort": {status_of(errors.PeerUnreachable("")).name},  # at a node of two roles
         "PrefillControl_Prefill": of_any,
         "DecodeControl_Generate": of_any | {"CANCELLED", "DEADLINE_EXCEEDED"},
         "DecodeControl_Reserve": set().union(

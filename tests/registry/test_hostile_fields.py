@@ -35,6 +35,7 @@ from transfer.config import ServerConfig, TransportConfig
 from transfer.errors import PeerUnreachable, RemoteProtocolError
 from transfer.instance import AttachRequest, AttachResponse, Instance
 from transfer.layout import DType, Shard
+from transfer.logs import log_level
 from transfer.metrics import RankMetrics
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.convert import attach_request_to_proto, chunk_plan_to_proto, instance_to_proto, layout_from_proto
@@ -47,7 +48,14 @@ from transfer.transport.inproc import InprocHub, InprocOffer, InprocTransport
 DAEMON = cast(
     Daemon,
     SimpleNamespace(
-        state=NodeState.READY, num_restarts=0, started_s=0.0, readiness=lambda: SimpleNamespace(is_ready=True, reason="")
+        state=NodeState.READY,
+        num_restarts=0,
+        started_s=0.0,
+        http_port=0,
+        is_stopping=False,
+        other_config=None,
+        incarnation=7,
+        readiness=lambda: SimpleNamespace(is_ready=True, reason=""),
     ),
 )
 PREFILL_LIFE, DECODE_LIFE, JOINED_LIFE = 11, 22, 33
@@ -92,7 +100,10 @@ class Nodes:
         self.prefill._supervisor = cast(Any, SimpleNamespace(broadcast=self._to_prefill_rank, reports={}, lose_soon=self._lost))
         self.decode = DecodeNode(DAEMON, decode_config(folder, transport={"name": "inproc"}))
         self.decode._life = DecodeLife(self.decode, (hello(0, incarnation=DECODE_LIFE),), NOWHERE)
-        self.decode._supervisor = cast(Any, SimpleNamespace(broadcast=lambda message: None, reports={}, lose_soon=self._lost))
+        self.decode._supervisor = cast(
+            Any,
+            SimpleNamespace(broadcast=lambda message: None, reports={}, lose_soon=self._lost, set_log_level=lambda level: None),
+        )
         self.hub = InprocHub()
         self.offers: list[InprocOffer] = []  # one that is dropped cannot be accepted
         self.rank = self._rank()
@@ -167,13 +178,14 @@ class Nodes:
     async def open(self) -> None:
         self.prefill_life.requests.start()
         await self.prefill_life.joins.open(instance(JOINED_LIFE), NOWHERE, (NOWHERE,))
-        await self.serve(self.prefill, self.decode)
+        await self.serve(self.prefill, self.decode, self.decode)
 
-    async def serve(self, prefill_control: Any, decode_control: Any) -> None:
+    async def serve(self, prefill_control: Any, decode_control: Any, node_control: Any = None) -> None:
         """Each service behind a server and a channel of its own."""
         for name, services in (
             ("PrefillControl", {"prefill_control": prefill_control}),
             ("DecodeControl", {"decode_control": decode_control}),
+            ("NodeControl", {"node_control": node_control}),
             ("TransferControl", {"transfer_control": self.transfer}),
         ):
             server = await serve("127.0.0.1", 0, **cast(Any, services))
@@ -243,7 +255,11 @@ def told(incarnation: int, tp_size: int = 1) -> Instance:
 
 def join(_: Nodes) -> pb.JoinRequest:
     return pb.JoinRequest(
-        decode=instance_to_proto(told(55)), decode_address=NOWHERE, rank_addresses=["127.0.0.1:2"], heartbeat_s=0.5
+        decode=instance_to_proto(told(55)),
+        decode_address=NOWHERE,
+        rank_addresses=["127.0.0.1:2"],
+        heartbeat_s=0.5,
+        prefill_address=NOWHERE,
     )
 
 
@@ -315,7 +331,16 @@ RPCS = {
     "Watermarks": Rpc(
         method="TransferControl.Watermarks", request=beat, codes={Code.NOT_FOUND, Code.UNAVAILABLE}, needs_session=True
     ),
+    "ListRequests": Rpc(method="NodeControl.ListRequests", request=lambda _: pb.ListRequestsRequest(limit=5)),
+    "Abort": Rpc(method="NodeControl.Abort", request=abort),
+    "Status": Rpc(method="NodeControl.Status", request=lambda _: pb.StatusRequest()),
+    "SetLogLevel": Rpc(method="NodeControl.SetLogLevel", request=lambda _: pb.SetLogLevelRequest(level=log_level())),
+    "SwitchRole": Rpc(
+        method="NodeControl.SwitchRole", request=lambda _: pb.SwitchRoleRequest(role="decode"), codes={Code.FAILED_PRECONDITION}
+    ),
+    "Undrain": Rpc(method="NodeControl.Undrain", request=lambda _: pb.UndrainRequest()),
     # Last, for they take no more requests after it.
+    "Drain": Rpc(method="NodeControl.Drain", request=lambda _: pb.DrainRequest()),
     "prefill's Drain": Rpc(method="PrefillControl.Drain", request=lambda _: pb.DrainRequest()),
     "decode's Drain": Rpc(method="DecodeControl.Drain", request=lambda _: pb.DrainRequest()),
 }
@@ -343,6 +368,8 @@ NEVER_RIGHT = {"nan", "inf", "-inf", "no UTF-8", f"{HUGE_LIST} entries", f"str o
 """What no field has: refused, unless the field is one of `UNREAD`."""
 
 UNREAD = {
+    ("NodeControl.Abort", "request_id"),
+    ("NodeControl.Abort", "reason"),
     ("PrefillControl.Abort", "request_id"),
     ("PrefillControl.Abort", "reason"),
     ("DecodeControl.Abort", "request_id"),

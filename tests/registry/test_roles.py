@@ -31,6 +31,9 @@ def test_what_operators_do_is_not_for_peers() -> None:
     for node in ("PrefillControl", "DecodeControl"):
         for method in ("Status", "Drain"):
             assert METHOD_ROLES[f"/kvferry.v1.{node}/{method}"] == {CLIENT}
+    operators = pb.DESCRIPTOR.services_by_name["NodeControl"]
+    for one in operators.methods:  # how a node is, is shown on its peers' pages
+        assert METHOD_ROLES[f"/{operators.full_name}/{one.name}"] == ({PEER, CLIENT} if one.name == "Status" else {CLIENT})
     assert METHOD_ROLES["/kvferry.v1.DecodeControl/Generate"] == {CLIENT}
     assert METHOD_ROLES["/kvferry.v1.DecodeControl/Abort"] == {CLIENT}
 

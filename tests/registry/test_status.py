@@ -6,11 +6,12 @@ import re
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 import transfer.errors
 import transfer.registry.status as status_module
-from transfer.errors import EngineError, TransferError
-from transfer.registry.status import MAX_DETAILS_CHARS, SPARES_KV, details_of, error_of, status_of
+from transfer.errors import ConfigError, EngineError, NodeDraining, PeerUnreachable, TransferError
+from transfer.registry.status import MAX_DETAILS_CHARS, SPARES_KV, details_of, error_of, reason_of, status_details, status_of
 
 
 def all_error_types() -> list[type[TransferError]]:
@@ -55,6 +56,34 @@ def test_the_second_table_is_what_error_of_does() -> None:
             error = error_of(call_error(code, "why"), peer="10.0.0.1:7000")
             assert type(error).__name__ == expected[code.name]
             assert str(error) == "10.0.0.1:7000: why"
+
+
+def packed(error: TransferError) -> status_pb2.Status | None:
+    details = status_details(status_of(error), details_of(error), reason_of(error))
+    return None if details is None else status_pb2.Status.FromString(details)
+
+
+def test_every_error_says_its_reason_and_when_to_try_again() -> None:
+    for kind in all_error_types():
+        status = packed(kind("it is so"))
+        assert status is not None
+        assert (status.code, status.message) == (status_of(kind("")).value[0], "it is so")
+        info = error_details_pb2.ErrorInfo()
+        assert status.details[0].Unpack(info)
+        reason = reason_of(kind(""))
+        assert (info.domain, info.reason) == ("kvferry", reason.word)
+        retry = error_details_pb2.RetryInfo()
+        if reason.retry_s is None:
+            assert len(status.details) == 1
+        else:
+            assert status.details[1].Unpack(retry) and retry.retry_delay.ToTimedelta().total_seconds() == reason.retry_s
+    assert reason_of(NodeDraining("")).word == "NODE_DRAINING" and reason_of(PeerUnreachable("")).word == "PEER_UNREACHABLE"
+    assert reason_of(KeyError("")).word == "INTERNAL"
+
+
+def test_a_long_text_leaves_no_room_for_its_status() -> None:
+    assert packed(ConfigError("x" * MAX_DETAILS_CHARS)) is not None
+    assert packed(ConfigError("\N{GRINNING FACE}" * MAX_DETAILS_CHARS)) is None
 
 
 def test_a_status_without_text_says_its_name() -> None:

@@ -52,7 +52,12 @@ def tls_of(files: Files, *, peers: tuple[str, ...], clients: tuple[str, ...] = (
     return MutualTls(files=CertificateFiles(files.tls(), is_server=True), peer_names=peers, client_names=clients)
 
 
-class Everything(pb_grpc.PrefillControlServicer, pb_grpc.DecodeControlServicer, pb_grpc.TransferControlServicer):
+class Everything(
+    pb_grpc.NodeControlServicer,
+    pb_grpc.PrefillControlServicer,
+    pb_grpc.DecodeControlServicer,
+    pb_grpc.TransferControlServicer,
+):
     """Every method of every service of ours, each of which writes down that it was reached; streams go on until they are left."""
 
     def __init__(self) -> None:
@@ -88,6 +93,22 @@ class Everything(pb_grpc.PrefillControlServicer, pb_grpc.DecodeControlServicer, 
         self.reached.append("Drain")
         return pb.DrainResponse()
 
+    async def Undrain(self, request: Any, context: Any) -> pb.UndrainResponse:
+        self.reached.append("Undrain")
+        return pb.UndrainResponse()
+
+    async def SetLogLevel(self, request: Any, context: Any) -> pb.SetLogLevelResponse:
+        self.reached.append("SetLogLevel")
+        return pb.SetLogLevelResponse()
+
+    async def SwitchRole(self, request: Any, context: Any) -> pb.SwitchRoleResponse:
+        self.reached.append("SwitchRole")
+        return pb.SwitchRoleResponse()
+
+    async def ListRequests(self, request: Any, context: Any) -> pb.ListRequestsResponse:
+        self.reached.append("ListRequests")
+        return pb.ListRequestsResponse()
+
     async def Attach(self, request: Any, context: Any) -> pb.AttachResponse:
         self.reached.append("Attach")
         return pb.AttachResponse()
@@ -116,6 +137,7 @@ class Node:
             0,
             prefill_control=self.services,
             decode_control=self.services,
+            node_control=self.services,
             transfer_control=self.services,
             security=tls_of(self.files, peers=peers, clients=clients),
             on_refused=self.refused.append,
@@ -143,6 +165,7 @@ async def call(channel: grpc.aio.Channel, method: str) -> tuple[grpc.StatusCode,
     """One call of any method, with an empty message; its status and text. A stream that answers is good."""
     service, name = method.removeprefix("/").split("/")
     stub: Any = {
+        "kvferry.v1.NodeControl": pb_grpc.NodeControlStub,
         "kvferry.v1.PrefillControl": pb_grpc.PrefillControlStub,
         "kvferry.v1.DecodeControl": pb_grpc.DecodeControlStub,
         "kvferry.v1.TransferControl": pb_grpc.TransferControlStub,
@@ -151,6 +174,7 @@ async def call(channel: grpc.aio.Channel, method: str) -> tuple[grpc.StatusCode,
     }[service](channel)
     questions: dict[str, Any] = {
         **{one: getattr(pb, f"{one}Request") for one in ("Join", "Prefill", "Generate", "Reserve", "Abort", "Status", "Drain")},
+        **{one: getattr(pb, f"{one}Request") for one in ("ListRequests", "Undrain", "SetLogLevel", "SwitchRole")},
         **{"Attach": pb.AttachRequest, "Watermarks": pb.WriterBeat, "Check": health_pb2.HealthCheckRequest},
         **{"Watch": health_pb2.HealthCheckRequest, "List": health_pb2.HealthListRequest},
         "ServerReflectionInfo": lambda: reflection_pb2.ServerReflectionRequest(list_services=""),
@@ -320,6 +344,13 @@ async def test_a_node_that_speaks_plain_text(authority: Authority, tmp_path: Pat
 async def test_nobody_there(node: Node, authority: Authority, tmp_path: Path) -> None:
     await node.server.close()
     assert await refusal(node, authority.files(tmp_path / "caller", PEER)) == "Connection refused"
+
+
+@pytest.mark.parametrize("host", ["a..b", f"{'x' * 70}.example", ".a"])
+async def test_a_host_that_is_no_name(authority: Authority, tmp_path: Path, host: str) -> None:
+    own = tls_of(authority.files(tmp_path / "own", NODE), peers=(NODE,)).files.current()
+    with pytest.raises(PeerUnreachable, match="its host is no name"):
+        await greet(f"{host}:7100", own, allowed=(NODE,), timeout_s=5)
 
 
 async def test_somebody_who_says_nothing(authority: Authority, tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from transfer.messages import PROTOCOL_VERSIONS
 LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=4, dtype=DType.FLOAT16)
 
 
-def instance(incarnation: int, *, tp_size: int = 1, layout: KVLayout = LAYOUT, weights: str = "some") -> Instance:
+def instance(
+    incarnation: int,
+    *,
+    tp_size: int = 1,
+    layout: KVLayout = LAYOUT,
+    weights: str = "some",
+    capabilities: frozenset[str] = frozenset(),
+) -> Instance:
     return Instance(
         incarnation=incarnation,
         layout=layout,
@@ -25,6 +32,7 @@ def instance(incarnation: int, *, tp_size: int = 1, layout: KVLayout = LAYOUT, w
         transport="inproc",
         digests=("xxh3-64",),
         protocol_versions=PROTOCOL_VERSIONS,
+        capabilities=capabilities,
     )
 
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from node_runtime.node_role import NodeRole
+from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_process import RankSpec, run_rank
-from node_runtime.rank_report import RankHello, RankReport, RankShutdown, RankStartFailed
+from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from tests.runtime.instances import hello
 from transfer.errors import LocalProtocolError, MemoryPlanError
 
@@ -35,13 +37,13 @@ class Echo:
     num_spared: int
 
 
-CODEC = RankCodec(Order, Echo, RankHello, RankStartFailed, RankReport, RankShutdown)
+CODEC = RankCodec(Order, Echo, RankHello, RankStartFailed, RankReport, RankLogLevel, RankShutdown, RankSwitch)
 
 
 class ObedientWorker:
     """A `node_runtime.rank_process.Worker` that does what it is told."""
 
-    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, spec: RankSpec, link: RankLink, loop: asyncio.AbstractEventLoop, engine: RankEngine) -> None:
         self.spec = spec
         self.link = link
         self.hangs_at_close = False
@@ -127,6 +129,72 @@ class SilentWorker(ObedientWorker):
 class UnlikeWorker(ObedientWorker):
     async def start(self) -> RankHello:
         return hello(self.spec.rank, incarnation=self.spec.incarnation, pool_pages=8 + self.spec.rank)
+
+
+class RefusesTheOther(ObedientWorker):
+    """Rank 1 cannot be a decode rank."""
+
+    async def start(self) -> RankHello:
+        if self.spec.rank == 1 and self.spec.config.role == "decode":
+            await asyncio.sleep(0.3)  # after the other one has said that it can
+            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
+        return await super().start()
+
+
+class DiesInTheOther(ObedientWorker):
+    """Rank 1 dies when it is to be a decode rank."""
+
+    async def start(self) -> RankHello:
+        if self.spec.rank == 1 and self.spec.config.role == "decode":
+            os._exit(9)
+        return await super().start()
+
+
+class RefusesBoth(ObedientWorker):
+    """A rank that was told to change its role can neither do that nor go back."""
+
+    async def start(self) -> RankHello:
+        if (self.spec.config.model / "switched").exists():
+            raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
+        if self.spec.config.role == "decode":
+            (self.spec.config.model / "switched").touch()
+            raise MemoryPlanError("the ring of 9 GiB does not fit the 8 GiB that are free")
+        return await super().start()
+
+
+class HangsInTheOther(ObedientWorker):
+    async def start(self) -> RankHello:
+        if self.spec.config.role == "decode":
+            await asyncio.sleep(3600)
+        return await super().start()
+
+
+def _switching(spec: RankSpec, worker: type[ObedientWorker]) -> None:
+    def refuse() -> Any:
+        raise AssertionError("a rank has no leader")
+
+    role = NodeRole(codec=CODEC, check_step_fits=lambda config: None, load_leader=refuse, load_worker=lambda: worker)
+    run_rank(spec, CODEC, worker, role_of=lambda name: role)
+
+
+def switching(spec: RankSpec) -> None:
+    _switching(spec, ObedientWorker)
+
+
+def refuses_the_other(spec: RankSpec) -> None:
+    _switching(spec, RefusesTheOther)
+
+
+def dies_in_the_other(spec: RankSpec) -> None:
+    _switching(spec, DiesInTheOther)
+
+
+def refuses_both(spec: RankSpec) -> None:
+    _switching(spec, RefusesBoth)
+
+
+def hangs_in_the_other(spec: RankSpec) -> None:
+    _switching(spec, HangsInTheOther)
 
 
 def obedient(spec: RankSpec) -> None:

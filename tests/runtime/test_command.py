@@ -161,7 +161,15 @@ def test_settings_that_are_right_are_called_so(app: Typer, model: Path, argument
 def test_a_decode_node_without_prefill_nodes_is_warned_of(model: Path) -> None:
     ended = check(decode_app, model)
     assert ended.exit_code == exit_codes.OK and ended.stdout == "decode: the settings are right\n"
-    assert ended.stderr.splitlines()[0] == "decode-node: warning: peers.prefill_nodes is empty; the node will never be ready"
+    assert ended.stderr.splitlines()[0] == (
+        "decode-node: warning: peers.prefill_nodes is empty, and discovery.kind is static without a discovery.file; "
+        "the node will never be ready"
+    )
+
+
+def test_a_decode_node_that_finds_its_prefill_nodes_needs_none(model: Path) -> None:
+    ended = check(decode_app, model, "--set", "discovery.kind=dns", "--set", "discovery.dns_name=kvferry-prefill:7100")
+    assert ended.exit_code == exit_codes.OK and "never be ready" not in ended.stderr
 
 
 @APPS
@@ -223,7 +231,7 @@ def test_a_leaders_collector_spares_what_it_has_loaded(model: Path) -> None:
 import gc, sys
 from node_runtime import command
 class Daemon:
-    def __init__(self, *arguments): pass
+    def __init__(self, *arguments, other=None): pass
     async def run(self):
         print(gc.get_freeze_count())
         return 0

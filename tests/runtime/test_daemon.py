@@ -31,6 +31,8 @@ from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferE
 class QuietRole:
     """A `node_runtime.daemon.Role` that remembers what happened to it."""
 
+    status_page = None
+
     def __init__(self, config: NodeConfig, entry: Callable[[RankSpec], None]) -> None:
         self.history: list[str] = []
         self.errors: list[str] = []

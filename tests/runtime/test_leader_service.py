@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +15,20 @@ from structlog.testing import capture_logs
 
 from node_runtime import leader_service
 from node_runtime.daemon import Daemon, NodeState
+from node_runtime.draining import DrainReason
+from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.rank_report import RankMemory
+from node_runtime.request_view import RequestView
+from node_runtime.supervisor import RankStartError
 from tests.authority import Authority
 from tests.runtime import rank_entries
-from tests.runtime.instances import instance, prefill_config, until
-from transfer.config import PrefillNodeConfig
-from transfer.errors import TransferError
+from tests.runtime.instances import decode_config, instance, prefill_config, until
+from transfer.config import DecodeNodeConfig, PrefillNodeConfig
+from transfer.errors import PeerUnreachable, TransferError
 from transfer.instance import Instance
+from transfer.logs import log_level, set_log_level
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import MutualTls
 
@@ -34,6 +40,13 @@ class Requests:
     num_running: int = 2
     aborted: list[tuple[str, str]] = field(default_factory=list)
 
+    def views(self) -> list[RequestView]:
+        ages = {"a.0123": 1.0, "a.4567": 3.0, "ab.0123": 2.0}
+        return [
+            RequestView(request_id=name[:-5], transfer_id=name, stage="queued", age_s=age, prompt_tokens=9)
+            for name, age in ages.items()
+        ]
+
     def abort(self, request_id: str, error: TransferError) -> bool:
         self.aborted.append((request_id, str(error)))
         return request_id != "a.0123"  # that one is over for its caller
@@ -44,6 +57,9 @@ class Life:
     instance: Instance = field(default_factory=lambda: instance(3))
     requests: Requests = field(default_factory=Requests)
     memory: tuple[RankMemory, ...] = (RankMemory(),)
+
+
+STARTING = SimpleNamespace(state=NodeState.STARTING, num_restarts=0, other_config=None)
 
 
 class Context:
@@ -75,7 +91,9 @@ def leader_of(daemon: SimpleNamespace, config: PrefillNodeConfig) -> Leader[Pref
 
 @pytest.fixture
 def leader(tmp_path: Path) -> Leader[PrefillNodeConfig, Life]:
-    asked = SimpleNamespace(state=NodeState.STARTING, started_s=0.0, num_restarts=4, ready=Readiness(is_ready=True))
+    asked = SimpleNamespace(
+        state=NodeState.STARTING, started_s=0.0, num_restarts=4, ready=Readiness(is_ready=True), http_port=7, is_stopping=False
+    )
     asked.readiness = lambda: asked.ready
     one = leader_of(asked, prefill_config(tmp_path))
     one._life = Life()
@@ -107,7 +125,7 @@ async def test_a_drain_says_what_is_left_when_its_caller_must_go(leader: Leader[
 
 async def test_a_draining_leader_takes_no_new_work_and_goes_on_with_what_it_has(leader: Leader[PrefillNodeConfig, Life]) -> None:
     assert await leader._life_or_end(a_call(), is_new_work=True) is leader._life
-    leader._draining.set()
+    leader._draining.begin()
     assert await leader._life_or_end(a_call(), is_new_work=False) is leader._life
     with pytest.raises(ConnectionAbortedError, match="UNAVAILABLE: the prefill node is draining"):
         await leader._life_or_end(a_call(), is_new_work=True)
@@ -136,12 +154,74 @@ def test_a_status_says_whether_the_node_is_ready_as_readyz_does(leader: Leader[P
     assert leader._status(peers=[], links=[]).not_ready_reason == ""
 
 
+async def test_a_drain_is_undone(leader: Leader[PrefillNodeConfig, Life]) -> None:
+    assert not (await leader.Undrain(pb.UndrainRequest(), a_call())).was_draining
+    await leader.Drain(pb.DrainRequest(), a_call(remaining_s=0.15))
+    cast(Any, leader._daemon).state = NodeState.READY
+    drained = leader._status(peers=[], links=[])
+    assert (drained.state, drained.draining) == ("draining", True)
+    assert (await leader.Undrain(pb.UndrainRequest(), a_call())).was_draining
+    assert await leader._life_or_end(a_call(), is_new_work=True) is leader._life
+    again = leader._status(peers=[], links=[])
+    assert (again.state, again.draining) == ("ready", False)
+
+
+async def test_an_undrain_ends_a_drain_that_waits(leader: Leader[PrefillNodeConfig, Life]) -> None:
+    async with asyncio.timeout(5):
+        draining = asyncio.ensure_future(leader.Drain(pb.DrainRequest(), a_call()))
+        await until(lambda: leader._draining.is_on)
+        assert (await leader.Undrain(pb.UndrainRequest(), a_call())).was_draining
+        assert (await draining).remaining == 3
+    assert not leader._draining.is_on
+
+
+async def test_a_node_that_is_being_stopped_is_not_undrained(leader: Leader[PrefillNodeConfig, Life]) -> None:
+    leader._draining.begin()
+    cast(Any, leader._daemon).is_stopping = True
+    with pytest.raises(ConnectionAbortedError, match="FAILED_PRECONDITION: the node is being stopped"):
+        await leader.Undrain(pb.UndrainRequest(), a_call())
+    assert leader._draining.is_on
+
+
+async def test_requests_are_listed_the_oldest_first(leader: Leader[PrefillNodeConfig, Life]) -> None:
+    all_of_them = await leader.ListRequests(pb.ListRequestsRequest(), a_call())
+    assert [one.transfer_id for one in all_of_them.requests] == ["a.4567", "ab.0123", "a.0123"] and all_of_them.total == 3
+    assert all_of_them.requests[1] == pb.RequestStatus(
+        request_id="ab", transfer_id="ab.0123", stage="queued", age_s=2.0, prompt_tokens=9
+    )
+    oldest = await leader.ListRequests(pb.ListRequestsRequest(limit=1), a_call())
+    assert [one.transfer_id for one in oldest.requests] == ["a.4567"] and oldest.total == 3
+    with pytest.raises(ConnectionAbortedError, match="INVALID_ARGUMENT: limit is 1001; it must be at most 1000"):
+        await leader.ListRequests(pb.ListRequestsRequest(limit=1001), a_call())
+    leader._life = None
+    assert (await leader.ListRequests(pb.ListRequestsRequest(), a_call())).total == 0
+
+
+async def test_the_log_level_of_leader_and_ranks_is_set(leader: Leader[PrefillNodeConfig, Life]) -> None:
+    told: list[str] = []
+    leader._supervisor = cast(Any, SimpleNamespace(set_log_level=told.append, reports={}))
+    before = logging.getLogger().level
+    try:
+        set_log_level("error")
+        answer = await leader.SetLogLevel(pb.SetLogLevelRequest(level="debug"), a_call())
+        assert (answer.level_before, told, log_level()) == ("error", ["debug"], "debug")
+        assert leader._status(peers=[], links=[]).log_level == "debug"
+        with pytest.raises(ConnectionAbortedError, match="level is 'loud'; it must be one of debug, info, warning, error"):
+            await leader.SetLogLevel(pb.SetLogLevelRequest(level="loud"), a_call())
+        assert (told, log_level()) == (["debug"], "debug")
+    finally:
+        logging.getLogger().setLevel(before)
+
+
 async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.05)
     authority = Authority()
     files = authority.files(tmp_path / "tls", "node.example")
     tls = files.tls(peer_names=("peer.example",))
-    one = leader_of(SimpleNamespace(state=NodeState.STARTING, num_restarts=0), prefill_config(tmp_path, tls=tls.model_dump()))
+    one = leader_of(
+        STARTING,
+        prefill_config(tmp_path, tls=tls.model_dump()),
+    )
     await one._listen()
     assert isinstance(one.security, MutualTls)
     expiry = "kvferry_certificate_expiry_timestamp_seconds"
@@ -166,7 +246,10 @@ async def test_new_certificates_are_looked_at_while_nobody_connects(tmp_path: Pa
 async def test_a_leader_says_that_its_certificate_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_service, "CERTIFICATE_LOOK_S", 0.05)
     tls = Authority().files(tmp_path / "tls", "node.example", days=5 / 86_400).tls(peer_names=("peer.example",))
-    one = leader_of(SimpleNamespace(state=NodeState.STARTING, num_restarts=0), prefill_config(tmp_path, tls=tls.model_dump()))
+    one = leader_of(
+        STARTING,
+        prefill_config(tmp_path, tls=tls.model_dump()),
+    )
     with capture_logs() as lines:
         await one._listen()
         try:
@@ -175,3 +258,164 @@ async def test_a_leader_says_that_its_certificate_has_expired(tmp_path: Path, mo
         finally:
             await one.close()
     assert [(line["event"], line["names"]) for line in lines] == [("certificate_expired", "node.example")], "once a minute"
+
+
+class Switching:
+    """What a leader asks of its daemon about a change of role."""
+
+    def __init__(self, other: DecodeNodeConfig | None) -> None:
+        self.state = NodeState.READY
+        self.is_stopping = False
+        self.can_switch = True
+        self.other_config = other
+        self.incarnation = 9
+        self.num_switches = 0
+        self.error: TransferError | None = None
+
+    async def switch_role(self) -> None:
+        self.num_switches += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> Leader[PrefillNodeConfig, Life]:
+    one = leader_of(cast(Any, Switching(decode_config(tmp_path))), prefill_config(tmp_path, drain_timeout_s=5))
+    one._life = Life(requests=Requests(num_queued=0, num_running=0))
+    return one
+
+
+async def switch(leader: Leader[PrefillNodeConfig, Life], role: str = "decode", remaining_s: float | None = None) -> Any:
+    async with asyncio.timeout(10):
+        return await leader.SwitchRole(pb.SwitchRoleRequest(role=role), a_call(remaining_s))
+
+
+async def test_a_change_of_role_comes_after_a_drain(changing: Leader[PrefillNodeConfig, Life]) -> None:
+    daemon = cast(Any, changing._daemon)
+    assert changing._life is not None
+    changing._life.requests.num_running = 1
+    asked = asyncio.ensure_future(switch(changing))
+    await until(lambda: changing._draining.is_on)
+    await asyncio.sleep(0.05)
+    assert not daemon.num_switches
+    with pytest.raises(ConnectionAbortedError, match="UNAVAILABLE: a change of role is under way"):
+        await switch(changing)
+    changing._life.requests.num_running = 0
+    assert await asked == pb.SwitchRoleResponse(role="decode", role_before="prefill", incarnation=9)
+    assert daemon.num_switches == 1
+    assert (await switch(changing, "prefill")).role_before == "prefill" and daemon.num_switches == 1, "it has that one"
+
+
+@pytest.mark.parametrize("was_draining", [False, True])
+async def test_with_requests_left_the_node_is_as_it_was(changing: Leader[PrefillNodeConfig, Life], was_draining: bool) -> None:
+    assert changing._life is not None
+    changing._life.requests.num_running = 2
+    if was_draining:
+        changing._draining.begin()
+    with pytest.raises(ConnectionAbortedError, match=r"DEADLINE_EXCEEDED: 2 requests are still in flight after 0\.1 s; the node"):
+        await switch(changing, remaining_s=0.2)
+    assert changing._draining.is_on is was_draining and not cast(Any, changing._daemon).num_switches
+    changing._life.requests.num_running = 0
+    await switch(changing)
+
+
+async def test_an_undrain_ends_a_change_that_waits(changing: Leader[PrefillNodeConfig, Life]) -> None:
+    assert changing._life is not None
+    changing._life.requests.num_running = 1
+    asked = asyncio.ensure_future(switch(changing))
+    await until(lambda: changing._draining.is_on)
+    await changing.Undrain(pb.UndrainRequest(), a_call())
+    changing._life.requests.num_running = 0
+    with pytest.raises(ConnectionAbortedError, match="FAILED_PRECONDITION: the drain was undone meanwhile"):
+        await asked
+    assert not changing._draining.is_on and not cast(Any, changing._daemon).num_switches
+
+
+async def test_a_drain_that_an_operator_asks_for_while_a_change_waits_outlives_it(
+    changing: Leader[PrefillNodeConfig, Life],
+) -> None:
+    assert changing._life is not None
+    changing._life.requests.num_running = 1
+    asked = asyncio.ensure_future(switch(changing, remaining_s=0.5))
+    await until(lambda: changing._draining.is_on)
+    assert (await changing.Drain(pb.DrainRequest(), a_call(remaining_s=0.15))).remaining == 1
+    with pytest.raises(ConnectionAbortedError, match="DEADLINE_EXCEEDED: 1 requests are still in flight"):
+        await asked
+    assert changing._draining.is_for(DrainReason.OPERATOR) and not changing._draining.is_for(DrainReason.SWITCH)
+    assert (await changing.Undrain(pb.UndrainRequest(), a_call())).was_draining and not changing._draining.is_on
+
+
+@pytest.mark.parametrize("is_undrained", [False, True])
+async def test_what_an_operator_asks_for_while_ranks_change_is_kept_when_they_cannot(
+    changing: Leader[PrefillNodeConfig, Life], monkeypatch: pytest.MonkeyPatch, is_undrained: bool
+) -> None:
+    daemon, gate = cast(Any, changing._daemon), asyncio.Event()
+
+    async def fail() -> None:
+        daemon.num_switches += 1
+        await gate.wait()
+        raise RankStartError("a bug", exit_code=4)
+
+    monkeypatch.setattr(daemon, "switch_role", fail)
+    if is_undrained:
+        changing._draining.begin()
+    asked = asyncio.ensure_future(switch(changing))
+    await until(lambda: daemon.num_switches)
+    if is_undrained:
+        assert (await changing.Undrain(pb.UndrainRequest(), a_call())).was_draining
+        assert changing._draining.is_on, "its ranks are leaving: it can serve nothing yet"
+    else:
+        assert (await changing.Drain(pb.DrainRequest(), a_call(remaining_s=0.15))).remaining == 0
+    gate.set()
+    with pytest.raises(ConnectionAbortedError, match="INTERNAL: the node could not change its role"):
+        await asked
+    assert changing._draining.is_on is not is_undrained
+
+
+async def test_a_caller_that_goes_away_while_requests_are_in_flight_changes_nothing(
+    changing: Leader[PrefillNodeConfig, Life],
+) -> None:
+    assert changing._life is not None
+    changing._life.requests.num_running = 1
+    asked = asyncio.ensure_future(switch(changing))
+    await until(lambda: changing._draining.is_on)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    changing._life.requests.num_running = 0
+    assert not changing._draining.is_on and not cast(Any, changing._daemon).num_switches
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RankStartError("no room", exit_code=NO_MEMORY), "RESOURCE_EXHAUSTED: the node could not change its role, .*: no room"),
+        (RankStartError("a bug", exit_code=4), "INTERNAL: the node could not change its role, and keeps the one .*: a bug"),
+        (PeerUnreachable("the node has shut down"), "UNAVAILABLE: the node has shut down"),
+    ],
+)
+async def test_a_change_that_fails_is_said_and_the_node_takes_requests_again(
+    changing: Leader[PrefillNodeConfig, Life], error: TransferError, said: str
+) -> None:
+    cast(Any, changing._daemon).error = error
+    with pytest.raises(ConnectionAbortedError, match=said):
+        await switch(changing)
+    assert not changing._draining.is_on and not changing._is_switching
+
+
+async def test_what_cannot_be_changed_is_refused_before_the_drain(changing: Leader[PrefillNodeConfig, Life]) -> None:
+    daemon = cast(Any, changing._daemon)
+    with pytest.raises(ConnectionAbortedError, match="INVALID_ARGUMENT: role is 'both'; it must be one of prefill, decode"):
+        await switch(changing, "both")
+    daemon.can_switch = False
+    with pytest.raises(ConnectionAbortedError, match=r"FAILED_PRECONDITION: engine is .*load_engine, which cannot .*switch_role"):
+        await switch(changing)
+    changing._life = None
+    with pytest.raises(ConnectionAbortedError, match="UNAVAILABLE: the node is ready"):
+        await switch(changing)
+    daemon.is_stopping = True
+    with pytest.raises(ConnectionAbortedError, match="FAILED_PRECONDITION: the node is being stopped"):
+        await switch(changing)
+    daemon.other_config = None
+    with pytest.raises(ConnectionAbortedError, match="FAILED_PRECONDITION: the prefill node has no settings for the other role"):
+        await switch(changing)
+    assert not changing._draining.is_on and not daemon.num_switches

@@ -130,5 +130,5 @@ def test_planned_and_real_are_metrics(plan: MemoryPlan) -> None:
     memory = rank_memory(engine(plan), {"staging": 7})
     metrics.memory(memory.planned, memory.real)
     page = NodeMetrics(role="prefill").render([msgpack.unpackb(msgpack.packb(metrics.snapshot({})))]).decode()
-    assert 'kvferry_memory_planned_bytes{line="weights",rank="3",role="prefill"} 1.048576e+06' in page
+    assert 'kvferry_memory_planned_bytes{line="weights",rank="3",role="prefill"} 1048576.0' in page
     assert 'kvferry_memory_real_bytes{line="staging",rank="3",role="prefill"} 7.0' in page

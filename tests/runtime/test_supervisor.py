@@ -103,6 +103,7 @@ async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) ->
         await ranks.supervisor.stop(is_graceful=True)
         assert asyncio.get_running_loop().time() - started_s < 5, "they ended when they were told to, before anyone killed them"
         assert not ranks.lost, "an end on request is no loss"
+        assert not ranks.supervisor.reports, "nothing is shown of a life that is over"
 
 
 async def test_a_message_that_cannot_be_sent_ends_the_life(tmp_path: Path) -> None:

@@ -308,10 +308,11 @@ def test_auto_takes_shared_memory_only_for_memory_that_it_can_take_away() -> Non
     peer = RemotePeer("nixl-auto", "writer", 1 << 20)
     transport = NixlTransport()
     private, shared = np.zeros(1 << 20, dtype=np.uint8), ring_of(1 << 20)
-    lanes = []
+    lanes, obstacles = [], []
     for array in (private, shared):
         session, answer = transport.accept(bytes.fromhex(peer.do("offer")), transport.register(array))
         lanes.append(session.lane)
+        obstacles.append(session.obstacle)
         assert peer.do("complete", answer=answer.hex()) == session.lane
         peer.do("fill", seed=SEED)
         peer.do("write", begin=0, end=1 << 20, target_begin=0, key=1)
@@ -321,6 +322,7 @@ def test_auto_takes_shared_memory_only_for_memory_that_it_can_take_away() -> Non
         session.close()
         peer.do("new_offer")
     assert lanes == ["nixl/net", "nixl/shm"]
+    assert obstacles == ["the target's memory is not one shared mapping", ""]
     transport.close()
     peer.end()
 

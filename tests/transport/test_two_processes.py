@@ -234,7 +234,7 @@ def test_a_new_session_with_the_same_peer(target: Ends) -> None:
 def test_the_lane_is_what_ucx_uses(lane: str, word: str) -> None:
     """UCX itself prints what it chose for bulk tag sends."""
     ends = Ends(lane, "target", 1 << 20, {"UCX_PROTO_INFO": "y"})
-    assert ends.session.lane == f"ucx/{lane}"
+    assert ends.session.lane == f"ucx/{lane}" and not ends.session.obstacle, "what is asked for is no falling back"
     ends.receive(0, 1 << 20, key=1)
     _, printed = ends.close()
     lines = printed.splitlines()
@@ -247,13 +247,13 @@ def test_the_lane_is_what_ucx_uses(lane: str, word: str) -> None:
 
 def test_auto_takes_shared_memory_where_it_works() -> None:
     ends = Ends("auto", "target", 4096)
-    assert ends.session.lane == "ucx/shm"
+    assert ends.session.lane == "ucx/shm" and not ends.session.obstacle
     ends.close()
 
 
 def test_ucx_tls_without_cma_is_respected() -> None:
     ends = Ends("auto", "target", 1 << 20, {"UCX_TLS": "tcp,self"})
-    assert ends.session.lane == "ucx/net"
+    assert ends.session.lane == "ucx/net" and ends.session.obstacle == "UCX_TLS of one end leaves out cma"
     ends.peer.do("fill", seed=SEED)
     ends.receive(0, 1 << 20, key=1)
     assert (ends.array == noise(1 << 20, SEED)).all()

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import transfer
-from transfer.errors import ConfigError
+from transfer.errors import (
+    ChunkTooLarge,
+    ConfigError,
+    EngineError,
+    IntegrityError,
+    LayoutError,
+    PeerUnreachable,
+    RemoteProtocolError,
+    TransferAborted,
+    TransferError,
+)
 from transfer.instance import Link
 from transfer.metrics import (
+    ABORT_REASONS,
     BREAKER_STATES,
     MAX_REASONS,
     NODE_METRICS,
@@ -21,7 +35,9 @@ from transfer.metrics import (
     STORE_METRICS,
     NodeMetrics,
     RankMetrics,
+    Series,
 )
+from transfer.metrics.specs import STAGE_BUCKETS_S
 from transfer.storage.base import Outcome
 
 STATUS = {
@@ -60,6 +76,7 @@ class Stats:
     writes_without_staging: int = 1000
     resends: int = 1
     transfer_s: float = 0.02
+    exposed_s: float = 0.005
 
 
 def samples(page: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -196,6 +213,220 @@ def test_a_link_has_one_series_and_the_newest_values() -> None:
     assert latencies(rank) == {("3", "ucx/shm"): 2e-5}
 
 
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_link_is_busy_once_however_many_writes_are_under_way() -> None:
+    clock = Clock()
+    rank = RankMetrics(role="prefill", rank=3, clock=clock)
+    rank.link_write_began(7)  # not measured yet: of the probe's own session
+    rank.link_measured(7, Link(prefill_rank=3, decode_rank=1, lane="ucx/net", latency_s=0.5, bandwidth_bytes_per_s=100.0))
+    rank.link_write_ended(7, 1000)
+    mine = {"role": "prefill", "rank": "3", "prefill_rank": "3", "decode_rank": "1", "lane": "ucx/net"}
+
+    def shown() -> list[float]:
+        page = page_of(rank, role="prefill")
+        return [value(page, f"link_{name}_total", **mine) for name in ("written_bytes", "busy_seconds", "probe_seconds")]
+
+    assert shown() == [0, 0, 0]
+    rank.link_write_began(7)
+    clock.now_s += 2
+    rank.link_write_began(7)
+    clock.now_s += 3
+    rank.link_write_ended(7, 200)  # 0.5 s and 2 s by the probe
+    assert shown() == [200, 5, 2.5], "another one is still under way, and the link was busy until now"
+    clock.now_s += 1
+    rank.link_write_ended(7, 0)  # it failed
+    assert shown() == [200, 6, 2.5]
+    clock.now_s += 10
+    rank.link_written(7, 4.0, 100)  # stored by a kernel that nothing overlapped
+    assert shown() == [300, 10, 4.0]
+    rank.link_write_began(7)
+    rank.link_closed(7)
+    rank.link_write_ended(7, 100)
+    assert b"kvferry_link_" not in page_of(rank, role="prefill")
+
+
+def link_counters(rank: RankMetrics) -> tuple[float, float, float]:
+    """Bytes, busy seconds and probe seconds of the links of prefill rank 0 to decode ranks 0."""
+    page = page_of(rank, role="prefill")
+    mine = {"role": "prefill", "rank": "0", "prefill_rank": "0", "decode_rank": "0", "lane": "ucx/net"}
+    written, busy, probe = (
+        value(page, f"link_{name}_total", **mine) for name in ("written_bytes", "busy_seconds", "probe_seconds")
+    )
+    return written, busy, probe
+
+
+def probed(*, latency_s: float = 0.0, bandwidth: float = 100.0) -> Link:
+    """What the probe of a link between ranks 0 measured; `bandwidth` in bytes a second."""
+    return Link(prefill_rank=0, decode_rank=0, lane="ucx/net", latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+
+
+def test_a_link_that_is_never_idle_is_busy_all_the_time() -> None:
+    """There is always a next write under way when one ends; each look finds the time until then."""
+    clock = Clock()
+    rank = RankMetrics(role="prefill", rank=0, clock=clock)
+    rank.link_measured(7, probed())
+    rank.link_write_began(7)
+    for number in range(1, 6):
+        clock.now_s += 8
+        rank.link_write_began(7)
+        clock.now_s += 2
+        rank.link_write_ended(7, 100)
+        assert link_counters(rank) == (100 * number, 10 * number, number)
+        assert rank.link_use(7).busy_s == 10 * number
+    clock.now_s += 60  # the last one hangs
+    assert link_counters(rank) == (500, 110, 5)
+    rank.link_write_ended(7, 0)
+    clock.now_s += 60
+    assert link_counters(rank) == (500, 110, 5)
+
+
+def test_links_with_the_same_labels_are_busy_once() -> None:
+    """Six decode nodes of one rank share the labels: a card that they use fully is busy one second in a second."""
+    clock, sessions = Clock(), range(6)
+    rank = RankMetrics(role="prefill", rank=0, clock=clock)
+    for session in sessions:
+        rank.link_measured(session, probed())
+        rank.link_write_began(session)
+    clock.now_s += 6
+    assert link_counters(rank) == (0, 6, 0)
+    for session in sessions:
+        rank.link_write_ended(session, 100)
+    assert link_counters(rank) == (600, 6, 6), "together they are as fast as the probe"
+    assert {(use.num_bytes, use.busy_s, use.probe_s) for use in map(rank.link_use, sessions)} == {(100, 6, 1)}
+    clock.now_s += 10
+    rank.link_written(0, 4.0, 100)
+    clock.now_s += 1
+    rank.link_written(1, 3.0, 100)  # of which two seconds are the other's, too
+    assert link_counters(rank)[1] == 6 + 5
+    assert (rank.link_use(0).busy_s, rank.link_use(1).busy_s) == (10, 9)
+
+
+def test_a_session_that_ends_takes_its_writes_along_and_leaves_those_of_others() -> None:
+    clock = Clock()
+    rank = RankMetrics(role="prefill", rank=0, clock=clock)
+    for session in (1, 2):
+        rank.link_measured(session, probed())
+    for session in (1, 1, 2):
+        rank.link_write_began(session)
+    clock.now_s += 5
+    rank.link_closed(1)
+    clock.now_s += 5
+    assert link_counters(rank)[1] == 10
+    rank.link_write_ended(2, 0)
+    rank.link_write_ended(1, 100)
+    clock.now_s += 5
+    assert link_counters(rank)[1] == 10
+    rank.link_closed(2)
+    assert b"kvferry_link_" not in page_of(rank, role="prefill")
+    rank.link_measured(3, probed())
+    assert link_counters(rank) == (0, 0, 0), "a series that is shown again is a new one"
+
+
+def test_of_links_with_the_same_labels_the_slowest_is_shown() -> None:
+    rank = RankMetrics(role="prefill", rank=0)
+    rank.link_measured(1, probed(latency_s=1e-5, bandwidth=4e9))
+    rank.link_measured(2, probed(latency_s=9e-5, bandwidth=3e9))
+    rank.link_measured(3, probed(latency_s=2e-5, bandwidth=1e9))
+
+    def shown() -> tuple[float, float]:
+        page = page_of(rank, role="prefill")
+        mine = {"role": "prefill", "rank": "0", "prefill_rank": "0", "decode_rank": "0", "lane": "ucx/net"}
+        return value(page, "link_latency_seconds", **mine), value(page, "link_bandwidth_bytes_per_second", **mine)
+
+    assert shown() == (9e-5, 1e9)
+    rank.link_closed(3)
+    assert shown() == (9e-5, 3e9)
+    rank.link_closed(2)
+    assert shown() == (1e-5, 4e9)
+
+
+@dataclass
+class Ring:
+    head: int = 0
+    position: int = 0
+    num_live_grants: int = 0
+
+
+def test_a_watermark_stalls_only_while_grants_are_live() -> None:
+    clock, ring = Clock(), Ring(head=4096, position=4096)
+    rank = RankMetrics(role="decode", rank=0, clock=clock)
+    rank.watch_ring(ring)
+
+    def shown(*, after_s: float) -> tuple[float, float]:
+        clock.now_s += after_s
+        page = page_of(rank)
+        lag, stalled = (
+            value(page, f"ring_watermark_{name}", role="decode", rank="0") for name in ("lag_bytes", "stalled_seconds")
+        )
+        return lag, stalled
+
+    assert shown(after_s=50) == (0, 0)
+    ring.head, ring.num_live_grants = 8192, 1
+    assert shown(after_s=50) == (4096, 0), "it was idle until now"
+    assert shown(after_s=20) == (4096, 20)
+    ring.head = 16384  # more is granted, and released above the watermark
+    assert shown(after_s=5) == (12288, 25)
+    ring.position = 8192
+    assert shown(after_s=5) == (8192, 0)
+    assert shown(after_s=3) == (8192, 3)
+    ring.position, ring.num_live_grants = 16384, 0
+    assert shown(after_s=3) == (0, 0)
+
+
+def test_links_that_fell_back_count_while_they_are_open() -> None:
+    rank = RankMetrics(role="decode", rank=0)
+    for session in (1, 2):
+        rank.link_fell_back(session)
+        rank.link_measured(session, Link(prefill_rank=0, decode_rank=0, lane="ucx/net", latency_s=1, bandwidth_bytes_per_s=1e9))
+    assert value(page_of(rank), "links_fallen_back", role="decode", rank="0") == 2
+    for session in (1, 1, 3):
+        rank.link_closed(session)
+    assert value(page_of(rank), "links_fallen_back", role="decode", rank="0") == 1
+
+
+def test_overlap_is_what_was_not_exposed_and_only_of_ranks_that_sent() -> None:
+    rank = RankMetrics(role="prefill", rank=0)
+    rank.request_sent(Stats())
+    rank.request_sent(Stats(writes=0, writes_without_staging=0, resends=0, transfer_s=0.0, exposed_s=0.0))
+    page = page_of(rank, role="prefill")
+    assert value(page, "overlap_ratio_count", role="prefill", rank="0") == 1
+    assert math.isclose(value(page, "overlap_ratio_sum", role="prefill", rank="0"), 0.75)
+    assert math.isclose(value(page, "stage_seconds_sum", stage="exposed", role="prefill", rank="0"), 0.005)
+    assert value(page, "stage_seconds_count", stage="total", role="prefill", rank="0") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TransferAborted("the client went away"), "caller"),
+        (TransferAborted("enough", is_by_operator=True), "operator"),
+        (ChunkTooLarge("no"), "no_room"),
+        (PeerUnreachable("gone"), "lost"),
+        (EngineError("broke"), "engine"),
+        (IntegrityError("twice"), "data_loss"),
+        (LayoutError("heads"), "misfit"),
+        (RemoteProtocolError("?"), "misfit"),
+        (TransferError("new"), "other"),
+    ],
+)
+def test_an_end_has_one_reason(error: TransferError, reason: str) -> None:
+    node = NodeMetrics(role="prefill")
+    node.request_given_up(error)
+    page = node.render([])
+    assert {one: value(page, "aborts_total", role="prefill", reason=one) for one in ABORT_REASONS} == {
+        one: one == reason for one in ABORT_REASONS
+    }
+
+
 def latencies(rank: RankMetrics) -> dict[tuple[str, str], float]:
     """Of each link, by prefill rank and lane."""
     found = [
@@ -218,7 +449,7 @@ def test_a_link_is_shown_for_as_long_as_a_session_has_it() -> None:
     rank.link_closed(2)
     assert latencies(rank) == {("0", "ucx/net"): 1.0}
     rank.link_closed(1)
-    assert b"kvferry_link" not in page_of(rank)
+    assert b"kvferry_link_" not in page_of(rank)
     rank.link_measured(4, Link(prefill_rank=0, decode_rank=0, lane="ucx/net", latency_s=4, bandwidth_bytes_per_s=1e9))
     assert latencies(rank) == {("0", "ucx/net"): 4.0}, "a series that is shown again is a new one"
 
@@ -291,10 +522,50 @@ def test_counters_of_nothing_are_zero_and_not_absent() -> None:
 
 def test_a_snapshot_of_another_build_is_taken_as_far_as_it_is_known() -> None:
     snapshot: dict[str, Any] = RankMetrics(role="decode", rank=0).snapshot(STATUS)
-    snapshot["families"]["kvferry_unheard_of"] = [["kvferry_unheard_of", {}, 1.0]]
-    snapshot["families"]["kvferry_sessions"] = [["kvferry_sessions", {"role": "decode"}, math.nan]]
-    page = NodeMetrics(role="decode").render([snapshot])
-    assert b"unheard" not in page and b"kvferry_sessions" not in page
+    snapshot["families"]["kvferry_unheard_of"] = 'kvferry_unheard_of{rank="0"} 1.0\n'
+    del snapshot["families"]["kvferry_sessions"]
+    page = NodeMetrics(role="decode").render([snapshot, None])
+    assert b"unheard" not in page and b"kvferry_sessions" not in page and b"kvferry_ring_live_bytes{" in page
+
+
+def test_what_is_no_number_is_not_shown() -> None:
+    node = NodeMetrics(role="decode")
+    for expires_s in (math.nan, math.inf):
+        node.certificate(not_after_s=expires_s, is_stale=False)
+        page = node.render([])
+        assert b"kvferry_certificate_expiry" not in page and value(page, "certificate_stale", role="decode") == 0
+
+
+def test_labels_of_any_text_are_read_as_they_were() -> None:
+    node = NodeMetrics(role="decode")
+    odd = 'a\\b "c"\nd{e="f"},g'
+    node.call_refused(odd)
+    assert value(node.render([]), "refused_calls_total", role="decode", method=odd) == 1
+
+
+def test_a_counter_never_goes_back_and_a_series_has_its_labels() -> None:
+    series = Series(NODE_METRICS, labels={"role": "decode"})
+    with pytest.raises(ValueError, match="grow by -1"):
+        series("retries").inc(-1)
+    with pytest.raises(KeyError, match="has the labels group, state, and not group"):
+        series("host_pages", group="full")
+    with pytest.raises(KeyError, match="kvferry_requests has the labels outcome, and not state"):
+        series("requests", state="done")
+    series("host_pages", group="full", state="free").set(3)
+    assert series("host_pages", state="free", group="full").value == 3, "labels in any order"
+
+
+def test_a_page_of_prometheus_own_client_reads_the_same() -> None:
+    """The text is what the client makes of the same observations."""
+    registry = CollectorRegistry()
+    theirs = Histogram("kvferry_queue_seconds", "h", ("role",), registry=registry, buckets=STAGE_BUCKETS_S).labels(role="decode")
+    ours = NodeMetrics(role="decode")
+    for seconds in (0.0, 2e-5, 2.1e-5, 0.5, 59.9, 60.0, 1e9, 1e-9):
+        theirs.observe(seconds)
+        ours.queue_seconds(seconds)
+    wanted = samples(b"\n".join(line for line in generate_latest(registry).splitlines() if b"_created" not in line) + b"\n")
+    found = samples(ours.render([]))
+    assert {key: number for key, number in found.items() if key[0].startswith("kvferry_queue_seconds")} == wanted
 
 
 @pytest.mark.parametrize("spec", [*RANK_METRICS, *NODE_METRICS], ids=lambda spec: spec.name)
@@ -303,7 +574,7 @@ def test_a_metric_keeps_the_conventions(spec: Any) -> None:
     assert spec.help.endswith(".") and len(spec.help) > 10
     assert (spec.kind == "histogram") == bool(spec.buckets)
     if spec.kind == "histogram":
-        assert spec.name.endswith("_seconds")
+        assert spec.name.endswith(("_seconds", "_ratio"))
         assert list(spec.buckets) == sorted(set(spec.buckets))
     assert not any(label in ("request_id", "session_id", "le", "rank") for label in spec.labels)
     assert not spec.name.endswith(("_s", "_ms", "_us", "_mb"))
@@ -349,3 +620,48 @@ def test_the_page_has_no_times_of_creation() -> None:
     page = NodeMetrics(role="prefill").render([rank.snapshot({})]).decode()
     assert "kvferry_requests_total" in page and "kvferry_stage_seconds_bucket" in page
     assert "_created" not in page
+
+
+def many_ranks(role: str) -> list[RankMetrics]:
+    """Eight ranks with sixteen links, every stage and every kind of series."""
+    ranks = [RankMetrics(role=role, rank=number) for number in range(8)]
+    for number, rank in enumerate(ranks):
+        rank.credit_wait_seconds(0.1)
+        rank.gather_seconds(0.1)
+        rank.write_finished(0.1, 1 << 20)
+        rank.ack_seconds(0.1)
+        rank.request_sent(Stats())
+        rank.scatter_finished(0.1, 1 << 20)
+        rank.step_seconds(0.1)
+        rank.memory({f"line_{line}": line for line in range(14)}, {f"line_{line}": line for line in range(6)})
+        for peer in range(2):
+            link = Link(prefill_rank=number, decode_rank=peer, lane="ucx/net", latency_s=1e-5, bandwidth_bytes_per_s=1e9)
+            rank.link_measured(peer, link)
+        for one in ("get", "put", "exists"):
+            rank.store.operation_finished(one, [Outcome.OK, Outcome.MISSING], num_bytes=4096, seconds=0.1)
+        for one in ("save", "load", "copy"):
+            rank.pages_copied(one, 4096, 0.1)
+    return ranks
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """The least CPU time of some calls: what the work takes, whatever else the machine has to do."""
+    best = math.inf
+    for _ in range(5):
+        begun = time.process_time()
+        work()
+        best = min(best, time.process_time() - begun)
+    return best
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_large_nodes_page_takes_little_time(role: str) -> None:
+    """A page must take less than 20 ms, and less than 10 ms of CPU time a second with a page a second; it takes some 0.3 ms, and
+    a rank's part of it 0.2 ms four times a second. The bounds leave room for slow machines."""
+    ranks, node = many_ranks(role), NodeMetrics(role=role)
+    snapshots = [rank.snapshot(STATUS) for rank in ranks]
+    page = node.render(snapshots)
+    assert page.count(b"\n") > 3000
+    assert page.count(b"kvferry_link_bandwidth_bytes_per_second{") == 16
+    assert cpu_s(lambda: node.render(snapshots)) < 0.005
+    assert cpu_s(lambda: [rank.snapshot(STATUS) for rank in ranks]) / len(ranks) < 0.0025

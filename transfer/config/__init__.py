@@ -12,6 +12,7 @@ told at once, one line each: path, value, where it came from, what would be righ
 ``python -m transfer.config`` prints docs/configuration.md.
 """
 
+from transfer.config.discovery import DiscoveryConfig
 from transfer.config.hosted import HostedConfig, HostedLimitsConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
@@ -32,8 +33,10 @@ from transfer.config.operation import (
     HeartbeatConfig,
     LimitsConfig,
     LogConfig,
+    PlacementConfig,
     PrefillLimitsConfig,
     RestartConfig,
+    TracingConfig,
 )
 from transfer.config.page import configuration_page
 from transfer.config.section import ENVIRONMENT_PREFIX, section_type, settings
@@ -66,6 +69,7 @@ __all__ = [
     "CudaIpcConfig",
     "DecodeLimitsConfig",
     "DecodeNodeConfig",
+    "DiscoveryConfig",
     "EngineName",
     "HeartbeatConfig",
     "Host",
@@ -80,6 +84,7 @@ __all__ = [
     "ParallelConfig",
     "PeerName",
     "PeersConfig",
+    "PlacementConfig",
     "PoolConfig",
     "Port",
     "PrefillLimitsConfig",
@@ -94,6 +99,7 @@ __all__ = [
     "StorageBreakerConfig",
     "StorageConfig",
     "TlsConfig",
+    "TracingConfig",
     "TransportConfig",
     "UcxConfig",
     "configuration_page",

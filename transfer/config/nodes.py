@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from transfer.config.discovery import DiscoveryConfig
 from transfer.config.memory import (
     CPU_POOL_PAGES,
     ChunkConfig,
@@ -24,12 +25,18 @@ from transfer.config.operation import (
     HeartbeatConfig,
     LimitsConfig,
     LogConfig,
+    PlacementConfig,
     PrefillLimitsConfig,
     RestartConfig,
+    StatusPageConfig,
+    TracingConfig,
 )
 from transfer.config.section import Section
 from transfer.config.storage import ANSWER_S, StorageConfig
 from transfer.config.values import EMBEDDED_ENGINE, CountOrZero, EngineName, Seconds
+
+PREFIX_TOKENS: Final = 512
+"""`placement.prefix_tokens` with a store: what one step of a prefill engine computes by default (`limits.max_step_tokens`)."""
 
 
 class ProcessConfig(Section):
@@ -69,13 +76,23 @@ class NodeConfig(ProcessConfig):
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="The memory plan.")
     transport: TransportConfig = Field(default_factory=TransportConfig, description="The data plane.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Addresses.")
+    discovery: DiscoveryConfig = Field(default_factory=DiscoveryConfig, description="Which prefill nodes there are.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Bounds.")
     heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig, description="Beats.")
     restart: RestartConfig = Field(default_factory=RestartConfig, description="Restarts of the rank group.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="Pages of KV outside of the pools.")
+    status_page: StatusPageConfig = Field(default_factory=StatusPageConfig, description="The page for people.")
     log: LogConfig = Field(default_factory=LogConfig, description="The log.")
+    tracing: TracingConfig = Field(default_factory=TracingConfig, description="Spans of requests.")
     drain_timeout_s: Seconds = Field(
         default=30.0, description="On SIGTERM or Drain: time that requests in flight get before they are cut off."
+    )
+    other_role: Path | None = Field(
+        default=None,
+        description=(
+            "YAML file of what is different when this node has the other role, which SwitchRole gives it; null: it cannot change "
+            "its role."
+        ),
     )
     ready_file: Path | None = Field(
         default=None, description="File that is written, as JSON with the node's addresses, once it is ready; null writes none."
@@ -125,7 +142,27 @@ class DecodeNodeConfig(NodeConfig):
     ring: RingConfig = Field(default_factory=RingConfig, description="The ring.")
     offload: OffloadConfig = Field(default_factory=OffloadConfig, description="KV outside of the devices.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="The prefill tier.")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Which prefill node takes a prompt.")
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="Circuit breakers of the prefill nodes.")
+
+    @property
+    def prefix_tokens(self) -> int:
+        """See `placement.prefix_tokens`; null is decided here."""
+        chosen = self.placement.prefix_tokens
+        return (PREFIX_TOKENS if self.storage.is_set else 0) if chosen is None else chosen
+
+    @property
+    def finds_prefill_nodes(self) -> bool:
+        """Whether prefill nodes come and go at run time, and are not just those that the settings name."""
+        return self.discovery.kind != "static" or self.discovery.file is not None
+
+    @model_validator(mode="after")
+    def _check_one_list_of_prefill_nodes(self) -> Self:
+        found = self.discovery
+        if self.peers.prefill_nodes and self.finds_prefill_nodes:
+            other = f"discovery.kind is {found.kind}" if found.kind != "static" else f"discovery.file is {found.file}"
+            raise ValueError(f"peers.prefill_nodes is {', '.join(self.peers.prefill_nodes)} and {other}; set one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_store_has_host_memory(self) -> Self:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from transfer.config.section import Section
-from transfer.config.values import Count, CountOrZero, Seconds, no_bool
+from transfer.config.values import Count, CountOrZero, Host, Seconds, collector_url, listed, no_bool
 
 MIN_HEARTBEAT_S: Final = 0.05
 MAX_HEARTBEAT_S: Final = 10.0
@@ -69,6 +70,18 @@ class RestartConfig(Section):
         return self
 
 
+class PlacementConfig(Section):
+    """Which prefill node takes a prompt: that with the least prompt tokens outstanding, then that with the fastest links."""
+
+    prefix_tokens: CountOrZero | None = Field(
+        default=None,
+        description=(
+            "A prompt that begins as one that a prefill node had lately goes there again, although that node has up to so many "
+            "more tokens outstanding; 0 never. null: 512 where there is a store, else 0."
+        ),
+    )
+
+
 class BreakerConfig(Section):
     """When a prefill node is left out for a while, as long as others are joined; the loss of a node always does that."""
 
@@ -90,6 +103,23 @@ class BreakerConfig(Section):
         return self
 
 
+class StatusPageConfig(Section):
+    """What a browser is shown on the HTTP port, which knows no callers."""
+
+    enabled: bool = Field(default=True, description="Serve the status page, `/` and `/status.json`, on server.http_port.")
+    request_ids: bool = Field(
+        default=False,
+        description="Show request ids as clients chose them, to whoever reaches the port; else a word that stands for each.",
+    )
+    host_names: Annotated[tuple[Host, ...], BeforeValidator(listed)] = Field(
+        default=(),
+        description=(
+            "Names by which browsers ask for the page, besides localhost, addresses and server.advertise_host; by others a "
+            "website could read it. In the environment: separated by commas."
+        ),
+    )
+
+
 class LogConfig(Section):
     """The node's log, on standard error."""
 
@@ -97,3 +127,34 @@ class LogConfig(Section):
         default="info", description="Least severe that is written; debug has a line per chunk."
     )
     format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one JSON object per line.")
+
+
+class TracingConfig(Section):
+    """Spans of requests, sent to an OpenTelemetry collector; see docs/operations.md."""
+
+    endpoint: Annotated[str, AfterValidator(collector_url)] | None = Field(
+        default=None,
+        description=(
+            "Where spans go, as http://HOST:PORT or https://HOST:PORT of an OTLP collector's gRPC port (4317); null: no tracing. "
+            "Needs kvferry[otel]."
+        ),
+    )
+    ca_file: Path | None = Field(
+        default=None, description="PEM certificates of who signed the collector's certificate; null takes those of gRPC."
+    )
+    sample_ratio: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = Field(
+        default=1.0,
+        description="Decode: share of requests that are traced, of those whose client has not decided it (traceparent).",
+    )
+    max_queued_spans: Count = Field(
+        default=2048, description="Spans of a process that may wait for the collector, some 3 KiB each; more are lost."
+    )
+    max_spans: Count = Field(
+        default=64, description="Spans of parts of chunks that a rank records of a request; what comes behind them is counted."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ca_file is not None and (self.endpoint is None or self.endpoint.startswith("http://")):
+            raise ValueError(f"ca_file is {self.ca_file} and endpoint is {self.endpoint}; it must be https://HOST:PORT for it")
+        return self

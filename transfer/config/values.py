@@ -77,6 +77,14 @@ def checked_host_port(value: str) -> str:
     return value
 
 
+def collector_url(value: str) -> str:
+    """`value` if it is http://HOST:PORT or https://HOST:PORT. Raises ValueError."""
+    scheme, colon, address = value.partition("://")
+    if not colon or scheme not in ("http", "https"):
+        raise ValueError("it must be http://HOST:PORT or https://HOST:PORT")
+    return f"{scheme}://{checked_host_port(address)}"
+
+
 def _host(value: str) -> str:
     if not value or any(letter.isspace() or letter in "/[]" for letter in value):
         raise ValueError("it must be a host name or an address, without port or brackets")

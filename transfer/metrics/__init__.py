@@ -1,17 +1,24 @@
 """Metrics of ranks and leaders, and the page that shows them.
 
-`specs` declares every one. Ranks are processes of their own: each keeps a `RankMetrics` and reports `snapshot()`s, which are
+`rank_specs`, `node_specs` and `store_specs` declare every one, and docs/metrics.md is made of them.
+
+Ranks are processes of their own: each keeps a `RankMetrics` and reports `snapshot()`s, which are
 plain values, to its leader; the leader's `NodeMetrics.render()` shows its own series and the ranks' newest ones together, each
 with the label ``rank``.
 """
 
 from transfer.metrics.node import NodeMetrics
+from transfer.metrics.node_specs import NODE_METRICS
 from transfer.metrics.page import MetricFamily, exposition
 from transfer.metrics.rank import MAX_REASONS, RankMetrics
-from transfer.metrics.specs import BREAKER_STATES, NODE_METRICS, RANK_METRICS, STORE_METRICS, TOKEN_BUCKETS_S, MetricSpec
+from transfer.metrics.rank_specs import RANK_METRICS
+from transfer.metrics.series import Series
+from transfer.metrics.specs import ABORT_REASONS, BREAKER_STATES, TOKEN_BUCKETS_S, MetricSpec
 from transfer.metrics.store import StoreMetrics
+from transfer.metrics.store_specs import STORE_METRICS
 
 __all__ = [
+    "ABORT_REASONS",
     "BREAKER_STATES",
     "MAX_REASONS",
     "NODE_METRICS",
@@ -22,6 +29,7 @@ __all__ = [
     "MetricSpec",
     "NodeMetrics",
     "RankMetrics",
+    "Series",
     "StoreMetrics",
     "exposition",
 ]

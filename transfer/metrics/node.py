@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import transfer
-from transfer.errors import ConfigError
+from transfer.errors import (
+    ConfigError,
+    EngineError,
+    IntegrityError,
+    LayoutError,
+    ProtocolError,
+    StagingError,
+    TransferAborted,
+    TransferError,
+    TransportError,
+)
+from transfer.metrics.node_specs import NODE_METRICS
 from transfer.metrics.page import MetricFamily, exposition, merge
 from transfer.metrics.series import Series
-from transfer.metrics.specs import BREAKER_STATES, NODE_METRICS, NODE_STATES, OUTCOMES, PEER_STATES
+from transfer.metrics.specs import ABORT_REASONS, BREAKER_STATES, NODE_STATES, OUTCOMES, PEER_STATES
 from transfer.metrics.store import StoreMetrics
 from transfer.metrics.tiers import TierMetrics
+
+_REASONS: Final = (
+    (StagingError, "no_room"),
+    (TransportError, "lost"),
+    (EngineError, "engine"),
+    (IntegrityError, "data_loss"),
+    (LayoutError, "misfit"),
+    (ProtocolError, "misfit"),
+    (ConfigError, "misfit"),
+)
+
+
+def abort_reason(error: TransferError) -> str:
+    """One of `ABORT_REASONS`."""
+    if isinstance(error, TransferAborted):
+        return "operator" if error.is_by_operator else "caller"
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
 
 
 class NodeMetrics:
@@ -23,12 +51,18 @@ class NodeMetrics:
     """
 
     def __init__(self, *, role: str) -> None:
-        self._series = Series(NODE_METRICS, role=role)
+        if role not in OUTCOMES:
+            raise ConfigError(f"role is {role}; it must be one of {', '.join(OUTCOMES)}")
+        self._series = Series(NODE_METRICS, labels={"role": role})
+        self._totals: dict[tuple[str, ...], int] = {}
         self.store = StoreMetrics(self._series)
         self._outcomes = OUTCOMES[role]
         for outcome in self._outcomes:
             self._series("requests", outcome=outcome)
-        self._series("queue_seconds")
+        for reason in ABORT_REASONS:
+            self._series("aborts", reason=reason)
+        for name in ("queue_seconds", "prompt_tokens"):
+            self._series(name)
         self.tiers = TierMetrics(self._series, is_shown=role == "decode")
         if role == "decode":
             self._series("time_to_first_token_seconds")
@@ -36,8 +70,11 @@ class NodeMetrics:
             self._series("retries")
             self._series("breaker_openings")
             self._series("join_faults")
+            self._series("generated_tokens")
             self.breakers({})
         self._series("build_info", version=transfer.__version__, python=platform.python_version()).set(1)
+        if role == "prefill":
+            self._series("loaded_prompt_tokens")
         self.node_state(state="starting", queued=0, running=0, peers={}, restarts=0)
 
     def request_ended(self, outcome: str) -> None:
@@ -49,6 +86,18 @@ class NodeMetrics:
         if outcome not in self._outcomes:
             raise ConfigError(f"outcome is {outcome}; it must be one of {', '.join(self._outcomes)}")
         self._series("requests", outcome=outcome).inc()
+
+    def request_given_up(self, error: TransferError) -> None:
+        """A request has ended with `error`; besides its outcome."""
+        self._series("aborts", reason=abort_reason(error)).inc()
+
+    def prompt_accepted(self, num_tokens: int) -> None:
+        """A prompt of so many tokens was accepted."""
+        self._series("prompt_tokens").inc(num_tokens)
+
+    def tokens_generated(self, num_tokens: int) -> None:
+        """So many tokens are on their way to their caller."""
+        self._series("generated_tokens").inc(num_tokens)
 
     def request_retried(self) -> None:
         """A request is tried on another prefill node."""
@@ -70,6 +119,20 @@ class NodeMetrics:
         """How many prefill nodes have a circuit breaker in which state now."""
         for name in BREAKER_STATES:
             self._series("breakers", state=name).set(states.get(name, 0))
+
+    def discovery(self, *, addresses: int, age_s: float | None, failures: int, refused: Mapping[str, int]) -> None:
+        """What discovery knows now, and how often it has failed since the node started; of a prefill node: its own entry."""
+        self._series("discovery_addresses").set(addresses)
+        self._series("discovery_age_seconds").set(-1 if age_s is None else age_s)
+        self._reach("discovery_failures", failures)
+        for reason, number in refused.items():
+            self._reach("discovery_refused_entries", number, reason=reason)
+
+    def _reach(self, name: str, total: int, **labels: str) -> None:
+        """Have a counter show a total that somebody else counts."""
+        key = (name, *labels.values())
+        self._series(name, **labels).inc(total - self._totals.get(key, 0))
+        self._totals[key] = total
 
     def call_refused(self, method: str) -> None:
         """Somebody called whose certificate does not allow it; `method` is one that the server has."""
@@ -112,7 +175,7 @@ class NodeMetrics:
         Args:
             snapshots: The newest `RankMetrics.snapshot()` of each rank; None where a rank has not reported.
         """
-        return [*self._series.registry.collect(), *merge(snapshots)]
+        return [*(MetricFamily(spec, text) for spec, text in self._series.texts()), *merge(snapshots)]
 
     def render(self, snapshots: Iterable[Mapping[str, Any] | None]) -> bytes:
         """The exposition text of `collect`."""

@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.exposition import generate_latest
-
-from transfer.metrics.series import CREATED
-from transfer.metrics.specs import RANK_METRICS
-
-MetricFamily = Metric
-"""What `exposition` renders: a metric with its samples."""
+from transfer.metrics.rank_specs import RANK_METRICS
+from transfer.metrics.specs import MetricSpec
 
 
-def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[Metric]:
-    """The ranks' metrics as declared, each sample with its ``rank``; what is not declared, or not finite, is left out."""
-    known = [snapshot for snapshot in snapshots if snapshot is not None]
-    merged: list[Metric] = []
-    for spec in RANK_METRICS:
-        metric = Metric(spec.name, spec.help, spec.kind)
-        for snapshot in sorted(known, key=lambda one: int(one["rank"])):
-            for name, labels, value in snapshot["families"].get(spec.name, ()):
-                if not math.isnan(value):
-                    metric.add_sample(name, {**labels, "rank": str(snapshot["rank"])}, value)
-        if metric.samples:
-            merged.append(metric)
-    return merged
+class MetricFamily(NamedTuple):
+    """A metric, and lines of it."""
+
+    spec: MetricSpec
+    text: str
 
 
-def exposition(families: Iterable[Metric]) -> bytes:
-    """Metrics as text, those of one name together, without the client's own series of when each began."""
-    shown: dict[str, Metric] = {}
-    for family in families:
-        samples = [sample for sample in family.samples if not sample.name.endswith(CREATED)]
-        before = shown.setdefault(family.name, family)
-        before.samples = samples if before is family else [*before.samples, *samples]
-    page: bytes = generate_latest(_Snapshots(list(shown.values())))
-    return page
+def merge(snapshots: Iterable[Mapping[str, Any] | None]) -> list[MetricFamily]:
+    """The ranks' metrics as declared, in the order of the ranks; what is not declared is left out."""
+    known = sorted((snapshot for snapshot in snapshots if snapshot is not None), key=lambda one: int(one["rank"]))
+    merged = [
+        MetricFamily(spec, "".join([snapshot["families"].get(spec.name, "") for snapshot in known])) for spec in RANK_METRICS
+    ]
+    return [family for family in merged if family.text]
 
 
-class _Snapshots(CollectorRegistry):
-    """Metrics that lie ready, as something that can be rendered."""
+def exposition(families: Iterable[MetricFamily]) -> bytes:
+    """Metrics as text, those of one name together."""
+    by_name: dict[str, tuple[MetricSpec, list[str]]] = {}
+    for spec, text in families:
+        by_name.setdefault(spec.name, (spec, []))[1].append(text)
+    return "".join([f"{_head(spec)}{''.join(texts)}" for spec, texts in by_name.values()]).encode()
 
-    def __init__(self, metrics: list[Metric]) -> None:
-        super().__init__()
-        self._metrics = metrics
 
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
+def _head(spec: MetricSpec) -> str:
+    meaning = spec.help.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {spec.shown_name} {meaning}\n# TYPE {spec.shown_name} {spec.kind}\n"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from transfer.errors import ConfigError
 from transfer.instance import Link
-from transfer.metrics.series import CREATED, Series
-from transfer.metrics.specs import RANK_METRICS, RANK_STAGES
+from transfer.metrics.rank_specs import RANK_METRICS
+from transfer.metrics.series import Series
+from transfer.metrics.specs import RANK_STAGES
 from transfer.metrics.store import StoreMetrics
 
 MAX_REASONS: Final = 32
 """Reasons of dropped messages that have series of their own; more are counted as "other"."""
 
 LINK_METRICS: Final = ("link_latency_seconds", "link_bandwidth_bytes_per_second")
+LINK_USES: Final = ("written_bytes", "busy_seconds", "probe_seconds")
 
 _REASON: Final = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -30,6 +36,108 @@ class TransferStats(Protocol):
     def resends(self) -> int: ...
     @property
     def transfer_s(self) -> float: ...
+    @property
+    def exposed_s(self) -> float: ...
+
+
+class Ring(Protocol):
+    """What a ring says of itself."""
+
+    @property
+    def head(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def num_live_grants(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkUse:
+    """What was written over a session's link so far.
+
+    Args:
+        num_bytes: Of payload, resent ones included.
+        busy_s: Seconds in which at least one write was under way, until now.
+        probe_s: Seconds that those writes would have taken one after the other, had each gone as its probe did.
+    """
+
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    probe_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _BusyTime:
+    """Seconds in which at least one write was under way: each is counted once, however many writes there are in it."""
+
+    seconds: float = 0.0
+    num_writing: int = 0
+    _counted_until_s: float = -math.inf  # what came before is counted, or was idle
+
+    def began(self, now_s: float) -> None:
+        """A write is under way from now on."""
+        self.count_until(now_s)
+        self._counted_until_s = now_s
+        self.num_writing += 1
+
+    def ended(self, now_s: float, *, num_writes: int = 1) -> None:
+        """So many of those that are under way are over."""
+        self.count_until(now_s)
+        self.num_writing -= num_writes
+
+    def was_busy(self, seconds: float, now_s: float) -> None:
+        """A write has taken so long, until now, of which nothing was heard before."""
+        self.count_until(now_s)
+        self.seconds += max(0.0, min(seconds, now_s - self._counted_until_s))
+        self._counted_until_s = now_s
+
+    def count_until(self, now_s: float) -> None:
+        """Count what is under way now; it goes on."""
+        if self.num_writing:
+            self.seconds += max(0.0, now_s - self._counted_until_s)
+            self._counted_until_s = now_s
+
+
+@dataclass(slots=True, kw_only=True)
+class _LinkSeries:
+    """The counters of links with the same labels: of the same ranks' sessions, one for each instance of the other tier.
+
+    What is written adds up. Time does not: while two of them write, that is one second in a second.
+    """
+
+    written_bytes: Any
+    busy_seconds: Any
+    probe_seconds: Any
+    busy: _BusyTime = field(default_factory=_BusyTime)
+
+    def show(self, now_s: float) -> None:
+        """Let the counter have what the links were busy until now."""
+        self.busy.count_until(now_s)
+        self.busy_seconds.inc(max(0.0, self.busy.seconds - self.busy_seconds.value))
+
+
+@dataclass(slots=True, kw_only=True)
+class _LinkUse:
+    """What is written over one session's link."""
+
+    latency_s: float
+    seconds_per_byte: float
+    series: _LinkSeries
+    num_bytes: int = 0  # of this session alone; the series may be those of others, too
+    busy: _BusyTime = field(default_factory=_BusyTime)
+    probe_s: float = 0.0
+
+    def count(self, num_bytes: int) -> None:
+        """A write of so many bytes ended well."""
+        self.num_bytes += num_bytes
+        self.series.written_bytes.inc(num_bytes)
+        probe_s = self.latency_s + num_bytes * self.seconds_per_byte
+        self.probe_s += probe_s
+        self.series.probe_seconds.inc(probe_s)
+
+    def forget_writes(self, now_s: float) -> None:
+        """The session is over; of writes that are under way nothing more is heard."""
+        self.series.busy.ended(now_s, num_writes=self.busy.num_writing)
 
 
 class RankMetrics:
@@ -38,22 +146,36 @@ class RankMetrics:
     Args:
         role: "prefill" or "decode".
         rank: Index in the instance.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, *, role: str, rank: int) -> None:
-        self._series = Series(RANK_METRICS, role=role)
+    def __init__(self, *, role: str, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        if role not in RANK_STAGES:
+            raise ConfigError(f"role is {role}; it must be one of {', '.join(RANK_STAGES)}")
+        self._series = Series(RANK_METRICS, labels={"role": role, "rank": str(rank)})
         self.store = StoreMetrics(self._series)
+        self._role = role
         self._rank = rank
+        self._clock = clock
+        self._ring: Ring | None = None
+        self._watermark = 0  # where it was when it was looked at
+        self._moved_s: float | None = None  # when it was first seen there with live grants
+        self._uses: dict[int, _LinkUse] = {}  # by session
+        self._link_series: dict[frozenset[tuple[str, str]], _LinkSeries] = {}  # by labels
+        self._fallen_back: set[int] = set()  # sessions
         self._reasons: set[str] = set()
-        self._links: dict[int, Link] = {}  # by session, the one that was measured last at the end
+        self._links: dict[int, Link] = {}  # by session
         self._num_acks = 0
         self._num_strange = 0
         self._num_refused = 0
         for stage in RANK_STAGES[role]:
             self._series("stage_seconds", stage=stage)
-        counters = ("transferred_bytes", "chunks", "watermark_acks", "broken_chunks")
-        of_role = {"prefill": ("writes", "writes_avoided", "resends"), "decode": ("refused_connections",)}
-        for name in (*counters, *of_role[role]):
+        counters = ("transferred_bytes", "chunks", "watermark_acks", *(("broken_chunks",) if role == "decode" else ()))
+        of_role = {
+            "prefill": ("writes", "writes_avoided", "resends", "overlap_ratio"),
+            "decode": ("refused_connections", "links_fallen_back"),
+        }
+        for name in (*counters, "step_seconds", *of_role[role]):
             self._series(name)
 
     def credit_wait_seconds(self, seconds: float) -> None:
@@ -71,6 +193,46 @@ class RankMetrics:
         self._series("transferred_bytes").inc(num_bytes)
         self._series("stage_seconds", stage="write").observe(seconds)
 
+    def link_write_began(self, session: int) -> None:
+        """A write goes onto the session's link; `link_write_ended` follows."""
+        use = self._uses.get(session)
+        if use is not None:
+            now_s = self._clock()
+            use.busy.began(now_s)
+            use.series.busy.began(now_s)
+
+    def link_write_ended(self, session: int, num_bytes: int) -> None:
+        """Such a write is over; `num_bytes` is 0 for one that failed."""
+        use = self._uses.get(session)
+        if use is None or not use.busy.num_writing:  # it began before the link was measured
+            return
+        now_s = self._clock()
+        use.busy.ended(now_s)
+        use.series.busy.ended(now_s)
+        if num_bytes:
+            use.count(num_bytes)
+
+    def link_written(self, session: int, seconds: float, num_bytes: int) -> None:
+        """A write that nothing else of the link overlapped has taken this long, and ended well."""
+        use = self._uses.get(session)
+        if use is not None:
+            now_s = self._clock()
+            use.busy.was_busy(seconds, now_s)
+            use.series.busy.was_busy(seconds, now_s)
+            use.count(num_bytes)
+
+    def link_use(self, session: int) -> LinkUse:
+        """What went over the session's link, whose link was measured."""
+        use = self._uses.get(session)
+        if use is None:
+            return LinkUse()
+        use.busy.count_until(self._clock())
+        return LinkUse(num_bytes=use.num_bytes, busy_s=use.busy.seconds, probe_s=use.probe_s)
+
+    def step_seconds(self, seconds: float) -> None:
+        """A step of the engine took this long."""
+        self._series("step_seconds").observe(seconds)
+
     def ack_seconds(self, seconds: float) -> None:
         """A grant came back released, this long after its write had ended."""
         self._series("stage_seconds", stage="ack").observe(seconds)
@@ -79,7 +241,11 @@ class RankMetrics:
         """A request's transfer is complete on this rank."""
         self._series("writes_avoided").inc(max(0, stats.writes_without_staging - stats.writes))
         self._series("resends").inc(stats.resends)
+        if not stats.transfer_s:
+            return  # this rank had nothing of it to send
         self._series("stage_seconds", stage="total").observe(stats.transfer_s)
+        self._series("stage_seconds", stage="exposed").observe(stats.exposed_s)
+        self._series("overlap_ratio").observe(1 - stats.exposed_s / stats.transfer_s)
 
     def scatter_finished(self, seconds: float, num_bytes: int) -> None:
         """Part of a chunk was found intact, and was scattered."""
@@ -120,9 +286,24 @@ class RankMetrics:
             session: Any number that names it; it is no label.
             link: Ranks and lane become labels, so they must be what this side knows, not what a peer says.
         """
-        self.link_closed(session)
+        self._forget_link(session)
         self._links[session] = link
-        self._show_link(link)
+        labels = _link_labels(link)
+        self._show_slowest(labels)
+        if self._role == "prefill":
+            key = frozenset(labels.items())
+            if key not in self._link_series:
+                self._link_series[key] = _LinkSeries(**{name: self._series(f"link_{name}", **labels) for name in LINK_USES})
+            self._uses[session] = _LinkUse(
+                latency_s=link.latency_s,
+                seconds_per_byte=1 / link.bandwidth_bytes_per_s if link.bandwidth_bytes_per_s else 0.0,
+                series=self._link_series[key],
+            )
+
+    def link_fell_back(self, session: int) -> None:
+        """A session's bytes go over the network, although both ends are on one machine."""
+        self._fallen_back.add(session)
+        self._series("links_fallen_back").set(len(self._fallen_back))
 
     def memory(self, planned: Mapping[str, int], real: Mapping[str, int]) -> None:
         """What the memory plan gives to each of its lines, and what the measured ones came to; both in bytes."""
@@ -133,20 +314,35 @@ class RankMetrics:
 
     def link_closed(self, session: int) -> None:
         """The session is over, and its link is shown no more; a session without a measured link is none."""
+        if session in self._fallen_back:
+            self._fallen_back.remove(session)
+            self._series("links_fallen_back").set(len(self._fallen_back))
+        self._forget_link(session)
+
+    def _forget_link(self, session: int) -> None:
+        use = self._uses.pop(session, None)
+        if use is not None:
+            use.forget_writes(self._clock())
         link = self._links.pop(session, None)
         if link is None:
             return
         # Two instances of the other tier have ranks of the same number: the series is then still the other one's.
-        others = [other for other in self._links.values() if _link_labels(other) == _link_labels(link)]
-        if others:
-            self._show_link(others[-1])
+        labels = _link_labels(link)
+        if self._show_slowest(labels):
             return
         for name in LINK_METRICS:
-            self._series.remove(name, **_link_labels(link))
+            self._series.remove(name, **labels)
+        if self._link_series.pop(frozenset(labels.items()), None) is not None:
+            for name in LINK_USES:
+                self._series.remove(f"link_{name}", **labels)
 
-    def _show_link(self, link: Link) -> None:
-        for name, value in zip(LINK_METRICS, (link.latency_s, link.bandwidth_bytes_per_s), strict=True):
-            self._series(name, **_link_labels(link)).set(value)
+    def _show_slowest(self, labels: Mapping[str, str]) -> bool:
+        """Of the links with these labels the worst latency and bandwidth. False: there is none."""
+        links = [link for link in self._links.values() if _link_labels(link) == labels]
+        if links:
+            self._series("link_latency_seconds", **labels).set(max(link.latency_s for link in links))
+            self._series("link_bandwidth_bytes_per_second", **labels).set(min(link.bandwidth_bytes_per_s for link in links))
+        return bool(links)
 
     def snapshot(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """Everything now, as plain values that any codec carries.
@@ -155,19 +351,31 @@ class RankMetrics:
             status: Fields of the wire contract's RankStatus by name; those that are there become gauges.
         """
         self._take_status(status)
-        families: dict[str, list[list[Any]]] = {}
-        for family in self._series.registry.collect():
-            samples = [
-                [sample.name, dict(sample.labels), sample.value] for sample in family.samples if not sample.name.endswith(CREATED)
-            ]
-            if samples:
-                families[family.name] = samples
-        return {"rank": self._rank, "families": families}
+        now_s = self._clock()
+        for series in self._link_series.values():  # with what is under way: a link may be busy for ever
+            series.show(now_s)
+        if self._ring is not None:
+            self._look_at_ring(self._ring)
+        return {"rank": self._rank, "families": {spec.name: text for spec, text in self._series.texts()}}
+
+    def watch_ring(self, ring: Ring) -> None:
+        """The rank's ring, to be looked at with each snapshot."""
+        self._ring = ring
+
+    def _look_at_ring(self, ring: Ring) -> None:
+        now_s, position = self._clock(), ring.position
+        if not ring.num_live_grants:
+            self._moved_s = None
+        elif self._moved_s is None or position != self._watermark:
+            self._moved_s = now_s
+        self._watermark = position
+        self._series("ring_watermark_lag_bytes").set(ring.head - position)
+        self._series("ring_watermark_stalled_seconds").set(0.0 if self._moved_s is None else now_s - self._moved_s)
 
     def _take_status(self, status: Mapping[str, Any]) -> None:
-        for field, name in _GAUGES_OF_STATUS.items():
-            if field in status:
-                self._series(name).set(status[field])
+        for key, name in _GAUGES_OF_STATUS.items():
+            if key in status:
+                self._series(name).set(status[key])
         for pool in status.get("pools", ()):
             states = {"reserved": pool["reserved"], "bound": pool["bound"]}
             for state, pages in {"free": pool["pages"] - sum(states.values()), **states}.items():

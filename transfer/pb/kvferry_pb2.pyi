@@ -99,26 +99,38 @@ class ChunkPlanInfo(_message.Message):
     def __init__(self, chunk_tokens: _Optional[int] = ..., layers_per_group: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("decode", "decode_address", "rank_addresses", "heartbeat_s")
+    __slots__ = ("decode", "decode_address", "rank_addresses", "heartbeat_s", "prefill_address")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RANK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     decode: InstanceInfo
     decode_address: str
     rank_addresses: _containers.RepeatedScalarFieldContainer[str]
     heartbeat_s: float
-    def __init__(self, decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_address: _Optional[str] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+    prefill_address: str
+    def __init__(self, decode: _Optional[_Union[InstanceInfo, _Mapping]] = ..., decode_address: _Optional[str] = ..., rank_addresses: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., prefill_address: _Optional[str] = ...) -> None: ...
 
 class JoinEvent(_message.Message):
-    __slots__ = ("joined", "beat", "draining")
+    __slots__ = ("joined", "beat", "draining", "undrained", "already_joined")
     JOINED_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    UNDRAINED_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_JOINED_FIELD_NUMBER: _ClassVar[int]
     joined: Joined
     beat: Beat
     draining: Draining
-    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    undrained: Undrained
+    already_joined: AlreadyJoined
+    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., undrained: _Optional[_Union[Undrained, _Mapping]] = ..., already_joined: _Optional[_Union[AlreadyJoined, _Mapping]] = ...) -> None: ...
+
+class AlreadyJoined(_message.Message):
+    __slots__ = ("incarnation",)
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("prefill", "chunk_plan", "links")
@@ -135,6 +147,10 @@ class Beat(_message.Message):
     def __init__(self) -> None: ...
 
 class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Undrained(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -418,8 +434,86 @@ class DrainResponse(_message.Message):
     remaining: int
     def __init__(self, remaining: _Optional[int] = ...) -> None: ...
 
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("was_draining",)
+    WAS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    was_draining: bool
+    def __init__(self, was_draining: bool = ...) -> None: ...
+
+class SetLogLevelRequest(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    def __init__(self, level: _Optional[str] = ...) -> None: ...
+
+class SetLogLevelResponse(_message.Message):
+    __slots__ = ("level_before",)
+    LEVEL_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    level_before: str
+    def __init__(self, level_before: _Optional[str] = ...) -> None: ...
+
+class SwitchRoleRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
+class SwitchRoleResponse(_message.Message):
+    __slots__ = ("role", "role_before", "incarnation")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    role_before: str
+    incarnation: int
+    def __init__(self, role: _Optional[str] = ..., role_before: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests", "total")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestStatus]
+    total: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestStatus, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class RequestStatus(_message.Message):
+    __slots__ = ("request_id", "transfer_id", "stage", "age_s", "prompt_tokens", "ready_tokens", "generated_tokens", "max_new_tokens", "peer", "retries", "ranks_done")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    transfer_id: str
+    stage: str
+    age_s: float
+    prompt_tokens: int
+    ready_tokens: int
+    generated_tokens: int
+    max_new_tokens: int
+    peer: str
+    retries: int
+    ranks_done: int
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., stage: _Optional[str] = ..., age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., ready_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., peer: _Optional[str] = ..., retries: _Optional[int] = ..., ranks_done: _Optional[int] = ...) -> None: ...
+
 class NodeStatus(_message.Message):
-    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts", "ready", "not_ready_reason", "memory_plan")
+    __slots__ = ("role", "state", "instance", "uptime_s", "queued_requests", "running_requests", "ranks", "peers", "links", "restarts", "ready", "not_ready_reason", "memory_plan", "version", "draining", "log_level", "http_port", "time_s", "discovery")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +527,12 @@ class NodeStatus(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
     MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    HTTP_PORT_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    DISCOVERY_FIELD_NUMBER: _ClassVar[int]
     role: str
     state: str
     instance: InstanceInfo
@@ -446,7 +546,31 @@ class NodeStatus(_message.Message):
     ready: bool
     not_ready_reason: str
     memory_plan: MemoryPlan
-    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ...) -> None: ...
+    version: str
+    draining: bool
+    log_level: str
+    http_port: int
+    time_s: float
+    discovery: DiscoveryStatus
+    def __init__(self, role: _Optional[str] = ..., state: _Optional[str] = ..., instance: _Optional[_Union[InstanceInfo, _Mapping]] = ..., uptime_s: _Optional[float] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., restarts: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., version: _Optional[str] = ..., draining: bool = ..., log_level: _Optional[str] = ..., http_port: _Optional[int] = ..., time_s: _Optional[float] = ..., discovery: _Optional[_Union[DiscoveryStatus, _Mapping]] = ...) -> None: ...
+
+class DiscoveryStatus(_message.Message):
+    __slots__ = ("where", "addresses", "waiting", "problem", "age_s", "failures", "refused_entries")
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    where: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    waiting: _containers.RepeatedScalarFieldContainer[str]
+    problem: str
+    age_s: float
+    failures: int
+    refused_entries: int
+    def __init__(self, where: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., waiting: _Optional[_Iterable[str]] = ..., problem: _Optional[str] = ..., age_s: _Optional[float] = ..., failures: _Optional[int] = ..., refused_entries: _Optional[int] = ...) -> None: ...
 
 class MemoryPlan(_message.Message):
     __slots__ = ("policy", "static_fraction", "device_bytes", "reserved_bytes", "cell_bytes", "max_total_tokens", "free_bytes", "lines", "advice", "warnings")
@@ -487,7 +611,7 @@ class MemoryLine(_message.Message):
     def __init__(self, name: _Optional[str] = ..., planned_bytes: _Optional[int] = ..., formula: _Optional[str] = ..., inside: _Optional[str] = ..., real_bytes: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages", "pools", "refused_connections", "pending_transfers", "ending_sessions", "open_files", "threads", "resident_bytes", "idle_checks")
+    __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages", "pools", "refused_connections", "pending_transfers", "ending_sessions", "open_files", "threads", "resident_bytes", "idle_checks", "link_uses")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -513,6 +637,7 @@ class RankStatus(_message.Message):
     THREADS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     IDLE_CHECKS_FIELD_NUMBER: _ClassVar[int]
+    LINK_USES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     pool_pages: int
@@ -538,7 +663,22 @@ class RankStatus(_message.Message):
     threads: int
     resident_bytes: int
     idle_checks: int
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pool_pages: _Optional[int] = ..., pool_pages_reserved: _Optional[int] = ..., pool_pages_bound: _Optional[int] = ..., ring_capacity: _Optional[int] = ..., ring_live_bytes: _Optional[int] = ..., ring_peak_bytes: _Optional[int] = ..., ring_quarantined_bytes: _Optional[int] = ..., ring_live_grants: _Optional[int] = ..., watermark_position: _Optional[int] = ..., staging_slots: _Optional[int] = ..., staging_slots_used: _Optional[int] = ..., requests: _Optional[int] = ..., sessions: _Optional[int] = ..., watermark_acks: _Optional[int] = ..., dropped_messages: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., refused_connections: _Optional[int] = ..., pending_transfers: _Optional[int] = ..., ending_sessions: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_checks: _Optional[int] = ...) -> None: ...
+    link_uses: _containers.RepeatedCompositeFieldContainer[LinkUse]
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pool_pages: _Optional[int] = ..., pool_pages_reserved: _Optional[int] = ..., pool_pages_bound: _Optional[int] = ..., ring_capacity: _Optional[int] = ..., ring_live_bytes: _Optional[int] = ..., ring_peak_bytes: _Optional[int] = ..., ring_quarantined_bytes: _Optional[int] = ..., ring_live_grants: _Optional[int] = ..., watermark_position: _Optional[int] = ..., staging_slots: _Optional[int] = ..., staging_slots_used: _Optional[int] = ..., requests: _Optional[int] = ..., sessions: _Optional[int] = ..., watermark_acks: _Optional[int] = ..., dropped_messages: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., refused_connections: _Optional[int] = ..., pending_transfers: _Optional[int] = ..., ending_sessions: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_checks: _Optional[int] = ..., link_uses: _Optional[_Iterable[_Union[LinkUse, _Mapping]]] = ...) -> None: ...
+
+class LinkUse(_message.Message):
+    __slots__ = ("peer_incarnation", "decode_rank", "written_bytes", "busy_s", "probe_s")
+    PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    PROBE_S_FIELD_NUMBER: _ClassVar[int]
+    peer_incarnation: int
+    decode_rank: int
+    written_bytes: int
+    busy_s: float
+    probe_s: float
+    def __init__(self, peer_incarnation: _Optional[int] = ..., decode_rank: _Optional[int] = ..., written_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., probe_s: _Optional[float] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("group", "pages", "reserved", "bound")
@@ -553,7 +693,7 @@ class PoolStatus(_message.Message):
     def __init__(self, group: _Optional[str] = ..., pages: _Optional[int] = ..., reserved: _Optional[int] = ..., bound: _Optional[int] = ...) -> None: ...
 
 class PeerStatus(_message.Message):
-    __slots__ = ("address", "incarnation", "state", "reason", "chunk_plan", "largest_piece_bytes", "breaker", "breaker_reason", "breaker_pause_s")
+    __slots__ = ("address", "incarnation", "state", "reason", "chunk_plan", "largest_piece_bytes", "breaker", "breaker_reason", "breaker_pause_s", "outstanding_tokens", "is_unnamed")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -563,6 +703,8 @@ class PeerStatus(_message.Message):
     BREAKER_FIELD_NUMBER: _ClassVar[int]
     BREAKER_REASON_FIELD_NUMBER: _ClassVar[int]
     BREAKER_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_UNNAMED_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: int
     state: str
@@ -572,18 +714,22 @@ class PeerStatus(_message.Message):
     breaker: str
     breaker_reason: str
     breaker_pause_s: float
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ..., breaker: _Optional[str] = ..., breaker_reason: _Optional[str] = ..., breaker_pause_s: _Optional[float] = ...) -> None: ...
+    outstanding_tokens: int
+    is_unnamed: bool
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ..., breaker: _Optional[str] = ..., breaker_reason: _Optional[str] = ..., breaker_pause_s: _Optional[float] = ..., outstanding_tokens: _Optional[int] = ..., is_unnamed: bool = ...) -> None: ...
 
 class LinkStatus(_message.Message):
-    __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s")
+    __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s", "peer_incarnation")
     PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     LATENCY_S_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     prefill_rank: int
     decode_rank: int
     lane: str
     latency_s: float
     bandwidth_bytes_per_s: float
-    def __init__(self, prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., lane: _Optional[str] = ..., latency_s: _Optional[float] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
+    peer_incarnation: int
+    def __init__(self, prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., lane: _Optional[str] = ..., latency_s: _Optional[float] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., peer_incarnation: _Optional[int] = ...) -> None: ...

@@ -25,9 +25,371 @@ if _version_not_supported:
     )
 
 
-class PrefillControlStub(object):
+class NodeControlStub(object):
     """------------------------------------------------------------------------------------------------------------------
-    Prefill node, served by its leader.
+    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
+    DecodeControl do the same, and are there for tools of version 0.1.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Status = channel.unary_unary(
+                '/kvferry.v1.NodeControl/Status',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.StatusRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.NodeStatus.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/kvferry.v1.NodeControl/ListRequests',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/kvferry.v1.NodeControl/Abort',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.AbortRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvferry.v1.NodeControl/Drain',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.DrainRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/kvferry.v1.NodeControl/Undrain',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/kvferry.v1.NodeControl/SetLogLevel',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/kvferry.v1.NodeControl/SwitchRole',
+                request_serializer=transfer_dot_pb_dot_kvferry__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=transfer_dot_pb_dot_kvferry__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
+
+
+class NodeControlServicer(object):
+    """------------------------------------------------------------------------------------------------------------------
+    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
+    DecodeControl do the same, and are there for tools of version 0.1.
+    """
+
+    def Status(self, request, context):
+        """What the node, its ranks, peers and links are doing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """The requests in flight, the oldest first.
+
+        INVALID_ARGUMENT: `limit` is too large.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
+        more. The node stays like this until Undrain, or until it is stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+
+        FAILED_PRECONDITION: the node is being stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
+        it too.
+
+        INVALID_ARGUMENT: there is no such level.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwitchRole(self, request, context):
+        """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
+        loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
+        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
+        drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
+        away before the requests in flight are over.
+
+        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
+        stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+        requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
+        take it on for another reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_NodeControlServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.StatusRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.NodeStatus.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.ListRequestsRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.AbortRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.AbortResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.DrainRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.UndrainRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.UndrainResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=transfer_dot_pb_dot_kvferry__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=transfer_dot_pb_dot_kvferry__pb2.SwitchRoleResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvferry.v1.NodeControl', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvferry.v1.NodeControl', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class NodeControl(object):
+    """------------------------------------------------------------------------------------------------------------------
+    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
+    DecodeControl do the same, and are there for tools of version 0.1.
+    """
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.NodeControl/Status',
+            transfer_dot_pb_dot_kvferry__pb2.StatusRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.NodeControl/ListRequests',
+            transfer_dot_pb_dot_kvferry__pb2.ListRequestsRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.NodeControl/Abort',
+            transfer_dot_pb_dot_kvferry__pb2.AbortRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.NodeControl/Drain',
+            transfer_dot_pb_dot_kvferry__pb2.DrainRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.NodeControl/Undrain',
+            transfer_dot_pb_dot_kvferry__pb2.UndrainRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.NodeControl/SetLogLevel',
+            transfer_dot_pb_dot_kvferry__pb2.SetLogLevelRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.NodeControl/SwitchRole',
+            transfer_dot_pb_dot_kvferry__pb2.SwitchRoleRequest.SerializeToString,
+            transfer_dot_pb_dot_kvferry__pb2.SwitchRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class PrefillControlStub(object):
+    """Prefill node, served by its leader.
     """
 
     def __init__(self, channel):
@@ -64,8 +426,7 @@ class PrefillControlStub(object):
 
 
 class PrefillControlServicer(object):
-    """------------------------------------------------------------------------------------------------------------------
-    Prefill node, served by its leader.
+    """Prefill node, served by its leader.
     """
 
     def Join(self, request, context):
@@ -97,6 +458,8 @@ class PrefillControlServicer(object):
 
     def Abort(self, request, context):
         """Give a request up. OK also when it is unknown or over (`found` says which).
+
+        UNAVAILABLE: this is a node of two roles, and a decode node now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,8 +516,7 @@ def add_PrefillControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillControl(object):
-    """------------------------------------------------------------------------------------------------------------------
-    Prefill node, served by its leader.
+    """Prefill node, served by its leader.
     """
 
     @staticmethod

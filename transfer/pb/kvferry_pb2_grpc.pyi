@@ -9,6 +9,9 @@ Conventions
 - Errors are gRPC statuses with one line of text; the codes are listed at each method. gRPC itself adds RESOURCE_EXHAUSTED for
   a message above 16 MiB or a call beyond the 4096 that a server takes at once, and UNIMPLEMENTED; a node with TLS adds
   PERMISSION_DENIED for a caller whose certificate does not allow the call, whatever it says.
+- An error has a google.rpc.Status among its trailing metadata (grpc-status-details-bin), with an ErrorInfo of domain "kvferry" whose
+  reason says in a constant word what the text says to people, and a RetryInfo where another try can do better, and how much later.
+  docs/protocol.md lists the reasons.
 - A field that is 0 or empty means what its comment says, never "unknown".
 - A list of an InstanceInfo has at most 256 entries unless its comment says otherwise, a text 256 characters.
 """
@@ -27,10 +30,235 @@ class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Ite
 class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
-class PrefillControlStub:
+class NodeControlStub:
     """------------------------------------------------------------------------------------------------------------------
-    Prefill node, served by its leader.
+    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
+    DecodeControl do the same, and are there for tools of version 0.1.
     """
+
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    Status: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.StatusRequest,
+        transfer.pb.kvferry_pb2.NodeStatus,
+    ]
+    """What the node, its ranks, peers and links are doing."""
+
+    ListRequests: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.ListRequestsRequest,
+        transfer.pb.kvferry_pb2.ListRequestsResponse,
+    ]
+    """The requests in flight, the oldest first.
+
+    INVALID_ARGUMENT: `limit` is too large.
+    """
+
+    Abort: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.AbortRequest,
+        transfer.pb.kvferry_pb2.AbortResponse,
+    ]
+    """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which)."""
+
+    Drain: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.DrainRequest,
+        transfer.pb.kvferry_pb2.DrainResponse,
+    ]
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
+    more. The node stays like this until Undrain, or until it is stopped.
+    """
+
+    Undrain: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.UndrainRequest,
+        transfer.pb.kvferry_pb2.UndrainResponse,
+    ]
+    """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+
+    FAILED_PRECONDITION: the node is being stopped.
+    """
+
+    SetLogLevel: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.SetLogLevelRequest,
+        transfer.pb.kvferry_pb2.SetLogLevelResponse,
+    ]
+    """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
+    it too.
+
+    INVALID_ARGUMENT: there is no such level.
+    """
+
+    SwitchRole: grpc.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.SwitchRoleRequest,
+        transfer.pb.kvferry_pb2.SwitchRoleResponse,
+    ]
+    """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
+    loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
+    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
+    drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
+    away before the requests in flight are over.
+
+    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
+    stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+    requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
+    take it on for another reason.
+    """
+
+class NodeControlAsyncStub:
+    """------------------------------------------------------------------------------------------------------------------
+    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
+    DecodeControl do the same, and are there for tools of version 0.1.
+    """
+
+    Status: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.StatusRequest,
+        transfer.pb.kvferry_pb2.NodeStatus,
+    ]
+    """What the node, its ranks, peers and links are doing."""
+
+    ListRequests: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.ListRequestsRequest,
+        transfer.pb.kvferry_pb2.ListRequestsResponse,
+    ]
+    """The requests in flight, the oldest first.
+
+    INVALID_ARGUMENT: `limit` is too large.
+    """
+
+    Abort: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.AbortRequest,
+        transfer.pb.kvferry_pb2.AbortResponse,
+    ]
+    """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which)."""
+
+    Drain: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.DrainRequest,
+        transfer.pb.kvferry_pb2.DrainResponse,
+    ]
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
+    more. The node stays like this until Undrain, or until it is stopped.
+    """
+
+    Undrain: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.UndrainRequest,
+        transfer.pb.kvferry_pb2.UndrainResponse,
+    ]
+    """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+
+    FAILED_PRECONDITION: the node is being stopped.
+    """
+
+    SetLogLevel: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.SetLogLevelRequest,
+        transfer.pb.kvferry_pb2.SetLogLevelResponse,
+    ]
+    """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
+    it too.
+
+    INVALID_ARGUMENT: there is no such level.
+    """
+
+    SwitchRole: grpc.aio.UnaryUnaryMultiCallable[
+        transfer.pb.kvferry_pb2.SwitchRoleRequest,
+        transfer.pb.kvferry_pb2.SwitchRoleResponse,
+    ]
+    """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
+    loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
+    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
+    drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
+    away before the requests in flight are over.
+
+    INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
+    stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+    requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
+    take it on for another reason.
+    """
+
+class NodeControlServicer(metaclass=abc.ABCMeta):
+    """------------------------------------------------------------------------------------------------------------------
+    Every node, served by its leader, whatever its role is: what operators and their tools call. The same methods of PrefillControl and
+    DecodeControl do the same, and are there for tools of version 0.1.
+    """
+
+    @abc.abstractmethod
+    def Status(
+        self,
+        request: transfer.pb.kvferry_pb2.StatusRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.NodeStatus, collections.abc.Awaitable[transfer.pb.kvferry_pb2.NodeStatus]]:
+        """What the node, its ranks, peers and links are doing."""
+
+    @abc.abstractmethod
+    def ListRequests(
+        self,
+        request: transfer.pb.kvferry_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.ListRequestsResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.ListRequestsResponse]]:
+        """The requests in flight, the oldest first.
+
+        INVALID_ARGUMENT: `limit` is too large.
+        """
+
+    @abc.abstractmethod
+    def Abort(
+        self,
+        request: transfer.pb.kvferry_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.AbortResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AbortResponse]]:
+        """Give a request up, by its client's id or by that of one of its transfers. OK also when it is unknown or over (`found` says which)."""
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: transfer.pb.kvferry_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
+        """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
+        more. The node stays like this until Undrain, or until it is stopped.
+        """
+
+    @abc.abstractmethod
+    def Undrain(
+        self,
+        request: transfer.pb.kvferry_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.UndrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.UndrainResponse]]:
+        """Take requests again after a Drain. OK also when the node does not drain (`was_draining` says which).
+
+        FAILED_PRECONDITION: the node is being stopped.
+        """
+
+    @abc.abstractmethod
+    def SetLogLevel(
+        self,
+        request: transfer.pb.kvferry_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.SetLogLevelResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.SetLogLevelResponse]]:
+        """Change what the node and its ranks write to their logs, until it is changed again or the process ends; ranks that start anew have
+        it too.
+
+        INVALID_ARGUMENT: there is no such level.
+        """
+
+    @abc.abstractmethod
+    def SwitchRole(
+        self,
+        request: transfer.pb.kvferry_pb2.SwitchRoleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[transfer.pb.kvferry_pb2.SwitchRoleResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.SwitchRoleResponse]]:
+        """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
+        loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
+        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
+        drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
+        away before the requests in flight are over.
+
+        INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
+        stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
+        requests were still in flight. RESOURCE_EXHAUSTED: there is not enough memory for the other role. INTERNAL: its ranks could not
+        take it on for another reason.
+        """
+
+def add_NodeControlServicer_to_server(servicer: NodeControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+
+class PrefillControlStub:
+    """Prefill node, served by its leader."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Join: grpc.UnaryStreamMultiCallable[
@@ -64,7 +292,10 @@ class PrefillControlStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up. OK also when it is unknown or over (`found` says which)."""
+    """Give a request up. OK also when it is unknown or over (`found` says which).
+
+    UNAVAILABLE: this is a node of two roles, and a decode node now.
+    """
 
     Status: grpc.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.StatusRequest,
@@ -79,9 +310,7 @@ class PrefillControlStub:
     """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
 
 class PrefillControlAsyncStub:
-    """------------------------------------------------------------------------------------------------------------------
-    Prefill node, served by its leader.
-    """
+    """Prefill node, served by its leader."""
 
     Join: grpc.aio.UnaryStreamMultiCallable[
         transfer.pb.kvferry_pb2.JoinRequest,
@@ -114,7 +343,10 @@ class PrefillControlAsyncStub:
         transfer.pb.kvferry_pb2.AbortRequest,
         transfer.pb.kvferry_pb2.AbortResponse,
     ]
-    """Give a request up. OK also when it is unknown or over (`found` says which)."""
+    """Give a request up. OK also when it is unknown or over (`found` says which).
+
+    UNAVAILABLE: this is a node of two roles, and a decode node now.
+    """
 
     Status: grpc.aio.UnaryUnaryMultiCallable[
         transfer.pb.kvferry_pb2.StatusRequest,
@@ -129,9 +361,7 @@ class PrefillControlAsyncStub:
     """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
 
 class PrefillControlServicer(metaclass=abc.ABCMeta):
-    """------------------------------------------------------------------------------------------------------------------
-    Prefill node, served by its leader.
-    """
+    """Prefill node, served by its leader."""
 
     @abc.abstractmethod
     def Join(
@@ -170,7 +400,10 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.AbortResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.AbortResponse]]:
-        """Give a request up. OK also when it is unknown or over (`found` says which)."""
+        """Give a request up. OK also when it is unknown or over (`found` says which).
+
+        UNAVAILABLE: this is a node of two roles, and a decode node now.
+        """
 
     @abc.abstractmethod
     def Status(

@@ -142,13 +142,15 @@ def chunk_plan_from_proto(info: pb.ChunkPlanInfo) -> ChunkPlan:
         return ChunkPlan(chunk_tokens=info.chunk_tokens, layers_per_group=info.layers_per_group)
 
 
-def link_to_proto(link: Link) -> pb.LinkStatus:
+def link_to_proto(link: Link, *, peer_incarnation: int = 0) -> pb.LinkStatus:
+    """`peer_incarnation`: of the node at the other end, where it is not clear from the place."""
     return pb.LinkStatus(
         prefill_rank=link.prefill_rank,
         decode_rank=link.decode_rank,
         lane=link.lane,
         latency_s=link.latency_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+        peer_incarnation=peer_incarnation,
     )
 
 

@@ -74,6 +74,8 @@ async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], ti
             "certificate (tls.cert_file): expired, or from an authority that its tls.ca_file does not have; or that has as many "
             "connections as it takes"
         ) from None
+    except UnicodeError as error:  # a label that is too long, or empty
+        raise PeerUnreachable(f"{address}: its host is no name: {error}") from None
     except OSError as error:
         text = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
         raise PeerUnreachable(f"{address}: {text}") from None

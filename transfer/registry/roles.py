@@ -22,6 +22,14 @@ _CLIENT: Final = frozenset({CallerRole.CLIENT})
 _BOTH: Final = _PEER | _CLIENT
 
 METHOD_ROLES: Final[dict[str, frozenset[CallerRole]]] = {
+    # An operator's; the nodes of the other tier may see how a node is, for the page that shows both tiers.
+    "/kvferry.v1.NodeControl/Status": _BOTH,
+    "/kvferry.v1.NodeControl/ListRequests": _CLIENT,
+    "/kvferry.v1.NodeControl/Abort": _CLIENT,
+    "/kvferry.v1.NodeControl/Drain": _CLIENT,
+    "/kvferry.v1.NodeControl/Undrain": _CLIENT,
+    "/kvferry.v1.NodeControl/SetLogLevel": _CLIENT,
+    "/kvferry.v1.NodeControl/SwitchRole": _CLIENT,
     # A decode node's part; it may also give up a transfer that it asked for.
     "/kvferry.v1.PrefillControl/Join": _PEER,
     "/kvferry.v1.PrefillControl/Prefill": _PEER,

@@ -57,10 +57,15 @@ class RegistryServer:
         """host:port as bound; a wildcard host stays one, and the owner advertises another."""
         return host_port(self.host, self.port)
 
-    async def set_serving(self, is_serving: bool) -> None:
-        """What the health service answers, for the process and for each of its services."""
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    async def set_serving(self, is_serving: bool, *, absent: str | None = None) -> None:
+        """What the health service answers, for the process and for each of its services.
+
+        Args:
+            absent: Full name of a service that does not serve, whatever the others do.
+        """
         for name in ("", *self._service_names):
+            serves = is_serving and name != absent
+            status = health_pb2.HealthCheckResponse.SERVING if serves else health_pb2.HealthCheckResponse.NOT_SERVING
             await self._health.set(name, status)
 
     async def close(self, *, grace_s: float = 0.0) -> None:
@@ -76,6 +81,7 @@ async def serve(
     transfer_control: pb_grpc.TransferControlServicer | None = None,
     prefill_control: pb_grpc.PrefillControlServicer | None = None,
     decode_control: pb_grpc.DecodeControlServicer | None = None,
+    node_control: pb_grpc.NodeControlServicer | None = None,
     security: Security | None = None,
     on_refused: Callable[[Refusal], None] | None = None,
 ) -> RegistryServer:
@@ -109,6 +115,9 @@ async def serve(
     if decode_control is not None:
         pb_grpc.add_DecodeControlServicer_to_server(decode_control, server)
         names.append(services["DecodeControl"].full_name)
+    if node_control is not None:
+        pb_grpc.add_NodeControlServicer_to_server(node_control, server)
+        names.append(services["NodeControl"].full_name)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -36,6 +36,9 @@ INTERNAL                                `EngineError`            the peer's engi
 UNKNOWN, anything else                  `TransportError`         nobody can say
 ======================================  =======================  ==============================================
 
+Every status has a google.rpc.Status in its trailing metadata, for programs: `REASONS` says which word it has for which error, and
+after how long another try can do better; google.rpc.ErrorInfo and RetryInfo carry them.
+
 INTERNAL has `SPARES_KV` among its trailing metadata where nothing is said against the KV of the one request: a step failed for
 all of its requests, or there is a bug. Without, as an older peer always sends it, that KV may be damaged.
 """
@@ -43,9 +46,12 @@ all of its requests, or there is a bug. Without, as an older peer always sends i
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from transfer.errors import (
     ChunkTooLarge,
@@ -54,6 +60,7 @@ from transfer.errors import (
     IntegrityError,
     LayoutError,
     MemoryPlanError,
+    NodeDraining,
     PeerUnreachable,
     RemoteProtocolError,
     StagingError,
@@ -81,6 +88,46 @@ _CODES: Final[tuple[tuple[type[TransferError], grpc.StatusCode], ...]] = (
     (IntegrityError, grpc.StatusCode.DATA_LOSS),
     (TransferAborted, grpc.StatusCode.ABORTED),
 )
+
+ERROR_DOMAIN: Final = "kvferry"
+
+DETAILS_KEY: Final = "grpc-status-details-bin"
+
+DETAILS_ROOM_BYTES: Final = 2500
+"""Longest text, in bytes, that a status repeats in its google.rpc.Status: both together have to stay below 8 KB of headers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """What an error says to programs.
+
+    Args:
+        word: A constant, in capitals.
+        retry_s: Seconds after which another try can do better, on this node or on another one; None: it cannot.
+    """
+
+    word: str
+    retry_s: float | None = None
+
+
+REASONS: Final[tuple[tuple[type[TransferError], Reason], ...]] = (
+    (ConfigError, Reason(word="INVALID_REQUEST")),
+    (LayoutError, Reason(word="TIERS_DO_NOT_FIT")),
+    (RemoteProtocolError, Reason(word="PROTOCOL_BROKEN")),
+    (ChunkTooLarge, Reason(word="CHUNK_TOO_LARGE")),
+    (StagingError, Reason(word="NO_ROOM", retry_s=1.0)),
+    (MemoryPlanError, Reason(word="NO_MEMORY")),
+    (NodeDraining, Reason(word="NODE_DRAINING", retry_s=0.0)),
+    (PeerUnreachable, Reason(word="PEER_UNREACHABLE", retry_s=0.5)),
+    (TransportTimeout, Reason(word="TIMED_OUT", retry_s=0.5)),
+    (TransportError, Reason(word="TRANSFER_FAILED", retry_s=0.5)),
+    (IntegrityError, Reason(word="BYTES_DAMAGED", retry_s=0.0)),
+    (TransferAborted, Reason(word="ABORTED")),
+    (EngineError, Reason(word="ENGINE_FAILED")),
+)
+"""The first line that matches. `OTHER_REASON` for what is none of them. A NODE_DRAINING is retried at once, on another node."""
+
+OTHER_REASON: Final = Reason(word="INTERNAL")
 
 _ERRORS: Final[dict[grpc.StatusCode, type[TransferError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
@@ -121,17 +168,52 @@ def clip_details(text: str) -> str:
     return line if len(line) <= MAX_DETAILS_CHARS else line[: MAX_DETAILS_CHARS - 1] + "…"
 
 
+def reason_of(error: BaseException) -> Reason:
+    """What `error` says to programs."""
+    return next((reason for error_type, reason in REASONS if isinstance(error, error_type)), OTHER_REASON)
+
+
+def status_details(code: grpc.StatusCode, details: str, reason: Reason) -> bytes | None:
+    """The google.rpc.Status of an error, as bytes; None where its text leaves no room for it."""
+    if len(details.encode()) > DETAILS_ROOM_BYTES:
+        return None
+    info, retry = any_pb2.Any(), any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(reason=reason.word, domain=ERROR_DOMAIN))
+    parts = [info]
+    if reason.retry_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(reason.retry_s * 1e9))
+        retry.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        parts.append(retry)
+    # The number of a code; grpc's enum has it as the first of two.
+    status = status_pb2.Status(code=code.value[0], message=details, details=parts)
+    packed: bytes = status.SerializeToString()
+    return packed
+
+
 async def end_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
     """End the call of `context` with the status of `error`; never returns."""
     code = status_of(error)
     is_spared = error.spares_kv if isinstance(error, EngineError) else code is grpc.StatusCode.INTERNAL
-    await end_call(context, code, details_of(error), (SPARES_KV,) if is_spared else ())
+    await end_call(context, code, details_of(error), (SPARES_KV,) if is_spared else (), reason=reason_of(error))
 
 
 async def end_call(
-    context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...] = ()
+    context: grpc.aio.ServicerContext[Any, Any],
+    code: grpc.StatusCode,
+    details: str,
+    metadata: tuple[tuple[str, str | bytes], ...] = (),
+    *,
+    reason: Reason | None = None,
 ) -> NoReturn:
-    """End the call of `context`; never returns. That nobody is there any more to hear it is no error, and so none in the log."""
+    """End the call of `context`; never returns. That nobody is there any more to hear it is no error, and so none in the log.
+
+    Args:
+        reason: For programs; by default the name of the code.
+    """
+    packed = status_details(code, details, reason or Reason(word=code.name))
+    if packed is not None:
+        metadata = (*metadata, (DETAILS_KEY, packed))
     try:
         await context.abort(code, details, metadata)
     except grpc.aio.InternalError as error:

@@ -130,6 +130,11 @@ class Session(Protocol):
         """What carries the bytes, for people (for example ``ucx/shm`` or ``ucx/net``)."""
         ...
 
+    @property
+    def obstacle(self) -> str:
+        """Why two processes of one machine go over the network, at the target's end. Empty: they do not, or are told to."""
+        ...
+
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> WriteHandle:
         """Start one bulk write into the memory that the target offered.
 

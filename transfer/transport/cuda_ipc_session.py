@@ -111,6 +111,10 @@ class WriterSession:
         return self._owner.lane
 
     @property
+    def obstacle(self) -> str:
+        return ""
+
+    @property
     def target_pid(self) -> int:
         return self._peer.pid
 
@@ -265,6 +269,10 @@ class TargetSession:
     @property
     def lane(self) -> str:
         return self._owner.lane
+
+    @property
+    def obstacle(self) -> str:
+        return ""
 
     @property
     def memory(self) -> DeviceMemory | None:

@@ -114,6 +114,10 @@ class InprocSession:
     def lane(self) -> str:
         return self._transport.name
 
+    @property
+    def obstacle(self) -> str:
+        return ""
+
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> _Handle:
         memory = self._transport.own(source)
         check_write(memory.num_bytes, source_range, target_range, key)

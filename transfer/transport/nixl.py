@@ -164,7 +164,7 @@ class NixlTransport:
                 f"backend of transport nixl is {fields['backend'][:32]} at the writer and {self.backend} at the target; "
                 "both ends need the same one"
             )
-        lane, address, ending = self._choose_lane(fields, own)
+        lane, address, ending, obstacle = self._choose_lane(fields, own)
         try:
             agent = self._create_agent(lane)
             agent.register(own, address)
@@ -174,7 +174,7 @@ class NixlTransport:
                 self.keep(ending)
             raise
         proof = ReadableProof()
-        session = NixlSession(self, agent, lane, offered=own, ending=ending, proof=proof)
+        session = NixlSession(self, agent, lane, offered=own, ending=ending, proof=proof, obstacle=obstacle)
         self._sessions.add(session)
         answer = {
             "identity": ProcessIdentity.own().to_wire(),
@@ -275,8 +275,9 @@ class NixlTransport:
         self._endings.append(ending)
         self._sweep()
 
-    def _choose_lane(self, offer: dict[str, Any], memory: Memory) -> tuple[str, int, Ending | None]:
-        """Lane of a session, the address under which `memory` is offered, and how the writer's access ends."""
+    def _choose_lane(self, offer: dict[str, Any], memory: Memory) -> tuple[str, int, Ending | None, str]:
+        """Lane of a session, the address under which `memory` is offered, how the writer's access ends, and what keeps two
+        processes of one machine from a faster lane."""
         wanted = {self.wanted_lane, field_of(offer, "lane", str)} - {"auto"}
         if len(wanted) > 1:
             raise ConfigError(
@@ -288,12 +289,13 @@ class NixlTransport:
         if wanted != {_NET}:
             obstacle, ending = self._same_host_ending(writer, memory)
             if isinstance(ending, DeviceEnding):
-                return _IPC, address, ending
+                return _IPC, address, ending, ""
             if ending is not None:
-                return _SHM, ending.address, ending
+                return _SHM, ending.address, ending, ""
         if wanted == {_SHM}:
             raise PeerUnreachable(f"lane shm of transport nixl is not possible: {obstacle}; use lane auto or net")
-        return _NET, address, None
+        has_fallen_back = wanted != {_NET} and writer.identity.is_on_machine_of(ProcessIdentity.own())
+        return _NET, address, None, obstacle if has_fallen_back else ""
 
     def _same_host_ending(self, writer: LineAddress, memory: Memory) -> tuple[str, Ending | None]:
         """How the access of a writer on this host will end; None, and why, where it had to be taken on trust."""

@@ -128,10 +128,12 @@ class NixlSession:
         proof: ReadableProof | None = None,
         line: LifeLine | None = None,
         is_over_tcp: bool = False,
+        obstacle: str = "",
     ) -> None:
         self._owner = owner
         self._agent: Agent | None = agent
         self._lane = lane
+        self._obstacle = obstacle
         self._peer = peer
         self._offered = offered
         self._ending = ending
@@ -148,6 +150,10 @@ class NixlSession:
     @property
     def lane(self) -> str:
         return f"nixl/{self._lane}"
+
+    @property
+    def obstacle(self) -> str:
+        return self._obstacle
 
     def write(self, source: LocalMemory, source_range: ByteRange, target_range: ByteRange, key: int) -> NixlHandle:
         memory = self._owner.own(source)

@@ -55,6 +55,10 @@ class ProcessIdentity:
         """Whether both run under one kernel and see each other's process ids."""
         return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
 
+    def is_on_machine_of(self, other: ProcessIdentity) -> bool:
+        """Whether both run under one kernel, perhaps in different containers."""
+        return self.boot_id == other.boot_id
+
     def to_wire(self) -> list[str | int]:
         return [self.host, self.boot_id, self.pid_namespace, self.pid]
 

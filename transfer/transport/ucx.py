@@ -152,11 +152,11 @@ class UcxTransport:
         self._check_open()
         own = self.own(memory)
         fields = unpack_blob(blob, transport=self.name, version=_VERSION, role="offer")
-        lane = self._choose_lane(fields)
+        lane, obstacle = self._choose_lane(fields)
         worker = self.create_worker(lane)
         address = field_of(fields, "address", bytes)
         self.check_address(worker, address, field_of(fields, "ucx", str))
-        session = self.open_session(worker, address, lane, own)
+        session = self.open_session(worker, address, lane, own, obstacle)
         answer = {"address": worker.address.tobytes(), "ucx": self.ucx.version, "lane": lane, "num_bytes": own.num_bytes}
         return session, pack_blob(self.name, _VERSION, "answer", answer)
 
@@ -195,7 +195,7 @@ class UcxTransport:
         """
         AddressCheck(worker.address.tobytes()).check(address, peer=peer_version[:32], own=self.ucx.version)
 
-    def open_session(self, worker: Any, address: bytes, lane: str, offered: Memory | None) -> UcxSession:
+    def open_session(self, worker: Any, address: bytes, lane: str, offered: Memory | None, obstacle: str = "") -> UcxSession:
         """Connect `worker` to the peer's address.
 
         Raises:
@@ -206,15 +206,15 @@ class UcxTransport:
             endpoint = worker.create_endpoint_from_worker_address(peer, endpoint_error_handling=True)
         except Exception as error:
             raise PeerUnreachable(f"no ucx/{lane} endpoint to the peer: {in_words(error)}") from error
-        session = UcxSession(self, worker, endpoint, lane, offered)
+        session = UcxSession(self, worker, endpoint, lane, offered, obstacle)
         self._sessions.add(session)
         return session
 
     def forget(self, session: UcxSession) -> None:
         self._sessions.discard(session)
 
-    def _choose_lane(self, offer: dict[str, Any]) -> str:
-        """The lane of a session; the target decides for both ends."""
+    def _choose_lane(self, offer: dict[str, Any]) -> tuple[str, str]:
+        """The lane of a session, and what keeps two processes of one machine from a faster one. The target decides for both."""
         wanted = {self.wanted_lane, field_of(offer, "lane", str)} - {"auto"}
         if len(wanted) > 1:
             raise ConfigError(
@@ -222,7 +222,7 @@ class UcxTransport:
                 "set both alike, or one to auto"
             )
         if wanted == {_NET}:
-            return _NET
+            return _NET, ""
         writer, here = ProcessIdentity.from_wire(offer.get("identity")), ProcessIdentity.own()
         if not (self.allows_shared_memory and field_of(offer, "shared_memory", bool)):
             obstacle = "UCX_TLS of one end leaves out cma"
@@ -231,10 +231,10 @@ class UcxTransport:
         elif not can_read_memory_of(writer.pid, offer.get("proof")):
             obstacle = f"process_vm_readv of writer pid {writer.pid} is not permitted (ptrace scope, seccomp, user)"
         else:
-            return _SHM
+            return _SHM, ""
         if wanted == {_SHM}:
             raise PeerUnreachable(f"lane shm of transport ucx is not possible: {obstacle}; use lane auto or net")
-        return _NET
+        return _NET, obstacle if writer.is_on_machine_of(here) else ""
 
     def _context(self, purpose: str) -> Any:
         if purpose not in self._contexts:

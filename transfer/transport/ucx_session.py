@@ -111,13 +111,16 @@ class SessionOwner(Protocol):
 class UcxSession:
     """One attached peer over UCX: one worker, one endpoint."""
 
-    def __init__(self, owner: SessionOwner, worker: Any, endpoint: Any, lane: str, offered: Memory | None) -> None:
+    def __init__(
+        self, owner: SessionOwner, worker: Any, endpoint: Any, lane: str, offered: Memory | None, obstacle: str = ""
+    ) -> None:
         self._owner = owner
         self._ucx = owner.ucx
         self._worker = worker
         self._endpoint = endpoint
         self._fd: int | None = worker.epoll_file_descriptor
         self._lane = lane
+        self._obstacle = obstacle
         self._offered = offered
         self._peer_num_bytes: int | None = None
         self._sends: dict[int, UcxHandle] = {}
@@ -133,6 +136,10 @@ class UcxSession:
     @property
     def lane(self) -> str:
         return f"ucx/{self._lane}"
+
+    @property
+    def obstacle(self) -> str:
+        return self._obstacle
 
     def bound_writes(self, peer_num_bytes: int) -> None:
         """Refuse writes behind the memory that the peer offered."""

@@ -1,0 +1,121 @@
+"""Prefill and decode steps of a whole model on a GPU: what the simulation of a cluster (bench/simulate.py) is fed with.
+
+    python -m bench.gpu_stages [--json FILE] [--quick] [--rehearse]
+
+The model has the shape of Llama 3 8B, all its 32 layers and made-up weights, TP 1. A step is what passes from its items to its
+tokens on the host, device time included: a prefill step computes new tokens of one prompt, of which some may be in the pool
+already; a decode step one token of each request, by a CUDA graph. ``--rehearse`` runs a tiny model on CPUs, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench.gpu_decode import CONFIG, PAGE_SIZE
+from bench.timing import Report, argument_parser
+from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.model_files import read_model_files
+from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.layout import Shard
+
+NUM_LAYERS, MAX_SEQ_LEN = 32, 16_384
+PREFILLS = ((128, 0), (512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (2048, 2048), (2048, 6144), (2048, 14_336))
+"""New tokens of a step, and tokens before them."""
+MAX_TOKENS = 1 << 19  # of a decode step, so that pool and weights fit 80 GiB
+DECODES = tuple(
+    (batch, context) for context in (1024, 4096, 8192) for batch in (1, 8, 32, 64, 128) if batch * context <= MAX_TOKENS
+)
+"""Requests of a step, and tokens of each."""
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
+}  # fmt: skip
+
+
+def measure(*, device: str, num_layers: int, repetitions: int, is_tiny: bool) -> Report:
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    report = Report(title=f"Steps on {name}: Llama 3 8B's shape, {num_layers} layers{', tiny' if is_tiny else ''}")
+    prefills = [(tokens // 64, before // 64) if is_tiny else (tokens, before) for tokens, before in PREFILLS]
+    decodes = [(min(batch, 4), context // 64) if is_tiny else (batch, context) for batch, context in DECODES]
+    batches = sorted({batch for batch, _ in decodes})
+    num_pages = max(batch * context for batch, context in decodes) // PAGE_SIZE + 1
+    config = CONFIG | {"num_hidden_layers": num_layers, "max_position_embeddings": MAX_SEQ_LEN} | (TINY if is_tiny else {})
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        engine = EmbeddedEngine(
+            read_model_files(folder, dummy_seed=0),
+            shard=Shard(page_size=PAGE_SIZE),
+            num_pages=num_pages,
+            device=device,
+            max_running_requests=max(batches),
+            max_seq_len=MAX_SEQ_LEN,
+        )
+    if device == "cuda":
+        engine.capture_cuda_graphs(batches)
+    for tokens, before in prefills:
+        samples = _samples(lambda tokens=tokens, before=before: _prefill(engine, tokens, before), device, repetitions)  # type: ignore[misc]
+        report.add(f"prefill of {tokens} tokens behind {before}", "step", samples)
+        report.facts[f"prefill of {tokens} tokens behind {before}"] = {"new": tokens, "before": before}
+    for batch, context in decodes:
+        case, items = f"decode of {batch} requests of {context} tokens", _items(batch, context)
+        report.add(case, "step", _samples(lambda items=items: engine.decode(items), device, repetitions))  # type: ignore[misc]
+        report.facts[case] = {"requests": batch, "context": context}
+    engine.close()
+    return report
+
+
+def _samples(step: Callable[[], object], device: str, repetitions: int) -> list[float]:
+    samples = []
+    for repetition in range(-2, repetitions):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begun_s = time.perf_counter()
+        step()
+        if repetition >= 0:
+            samples.append(time.perf_counter() - begun_s)
+    return samples
+
+
+def _prefill(engine: EmbeddedEngine, tokens: int, before: int) -> None:
+    pages = tuple(range(-(-(tokens + before) // PAGE_SIZE)))
+    ids = tuple(5 + index % 400 for index in range(tokens))
+    engine.prefill([PrefillItem(request_id="0", token_ids=ids, first_token=before, page_tables=(pages,), is_last=True)])
+
+
+def _items(batch: int, context: int) -> list[DecodeItem]:
+    each = context // PAGE_SIZE
+    return [
+        DecodeItem(
+            request_id=str(index),
+            token_id=5 + index,
+            position=context - 1,
+            page_tables=(tuple(range(index * each, (index + 1) * each)),),
+        )
+        for index in range(batch)
+    ]
+
+
+def main() -> int:
+    parser = argument_parser("prefill and decode steps of a whole model on a GPU")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on CPUs")
+    arguments = parser.parse_args()
+    device = "cpu" if arguments.rehearse else "cuda"
+    report = measure(
+        device=device,
+        num_layers=2 if arguments.rehearse else NUM_LAYERS,
+        repetitions=2 if arguments.quick or arguments.rehearse else 15,
+        is_tiny=arguments.rehearse,
+    )
+    report.finish(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

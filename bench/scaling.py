@@ -1,0 +1,491 @@
+"""The simulation against real clusters on this machine: calibrates stage times, loads clusters, and says how far off it is.
+
+    python -m bench.scaling [--json FILE] [--quick] [--plot FILE.png]
+
+A 1+1 cluster of the demo model is asked for one request at a time, of several lengths, and for several at once: from what they
+take, and from the processor time of all processes, come the stage times, as a simulation needs them whose nodes share this
+machine's cores. Then `kvferry bench serve` loads clusters of 1+1, 2+1, 1+2 and 2+2 nodes, and the simulation gets the same
+requests at the same moments. The record holds both, and the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from bench.simulation.outcome import Outcome, simulate
+from bench.simulation.settings import ClusterSettings
+from bench.simulation.stage_times import StageTimes
+from bench.timing import Environment
+from kvferry.bench_serve.options import LoadOptions, shape_of
+from kvferry.bench_serve.summary import percentile
+from kvferry.bench_serve.workload import Planned, Shape
+from kvferry.cluster_spec import child_environment
+from kvferry.demo_cache import cached_demo_model
+from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.node_client import NodeClient
+from transfer.pb import kvferry_pb2 as pb
+
+TOPOLOGIES = ((1, 1), (2, 1), (1, 2), (2, 2))
+LOADS = (0.3, 0.55, 0.75)
+"""Parts of what the cores could do."""
+PROMPTS, OUTPUTS = "uniform:64:512", "uniform:8:32"
+CHUNK_TOKENS = 128
+VOCAB_SIZE = 768
+SEED = 7
+MESSAGE_S = 0.0004
+"""Work of a grant or an ack, both ends: CPU of a chunk, bench/results/2026-11-22-two-cores-control.json."""
+_IDLE_S = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One request, at the client and as the node tells it."""
+
+    ttft_s: float
+    node_ttft_s: float
+    transfer_s: float
+    exposed_s: float
+    tpot_s: float
+    num_bytes: int
+
+
+async def ask(client: NodeClient, prompt_tokens: int, output_tokens: int, *, salt: int) -> Answer:
+    """One request with a prompt of its own."""
+    ids = [3 + (salt * 7919 + index * 31) % (VOCAB_SIZE - 3) for index in range(prompt_tokens)]
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), max_new_tokens=output_tokens, ignore_eos=True)
+    began_s, times_s, done = time.monotonic(), [], pb.GenerateDone()
+    async with contextlib.aclosing(client.generate(request, timeout_s=60)) as events:
+        async for event in events:
+            if event.HasField("tokens"):
+                times_s.append(time.monotonic())
+            elif event.HasField("done"):
+                done = event.done
+    return Answer(
+        ttft_s=times_s[0] - began_s,
+        node_ttft_s=done.ttft_s,
+        transfer_s=done.stats.transfer_s,
+        exposed_s=done.stats.exposed_s,
+        tpot_s=(times_s[-1] - times_s[0]) / max(1, len(times_s) - 1),
+        num_bytes=done.stats.bytes,
+    )
+
+
+def cpu_seconds(cluster: LocalCluster) -> float:
+    """Of all processes of the cluster, and of this one, so far."""
+    total = time.process_time()
+    for pid in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
+
+
+async def stage_means(cluster: LocalCluster) -> dict[str, tuple[float, int]]:
+    """Sum and number of each stage's seconds so far, over all nodes."""
+    found: dict[str, tuple[float, int]] = {}
+    for node in cluster.nodes:
+        _, text = await node.http("/metrics")
+        for family in text_string_to_metric_families(text):
+            if family.name != "kvferry_stage_seconds":
+                continue
+            for sample in family.samples:
+                if sample.name.endswith(("_sum", "_count")):
+                    seconds, number = found.get(sample.labels["stage"], (0.0, 0))
+                    is_sum = sample.name.endswith("_sum")
+                    found[sample.labels["stage"]] = (seconds + sample.value * is_sum, number + int(sample.value) * (not is_sum))
+    return found
+
+
+def spec(model: Path, num_prefill: int, num_decode: int) -> ClusterSpec:
+    settings = {"dtype": "float32"}
+    return ClusterSpec(
+        prefill=TierSpec(model=model, page_size=16, pool_tokens=16_384, settings=settings),
+        decode=TierSpec(model=model, page_size=32, pool_tokens=32_768, settings=settings),
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        chunk_tokens=CHUNK_TOKENS,
+        start_timeout_s=150.0,
+    )
+
+
+def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Coefficients, none of them negative: those that would be are left out, the most negative first."""
+    matrix: NDArray[np.float64] = np.array(rows)
+    target: NDArray[np.float64] = np.array(values)
+    weights = 1 / target
+    kept = list(range(matrix.shape[1]))
+    while True:
+        found = np.linalg.lstsq(matrix[:, kept] * weights[:, None], target * weights, rcond=None)[0]
+        if found.min() >= 0 or len(kept) == 1:
+            result = [0.0] * matrix.shape[1]
+            for index, value in zip(kept, found, strict=True):
+                result[index] = float(max(0.0, value))
+            return result
+        del kept[int(found.argmin())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What one request at a time took, and the stage times of it.
+
+    Args:
+        prompt: Processor seconds of a prompt: for itself, for each step, each token, each pair of tokens.
+        new_token_s: And of a new token, a few requests at once.
+        samples: What was fitted.
+    """
+
+    times: StageTimes
+    prompt: tuple[float, ...]
+    new_token_s: float
+    samples: list[dict[str, float]]
+
+    def request_cpu_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        return _of(self.prompt, {"prompt_tokens": prompt_tokens}) + self.new_token_s * (output_tokens - 1)
+
+
+def _lower(values: Iterable[float]) -> float:
+    """The lower quartile: what else runs on the machine only ever adds."""
+    return percentile(sorted(values), 0.25)
+
+
+async def idle_cores(cluster: LocalCluster) -> float:
+    """Cores that the cluster takes without a request."""
+    before, began_s = cpu_seconds(cluster), time.monotonic()
+    await asyncio.sleep(_IDLE_S)
+    return (cpu_seconds(cluster) - before) / (time.monotonic() - began_s)
+
+
+async def calibrate(cluster: LocalCluster, *, repetitions: int) -> Calibration:
+    """Stage times of a 1+1 cluster, from requests that have it to themselves."""
+    samples: list[dict[str, float]] = []
+    idle = await idle_cores(cluster)
+    async with NodeClient(cluster.decode.address) as client:
+        for salt in range(4):
+            await ask(client, 300, 8, salt=900 + salt)
+        before_stages = await stage_means(cluster)
+        for prompt_tokens, output_tokens, batch in (
+            (32, 1, 1), (128, 1, 1), (256, 1, 1), (512, 1, 1), (1024, 1, 1), (2048, 1, 1),
+            (32, 64, 1), (32, 64, 4), (32, 64, 8), (1024, 64, 1), (512, 64, 4),
+        ):  # fmt: skip
+            answers: list[Answer] = []
+            cpu_before, began_s = cpu_seconds(cluster), time.monotonic()
+            for repetition in range(repetitions):
+                salts = (len(samples) * 1000 + repetition * 50 + one for one in range(batch))
+                answers += await asyncio.gather(*(ask(client, prompt_tokens, output_tokens, salt=salt) for salt in salts))
+            spent = cpu_seconds(cluster) - cpu_before - idle * (time.monotonic() - began_s)
+            samples.append(
+                {
+                    "prompt_tokens": prompt_tokens,
+                    "output_tokens": output_tokens,
+                    "batch": batch,
+                    "cpu_s": spent / len(answers),
+                    **{
+                        name: _lower(getattr(one, name) for one in answers)
+                        for name in ("ttft_s", "node_ttft_s", "transfer_s", "exposed_s", "tpot_s", "num_bytes")
+                    },
+                }
+            )
+        after_stages = await stage_means(cluster)
+    stages = {
+        name: (seconds - before_stages.get(name, (0.0, 0))[0]) / max(1, number - before_stages.get(name, (0.0, 0))[1])
+        for name, (seconds, number) in after_stages.items()
+    }
+    return fit(samples, stages, cores=len(os.sched_getaffinity(0)) - idle)
+
+
+def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: float) -> Calibration:
+    """Stage times of the samples.
+
+    On shared cores a stage is the work that it takes. That is the processor time, or the time that passes where that is less:
+    then some of the work, such as the client's, is done beside it.
+
+    Args:
+        stages: Mean seconds of a piece in each stage, as the nodes' metrics have them.
+        cores: That are left for requests.
+    """
+    alone = [one for one in samples if one["output_tokens"] == 1]
+    generating = [one for one in samples if one["output_tokens"] > 1]
+    bytes_per_token = round(statistics.median(one["num_bytes"] / one["prompt_tokens"] for one in alone))
+    piece_bytes = CHUNK_TOKENS * bytes_per_token
+    gather_s, write_s, scatter_s = (max(stages.get(name, 0.0), 1e-6) for name in ("gather", "write", "scatter"))
+    rows = [[1.0, _steps(one), one["prompt_tokens"], one["prompt_tokens"] ** 2 / 2] for one in alone]
+    pieces_s = [_steps(one) * (gather_s + write_s + scatter_s + 2 * MESSAGE_S) for one in alone]
+    path = least_squares(rows, [min(one["ttft_s"], one["cpu_s"]) - piece_s for one, piece_s in zip(alone, pieces_s, strict=True)])
+    work = least_squares(rows, [one["cpu_s"] - piece_s for one, piece_s in zip(alone, pieces_s, strict=True)])
+    work[1] += gather_s + write_s + scatter_s + 2 * MESSAGE_S
+    request_s, step_s, token_s, attention_s = path
+    rows, path_s, work_s = [], [], []
+    for one in generating:
+        context = one["prompt_tokens"] + one["output_tokens"] / 2
+        spent_s = (one["cpu_s"] - _of(work, one)) / (one["output_tokens"] - 1) * one["batch"]
+        rows.append([1.0, one["batch"], one["batch"] * context])
+        work_s.append(max(spent_s, 1e-4))
+        path_s.append(max(min(one["tpot_s"], spent_s), 1e-4))
+    decode_step_s, decode_request_s, decode_context_s = least_squares(rows, path_s)
+    beside_s = [(all_s - on_path_s) / row[1] for all_s, on_path_s, row in zip(work_s, path_s, rows, strict=True)]
+    times = StageTimes(
+        name=f"demo model on {len(os.sched_getaffinity(0))} shared cores",
+        sources=("bench.scaling: one request at a time, and a few, on a 1+1 cluster",),
+        bytes_per_token=bytes_per_token,
+        prefill_step_s=step_s,
+        prefill_token_s=max(token_s, 1e-9),
+        prefill_attention_s=attention_s,
+        decode_step_s=max(decode_step_s, 1e-6),
+        decode_request_s=decode_request_s,
+        decode_context_s=decode_context_s,
+        gather_s=0.0,
+        gather_bytes_per_s=piece_bytes / gather_s,
+        link_latency_s=0.0,
+        link_bytes_per_s=piece_bytes / write_s,
+        scatter_s=0.0,
+        scatter_bytes_per_s=piece_bytes / scatter_s,
+        hand_s=0.0,
+        grant_s=MESSAGE_S,
+        ack_s=MESSAGE_S,
+        reserve_s=request_s * 0.4,
+        request_s=request_s * 0.6,
+        cores=cores,
+        other_request_s=max(
+            0.0,
+            statistics.fmean(work[0] - path[0] + (work[2] - path[2]) * one["prompt_tokens"] for one in alone if _steps(one) <= 4),
+        ),
+        other_token_s=max(0.0, statistics.fmean(beside_s)),
+    )
+    return Calibration(times=times, prompt=tuple(work), new_token_s=statistics.median(work_s) / 4, samples=samples)
+
+
+def _steps(one: Mapping[str, float]) -> int:
+    return -int(-one["prompt_tokens"] // CHUNK_TOKENS)
+
+
+def _of(found: Sequence[float], one: Mapping[str, float]) -> float:
+    """Seconds that least squares found for a prompt."""
+    tokens = one["prompt_tokens"]
+    return found[0] + found[1] * _steps(one) + found[2] * tokens + found[3] * tokens**2 / 2
+
+
+def busy_seconds() -> float:
+    """Of all processors of the machine, so far; without niced work, which gives way."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - times.nice)
+
+
+async def loaded(cluster: LocalCluster, rate: float, duration_s: float) -> tuple[dict[str, Any], float]:
+    """What `kvferry bench serve` measures at that rate, and the cores that neither it nor the cluster took meanwhile."""
+    began_s, busy_s, ours_s = time.monotonic(), busy_seconds(), cpu_seconds(cluster) + _children_seconds()
+    served = await serve(cluster, (rate,), duration_s)
+    ours_s = cpu_seconds(cluster) + _children_seconds() - ours_s
+    return served["rates"][0], max(0.0, (busy_seconds() - busy_s - ours_s) / (time.monotonic() - began_s))
+
+
+def _children_seconds() -> float:
+    """Of this process's children that have ended; no cluster does meanwhile."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+async def serve(
+    cluster: LocalCluster, rates: Sequence[float], duration_s: float, *, prompts: str = PROMPTS, outputs: str = OUTPUTS
+) -> dict[str, Any]:
+    """`kvferry bench serve` on the cluster; its JSON."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        file = Path(folder) / "load.json"
+        targets = [part for node in cluster.decode_nodes for part in ("--target", node.address)]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvferry", "bench", "serve", *targets, "--insecure"),
+            *("--rate", ",".join(f"{rate:.3f}" for rate in rates), "--duration", f"{duration_s:g}", "--warmup", "5"),
+            *("--prompt-tokens", prompts, "--output-tokens", outputs, "--seed", f"{SEED}", "--timeout", "120"),
+            *("--max-lateness", "1.0", "--json", str(file)),
+            env=child_environment(),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        code = await process.wait()
+        if not file.is_file() or not (text := file.read_text()):
+            raise RuntimeError(f"kvferry bench serve ended with {code}")
+        content: dict[str, Any] = json.loads(text)
+        return content
+
+
+def shape() -> Shape:
+    return shape_of(PROMPTS, OUTPUTS, shared_prefix=0.0, num_prefixes=1)
+
+
+def same_requests(drawn: Shape, rate: float, duration_s: float) -> tuple[Planned, ...]:
+    """Those that `serve` sends."""
+    options = LoadOptions(
+        targets=("simulated:1",), rates=(float(f"{rate:.3f}"),), shape=drawn, duration_s=duration_s, num_warm_up=5, seed=SEED
+    )
+    return options.runs()[0].planned
+
+
+def predict(times: StageTimes, topology: tuple[int, int], rate: float, duration_s: float) -> Outcome:
+    """The simulation of the very same requests."""
+    num_prefill, num_decode = topology
+    settings = ClusterSettings(
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        prefill_pool_tokens=16_384,
+        decode_pool_tokens=32_768,
+        ring_bytes=64 << 20,
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    return simulate(times, settings, same_requests(shape(), rate, duration_s))
+
+
+def compare(measured: Mapping[str, Any], predicted: Outcome) -> dict[str, Any]:
+    """Both, and the error of the prediction as a part of what was measured."""
+    row: dict[str, Any] = {
+        "offered_rate": measured["offered_rate"],
+        "served": measured["served"],
+        "requests": measured["requests"],
+    }
+    for name in ("ttft_s", "tpot_s", "end_to_end_s"):
+        for share in ("p50", "p90", "mean"):
+            real, made = measured[name][share], getattr(getattr(predicted, name), share)
+            row[f"{name}.{share}"] = {"measured": real, "predicted": made, "error": made / real - 1 if real else 0.0}
+    row["busy"] = dict(predicted.busy)
+    row["ring bytes, most"] = predicted.uses["ring bytes"].most
+    row["generator_late_p99_s"] = max(measured["lateness"]["sends_s"]["p99"], measured["lateness"]["loop_s"]["p99"])
+    return row
+
+
+async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Calibrate, load every topology, compare.
+
+    Args:
+        duration_s: Of each load.
+        keep: Called with what there is, after each topology: it takes minutes.
+    """
+    model = await cached_demo_model()
+    load_before = os.getloadavg()[0]
+    topologies, duration_s, loads = (TOPOLOGIES[:1], 5.0, LOADS[:1]) if is_quick else (TOPOLOGIES, duration_s, LOADS)
+    content: dict[str, Any] = {}
+    calibration: Calibration | None = None
+    rows: list[dict[str, Any]] = []
+    for topology in topologies:
+        async with LocalCluster(spec(model, *topology)) as cluster:
+            if calibration is None:
+                calibration = await calibrate(cluster, repetitions=2 if is_quick else 6)
+            idle, own = await idle_cores(cluster), len(os.sched_getaffinity(0))
+            mean_cpu_s = calibration.request_cpu_s(288, 20)
+            for load in loads:
+                rate = load * (own - idle) / mean_cpu_s
+                measured, others = await loaded(cluster, rate, duration_s)
+                times = replace(calibration.times, cores=max(own - idle - others, 0.1))
+                compared = compare(measured, predict(times, topology, rate, duration_s))
+                rows.append(
+                    {"prefill": topology[0], "decode": topology[1], "load": load, "idle_cores": idle, "others_cores": others}
+                    | compared
+                )
+                print(f"{topology[0]}+{topology[1]} at {rate:.2f}/s, others took {others:.2f} cores", file=sys.stderr, flush=True)
+        content = {
+            "title": "The simulation against real clusters on one machine",
+            "environment": Environment.here().to_json(),
+            "is_quick": is_quick,
+            "load_before": load_before,
+            "setting": {
+                "prompts": PROMPTS,
+                "outputs": OUTPUTS,
+                "duration_s": duration_s,
+                "seed": SEED,
+                "chunk_tokens": CHUNK_TOKENS,
+            },
+            "stage_times": calibration.times.to_json(),
+            "cpu_of_a_request_s": calibration.request_cpu_s(288, 20),
+            "calibration": calibration.samples,
+            "rows": rows,
+        }
+        keep(content)
+    return content
+
+
+def print_rows(console: Console, content: Mapping[str, Any]) -> None:
+    table = Table(title="measured -> predicted, ms (error)", title_justify="left", box=None)
+    for heading in (
+        "nodes", "load", "requests/s", "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90", "generator late p99", "others took",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in content["rows"]:
+        cells = []
+        for name in ("ttft_s.p50", "ttft_s.p90", "tpot_s.p50", "tpot_s.p90"):
+            one = row[name]
+            cells.append(f"{one['measured'] * 1e3:,.1f} -> {one['predicted'] * 1e3:,.1f} ({one['error']:+.0%})")
+        table.add_row(
+            f"{row['prefill']}+{row['decode']}", f"{row['load']:.0%}", f"{row['offered_rate']:.2f}", *cells,
+            f"{row['generator_late_p99_s'] * 1e3:,.0f}", f"{row.get('others_cores', 0.0):.2f} cores",
+        )  # fmt: skip
+    console.print(table)
+
+
+def write_picture(content: Mapping[str, Any], file: Path) -> None:
+    """Measured and predicted p50 and p90, each load a point."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2)
+    names = [f"{row['prefill']}+{row['decode']}\n{row['load']:.0%}" for row in content["rows"]]
+    for axes, what, title in zip(
+        panels, ("ttft_s", "tpot_s"), ("time to first token, ms", "time per output token, ms"), strict=True
+    ):
+        for share, colour in (("p50", "#1f6f8b"), ("p90", "#e08e0b")):
+            both = [row[f"{what}.{share}"] for row in content["rows"]]
+            axes.plot(names, [one["measured"] * 1e3 for one in both], "o", color=colour, label=f"{share}, measured")
+            axes.plot(
+                names, [one["predicted"] * 1e3 for one in both], "_", color=colour, markersize=16, label=f"{share}, simulated"
+            )
+        axes.set_ylabel(title)
+        axes.set_xlabel("prefill + decode nodes, load as a part of what the cores could do")
+        axes.set_ylim(bottom=0)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(file, format="png", metadata={"Software": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the simulation against real clusters on this machine")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of measured and predicted")
+    parser.add_argument("--duration", type=float, default=20.0, help="seconds of each load")
+    parser.add_argument("--quick", action="store_true", help="one topology and little load: to see that it runs")
+    arguments = parser.parse_args()
+
+    def keep(content: dict[str, Any]) -> None:
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+    content = asyncio.run(run(is_quick=arguments.quick, duration_s=arguments.duration, keep=keep))
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 200)
+    print_rows(console, content)
+    if arguments.plot is not None:
+        write_picture(content, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

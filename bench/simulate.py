@@ -1,0 +1,249 @@
+"""How many nodes of which tier a load takes, and how much ring and staging: a cluster as discrete events.
+
+    python -m bench.simulate --nodes 2,8,64                  # sizes each number of nodes: split, ring, staging, highest load
+    python -m bench.simulate --prefill 2 --decode 2 --rate 9 # one cluster under one load
+
+Stage times come from a file (--times; those in bench/simulation/*.yaml by name). docs/scaling.md says what the model knows, how
+far it is off where it was compared with a cluster, and how to read its tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.simulation.cluster import largest_piece_bytes
+from bench.simulation.outcome import Outcome, simulate, staging_bytes
+from bench.simulation.settings import ClusterSettings, Placement
+from bench.simulation.sizing import Sizing, load_of, ratio_text, size
+from bench.simulation.stage_times import StageTimes
+from bench.timing import Environment, readable_bytes
+from kvferry.bench_serve.options import shape_of
+from kvferry.bench_serve.summary import Objectives, Spread
+from kvferry.bench_serve.workload import Shape
+from transfer.errors import ConfigError
+
+_TIMES = Path(__file__).parent / "simulation"
+_FEW, _PLENTY = 2000, 20_000
+
+
+def stage_times(name: str) -> StageTimes:
+    """Of a file, or of one of this folder's by its name. Raises ValueError."""
+    known = sorted(file.stem for file in _TIMES.glob("*.yaml"))
+    file = _TIMES / f"{name}.yaml" if name in known else Path(name)
+    if not file.is_file():
+        raise ValueError(f"--times is {name}; it is no file, and none of {', '.join(known)}")
+    return StageTimes.read(file)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description="a two-tier cluster as discrete events", allow_abbrev=False)
+    add = made.add_argument
+    add("--times", default="h200-llama-3-8b", metavar="FILE", help="stage times: YAML, a record of bench.scaling, or a name")
+    add("--nodes", metavar="N[,N...]", help="size so many nodes")
+    add("--prefill", type=int, default=1, help="prefill nodes, with --rate")
+    add("--decode", type=int, default=1, help="decode nodes, with --rate")
+    add("--rate", type=float, help="requests a second: one cluster under one load")
+    add("--requests", type=int, help="of the one load, a fifth of them warm-up; default 20,000")
+    add("--lasts-s", type=float, default=60.0, help="of each simulation for --nodes; of few nodes until there are 2,000 requests")
+    add("--rounds", type=int, default=6, help="simulations of each split, to halve where its highest load is")
+    add("--around", type=int, default=1, help="splits to try on either side of the one that balances the tiers' work")
+    add("--prompt-tokens", default="lognormal:1024:1.0:16384", metavar="LENGTHS", help="as kvferry bench serve")
+    add("--output-tokens", default="lognormal:192:0.7:2048", metavar="LENGTHS", help="as kvferry bench serve")
+    add("--slo-ttft", type=float, default=1.0, help="seconds")
+    add("--slo-tpot", type=float, default=0.025, help="seconds")
+    add("--seed", type=int, default=0)
+    add("--link-gb-per-s", type=float, help="10**9 bytes a second of a node's port, instead of that of the stage times")
+    for name, default in (
+        ("chunk-tokens", 2048), ("max-step-tokens", 4096), ("layer-groups", 2), ("staging-slots", 16), ("ring-mib", 8192),
+        ("prefill-running", 64), ("decode-running", 128), ("prefill-pool-tokens", 800_000), ("decode-pool-tokens", 800_000),
+    ):  # fmt: skip
+        add(f"--{name}", type=int, default=default, help=f"as the nodes' setting; default {default}")
+    add("--placement", choices=[str(one) for one in Placement], default="turns", help="among prefill nodes")
+    add("--json", type=Path, metavar="FILE", help="write settings, stage times and outcome there")
+    return made
+
+
+def settings_of(arguments: argparse.Namespace) -> ClusterSettings:
+    """Raises ValueError for a setting that cannot be."""
+    return ClusterSettings(
+        num_prefill=arguments.prefill,
+        num_decode=arguments.decode,
+        prefill_pool_tokens=arguments.prefill_pool_tokens,
+        decode_pool_tokens=arguments.decode_pool_tokens,
+        ring_bytes=arguments.ring_mib << 20,
+        staging_slots=arguments.staging_slots,
+        chunk_tokens=arguments.chunk_tokens,
+        max_step_tokens=arguments.max_step_tokens,
+        layer_groups=arguments.layer_groups,
+        prefill_running=arguments.prefill_running,
+        decode_running=arguments.decode_running,
+        placement=Placement(arguments.placement),
+    )
+
+
+def _shown(name: str, value: float) -> str:
+    return readable_bytes(round(value)) if "bytes" in name else f"{value:,.1f}".removesuffix(".0")
+
+
+def _milliseconds(spread: Spread) -> str:
+    return " / ".join(f"{value * 1e3:,.1f}" for value in (spread.p50, spread.p90, spread.p99))
+
+
+def print_outcome(console: Console, outcome: Outcome, settings: ClusterSettings, times: StageTimes) -> None:
+    """One cluster under one load."""
+    table = Table(show_header=False, box=None)
+    rows: list[tuple[str, str]] = [
+        ("cluster", f"{settings.num_prefill} prefill, {settings.num_decode} decode nodes; {times.name}"),
+        (
+            "offered, goodput",
+            f"{outcome.offered_rate:,.2f}, {outcome.goodput:,.2f} requests a second; {outcome.attainment:.1%} good",
+        ),
+        (
+            "served",
+            f"{outcome.served:,} of {outcome.requests:,}" + "".join(f", {n:,} {why}" for why, n in outcome.failures.items()),
+        ),
+        ("TTFT p50 / p90 / p99", f"{_milliseconds(outcome.ttft_s)} ms"),
+        ("TPOT p50 / p90 / p99", f"{_milliseconds(outcome.tpot_s)} ms"),
+        ("transfer after computing", f"{_milliseconds(outcome.exposed_s)} ms; {outcome.exposed_share.mean:.1%} of TTFT"),
+        ("credit wait of a piece", f"{outcome.credit_wait_s * 1e3:,.2f} ms"),
+        ("busy", ", ".join(f"{name} {share:.0%}" for name, share in outcome.busy.items())),
+        ("bottleneck", outcome.bottleneck),
+        ("batch of a decode step", f"{outcome.batch:.1f}"),
+        ("busiest prefill node", f"{outcome.imbalance:.2f} of the mean's prompt tokens"),
+    ]
+    for name, use in outcome.uses.items():
+        most, mean, capacity = (_shown(name, value) for value in (use.most, use.mean, use.capacity))
+        rows.append((name, f"most {most}, mean {mean}, of {capacity}"))
+    rows.append(("simulated", f"{outcome.simulated_s:,.1f} s in {outcome.took_s:.1f} s, {outcome.num_events:,} events"))
+    for name, text in rows:
+        table.add_row(name, text)
+    console.print(table)
+
+
+def print_sizings(console: Console, found: Sequence[tuple[int, Sizing | None]], times: StageTimes) -> None:
+    """A row for each number of nodes."""
+    table = Table(title=f"{times.name}: ring of a decode rank, staging of a prefill rank", title_justify="left", box=None)
+    for heading in (
+        "nodes", "prefill:decode", "ratio", "requests/s", "a node", "TTFT p50 / p90 / p99 ms", "TPOT p50 / p90 / p99 ms",
+        "ring", "slots", "staging", "decode pool, most", "busiest",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right", no_wrap=True)
+    for num_nodes, sizing in found:
+        if sizing is None:
+            table.add_row(f"{num_nodes:,}", "no load meets the objectives")
+            continue
+        settings, outcome = sizing.settings, sizing.outcome
+        busiest = outcome.bottleneck
+        table.add_row(
+            f"{num_nodes:,}",
+            f"{settings.num_prefill}:{settings.num_decode}",
+            ratio_text(settings),
+            f"{sizing.rate:,.1f}",
+            f"{sizing.rate / num_nodes:.2f}",
+            _milliseconds(outcome.ttft_s),
+            _milliseconds(outcome.tpot_s),
+            readable_bytes(settings.ring_bytes),
+            f"{settings.staging_slots}",
+            readable_bytes(staging_bytes(times, settings)),
+            f"{outcome.uses['decode pool tokens'].most:,} tokens",
+            f"{busiest} {outcome.busy[busiest]:.0%}",
+        )
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = parser()
+    given = made.parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 240)
+    try:
+        times = stage_times(given.times)
+        if given.link_gb_per_s is not None:
+            times = replace(times, link_bytes_per_s=given.link_gb_per_s * 1e9)
+        settings = settings_of(given)
+        shape = shape_of(given.prompt_tokens, given.output_tokens, shared_prefix=0.0, num_prefixes=1)
+        objectives = Objectives(ttft_s=given.slo_ttft, tpot_s=given.slo_tpot)
+        if (given.nodes is None) == (given.rate is None):
+            raise ValueError("give either --nodes, to size so many, or --rate, for one load on --prefill and --decode nodes")
+        content = _one(console, given, times, settings, shape, objectives)
+    except (ValueError, ConfigError) as error:
+        made.error(str(error))
+    if given.json is not None:
+        environment = Environment.here().to_json()
+        whole: dict[str, Any] = {
+            "environment": environment,
+            "stage_times": times.to_json(),
+            "shape": _shape_json(shape),
+            **content,
+        }
+        given.json.write_text(json.dumps(whole, indent=1) + "\n")
+    return 0
+
+
+def _one(
+    console: Console,
+    given: argparse.Namespace,
+    times: StageTimes,
+    settings: ClusterSettings,
+    shape: Shape,
+    objectives: Objectives,
+) -> dict[str, Any]:
+    if given.rate is not None:
+        if not given.rate > 0:
+            raise ValueError(f"--rate is {given.rate:g}; it must be above 0")
+        load = load_of(shape, rate=given.rate, number=given.requests or _PLENTY, seed=given.seed)
+        outcome = simulate(times, settings, load, objectives=objectives)
+        print_outcome(console, outcome, settings, times)
+        return {"settings": settings.to_json(), "outcome": outcome.to_json()}
+    found: list[tuple[int, Sizing | None]] = []
+    for num_nodes in _counts(given.nodes):
+        print(f"{num_nodes} nodes", file=sys.stderr, flush=True)
+        sizing = size(
+            times,
+            settings,
+            shape,
+            objectives,
+            num_nodes=num_nodes,
+            lasts_s=given.lasts_s,
+            seed=given.seed,
+            rounds=given.rounds,
+            around=given.around,
+            least_requests=_FEW,
+            say=lambda line: print(f"  {line}", file=sys.stderr, flush=True),
+        )
+        found.append((num_nodes, sizing))
+    print_sizings(console, found, times)
+    console.print(
+        f"placement {settings.placement}; pieces of {readable_bytes(largest_piece_bytes(times, settings))}; TTFT within "
+        f"{objectives.ttft_s} s and TPOT within {objectives.tpot_s} s for 90 % of requests; prompts {shape.prompt.text}, "
+        f"new tokens {shape.output.text}"
+    )
+    return {"sizings": {str(nodes): None if one is None else one.to_json() for nodes, one in found}}
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--nodes is {text!r}; give numbers with commas between them, as 2,8,64") from None
+    if min(counts) < 2 or max(counts) > 4096:
+        raise ValueError(f"--nodes is {text!r}; each must be from 2 to 4096")
+    return counts
+
+
+def _shape_json(shape: Shape) -> dict[str, str]:
+    return {"prompt_tokens": shape.prompt.text, "output_tokens": shape.output.text}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

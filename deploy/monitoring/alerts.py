@@ -1,0 +1,375 @@
+"""What somebody is told of. Every alert has its heading in docs/runbooks.md, and cases in tests/monitoring/alert_cases.py.
+
+None of them fires on a cluster without load. Windows are long enough for a scrape each minute. ``job`` is the operator's; that of
+the nodes must have "kvferry" in it (`KvferryTargetDown`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from deploy.monitoring.rule_file import Alert, Group, Severity
+
+CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
+
+NODES: Final = Group(
+    name="kvferry-nodes",
+    alerts=(
+        Alert(
+            name="KvferryTargetDown",
+            severity=CRITICAL,
+            expr='up{job=~".*kvferry.*"} == 0',
+            lasts="2m",
+            summary="{{ $labels.instance }} does not answer scrapes.",
+            description=(
+                "Prometheus cannot read /metrics of {{ $labels.instance }} (job {{ $labels.job }}): the node is down, hangs, or "
+                "cannot be reached. Its requests have ended, or will; the other nodes go on."
+            ),
+        ),
+        Alert(
+            name="KvferryTierMissing",
+            severity=CRITICAL,
+            expr='absent(kvferry_build_info{role="prefill"}) or absent(kvferry_build_info{role="decode"})',
+            lasts="5m",
+            summary="No {{ $labels.role }} node is scraped.",
+            description=(
+                "Prometheus has no series of any {{ $labels.role }} node: none runs, or none is among the targets. Without one "
+                "no request is served."
+            ),
+        ),
+        Alert(
+            name="KvferryNodeNotServing",
+            severity=WARNING,
+            expr='kvferry_node_state{state="ready"} == 0',
+            lasts="15m",
+            summary="{{ $labels.role }} node {{ $labels.instance }} has not been ready for 15 minutes.",
+            description=(
+                "The {{ $labels.role }} node {{ $labels.instance }} answers scrapes, but is starting, drained or failed. It "
+                "takes no requests."
+            ),
+        ),
+        Alert(
+            name="KvferryRanksRestart",
+            severity=WARNING,
+            expr="kvferry_rank_restarts - min_over_time(kvferry_rank_restarts[30m]) > 0",
+            lasts="0m",
+            summary="Ranks of {{ $labels.role }} node {{ $labels.instance }} were started again.",
+            description=(
+                "The {{ $labels.role }} node {{ $labels.instance }} has started its ranks again {{ $value }} times in 30 "
+                "minutes. Each time, its requests were lost, or were tried on another node."
+            ),
+        ),
+        Alert(
+            name="KvferryRanksCrashOften",
+            severity=CRITICAL,
+            expr="kvferry_rank_restarts - min_over_time(kvferry_rank_restarts[30m]) >= 3",
+            lasts="0m",
+            summary="Ranks of {{ $labels.role }} node {{ $labels.instance }} crash again and again.",
+            description=(
+                "The {{ $labels.role }} node {{ $labels.instance }} has started its ranks again {{ $value }} times in 30 "
+                "minutes. It gives up after restart.max_restarts, and loses requests until then."
+            ),
+        ),
+        Alert(
+            name="KvferryNoPeers",
+            severity=CRITICAL,
+            expr=(
+                'kvferry_peers{role="decode", state="joined"} == 0 unless on (job, instance) '
+                'kvferry_node_state{state="starting"} == 1'
+            ),
+            lasts="2m",
+            summary="Decode node {{ $labels.instance }} has no prefill node.",
+            description=(
+                "No prefill node is joined to the decode node {{ $labels.instance }}: it is not ready, and every new request to "
+                "it fails with UNAVAILABLE."
+            ),
+        ),
+        Alert(
+            name="KvferryPeersDown",
+            severity=WARNING,
+            expr=(
+                'sum by (job, role, instance) (kvferry_peers{state=~"joining|lost"}) > 0 unless on (job, instance) '
+                'kvferry_node_state{state="starting"} == 1'
+            ),
+            lasts="10m",
+            summary="{{ $labels.role }} node {{ $labels.instance }} cannot join {{ $value }} of its peers.",
+            description=(
+                "{{ $value }} nodes of the other tier have not been joined to the {{ $labels.role }} node {{ $labels.instance }} "
+                "for 10 minutes. The others carry their load."
+            ),
+        ),
+        Alert(
+            name="KvferryBreakerOpen",
+            severity=WARNING,
+            expr='sum by (job, role, instance) (kvferry_breakers{state!="closed"}) > 0',
+            lasts="5m",
+            summary="Decode node {{ $labels.instance }} leaves {{ $value }} prefill nodes out.",
+            description=(
+                "The circuit breakers of {{ $value }} prefill nodes have not been closed for 5 minutes on the decode node {{ "
+                "$labels.instance }}: those nodes are lost, or fail requests, and get next to none."
+            ),
+        ),
+        Alert(
+            name="KvferryDiscoveryFails",
+            severity=WARNING,
+            expr=(
+                "(increase(kvferry_discovery_failures_total[10m]) > 2) and "
+                "(kvferry_discovery_age_seconds > 120 or kvferry_discovery_age_seconds < 0)"
+            ),
+            lasts="5m",
+            summary="Discovery of {{ $labels.role }} node {{ $labels.instance }} fails.",
+            description=(
+                "{{ $value | humanize }} looks of the {{ $labels.role }} node {{ $labels.instance }} at the file, the name or "
+                "etcd have failed in 10 minutes, and none was good for 2. It goes on with the nodes that it knows, and hears of "
+                "no new ones."
+            ),
+        ),
+        Alert(
+            name="KvferryJoinFaults",
+            severity=WARNING,
+            expr="increase(kvferry_join_faults_total[15m]) > 0",
+            lasts="0m",
+            summary="A bug ended joins of decode node {{ $labels.instance }}.",
+            description=(
+                "{{ $value | humanize }} joins of the decode node {{ $labels.instance }} ended in an error that nobody expected, "
+                "in 15 minutes. They are tried again; the log has the traceback."
+            ),
+        ),
+    ),
+)
+
+_RANK: Final = "job, role, instance, rank"
+_LINK: Final = f"{_RANK}, prefill_rank, decode_rank, lane"
+_PROBE_RATE: Final = "rate(kvferry_link_probe_seconds_total[5m])"
+_BUSY_RATE: Final = "rate(kvferry_link_busy_seconds_total[5m])"
+_LINK_SPEED: Final = f"sum by ({_LINK}) ({_PROBE_RATE}) / sum by ({_LINK}) ({_BUSY_RATE})"
+
+TRANSFER: Final = Group(
+    name="kvferry-transfer",
+    alerts=(
+        Alert(
+            name="KvferryWatermarkStalled",
+            severity=CRITICAL,
+            expr="kvferry_ring_watermark_stalled_seconds > 60",
+            lasts="1m",
+            summary="The watermark of rank {{ $labels.rank }} of {{ $labels.instance }} stands still.",
+            description=(
+                "Grants are open on rank {{ $labels.rank }} of the decode node {{ $labels.instance }}, and its watermark has not "
+                "moved for {{ $value | humanizeDuration }}. Writers that wait for bytes of its ring wait for the oldest grant."
+            ),
+        ),
+        Alert(
+            name="KvferryQuarantineStays",
+            severity=WARNING,
+            expr="min_over_time(kvferry_ring_quarantined_bytes[10m]) / kvferry_ring_capacity_bytes > 0",
+            lasts="5m",
+            summary="Rank {{ $labels.rank }} of {{ $labels.instance }} keeps bytes of its ring in quarantine.",
+            description=(
+                "{{ $value | humanizePercentage }} of the ring of rank {{ $labels.rank }} of {{ $labels.instance }} has been in "
+                "quarantine for 10 minutes: the writer of an ended transfer has neither said that it is drained, nor is it gone."
+            ),
+        ),
+        Alert(
+            name="KvferryQuarantineGrowing",
+            severity=CRITICAL,
+            expr=(
+                "(kvferry_ring_quarantined_bytes / kvferry_ring_capacity_bytes > 0.25) or (kvferry_ring_quarantined_bytes / "
+                "kvferry_ring_capacity_bytes > 0 and delta(kvferry_ring_quarantined_bytes[15m]) > 0 and "
+                "min_over_time(kvferry_ring_quarantined_bytes[15m]) > 0)"
+            ),
+            lasts="5m",
+            summary="Rank {{ $labels.rank }} of {{ $labels.instance }} loses its ring to quarantine.",
+            description=(
+                "{{ $value | humanizePercentage }} of the ring of rank {{ $labels.rank }} of {{ $labels.instance }} is in "
+                "quarantine, and it grows, or is more than a quarter. When all of it is there, no KV comes to this rank any "
+                "more."
+            ),
+        ),
+        Alert(
+            name="KvferryLinkSlow",
+            severity=WARNING,
+            # All of a rank, or one link that is far behind the rank's best, which a card that many links fill does not explain.
+            expr=(
+                f"((sum by ({_RANK}) ({_PROBE_RATE}) / max by ({_RANK}) ({_BUSY_RATE}) < 0.2) and "
+                f"max by ({_RANK}) ({_BUSY_RATE}) > 0.2) or "
+                f"(min by ({_RANK}) (({_LINK_SPEED} < 0.2) and sum by ({_LINK}) ({_BUSY_RATE}) > 0.2) < "
+                f"max by ({_RANK}) ({_LINK_SPEED} and sum by ({_LINK}) ({_BUSY_RATE}) > 0.01) / 3)"
+            ),
+            lasts="10m",
+            summary="Links of rank {{ $labels.rank }} of {{ $labels.instance }} are far slower than their probes.",
+            description=(
+                "While they are busy, the links of rank {{ $labels.rank }} of the prefill node {{ $labels.instance }}, or one of "
+                "them, write at {{ $value | humanizePercentage }} of the speed that was measured when they were attached. KV "
+                "takes that much longer, and users wait for it."
+            ),
+        ),
+        Alert(
+            name="KvferryTransportFellBack",
+            severity=WARNING,
+            expr="kvferry_links_fallen_back > 0",
+            lasts="5m",
+            summary="Links of rank {{ $labels.rank }} of {{ $labels.instance }} fell back to the network.",
+            description=(
+                "{{ $value }} links between rank {{ $labels.rank }} of the decode node {{ $labels.instance }} and processes of "
+                "the same machine go over the network, because shared memory or NVLink is not possible. They work, several times "
+                "slower."
+            ),
+        ),
+        Alert(
+            name="KvferryChunksBroken",
+            severity=WARNING,
+            expr="increase(kvferry_broken_chunks_total[15m]) > 0",
+            lasts="0m",
+            summary="KV arrived broken on rank {{ $labels.rank }} of {{ $labels.instance }}.",
+            description=(
+                "{{ $value | humanize }} chunks came to rank {{ $labels.rank }} of {{ $labels.instance }} with another digest "
+                "than they were sent with, in 15 minutes. Each is sent once more; what breaks twice fails its request."
+            ),
+        ),
+        Alert(
+            name="KvferryChunksBreakOften",
+            severity=CRITICAL,
+            expr="rate(kvferry_broken_chunks_total[5m]) / rate(kvferry_chunks_total[5m]) > 0.01",
+            lasts="2m",
+            summary="Much KV arrives broken on rank {{ $labels.rank }} of {{ $labels.instance }}.",
+            description=(
+                "{{ $value | humanizePercentage }} of the chunks that come to rank {{ $labels.rank }} of {{ $labels.instance }} "
+                "have another digest than they were sent with. Requests fail with DATA_LOSS."
+            ),
+        ),
+    ),
+)
+
+REQUESTS: Final = Group(
+    name="kvferry-requests",
+    alerts=(
+        Alert(
+            name="KvferryQueueGrowing",
+            severity=WARNING,
+            expr=(
+                "(avg_over_time(kvferry_queued_requests[5m]) > 1.5 * avg_over_time(kvferry_queued_requests[5m] offset 10m) + 1) "
+                "and min_over_time(kvferry_queued_requests[5m]) > 0"
+            ),
+            lasts="5m",
+            summary="Requests pile up on {{ $labels.role }} node {{ $labels.instance }}.",
+            description=(
+                "{{ $value | humanize }} requests wait on the {{ $labels.role }} node {{ $labels.instance }}, half as many again "
+                "as 10 minutes ago. At limits.max_queued_requests it refuses more."
+            ),
+        ),
+        Alert(
+            name="KvferryRequestsRefused",
+            severity=WARNING,
+            expr=(
+                '(sum by (job, role, instance) (rate(kvferry_requests_total{outcome="refused"}[5m])) / '
+                "sum by (job, role, instance) (rate(kvferry_requests_total[5m])) > 0.05) and "
+                'sum by (job, role, instance) (increase(kvferry_requests_total{outcome="refused"}[15m])) > 2'
+            ),
+            lasts="5m",
+            summary="{{ $labels.role }} node {{ $labels.instance }} refuses {{ $value | humanizePercentage }} of its requests.",
+            description=(
+                "{{ $value | humanizePercentage }} of the requests to the {{ $labels.role }} node {{ $labels.instance }} are "
+                "turned away: it has no room, or they can never be served."
+            ),
+        ),
+        Alert(
+            name="KvferryRequestsFail",
+            severity=CRITICAL,
+            expr=(
+                '(sum by (job, role, instance) (rate(kvferry_requests_total{outcome="failed"}[5m])) / '
+                "sum by (job, role, instance) (rate(kvferry_requests_total[5m])) > 0.05) and "
+                'sum by (job, role, instance) (increase(kvferry_requests_total{outcome="failed"}[15m])) > 2'
+            ),
+            lasts="5m",
+            summary="{{ $value | humanizePercentage }} of the requests of {{ $labels.role }} node {{ $labels.instance }} fail.",
+            description=(
+                "{{ $value | humanizePercentage }} of the requests of the {{ $labels.role }} node {{ $labels.instance }} end in "
+                "an error. On a decode node their clients see it; those of a prefill node may be tried on another one."
+            ),
+        ),
+    ),
+)
+
+SECURITY: Final = Group(
+    name="kvferry-security",
+    alerts=(
+        Alert(
+            name="KvferryCertificateExpiresSoon",
+            severity=WARNING,
+            expr="kvferry_certificate_expiry_timestamp_seconds - time() < 86400",
+            lasts="10m",
+            summary="The certificate of {{ $labels.role }} node {{ $labels.instance }} expires within a day.",
+            description=(
+                "The certificate that the {{ $labels.role }} node {{ $labels.instance }} uses is good for {{ $value | "
+                "humanizeDuration }} more. After that no new connection is made."
+            ),
+        ),
+        Alert(
+            name="KvferryCertificateExpiresNow",
+            severity=CRITICAL,
+            expr="kvferry_certificate_expiry_timestamp_seconds - time() < 3600",
+            lasts="0m",
+            summary="The certificate of {{ $labels.role }} node {{ $labels.instance }} expires within the hour, or has expired.",
+            description=(
+                "The certificate that the {{ $labels.role }} node {{ $labels.instance }} uses is good for {{ $value | "
+                "humanizeDuration }} more. Then peers that restart cannot join, and clients cannot connect."
+            ),
+        ),
+        Alert(
+            name="KvferryCertificateStale",
+            severity=WARNING,
+            expr="kvferry_certificate_stale == 1",
+            lasts="5m",
+            summary="{{ $labels.role }} node {{ $labels.instance }} cannot use its new certificate files.",
+            description=(
+                "The certificate files of the {{ $labels.role }} node {{ $labels.instance }} have changed, and what is there now "
+                "cannot be used. It goes on with the certificate that it had, until that expires."
+            ),
+        ),
+        Alert(
+            name="KvferryStrangersKnock",
+            severity=WARNING,
+            expr="sum by (job, role, instance) (rate(kvferry_refused_connections_total[5m])) > 0",
+            lasts="15m",
+            summary="Somebody without a key connects to control ports of {{ $labels.instance }}.",
+            description=(
+                "{{ $value | humanize }} connections a second to control ports of the {{ $labels.role }} node {{ "
+                "$labels.instance }} showed no key of an attached writer, for 15 minutes. They were refused."
+            ),
+        ),
+    ),
+)
+
+MEMORY: Final = Group(
+    name="kvferry-memory",
+    alerts=(
+        Alert(
+            name="KvferryMemoryNotAsPlanned",
+            severity=WARNING,
+            expr=(
+                "(kvferry_memory_real_bytes / kvferry_memory_planned_bytes > 1.1) and "
+                "(kvferry_memory_real_bytes - kvferry_memory_planned_bytes > 268435456)"
+            ),
+            lasts="10m",
+            summary="Line {{ $labels.line }} of rank {{ $labels.rank }} of {{ $labels.instance }} takes more than planned.",
+            description=(
+                "Line {{ $labels.line }} of the memory plan came to {{ $value | humanizePercentage }} of what was planned, on "
+                "rank {{ $labels.rank }} of the {{ $labels.role }} node {{ $labels.instance }}. What the plan keeps free is "
+                "smaller by that."
+            ),
+        ),
+        Alert(
+            name="KvferryStoreCircuitOpen",
+            severity=WARNING,
+            expr='sum by (job, role, instance, direction) (kvferry_store_circuit{state!="closed"}) > 0',
+            lasts="5m",
+            summary="{{ $labels.role }} node {{ $labels.instance }} leaves its store alone ({{ $labels.direction }}).",
+            description=(
+                "{{ $value }} processes of the {{ $labels.role }} node {{ $labels.instance }} have left the store alone for 5 "
+                "minutes ({{ $labels.direction }}): it fails, or hangs. Requests go on without it, and compute what it has."
+            ),
+        ),
+    ),
+)
+
+ALERTS: Final[tuple[Group, ...]] = (NODES, TRANSFER, REQUESTS, SECURITY, MEMORY)

@@ -1,0 +1,214 @@
+"""What `kvferry bench serve` is asked for, checked before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvferry.bench_serve.arrivals import ArrivalKind
+from kvferry.bench_serve.generator import Choice
+from kvferry.bench_serve.lengths import Lengths
+from kvferry.bench_serve.summary import Objectives
+from kvferry.bench_serve.workload import Planned, Shape, number_within, plan_requests, read_trace
+from transfer.errors import ConfigError
+
+MAX_REQUESTS = 1_000_000
+
+_Name = TypeVar("_Name", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One rate.
+
+    Args:
+        rate: Requests a second, on average.
+        planned: Its requests.
+        duration_s: Seconds of arrivals that count; None: up to the last one.
+    """
+
+    rate: float
+    planned: tuple[Planned, ...]
+    duration_s: float | None = None
+
+    def window_s(self, until_s: float = math.inf) -> float:
+        """Seconds of arrivals that count: from the last of the warm-up on, to `until_s` where that is earlier."""
+        begin_s = max((one.at_s for one in self.planned if one.is_warm_up), default=0.0)
+        end_s = self.planned[-1].at_s if self.duration_s is None else begin_s + self.duration_s
+        return max(min(end_s, until_s) - begin_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Of one run of the command.
+
+    Args:
+        targets: host:port of each decode node.
+        rates: Requests a second, one run each, in this order; empty only with a trace.
+        arrivals: How gaps are drawn.
+        shape: Lengths and shared prefixes; with a trace only the latter counts.
+        trace: JSONL file with times and lengths.
+        num_requests, duration_s: How many requests count in each run, or for how long; exactly one of them, none with a trace.
+        num_warm_up: Requests before those.
+        timeout_s: Deadline of each request.
+        choice: Among the targets.
+        objectives: For goodput.
+        seed: Of everything that is drawn.
+        max_lateness_s: 99th percentile by which the generator may be late.
+        vocab_size: Of the model; None: the nodes say it.
+        temperature: Of the sampling.
+
+    Raises:
+        ConfigError: A value cannot be, or two do not go together.
+    """
+
+    targets: tuple[str, ...]
+    rates: tuple[float, ...]
+    shape: Shape
+    arrivals: ArrivalKind = ArrivalKind.POISSON
+    trace: Path | None = None
+    num_requests: int | None = None
+    duration_s: float | None = None
+    num_warm_up: int = 0
+    timeout_s: float = 120.0
+    choice: Choice = Choice.ROUND_ROBIN
+    objectives: Objectives = field(default_factory=Objectives)
+    seed: int = 0
+    max_lateness_s: float = 0.1
+    vocab_size: int | None = None
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ConfigError("no --target; give host:port of a decode node, once for each")
+        if repeated := {one for one in self.targets if self.targets.count(one) > 1}:
+            raise ConfigError(f"--target {min(repeated)} is given twice; one connection serves any load")
+        for rate in self.rates:
+            if not (math.isfinite(rate) and 0 < rate <= 1e5):
+                raise ConfigError(f"--rate is {rate:g}; it must be above 0 and at most 100000 requests a second")
+        for name, value in (
+            ("--duration", self.duration_s), ("--timeout", self.timeout_s), ("--slo-ttft", self.objectives.ttft_s),
+            ("--slo-tpot", self.objectives.tpot_s), ("--max-lateness", self.max_lateness_s),
+        ):  # fmt: skip
+            if value is not None and not (math.isfinite(value) and 0 < value <= 86_400):
+                raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most 86400 seconds")
+        for name, number, least, most in (
+            ("--requests", self.num_requests, 1, MAX_REQUESTS),
+            ("--warmup", self.num_warm_up, 0, MAX_REQUESTS),
+            ("--prefixes", self.shape.num_prefixes, 1, MAX_REQUESTS),
+            ("--vocab-size", self.vocab_size, 2, 1 << 31),
+            ("--seed", self.seed, 0, (1 << 63) - 1),
+        ):
+            if number is not None and not least <= number <= most:
+                raise ConfigError(f"{name} is {number}; it must be in [{least}, {most}]")
+        if not 0 <= self.shape.shared_prefix <= 1:
+            raise ConfigError(f"--shared-prefix is {self.shape.shared_prefix:g}; it must be a part of each prompt, from 0 to 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"--temperature is {self.temperature:g}; it must be 0 (greedy) or above")
+        self._check_how_much()
+
+    def _check_how_much(self) -> None:
+        if self.trace is not None:
+            if self.num_requests is not None or self.duration_s is not None:
+                raise ConfigError("--trace says how many requests there are; leave out --requests and --duration")
+            return
+        if not self.rates:
+            raise ConfigError("no --rate; give requests a second, several with commas for a sweep, as 1,2,4")
+        if (self.num_requests is None) == (self.duration_s is None):
+            raise ConfigError("give either --requests or --duration, of each rate")
+        if self.duration_s is not None and max(self.rates) * self.duration_s > MAX_REQUESTS:
+            raise ConfigError(f"--rate {max(self.rates):g} for --duration {self.duration_s:g} s is over {MAX_REQUESTS} requests")
+
+    def runs(self) -> list[Run]:
+        """In their order.
+
+        Raises:
+            ConfigError: The trace cannot be used.
+        """
+        if self.trace is None:
+            return [Run(rate=rate, planned=self._plan(rate), duration_s=self.duration_s) for rate in self.rates]
+        traces = [read_trace(self.trace, rate=rate, num_warm_up=self.num_warm_up) for rate in self.rates or (None,)]
+        return [Run(rate=_mean_rate(planned), planned=planned) for planned in traces]
+
+    def _plan(self, rate: float) -> tuple[Planned, ...]:
+        number = self.num_requests
+        if number is None:
+            assert self.duration_s is not None
+            number = number_within(
+                self.arrivals, rate=rate, duration_s=self.duration_s, num_warm_up=self.num_warm_up, seed=self.seed
+            )
+        return plan_requests(
+            self.shape, kind=self.arrivals, rate=rate, number=number, num_warm_up=self.num_warm_up, seed=self.seed
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "targets": list(self.targets),
+            "rates": list(self.rates),
+            "arrivals": str(self.arrivals),
+            "prompt_tokens": None if self.trace else self.shape.prompt.text,
+            "output_tokens": None if self.trace else self.shape.output.text,
+            "trace": None if self.trace is None else str(self.trace),
+            "shared_prefix": self.shape.shared_prefix,
+            "prefixes": self.shape.num_prefixes,
+            "requests": self.num_requests,
+            "duration_s": self.duration_s,
+            "warmup_requests": self.num_warm_up,
+            "timeout_s": self.timeout_s,
+            "choice": str(self.choice),
+            "slo_ttft_s": self.objectives.ttft_s,
+            "slo_tpot_s": self.objectives.tpot_s,
+            "seed": self.seed,
+            "max_lateness_s": self.max_lateness_s,
+            "temperature": self.temperature,
+        }
+
+
+def _mean_rate(planned: tuple[Planned, ...]) -> float:
+    """Requests a second from the first to the last; those of one moment are taken as of a second."""
+    span_s = planned[-1].at_s - planned[0].at_s
+    return (len(planned) - 1) / span_s if span_s > 0 else float(len(planned))
+
+
+def parse_rates(texts: list[str]) -> tuple[float, ...]:
+    """Rates of ``["1,2", "4"]``.
+
+    Raises:
+        ConfigError: One is no number.
+    """
+    rates = []
+    for part in ",".join(texts).replace(" ", "").split(","):
+        try:
+            rates.append(float(part))
+        except ValueError:
+            raise ConfigError(f"--rate has {part!r}; give requests a second, several with commas for a sweep, as 1,2,4") from None
+    return tuple(rates)
+
+
+def named(kind: type[_Name], what: str, text: str) -> _Name:
+    """The member of that value.
+
+    Raises:
+        ConfigError: There is none; the values are named.
+    """
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{what} is {text!r}; it must be one of {', '.join(kind)}") from None
+
+
+def shape_of(prompt_tokens: str, output_tokens: str, *, shared_prefix: float, num_prefixes: int) -> Shape:
+    """Of the command's texts.
+
+    Raises:
+        ConfigError: One is no distribution.
+    """
+    return Shape(
+        prompt=Lengths.parse("--prompt-tokens", prompt_tokens),
+        output=Lengths.parse("--output-tokens", output_tokens),
+        shared_prefix=shared_prefix,
+        num_prefixes=num_prefixes,
+    )

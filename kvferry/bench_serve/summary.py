@@ -1,0 +1,232 @@
+"""Arithmetic over the records of one rate: percentiles, goodput, shares. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvferry.bench_serve.records import Record
+
+ATTAINED = 0.9
+"""Part of the requests that must meet their objectives for a rate to count as sustained, as in DistServe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How samples of one quantity are spread; all 0 without samples."""
+
+    samples: int = 0
+    mean: float = 0.0
+    std: float = 0.0
+    least: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+    most: float = 0.0
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Spread:
+        ordered = sorted(samples)
+        if not ordered:
+            return cls()
+        return cls(
+            samples=len(ordered),
+            mean=statistics.fmean(ordered),
+            std=statistics.pstdev(ordered),
+            least=ordered[0],
+            p50=percentile(ordered, 0.5),
+            p90=percentile(ordered, 0.9),
+            p99=percentile(ordered, 0.99),
+            most=ordered[-1],
+        )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Of ascending samples, interpolated between the two that are nearest, as numpy's default does."""
+    at = share * (len(ordered) - 1)
+    below = math.floor(at)
+    if below == len(ordered) - 1:
+        return ordered[-1]
+    return ordered[below] + (ordered[below + 1] - ordered[below]) * (at - below)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """What a request must meet to count as good; None: anything.
+
+    Args:
+        ttft_s: Longest time to first token.
+        tpot_s: Longest mean time per output token after the first.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def are_met_by(self, record: Record) -> bool:
+        """A request with one token has no time per output token, and so meets any."""
+        if not record.is_served:
+            return False
+        if self.ttft_s is not None and record.ttft_s > self.ttft_s:
+            return False
+        return self.tpot_s is None or record.tpot_s is None or record.tpot_s <= self.tpot_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lateness:
+    """Whether the generator kept up.
+
+    Args:
+        sends_s: Seconds by which requests were sent after they were due.
+        loop_s: Seconds by which the generator's own clock ticked late: so wrong can the time of an arrival be.
+        cpu_share: Processor seconds that the generator took for each second, of one core.
+        limit_s: What the 99th percentile of either may be.
+    """
+
+    sends_s: Spread
+    loop_s: Spread
+    cpu_share: float
+    limit_s: float
+
+    @property
+    def is_late(self) -> bool:
+        return max(self.sends_s.p99, self.loop_s.p99) > self.limit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSummary:
+    """What came of one offered load. The warm-up's requests are in nothing here but `lateness`.
+
+    Args:
+        rate: Requests a second that were asked for.
+        offered_rate: That the drawn arrivals came to.
+        window_s: Seconds of arrivals that count.
+        requests: That were to be sent; `served` and `failed` are of them, the rest was cut off by the end of the run.
+        failures: By name of the gRPC status.
+        reasons: One text for each of these.
+        good: Served within the objectives.
+        goodput: Good requests a second of the window.
+        throughput, output_tokens_per_s: Served requests and their tokens a second, from the first arrival to the last token.
+        ttft_s, tpot_s, itl_s, end_to_end_s: Of served requests; see docs/scaling.md.
+        node_ttft_s: Time to first token as the decode node tells it.
+        exposed_share: Part of a request's time to first token that was transfer after the last chunk had been computed.
+        transfer_share: The whole transfer over the time to first token; most of it runs beside computing.
+        exposed_share_of_all: Sum of the exposed seconds over the sum of the times to first token.
+        bytes_moved, writes, resends, retries, cached_tokens: Sums over served requests.
+        prefill_nodes, decode_nodes: Served requests by node.
+        most_in_flight: Requests at once.
+        is_partial: The run was broken off.
+    """
+
+    rate: float
+    offered_rate: float
+    window_s: float
+    requests: int
+    served: int
+    failed: int
+    failures: Mapping[str, int]
+    reasons: Mapping[str, str]
+    good: int
+    goodput: float
+    throughput: float
+    output_tokens_per_s: float
+    ttft_s: Spread
+    tpot_s: Spread
+    itl_s: Spread
+    end_to_end_s: Spread
+    node_ttft_s: Spread
+    exposed_share: Spread
+    transfer_share: Spread
+    exposed_share_of_all: float
+    bytes_moved: int
+    writes: int
+    resends: int
+    retries: int
+    cached_tokens: int
+    prefill_nodes: Mapping[str, int]
+    decode_nodes: Mapping[str, int]
+    most_in_flight: int
+    lateness: Lateness
+    is_partial: bool = False
+
+    @property
+    def attainment(self) -> float:
+        """Part of the requests that were good."""
+        return self.good / self.requests if self.requests else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"attainment": self.attainment, "is_late": self.lateness.is_late}
+
+
+def summarise(
+    records: Sequence[Record],
+    *,
+    rate: float,
+    window_s: float,
+    objectives: Objectives,
+    lateness: Lateness,
+    is_partial: bool = False,
+) -> RateSummary:
+    """Of the records of one rate.
+
+    Args:
+        window_s: From the end of the warm-up to the last arrival; above 0.
+    """
+    counted = [record for record in records if not record.is_warm_up]
+    served = [record for record in counted if record.is_served]
+    failed = [record for record in counted if record.failure is not None]
+    moved = [record.moved for record in served if record.moved is not None]
+    good = sum(objectives.are_met_by(record) for record in counted)
+    span_s = max((record.token_s[-1] for record in served), default=0.0) - min((record.due_s for record in counted), default=0.0)
+    ttft_sum_s = sum(record.ttft_s for record in served)
+    return RateSummary(
+        rate=rate,
+        offered_rate=len(counted) / window_s,
+        window_s=window_s,
+        requests=len(counted),
+        served=len(served),
+        failed=len(failed),
+        failures=dict(Counter(str(record.failure) for record in failed).most_common()),
+        reasons={str(record.failure): record.reason for record in reversed(failed)},
+        good=good,
+        goodput=good / window_s,
+        throughput=len(served) / span_s if span_s > 0 else 0.0,
+        output_tokens_per_s=sum(record.num_tokens for record in served) / span_s if span_s > 0 else 0.0,
+        ttft_s=Spread.of(record.ttft_s for record in served),
+        tpot_s=Spread.of(record.tpot_s for record in served if record.tpot_s is not None),
+        itl_s=Spread.of(gap_s for record in served for gap_s in record.gaps_s),
+        end_to_end_s=Spread.of(record.end_to_end_s for record in served),
+        node_ttft_s=Spread.of(one.node_ttft_s for one in moved),
+        exposed_share=Spread.of(record.moved.exposed_s / record.ttft_s for record in served if record.moved is not None),
+        transfer_share=Spread.of(record.moved.transfer_s / record.ttft_s for record in served if record.moved is not None),
+        exposed_share_of_all=sum(one.exposed_s for one in moved) / ttft_sum_s if ttft_sum_s > 0 else 0.0,
+        bytes_moved=sum(one.num_bytes for one in moved),
+        writes=sum(one.writes for one in moved),
+        resends=sum(one.resends for one in moved),
+        retries=sum(one.retries for one in moved),
+        cached_tokens=sum(one.cached_tokens for one in moved),
+        prefill_nodes=dict(Counter(one.prefill_node for one in moved).most_common()),
+        decode_nodes=dict(Counter(record.target for record in served).most_common()),
+        most_in_flight=most_at_once(records),
+        lateness=lateness,
+        is_partial=is_partial,
+    )
+
+
+def most_at_once(records: Iterable[Record]) -> int:
+    """The most requests that were sent and not over at one moment; one without an end lasts."""
+    edges = [(record.sent_s, 1) for record in records if record.sent_s is not None]
+    edges += [(record.ended_s, -1) for record in records if record.sent_s is not None and record.ended_s is not None]
+    running = most = 0
+    for _, step in sorted(edges):
+        running += step
+        most = max(most, running)
+    return most
+
+
+def sustained_rate(summaries: Iterable[RateSummary], *, attained: float = ATTAINED) -> float | None:
+    """The highest offered load of which at least `attained` met the objectives; None: no load did."""
+    return max((one.offered_rate for one in summaries if one.attainment >= attained and not one.is_partial), default=None)

@@ -1,0 +1,181 @@
+"""The requests of a run: when each is sent, its prompt and how much it generates. The seed fixes all of it before the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvferry.bench_serve.arrivals import ArrivalKind, arrivals_s
+from kvferry.bench_serve.lengths import Lengths
+from transfer.errors import ConfigError
+
+FIRST_ID: Final = 3
+"""Below it are special tokens (begin, end, padding) in most vocabularies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One request.
+
+    Args:
+        at_s: When it arrives, in seconds from the run's start.
+        prompt_tokens: Length of its prompt.
+        output_tokens: Tokens that it generates.
+        is_warm_up: It is sent, and counts for nothing.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    is_warm_up: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What requests are drawn from.
+
+    Args:
+        prompt, output: Their lengths.
+        shared_prefix: Part of each prompt, from 0 to 1, that it has in common with others.
+        num_prefixes: How many such beginnings there are; each prompt has one of them.
+    """
+
+    prompt: Lengths
+    output: Lengths
+    shared_prefix: float = 0.0
+    num_prefixes: int = 1
+
+
+def plan_requests(
+    shape: Shape, *, kind: ArrivalKind, rate: float, number: int, num_warm_up: int, seed: int
+) -> tuple[Planned, ...]:
+    """`num_warm_up` requests and then `number` that count, at `rate` a second."""
+    chance = random.Random(f"{seed} plan {rate:g}")
+    moments = arrivals_s(kind, rate=rate, number=num_warm_up + number, chance=chance)
+    return tuple(
+        Planned(
+            at_s=at_s,
+            prompt_tokens=shape.prompt.draw(chance),
+            output_tokens=shape.output.draw(chance),
+            is_warm_up=index < num_warm_up,
+        )
+        for index, at_s in enumerate(moments)
+    )
+
+
+def number_within(kind: ArrivalKind, *, rate: float, duration_s: float, num_warm_up: int, seed: int) -> int:
+    """How many of the arrivals that `plan_requests` would draw come within `duration_s` of the last one of the warm-up."""
+    expected = rate * duration_s
+    enough = num_warm_up + math.ceil(expected + 10 * math.sqrt(expected) + 10)
+    moments = arrivals_s(kind, rate=rate, number=enough, chance=random.Random(f"{seed} plan {rate:g}"))
+    begin_s = moments[num_warm_up - 1] if num_warm_up else 0.0
+    return max(1, sum(begin_s < at_s <= begin_s + duration_s for at_s in moments))
+
+
+def read_trace(file: Path, *, rate: float | None, num_warm_up: int) -> tuple[Planned, ...]:
+    """The requests of a JSONL file: objects with ``timestamp_s``, ``prompt_tokens`` and ``output_tokens``.
+
+    Mooncake's names are taken, too: ``timestamp`` in milliseconds, ``input_length``, ``output_length``.
+
+    Args:
+        rate: The trace is sped up or slowed down to this mean rate; None: as it was recorded.
+        num_warm_up: Of its first requests, those that do not count.
+
+    Raises:
+        ConfigError: A line is not such an object; the message names it.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace is {file}; it cannot be read: {error}") from None
+    found = [_trace_row(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if len(found) <= num_warm_up:
+        raise ConfigError(f"--trace is {file} with {len(found)} requests; it must have more than the {num_warm_up} of --warmup")
+    found.sort(key=lambda row: row[0])
+    first_s, last_s = found[0][0], found[-1][0]
+    scale = 1.0
+    if rate is not None:
+        if last_s <= first_s:
+            raise ConfigError(
+                f"--trace is {file}; all its timestamps are the same, so that it has no rate to be scaled to --rate"
+            )
+        scale = (len(found) - 1) / (last_s - first_s) / rate
+    return tuple(
+        Planned(
+            at_s=(at_s - first_s) * scale,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            is_warm_up=index < num_warm_up,
+        )
+        for index, (at_s, prompt_tokens, output_tokens) in enumerate(found)
+    )
+
+
+def _trace_row(file: Path, number: int, line: str) -> tuple[float, int, int]:
+    where = f"--trace: {file}, line {number}"
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"{where} is no JSON object") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is no JSON object")
+    at_s = row["timestamp_s"] if "timestamp_s" in row else _scaled(row.get("timestamp"), 1e-3)
+    if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not math.isfinite(at_s):
+        raise ConfigError(f"{where} has no timestamp_s (seconds) or timestamp (milliseconds)")
+    lengths = [
+        _trace_length(where, row, names) for names in (("prompt_tokens", "input_length"), ("output_tokens", "output_length"))
+    ]
+    return float(at_s), lengths[0], lengths[1]
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    return value * factor if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _trace_length(where: str, row: dict[str, Any], names: tuple[str, str]) -> int:
+    value = next((row[name] for name in names if name in row), None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where} has {names[0]} {value!r}; it must be a whole number from 1")
+    return value
+
+
+class Prompts:
+    """The token ids of each request: random, the same for the same seed and index, with shared beginnings.
+
+    Args:
+        vocab_size: Ids are below it.
+        shape: How much of a prompt is shared, among how many.
+        longest: Most tokens that any prompt has.
+        seed: Of every choice.
+    """
+
+    def __init__(self, *, vocab_size: int, shape: Shape, longest: int, seed: int) -> None:
+        self._ids = range(min(FIRST_ID, vocab_size - 1), vocab_size)
+        self._share = shape.shared_prefix
+        self._seed = seed
+        shared = math.ceil(longest * shape.shared_prefix)
+        self._prefixes = [
+            random.Random(f"{seed} prefix {index}").choices(self._ids, k=shared)
+            for index in range(shape.num_prefixes if shared else 0)
+        ]
+
+    def of(self, run: str, index: int, num_tokens: int) -> list[int]:
+        """The prompt of the request of that index.
+
+        Args:
+            run: Tells runs of the same seed apart, which share beginnings and nothing else.
+        """
+        chance = random.Random(f"{self._seed} prompt {run} {index}")
+        if not self._prefixes:
+            return chance.choices(self._ids, k=num_tokens)
+        shared = chance.choice(self._prefixes)[: int(num_tokens * self._share)]
+        return shared + chance.choices(self._ids, k=num_tokens - len(shared))
+
+
+def longest_prompt(requests: Sequence[Planned]) -> int:
+    return max(request.prompt_tokens for request in requests)

@@ -1,0 +1,24 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with a section tls, as a node has it.")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM certificate of the caller (tls.cert_file).")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its PEM private key (tls.key_file).")]
+TlsCa = Annotated[Path | None, typer.Option(help="PEM authorities of the node's certificate (tls.ca_file).")]
+PeerName = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Name that the node's certificate may have (tls.peer_names); by default the target's host."
+    ),
+]
+Insecure = Annotated[
+    int, typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]

@@ -1,0 +1,139 @@
+"""Asks the nodes of the other tier for their status, for as long as somebody looks at this node's page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast
+
+import grpc
+
+from transfer.errors import RemoteProtocolError, TransferError
+from transfer.messages import clip_reason
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.malformed import readable
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import Security
+from transfer.registry.status import error_of
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import NodeControlAsyncStub
+
+LOOK_S: Final = 1.0
+"""Peers are asked at most so often, however many look."""
+ANSWER_S: Final = 2.0
+FIRST_WAIT_S: Final = 1.0
+"""How long who comes first waits for the peers' answers; those who come later are given the last ones."""
+IDLE_S: Final = 15.0
+"""Nobody has looked for so long: connections are closed."""
+MAX_ASKED: Final = 32
+MAX_STATUS_BYTES: Final = 256 << 10
+"""Of 32 ranks with 32 links each it is a tenth of that. A larger one would cost this node its time."""
+MAX_STATUS_PARTS: Final = 8192
+"""Ranks, pools, links and so on of a status: each may be two bytes on the wire, and is hundreds in JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSeen:
+    """What came of asking a peer.
+
+    Args:
+        address: host:port of its gRPC API.
+        status: As it answered; None: it did not.
+        error: Why not.
+        seen_s: Monotonic seconds of the answer.
+    """
+
+    address: str
+    status: pb.NodeStatus | None = None
+    error: str = ""
+    seen_s: float = 0.0
+
+
+class PeerLook:
+    """Owned by the leader's loop; never waits longer than `FIRST_WAIT_S`.
+
+    Args:
+        security: How peers are spoken to. With TLS they let a node in that is one of their peers.
+    """
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._channels: dict[str, PeerChannel] = {}
+        self._seen: dict[str, PeerSeen] = {}
+        self._asked_s = -LOOK_S
+        self._asking: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._looked_s = 0.0
+
+    async def look(self, addresses: Sequence[str]) -> Mapping[str, PeerSeen]:
+        """The newest answers of those peers, and asks anew where they are old.
+
+        Args:
+            addresses: Of peers that are joined; of more than `MAX_ASKED` the first.
+        """
+        now_s = self._looked_s = time.monotonic()
+        asked = list(addresses)[:MAX_ASKED]
+        if (self._asking is None or self._asking.done()) and now_s - self._asked_s >= LOOK_S:
+            self._asked_s = now_s
+            self._asking = asyncio.ensure_future(self._ask_all(asked))
+        if self._ending is None or self._ending.done():
+            self._ending = asyncio.ensure_future(self._end_when_idle())
+        if self._asking is not None and any(address not in self._seen for address in asked):
+            await asyncio.wait({self._asking}, timeout=FIRST_WAIT_S)
+        return {address: self._seen[address] for address in asked if address in self._seen}
+
+    async def close(self) -> None:
+        for task in (self._asking, self._ending):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        await self._keep([])
+
+    async def _ask_all(self, addresses: Sequence[str]) -> None:
+        await self._keep(addresses)
+        for seen in await asyncio.gather(*(self._ask(address) for address in addresses)):
+            self._seen[seen.address] = seen
+
+    async def _ask(self, address: str) -> PeerSeen:
+        try:
+            if address not in self._channels:
+                self._channels[address] = PeerChannel(address, self._security)
+            channel = await self._channels[address].ready(timeout_s=ANSWER_S)
+            stub = cast("NodeControlAsyncStub", pb_grpc.NodeControlStub(channel))
+            try:
+                answer = readable(await stub.Status(pb.StatusRequest(), timeout=ANSWER_S), method="Status", peer=address)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older one, or one that an engine hosts
+                    raise RemoteProtocolError(f"{address}: it has no NodeControl to tell how it is") from error
+                raise error_of(error, peer=address) from error
+            num_bytes, num_parts = answer.ByteSize(), _num_parts(answer)
+            if num_bytes > MAX_STATUS_BYTES or num_parts > MAX_STATUS_PARTS:
+                raise RemoteProtocolError(
+                    f"{address}: its status has {num_bytes:,} bytes and {num_parts:,} parts; up to {MAX_STATUS_BYTES:,} and "
+                    f"{MAX_STATUS_PARTS:,} are shown"
+                )
+        except TransferError as error:
+            return PeerSeen(address=address, error=clip_reason(str(error)), seen_s=time.monotonic())
+        return PeerSeen(address=address, status=answer, seen_s=time.monotonic())
+
+    async def _keep(self, addresses: Sequence[str]) -> None:
+        """Forget all others."""
+        gone = [self._channels.pop(address) for address in list(self._channels) if address not in addresses]
+        self._seen = {address: seen for address, seen in self._seen.items() if address in addresses}
+        await asyncio.gather(*(channel.close() for channel in gone))
+
+    async def _end_when_idle(self) -> None:
+        while (left_s := self._looked_s + IDLE_S - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+        await self._keep([])
+
+
+def _num_parts(status: pb.NodeStatus) -> int:
+    of_ranks = sum(len(rank.pools) + len(rank.link_uses) for rank in status.ranks)
+    return len(status.ranks) + of_ranks + len(status.links) + len(status.peers) + len(status.memory_plan.lines)

@@ -1,0 +1,411 @@
+"""The simulation of a cluster: against theory where there is some, and what must hold of every run."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import simulate as command
+from bench.scaling import CHUNK_TOKENS, compare, fit
+from bench.simulation.clock import Clock, SharedCpu
+from bench.simulation.cluster import Cluster, largest_piece_bytes
+from bench.simulation.outcome import Outcome, simulate
+from bench.simulation.request import Request
+from bench.simulation.settings import ClusterSettings, Placement
+from bench.simulation.sizing import load_of, means_of, ratio_text, size, splits_of
+from bench.simulation.stage_times import StageTimes
+from kvferry.bench_serve.options import shape_of
+from kvferry.bench_serve.summary import Objectives
+from kvferry.bench_serve.workload import Planned, Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTHING_S = 1e-9
+
+TIMES = StageTimes(
+    name="round numbers",
+    bytes_per_token=1024,
+    prefill_step_s=0.002,
+    prefill_token_s=0.0001,
+    prefill_attention_s=0.0,
+    decode_step_s=0.01,
+    decode_request_s=0.001,
+    decode_context_s=0.0,
+    gather_s=0.0001,
+    gather_bytes_per_s=1e10,
+    link_latency_s=0.0005,
+    link_bytes_per_s=1e9,
+    scatter_s=0.0001,
+    scatter_bytes_per_s=1e10,
+    hand_s=0.0002,
+    grant_s=0.001,
+    ack_s=0.001,
+    reserve_s=0.002,
+    request_s=0.002,
+)
+SETTINGS = ClusterSettings(chunk_tokens=128, max_step_tokens=512, ring_bytes=4 << 20, prefill_running=64, decode_running=64)
+
+
+def shape(prompt: str = "uniform:50:500", output: str = "uniform:4:40") -> Shape:
+    return shape_of(prompt, output, shared_prefix=0.0, num_prefixes=1)
+
+
+def load(rate: float, number: int, *, seed: int = 1, of: Shape | None = None) -> tuple[Planned, ...]:
+    return load_of(of or shape(), rate=rate, number=number, seed=seed)
+
+
+# Theory
+
+
+def test_a_prefill_node_alone_is_an_m_d_1_queue() -> None:
+    """One prompt a step, all of one length, nothing else takes time: the mean wait is that of Pollaczek and Khinchine."""
+    service_s, part = 0.01, 0.6
+    others = dict.fromkeys(("prefill_step_s", "gather_s", "link_latency_s", "scatter_s", "hand_s"), 0.0)
+    others |= dict.fromkeys(("grant_s", "ack_s", "reserve_s", "request_s"), NOTHING_S)
+    times = replace(
+        TIMES, prefill_token_s=service_s / 100, link_bytes_per_s=1e15, gather_bytes_per_s=1e15, scatter_bytes_per_s=1e15, **others
+    )
+    unbounded = replace(
+        SETTINGS, chunk_tokens=100, max_step_tokens=100, prefill_running=10**6, decode_running=10**6, max_queued=10**6,
+        staging_slots=1000, ring_bytes=1 << 30, prefill_pool_tokens=10**9, decode_pool_tokens=10**9,
+    )  # fmt: skip
+    outcome = simulate(times, unbounded, load(part / service_s, 30_000, of=shape("100", "1")))
+    expected_s = service_s + part * service_s / (2 * (1 - part))
+    assert outcome.ttft_s.mean == pytest.approx(expected_s, rel=0.05)
+    assert outcome.busy["prefill steps"] == pytest.approx(part, rel=0.02)
+    assert outcome.bottleneck == "prefill steps"
+
+
+def test_shared_cores_are_an_m_m_1_queue_with_processor_sharing() -> None:
+    clock, chance, took_s = Clock(), random.Random(3), list[float]()
+    cpu, rate, at_s = SharedCpu(clock, 1.0), 0.5, 0.0
+
+    def arrive(began_s: float, work_s: float) -> None:
+        cpu.run(work_s, lambda: took_s.append(clock.now_s - began_s))
+
+    for _ in range(20_000):
+        at_s += chance.expovariate(rate)
+        work_s = chance.expovariate(1.0)
+        clock.at(at_s, lambda at_s=at_s, work_s=work_s: arrive(at_s, work_s))  # type: ignore[misc]
+    clock.run()
+    assert statistics.fmean(took_s) == pytest.approx(1 / (1 - rate), rel=0.05)
+    assert cpu.busy_core_s / clock.now_s == pytest.approx(rate, rel=0.02)
+
+
+def test_two_things_on_two_cores_and_three_on_two() -> None:
+    clock, ended = Clock(), dict[str, float]()
+    cpu = SharedCpu(clock, 2.0)
+    for name, work_s in (("a", 2.0), ("b", 4.0), ("c", 4.0)):
+        cpu.run(work_s, lambda name=name: ended.update({name: clock.now_s}))  # type: ignore[misc]
+    clock.run()
+    assert ended == {"a": pytest.approx(3.0), "b": pytest.approx(5.0), "c": pytest.approx(5.0)}
+
+
+def test_one_request_takes_what_its_stages_take() -> None:
+    (one,) = Cluster(TIMES, SETTINGS).run([Planned(at_s=0.0, prompt_tokens=256, output_tokens=11)])
+    piece = 128 * 1024
+    computed_s = TIMES.request_s / 2 + TIMES.reserve_s + 2 * TIMES.prefill_seconds([(128, 0)])
+    transfer_s = (
+        TIMES.gather_seconds(piece) + piece / 1e9 + TIMES.link_latency_s + TIMES.scatter_seconds(piece) + 2 * TIMES.hand_s
+    )
+    assert one.computed_s == pytest.approx(computed_s)
+    assert one.whole_s == pytest.approx(computed_s + transfer_s)
+    assert one.first_token_s == pytest.approx(max(one.whole_s, computed_s + TIMES.request_s / 2))
+    assert one.tpot_s == pytest.approx(TIMES.decode_seconds(1, 0))
+    assert one.exposed_s == pytest.approx(transfer_s + TIMES.ack_s)
+
+
+def test_steps_that_are_leapt_over_are_those_that_are_made_one_by_one() -> None:
+    """Without sharing, equal decode steps are one event; a million shared cores make every step and come to the same times."""
+    planned = load(12, 300)
+    for context_s, near in ((0.0, 1e-9), (1e-6, 2e-3)):  # contexts that grow meanwhile are taken at their mean
+        times = replace(TIMES, decode_context_s=context_s, link_bytes_per_s=1e14)
+        leapt, stepped = (simulate(one, SETTINGS, planned) for one in (times, replace(times, cores=1e6)))
+        assert stepped.num_events > 1.5 * leapt.num_events
+        for name in ("ttft_s", "tpot_s", "end_to_end_s"):
+            assert getattr(leapt, name).mean == pytest.approx(getattr(stepped, name).mean, rel=near)
+
+
+# What holds of every run
+
+
+@given(
+    num_prefill=st.integers(1, 4),
+    num_decode=st.integers(1, 4),
+    rate=st.floats(1, 400),
+    seed=st.integers(0, 1000),
+    ring_pieces=st.integers(1, 6),
+    slots=st.integers(2, 5),
+    groups=st.sampled_from([1, 2, 3]),
+    running=st.integers(1, 8),
+    pool_tokens=st.integers(300, 4000),
+    max_queued=st.integers(0, 20),
+    cores=st.sampled_from([0.0, 1.5]),
+    placement=st.sampled_from(list(Placement)),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_request_ends_and_nothing_is_kept(
+    num_prefill: int,
+    num_decode: int,
+    rate: float,
+    seed: int,
+    ring_pieces: int,
+    slots: int,
+    groups: int,
+    running: int,
+    pool_tokens: int,
+    max_queued: int,
+    cores: float,
+    placement: Placement,
+) -> None:
+    """`Cluster.run` asserts it at the end, and at each step that no ring, slot or pool holds more than there is."""
+    small = ClusterSettings(
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        chunk_tokens=64,
+        max_step_tokens=128,
+        layer_groups=groups,
+        staging_slots=slots,
+        ring_bytes=ring_pieces * 64 * 1024,
+        prefill_running=running,
+        decode_running=running,
+        prefill_pool_tokens=pool_tokens,
+        decode_pool_tokens=pool_tokens,
+        max_queued=max_queued,
+        queue_timeout_s=2.0,
+        placement=placement,
+    )
+    outcome = simulate(replace(TIMES, cores=cores), small, load(rate, 60, seed=seed))
+    assert outcome.served + sum(outcome.failures.values()) == outcome.requests
+    assert outcome.uses["ring bytes"].most <= small.ring_bytes
+    assert outcome.uses["staging slots"].most <= slots
+    assert outcome.uses["decode requests"].most <= running
+
+
+def test_the_same_seed_gives_the_same_outcome_and_another_one_another() -> None:
+    def told(seed: int) -> dict[str, object]:
+        content = simulate(TIMES, replace(SETTINGS, num_prefill=2), load(20, 200, seed=seed)).to_json()
+        return {name: value for name, value in content.items() if name != "took_s"}
+
+    assert told(1) == told(1)
+    assert told(1) != told(2)
+
+
+def bound_by_transfer(changed: ClusterSettings) -> Outcome:
+    """A slow link, long prompts, more of them than it carries."""
+    times = replace(TIMES, prefill_token_s=1e-5, link_bytes_per_s=2e7)
+    return simulate(times, changed, load(18, 250, of=shape("uniform:200:2000", "4")))
+
+
+def test_more_ring_never_hurts() -> None:
+    """All is over no later. (The mean TTFT can be longer by some percent: more ring lets more requests share the link.)"""
+    piece = largest_piece_bytes(TIMES, SETTINGS)
+    over_s = [bound_by_transfer(replace(SETTINGS, num_prefill=3, ring_bytes=piece * 2**power)).simulated_s for power in range(6)]
+    assert all(more <= less * 1.01 for less, more in pairwise(over_s)), over_s
+    assert over_s[0] > 1.05 * over_s[-1]  # and at first it helps
+
+
+def test_more_staging_slots_never_hurt() -> None:
+    over_s = [bound_by_transfer(replace(SETTINGS, num_decode=3, staging_slots=count)).simulated_s for count in (2, 3, 4, 8, 16)]
+    assert all(more <= less * 1.01 for less, more in pairwise(over_s)), over_s
+
+
+def test_a_ring_that_holds_no_piece_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        Cluster(TIMES, replace(SETTINGS, ring_bytes=64 * 1024))
+
+
+def test_room_is_taken_whole_or_not_at_all() -> None:
+    """With room for one request at a time they are served one after the other, and all of them."""
+    alone = replace(SETTINGS, decode_pool_tokens=540)
+    requests = Cluster(TIMES, alone).run(load(30, 40))
+    served = sorted((one for one in requests if one.is_served), key=lambda one: one.started_s)
+    assert len(served) == 40
+    assert all(later.started_s >= earlier.ended_s for earlier, later in pairwise(served) if _are_too_many(earlier, later))
+
+
+def _are_too_many(*pair: Request) -> bool:
+    return sum(one.prompt_tokens + one.output_tokens for one in pair) > 540
+
+
+def test_a_queue_that_is_full_refuses_and_one_that_is_slow_expires() -> None:
+    slow = replace(TIMES, prefill_token_s=0.01)
+    refused = simulate(slow, replace(SETTINGS, max_queued=3, decode_running=2), load(50, 100))
+    assert refused.failures["queue full"] > 50
+    expired = simulate(slow, replace(SETTINGS, queue_timeout_s=1.0, decode_running=2), load(50, 100))
+    assert expired.failures["no room in time"] > 50
+
+
+def test_equal_prefill_nodes_must_take_turns() -> None:
+    """A decode node knows its own requests alone: where many have few each, the first prefill node would get nearly all."""
+    many = replace(SETTINGS, num_prefill=8, num_decode=16)
+    light = load(20, 800)
+    first, order, turns, informed = (simulate(TIMES, replace(many, placement=one), light) for one in Placement)
+    assert first.imbalance > 5
+    assert turns.imbalance < order.imbalance < first.imbalance
+    assert turns.imbalance < 1.6
+    assert informed.imbalance < 1.6
+    assert turns.ttft_s.p90 < first.ttft_s.p90
+
+
+# Sizing
+
+
+def test_sizing_finds_the_split_that_balances_the_work() -> None:
+    objectives = Objectives(ttft_s=0.5, tpot_s=0.03)
+    means = means_of(TIMES, SETTINGS, shape(), objectives)
+    assert means.prefill_s == pytest.approx(275 * 0.0001 + 0.002 * 2.65, rel=0.05)  # 50 to 500 tokens in steps of 128
+    assert means.decode_s == pytest.approx(21 * 0.03 / 20, rel=0.1)  # 20 requests a step of 30 ms, 21 steps
+    found = size(TIMES, SETTINGS, shape(), objectives, num_nodes=4, lasts_s=1.0, seed=0, least_requests=200, say=_mute)
+    assert found is not None
+    assert found.settings.num_nodes == 4
+    assert found.settings.num_prefill in splits_of(4, means)
+    assert found.rate == max(found.tried.values())
+    assert found.outcome.attainment >= 0.85
+    assert found.settings.ring_bytes <= SETTINGS.ring_bytes
+    json.dumps(found.to_json(), allow_nan=False)
+    assert (
+        size(
+            TIMES,
+            SETTINGS,
+            shape(),
+            Objectives(ttft_s=1e-6),
+            num_nodes=2,
+            lasts_s=1.0,
+            seed=0,
+            least_requests=60,
+            say=_mute,
+        )
+        is None
+    )
+
+
+def _mute(_: str) -> None:
+    pass
+
+
+def test_ratios_are_said_to_one_of_the_fewer() -> None:
+    assert ratio_text(replace(SETTINGS, num_prefill=6, num_decode=2)) == "3.0:1"
+    assert ratio_text(replace(SETTINGS, num_prefill=2, num_decode=3)) == "1:1.5"
+
+
+# Stage times
+
+
+def test_the_h200s_stage_times_are_those_of_its_record() -> None:
+    times = command.stage_times("h200-llama-3-8b")
+    record = json.loads((ROOT / "bench" / "results" / "2026-11-23-h200-stages.json").read_text())
+    off = []
+    for row in record["rows"]:
+        if found := re.match(r"prefill of (\d+) tokens behind (\d+)", row["case"]):
+            off.append(times.prefill_seconds([(int(found[1]), int(found[2]))]) / row["median_s"])
+        elif found := re.match(r"decode of (\d+) requests of (\d+)", row["case"]):
+            off.append(times.decode_seconds(int(found[1]), int(found[1]) * int(found[2])) / row["median_s"])
+    assert len(off) == 23
+    assert 0.89 < min(off) <= max(off) < 1.11
+    assert times.bytes_per_token == 32 * 8 * 128 * 2 * 2  # layers, KV heads, head dim, K and V, bfloat16
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1]", "no mapping"),
+        ("{name: x, speed: 3}", "'speed', which is no stage"),
+        ("{name: x}", "missing"),
+        ("{: :", "stages.yaml"),
+    ],
+)
+def test_bad_stage_times_are_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "stages.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        StageTimes.read(file)
+
+
+def test_stage_times_are_read_as_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps({"title": "a record", "stage_times": TIMES.to_json()}))
+    assert StageTimes.read(file) == TIMES
+    file.write_text(json.dumps(TIMES.to_json() | {"ack_s": -1}))
+    with pytest.raises(ValueError, match="ack_s is -1"):
+        StageTimes.read(file)
+
+
+def test_fitting_finds_the_stage_times_that_made_the_samples() -> None:
+    """Of a made-up machine: 3 ms a step, 0.4 ms a token, 10 ms a decode step and 2 ms a request of it, 30 ms a request."""
+    samples = []
+    pieces_s = 0.001 + 0.002 + 0.003 + 2 * 0.0004
+    for prompt in (32, 128, 256, 512, 1024, 2048):
+        seconds = 0.03 + -(-prompt // CHUNK_TOKENS) * (0.003 + pieces_s) + 0.0004 * prompt + 1e-7 * prompt**2 / 2
+        for output, batch in ((1, 1), (65, 1), (65, 4)):
+            step_s = 0.01 + 0.002 * batch
+            samples.append(
+                {
+                    "prompt_tokens": prompt, "output_tokens": output, "batch": batch, "ttft_s": seconds, "exposed_s": 0.0,
+                    "cpu_s": seconds + (output - 1) * step_s / batch, "tpot_s": step_s, "num_bytes": prompt * 4096.0,
+                }
+            )  # fmt: skip
+    found = fit(samples, {"gather": 0.001, "write": 0.002, "scatter": 0.003}, cores=1.9)
+    times = found.times
+    assert times.bytes_per_token == 4096
+    assert times.prefill_step_s == pytest.approx(0.003, rel=0.02)
+    assert times.prefill_token_s == pytest.approx(0.0004, rel=0.02)
+    assert times.request_s + times.reserve_s == pytest.approx(0.03, rel=0.02)
+    assert times.decode_seconds(4, 0) == pytest.approx(0.018, rel=0.02)
+    assert times.gather_seconds(CHUNK_TOKENS * 4096) == pytest.approx(0.001)
+    assert times.other_token_s == pytest.approx(0.0, abs=1e-4)
+    assert found.request_cpu_s(512, 1) == pytest.approx(samples[9]["cpu_s"], rel=0.02)
+
+
+def test_the_error_is_a_part_of_what_was_measured() -> None:
+    outcome: Outcome = simulate(TIMES, SETTINGS, load(5, 50))
+    spread = {"p50": 0.1, "p90": 0.2, "mean": 0.1}
+    measured = {
+        "offered_rate": 5.0, "served": 40, "requests": 40, "ttft_s": spread, "tpot_s": spread, "end_to_end_s": spread,
+        "lateness": {"sends_s": {"p99": 0.001}, "loop_s": {"p99": 0.004}},
+    }  # fmt: skip
+    row = compare(measured, outcome)
+    assert row["ttft_s.p90"]["error"] == pytest.approx(outcome.ttft_s.p90 / 0.2 - 1)
+    assert row["generator_late_p99_s"] == 0.004
+
+
+# The command
+
+
+def test_the_command_simulates_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    assert command.main(["--rate", "9", "--prefill", "2", "--decode", "1", "--requests", "300", "--json", str(file)]) == 0
+    assert "TTFT p50 / p90 / p99" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert content["outcome"]["requests"] == 240
+    assert content["settings"]["num_prefill"] == 2
+    assert StageTimes.of(content["stage_times"], where="x") == command.stage_times("h200-llama-3-8b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give either --nodes"),
+        (("--nodes", "4", "--rate", "1"), "give either --nodes"),
+        (("--nodes", "x"), "--nodes is 'x'"),
+        (("--nodes", "1"), "from 2 to 4096"),
+        (("--rate", "0"), "--rate is 0"),
+        (("--rate", "1", "--prefill", "0"), "num_prefill is 0"),
+        (("--rate", "1", "--times", "/nowhere"), "none of h200-llama-3-8b"),
+        (("--rate", "1", "--prompt-tokens", "x"), "--prompt-tokens is 'x'"),
+        (("--rate", "1", "--ring-mib", "1"), "does not fit it"),
+    ],
+)
+def test_bad_input_is_named(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""A decode node that knows of no prefill node finds them in a real etcd, while they come, drain, are killed, and etcd dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvferry.local_cluster import ClusterNode
+from node_runtime import exit_codes
+from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
+from tests.cluster.conftest import POOL_TOKENS
+from tests.cluster.nodes import Nodes, open_nodes
+from tests.registry.etcd_server import EtcdServer, etcd_server
+
+pytestmark = pytest.mark.timeout(240)
+
+PREFIX = "clusters/demo/"
+LEASE_S = 2
+GRACE_S = 1.0
+LONG = 1500
+
+
+async def states(decode: ClusterNode) -> dict[str, str]:
+    status = await status_of(decode)
+    return {peer.address: peer.state for peer in status.peers} if status is not None else {}
+
+
+async def metric(node: ClusterNode, name: str) -> float:
+    _, page = await node.http("/metrics")
+    (value,) = re.findall(rf"^kvferry_{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """Two prefill nodes that register themselves, the addresses that they keep, and a decode node that finds them."""
+
+    etcd: EtcdServer
+    nodes: Nodes
+    prefills: tuple[ClusterNode, ClusterNode]
+    addresses: tuple[str, str]
+    decode: ClusterNode
+
+    async def are_joined(self, *addresses: str) -> bool:
+        """Whether the decode node knows just these, and has joined them."""
+        return await states(self.decode) == dict.fromkeys(addresses, "joined")
+
+
+@contextmanager
+def launched(folder: Path, model: Path) -> Iterator[Tiers]:
+    """All of them, before there is an etcd, which keeps nobody from starting."""
+    with etcd_server(folder / "etcd") as etcd, open_nodes(folder) as nodes:
+        settings = {
+            "model": model,
+            "pool.num_tokens": 2 * POOL_TOKENS,
+            "heartbeat.interval_s": 1.0,
+            "discovery.kind": "etcd",
+            "discovery.etcd_endpoints": etcd.endpoint,
+            "discovery.etcd_prefix": PREFIX,
+            "discovery.lease_s": LEASE_S,
+        }
+        ports = nodes.hold_ports(2)
+        first, second = (nodes.launch("prefill", settings | {"server.port": port}) for port in ports)
+        decode = nodes.launch("decode", settings | {"discovery.grace_s": GRACE_S, "discovery.interval_s": 0.5})
+        one, two = (f"127.0.0.1:{port}" for port in ports)
+        yield Tiers(etcd=etcd, nodes=nodes, prefills=(first, second), addresses=(one, two), decode=decode)
+
+
+async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference: Reference) -> None:
+    with launched(tmp_path, model) as tiers:
+        (first, second), (one, two), decode = tiers.prefills, tiers.addresses, tiers.decode
+        await tiers.nodes.until_started(first, second, decode)
+        ready = await decode.readiness()
+        assert not ready.is_ready
+        assert f"no prefill node is known: etcd {tiers.etcd.endpoint} under {PREFIX}" in ready.reason
+        assert "looking failed: etcd http://127.0.0.1" in ready.reason and await metric(decode, "discovery_age_seconds") == -1
+        assert await metric(first, "discovery_addresses") == 0 and await metric(first, "discovery_failures_total") > 0
+
+        await tiers.etcd.start()
+        await until(lambda: tiers.are_joined(one, two), "both are found and joined", within_s=30)
+        assert (await decode.readiness()).is_ready and await metric(decode, "discovery_addresses") == 2
+        assert await metric(first, "discovery_addresses") == 1
+
+        async with Caller(decode.address) as caller:
+            # One drains while it has work: everything ends well.
+            prompts = [prompt(LONG, variant) for variant in range(4)]
+            flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
+
+            async def is_working() -> bool:
+                status = await status_of(decode)
+                return status is not None and all(peer.outstanding_tokens for peer in status.peers)
+
+            await until(is_working, "both have work")
+            first.terminate()
+
+            async def is_no_longer_named() -> bool:
+                status = await status_of(decode)
+                return status is not None and list(status.discovery.addresses) == [two]
+
+            await until(is_no_longer_named, "who drains is named no longer", within_s=10)
+            answers = await asyncio.gather(*flights)
+            for token_ids, answer in zip(prompts, answers, strict=True):
+                assert answer.code is grpc.StatusCode.OK, answer.details
+                reference.check(token_ids, answer)
+            served = Counter(answer.done.prefill_node for answer in answers if answer.done is not None)
+            assert served == {one: 2, two: 2} and not any(answer.done.retries for answer in answers if answer.done)
+            first.reap(30)
+            assert first.exit_code == exit_codes.OK
+            await until(lambda: tiers.are_joined(two), "who has gone is left", within_s=10)
+        await until_idle(decode, second, within_s=10)
+
+
+@pytest.mark.slow
+async def test_etcd_dies_and_a_node_is_killed(tmp_path: Path, model: Path, reference: Reference) -> None:
+    with launched(tmp_path, model) as tiers:
+        (first, second), (one, two), decode = tiers.prefills, tiers.addresses, tiers.decode
+        await tiers.etcd.start()
+        await tiers.nodes.until_started(first, second, decode)
+        await until(lambda: tiers.are_joined(one, two), "both are found and joined", within_s=30)
+        async with Caller(decode.address) as caller:
+            # What was known goes on to be used, and is told to be old.
+            failures = await metric(decode, "discovery_failures_total")
+            tiers.etcd.kill()
+
+            async def is_away() -> bool:
+                return await metric(decode, "discovery_failures_total") > failures
+
+            await until(is_away, "etcd's absence is noticed", within_s=10)
+            reference.check(prompt(60), await caller.ask(prompt(60)))
+            assert (await decode.readiness()).is_ready and await metric(decode, "discovery_age_seconds") > 0
+            await tiers.etcd.start()
+
+            os.kill(second.pid, signal.SIGKILL)
+            await until(lambda: tiers.are_joined(one), "whose lease is over is left", within_s=20)
+            reference.check(prompt(70), await caller.ask(prompt(70)))
+            tiers.nodes.relaunch(second)
+            await until(lambda: tiers.are_joined(one, two), "a node that was started anew is joined", within_s=60)
+        await until_idle(decode, first, within_s=10)

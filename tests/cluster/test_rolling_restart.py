@@ -1,0 +1,249 @@
+"""Two nodes in each tier: all of them are restarted under load, and an operator drains, looks, aborts, changes the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+from transformers import AutoTokenizer
+
+from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from kvferry.node_client import NodeClient
+from kvferry.router.serve import open_router
+from kvferry.router.settings import RouterSettings
+from tests.cluster.calls import Caller, Reference, prompt, until, until_idle
+from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
+from transfer.errors import LayoutError
+from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.security import PlainText
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_REQUESTS = 200
+RATE_PER_S = 6.0
+NEW_TOKENS = 8
+PROMPTS = [prompt(length, variant) for variant, length in enumerate((10, 40, 150, 300))]
+COMMAND_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, start: Start) -> Iterator[LocalCluster]:
+    tier = TierSpec(model=model, pool_tokens=POOL_TOKENS)
+    spec = ClusterSpec(
+        prefill=tier, decode=tier, num_prefill=2, num_decode=2, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S
+    )
+    with start(spec) as cluster:
+        yield cluster
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """Requests that come at random, whatever becomes of those before them.
+
+    Args:
+        url: A router's.
+        expected: The text that each of `PROMPTS` goes on with.
+        wrong: What was no right answer.
+    """
+
+    url: str
+    expected: list[str]
+    wrong: list[str] = field(default_factory=list)
+    num_sent: int = 0
+    num_right: int = 0
+
+    async def run(self, is_enough: asyncio.Event) -> None:
+        """Until there have been `NUM_REQUESTS`, and `is_enough`, and all are answered."""
+        gaps = random.Random(8)
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            while self.num_sent < NUM_REQUESTS or not is_enough.is_set():
+                group.create_task(self._ask(session, self.num_sent % len(PROMPTS)))
+                self.num_sent += 1
+                await asyncio.sleep(gaps.expovariate(RATE_PER_S))
+
+    async def _ask(self, session: aiohttp.ClientSession, which: int) -> None:
+        body = {"prompt": list(PROMPTS[which]), "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        try:
+            async with session.post(f"{self.url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(60)) as answer:
+                text = await answer.text()
+                if answer.status != 200:
+                    self.wrong.append(f"{answer.status}: {text}")
+                elif (found := json.loads(text)["choices"][0]["text"]) != self.expected[which]:
+                    self.wrong.append(f"prompt {which}: {found!r} instead of {self.expected[which]!r}")
+                else:
+                    self.num_right += 1
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.wrong.append(f"{type(error).__name__}: {error}")
+
+
+async def test_every_node_is_restarted_under_load_and_no_request_fails(
+    cluster: LocalCluster, model: Path, reference: Reference
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)  # type: ignore[no-untyped-call]
+    expected = [tokenizer.decode(reference.tokens(ids, NEW_TOKENS), skip_special_tokens=True) for ids in PROMPTS]
+    addresses = tuple(node.address for node in cluster.decode_nodes)
+    settings = RouterSettings(prefill=(), decode=addresses, are_nodes=True, port=0, health_interval_s=0.2)
+    async with open_router(settings, PlainText()) as router:
+        await until(lambda: router.backend.readiness().is_ready, "the router is ready")
+        load, all_restarted = Load(url=f"http://{router.address}", expected=expected), asyncio.Event()
+        loading = asyncio.create_task(load.run(all_restarted))
+        try:
+            lives = {node.name: node.incarnation for node in cluster.nodes}
+            for role in ("prefill", "decode"):
+                for index in range(2):
+                    await restart(cluster, role, index)
+            all_restarted.set()
+            await loading
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+    assert load.wrong == [] and load.num_right == load.num_sent >= NUM_REQUESTS
+    assert all(node.incarnation != lives[node.name] for node in cluster.nodes)
+    await until_idle(*cluster.nodes)
+
+
+async def restart(cluster: LocalCluster, role: Any, index: int) -> None:
+    """As a service manager does it: SIGTERM, and again what was there; the next one not before this one is ready."""
+    node = (cluster.prefill_nodes if role == "prefill" else cluster.decode_nodes)[index]
+    node.terminate()
+    await until(lambda: node.exit_code is not None, f"{node.name} ended", within_s=60)
+    assert node.exit_code == 0, node.log.tail()
+    cluster.launch(role, index)
+    await cluster.wait_joined()
+
+
+async def command(*words: str, target: ClusterNode) -> tuple[int, str, str]:
+    """`kvferry node ...`; exit code, standard output, standard error."""
+    arguments = ["-m", "kvferry", "node", *words, "--target", target.address, "--insecure"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), COMMAND_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_an_operator_drains_a_decode_node_and_thinks_better_of_it(cluster: LocalCluster, reference: Reference) -> None:
+    node = cluster.decode_nodes[1]
+    async with Caller(node.address) as caller, NodeClient(node.address) as client:
+        code, shown, _ = await command("requests", "--json", target=node)
+        assert code == 0 and json.loads(shown) == {"requests": [], "total": 0}
+        answer, task = caller.begin(PROMPTS[1], 300, request_id="long")
+        await until(lambda: len(answer.tokens) > 3, "some tokens")
+        (one,) = (await client.list_requests()).requests
+        assert (one.request_id, one.stage, one.prompt_tokens, one.max_new_tokens) == ("long", "generating", 40, 300)
+        assert one.generated_tokens > 3 and one.ranks_done == 1 and one.transfer_id.startswith("long.")
+        assert one.peer in {other.address for other in cluster.prefill_nodes}
+        assert await client.drain(budget_s=0.3) == 1
+        status = await client.status()
+        assert (status.state, status.draining, status.ready) == ("draining", True, False)
+        refused = caller.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), max_new_tokens=1))
+        with pytest.raises(grpc.aio.AioRpcError) as draining:
+            await refused.read()
+        said = rpc_status.from_call(draining.value)
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        assert said.details[0].Unpack(info) and (info.reason, info.domain) == ("NODE_DRAINING", "kvferry")
+        assert said.details[1].Unpack(retry) and retry.retry_delay.ToTimedelta().total_seconds() == 0
+        code, shown, _ = await command("undrain", target=node)
+        assert code == 0 and "takes requests again" in shown
+        reference.check(PROMPTS[0], await caller.ask(PROMPTS[0]))
+        reference.check(PROMPTS[1], await task)
+        assert await client.drain(budget_s=5) == 0
+        assert await client.undrain() and not await client.undrain()
+    await until_idle(*cluster.nodes)
+
+
+async def test_a_prefill_node_that_was_drained_is_used_again_by_those_that_had_joined(
+    cluster: LocalCluster, reference: Reference
+) -> None:
+    drained, other = cluster.prefill_nodes
+    lives = {node.name: node.incarnation for node in cluster.nodes}
+
+    async def state() -> set[str]:
+        statuses = [await node.status() for node in cluster.decode_nodes]
+        return {peer.state for status in statuses for peer in status.peers if peer.address == drained.address}
+
+    async def is_state(expected: str) -> bool:
+        return await state() == {expected}
+
+    async with Caller(cluster.decode.address) as caller, NodeClient(drained.address) as client:
+        assert await client.drain(budget_s=5) == 0
+        await until(lambda: is_state("draining"), "both decode nodes know", within_s=5)
+        served = [(await caller.ask(PROMPTS[0])).done for _ in range(3)]
+        assert {done.prefill_node for done in served if done is not None} == {other.address}
+        assert await client.undrain()
+        await until(lambda: is_state("joined"), "both decode nodes know", within_s=5)
+        both = await asyncio.gather(*(caller.ask(PROMPTS[3]) for _ in range(6)))
+        for answer in both:
+            reference.check(PROMPTS[3], answer)
+        assert {answer.done.prefill_node for answer in both if answer.done is not None} == {drained.address, other.address}
+    assert {node.name: node.incarnation for node in cluster.nodes} == lives
+    await until_idle(*cluster.nodes)
+
+
+async def test_what_is_not_there_is_said(cluster: LocalCluster) -> None:
+    code, _, complaint = await command("abort", "nobody", target=cluster.decode)
+    assert code == 1 and "has no request nobody in flight" in complaint
+    code, _, complaint = await command("log-level", "loud", target=cluster.prefill)
+    assert code == 2 and "level is 'loud'; it must be one of debug, info, warning, error" in complaint
+
+
+async def test_the_log_level_of_a_node_and_its_ranks_is_changed(cluster: LocalCluster) -> None:
+    node = cluster.decode
+    async with NodeClient(node.address) as client, Caller(node.address) as caller:
+
+        def debug_lines() -> set[object]:
+            events = [json.loads(line) for line in node.log.lines() if line.startswith("{")]
+            return {event.get("rank", "leader") for event in events if event.get("level") == "debug"}
+
+        assert await client.set_log_level("debug") == "info" and (await client.status()).log_level == "debug"
+        await caller.ask(PROMPTS[2])
+        await until(lambda: 0 in debug_lines(), "the rank writes more", within_s=5)
+        assert await client.set_log_level("info") == "debug"
+
+
+async def test_a_request_is_aborted_by_its_clients_name(cluster: LocalCluster) -> None:
+    node = cluster.decode
+    async with NodeClient(node.address) as client, Caller(node.address) as caller:
+        answer, task = caller.begin(PROMPTS[1], 2000, request_id="too.much")
+        await until(lambda: len(answer.tokens) > 3, "some tokens")
+        assert await client.abort("too.much", reason="enough of it")
+        assert (await task).code is grpc.StatusCode.ABORTED and answer.details == "enough of it"
+    await until_idle(*cluster.nodes)
+
+
+async def test_a_node_that_is_being_stopped_is_not_undrained(cluster: LocalCluster) -> None:
+    """Last: it ends a node."""
+    node = cluster.decode_nodes[1]
+    async with NodeClient(node.address) as client, Caller(node.address) as caller:
+        answer, task = caller.begin(PROMPTS[1], 400)
+        await until(lambda: len(answer.tokens) > 3, "some tokens")
+        since_s = time.monotonic()
+        node.terminate()
+
+        async def is_draining() -> bool:
+            return (await client.status()).draining
+
+        await until(is_draining, "it drains")
+        with pytest.raises(LayoutError, match="the node is being stopped"):
+            await client.undrain()
+        assert (await task).code is grpc.StatusCode.OK and time.monotonic() - since_s < 30
+    await until(lambda: node.exit_code is not None, "it ended")
+    assert node.exit_code == 0

@@ -1,0 +1,65 @@
+"""A container as the kubelet would start it: its variables, and its volumes as folders of this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.authority import Authority, Files
+from tests.deploy.kustomize import Manifest, Pod, of_kind
+
+POD_IP = "10.0.0.7"
+
+
+def environment(pod: Pod, container: Manifest, pod_ip: str = POD_IP) -> dict[str, str]:
+    """A container's variables as the kubelet makes them: $(NAME) stands for what was defined above."""
+    fields = {"status.podIP": pod_ip, "metadata.name": pod.name}
+    found: dict[str, str] = {}
+    for one in container["env"]:
+        value = one["value"] if "value" in one else fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+        assert isinstance(value, str), f"{one['name']}: variables are texts, and this is {value!r}"
+        found[one["name"]] = re.sub(r"\$\((\w+)\)", lambda use: found.get(use[1], use[0]), value)
+    return found
+
+
+class Disk:
+    """A container's file system: a folder for each of its volumes, and what is in them.
+
+    Args:
+        root: Where it lies here.
+        variant: Of the manifests.
+        pod, container: Whose it is.
+        model: What lies in the folder `model` of the volume of models.
+        authority: Signs what cert-manager would.
+    """
+
+    def __init__(self, root: Path, variant: str, pod: Pod, container: Manifest, model: Path, authority: Authority) -> None:
+        self._root = root
+        self._places = {mount["mountPath"]: root / mount["name"] for mount in container["volumeMounts"]}
+        volumes = {one["name"]: one for one in pod.spec["volumes"]}
+        for mount in container["volumeMounts"]:
+            volume, folder = volumes[mount["name"]], root / mount["name"]
+            folder.mkdir(parents=True)
+            if "configMap" in volume:
+                (content,) = [
+                    one["data"] for one in of_kind(variant, "ConfigMap") if one["metadata"]["name"] == volume["configMap"]["name"]
+                ]
+                for name, text in content.items():
+                    (folder / name).write_text(self.here(text), encoding="utf-8")
+            elif "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440
+                names = [
+                    name
+                    for one in of_kind(variant, "Certificate")
+                    if one["spec"]["secretName"] == volume["secret"]["secretName"]
+                    for name in one["spec"]["dnsNames"]
+                ]
+                chain, key = authority.issue(*names)
+                Files(folder=folder).put(cert=chain, key=key, ca=authority.pem)
+            elif mount["name"] == "model":
+                (folder / "model").symlink_to(model)
+
+    def here(self, text: str) -> str:
+        """A text with the container's paths as they are on this machine."""
+        paths = "|".join(re.escape(path) for path in sorted(self._places, key=len, reverse=True))
+        return re.sub(rf"(?<![\w./])({paths})(?=/|$|\s)", lambda found: str(self._places[found[1]]), text)

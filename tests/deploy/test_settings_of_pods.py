@@ -1,0 +1,221 @@
+"""The nodes start with what the manifests give them: each container's command line, on a file system laid out as its volumes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from decode_node.__main__ import app as decode_app
+from kvferry.__main__ import app as kvferry_app
+from node_runtime.health import HealthServer, Readiness
+from prefill_node.__main__ import app as prefill_app
+from tests.authority import Authority
+from tests.deploy.containers import POD_IP, Disk, environment
+from tests.deploy.kustomize import VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
+from transfer.load_config import load_config
+
+APPS = {"prefill": prefill_app, "decode": decode_app}
+CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
+OF_OTHERS = re.compile(r"HOME|POD_NAME|UCX_[A-Z_]+|AWS_[A-Z_]+|OTEL_[A-Z_]+|NVIDIA_[A-Z_]+")
+"""Variables of the containers that are none of kvferry's."""
+
+SERVICE_LINKS = {
+    "KVFERRY_SERVICE_HOST": "10.96.0.7",
+    "KVFERRY_SERVICE_PORT": "7100",
+    "KVFERRY_SERVICE_PORT_GRPC": "7100",
+    "KVFERRY_PORT": "tcp://10.96.0.7:7100",
+    "KVFERRY_PORT_7100_TCP": "tcp://10.96.0.7:7100",
+    "KVFERRY_PORT_7100_TCP_ADDR": "10.96.0.7",
+}
+"""What Kubernetes would add for the Service `kvferry`; the pods ask it not to, and it would do no harm."""
+
+
+@pytest.fixture
+def no_kvferry_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVFERRY_"):
+            monkeypatch.delenv(name)
+
+
+OFTEN = ("dev-tcp", "single-node", "two-tier", "lws", "everything")
+"""The others are parts of the last one, or much like it."""
+
+
+@pytest.mark.usefixtures("no_kvferry_variables")
+@pytest.mark.parametrize("variant", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS])
+def test_the_command_line_of_each_container_is_accepted(
+    variant: str, model: Path, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the daemon itself, with --check-config. This machine has no GPU, which is all that is said differently."""
+    for pod in pods(variant):
+        for container in pod.nodes:
+            role = role_of(container)
+            assert role is not None
+            disk = Disk(tmp_path / pod.name / container["name"], variant, pod, container, model, authority)
+            here = {name: disk.here(value) for name, value in environment(pod, container).items()}
+            without_gpu = ["--set", "device=cpu"]
+            if here.get("KVFERRY_TRANSPORT__NAME") == "cuda_ipc":
+                without_gpu += ["--set", "transport.name=ucx"]
+            with monkeypatch.context() as patch:
+                for name, value in {**here, **SERVICE_LINKS}.items():
+                    if name.startswith("KVFERRY_"):
+                        patch.setenv(name, value)
+                result = CliRunner().invoke(APPS[role], [*map(disk.here, container["args"]), *without_gpu, "--check-config"])
+            assert result.exit_code == 0, f"{pod.of} {container['name']}: {result.output}"
+            assert f"{role}: the settings are right" in result.output
+            assert "never be ready" not in result.output
+            assert ("without TLS" in result.output) is (variant == "dev-tcp")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variable_is_a_setting_of_its_role(variant: str) -> None:
+    for pod in pods(variant):
+        for container in pod.nodes:
+            role = role_of(container)
+            assert role is not None
+            known = {f"KVFERRY_{path.upper().replace('.', '__')}" for path, _ in settings(CONFIGS[role])}
+            names = [one["name"] for one in container["env"]]
+            assert len(names) == len(set(names))
+            assert [name for name in names if name not in known and OF_OTHERS.fullmatch(name) is None] == []
+
+
+def configured(variant: str, pod: Pod, container: Manifest) -> NodeConfig:
+    """A container's settings as its daemon reads them, paths and all."""
+    mounts = {mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/etc/kvferry"}
+    (name,) = [one["configMap"]["name"] for one in pod.spec["volumes"] if one["name"] in mounts]
+    (content,) = [one["data"]["settings.yaml"] for one in of_kind(variant, "ConfigMap") if one["metadata"]["name"] == name]
+    role = role_of(container)
+    assert role is not None
+    return load_config(CONFIGS[role], environment=environment(pod, container), given={"ConfigMap": yaml.safe_load(content)})
+
+
+@pods_and_variants()
+def test_ports_are_those_that_the_nodes_listen_on(variant: str) -> None:
+    for pod in pods(variant):
+        for container in pod.nodes:
+            config = configured(variant, pod, container)
+            assert {port["containerPort"] for port in container["ports"]} == {config.server.port, config.server.http_port}
+            named = {port["containerPort"]: port["name"] for port in container["ports"]}
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert container[probe]["httpGet"]["port"] == named[config.server.http_port]
+            assert config.server.host == "0.0.0.0"  # a probe comes to the pod's address
+            assert config.server.advertise_host == (POD_IP if container["name"] == "node" else "127.0.0.1")
+
+
+@pods_and_variants()
+def test_decode_nodes_look_for_prefill_nodes_where_they_are(variant: str) -> None:
+    for pod in pods(variant):
+        for container in pod.nodes:
+            config = configured(variant, pod, container)
+            if not isinstance(config, DecodeNodeConfig):
+                continue
+            if config.discovery.kind == "dns":
+                name, _, port = str(config.discovery.dns_name).partition(":")
+                (service,) = [one for one in of_kind(variant, "Service") if one["metadata"]["name"] == name]
+                assert service["spec"]["clusterIP"] == "None"  # an address for each node, and not one for all
+                assert service["spec"]["publishNotReadyAddresses"] is True
+                assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
+                assert service["spec"]["selector"]["app.kubernetes.io/component"] == "prefill"
+            else:
+                assert variant in ("lws", "single-node")
+                assert config.peers.prefill_nodes
+                assert not [one for one in of_kind(variant, "Service") if one["metadata"]["name"] == "kvferry-prefill"]
+
+
+@pods_and_variants()
+def test_each_tier_is_let_in_by_the_other_and_clients_by_both(variant: str) -> None:
+    names = {
+        one["metadata"]["name"].removeprefix("kvferry-"): one["spec"]["dnsNames"]
+        for one in of_kind(variant, "Certificate")
+        if "dnsNames" in one["spec"]
+    }
+    for pod in pods(variant):
+        for container in pod.nodes:
+            config, role = configured(variant, pod, container), role_of(container)
+            if variant == "dev-tcp":
+                assert config.tls.insecure == 2 and not names
+                continue
+            assert config.tls.insecure == 0
+            assert list(config.tls.peer_names) == names["decode" if role == "prefill" else "prefill"]
+            assert list(config.tls.client_names) == names["client"]
+
+
+def test_what_makes_the_demo_model_takes_its_arguments(tmp_path: Path) -> None:
+    """It is not run, for it takes long; that it would not touch what is there shows that it was understood."""
+    for pod in pods("dev-tcp"):
+        (container,) = pod.spec["initContainers"]
+        assert container["command"] == ["kvferry"]
+        (volume,) = [one for one in container["volumeMounts"] if container["args"][-1].startswith(f"{one['mountPath']}/")]
+        assert not volume.get("readOnly")
+        (tmp_path / "there").touch()
+        result = CliRunner().invoke(kvferry_app, [*container["args"][:-1], str(tmp_path)])
+        assert (result.exit_code, "is not empty" in result.output) == (2, True), result.output
+
+
+async def test_probes_and_scrapes_ask_for_what_the_nodes_answer() -> None:
+    """The real server; a node whose peers are all gone is not ready, and lives."""
+    server = HealthServer(lambda: Readiness(is_ready=False, reason="no prefill node is joined"), lambda: b"")
+    port = await server.start("127.0.0.1", 0)
+
+    def status(path: str) -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    try:
+        for variant in VARIANTS:
+            for pod in pods(variant):
+                for container in pod.nodes:
+                    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+                    found = {kind: await asyncio.to_thread(status, path) for kind, path in paths.items()}
+                    assert found == {"startup": 200, "liveness": 200, "readiness": 503}, pod.of
+            for monitor in of_kind(variant, "PodMonitor"):
+                for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+                    assert await asyncio.to_thread(status, endpoint["path"]) == 200
+    finally:
+        await server.stop()
+
+
+def declared_metrics() -> set[str]:
+    """Every metric's name in docs/metrics or docs/operations, which other tests hold to the code."""
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    text = "".join(file.read_text(encoding="utf-8") for file in (docs / "operations.md", docs / "metrics.md") if file.exists())
+    return set(re.findall(r"^\| `(kvferry_\w+)` \|", text, re.M))
+
+
+def test_autoscalers_ask_for_metrics_that_there_are() -> None:
+    known = declared_metrics()
+    queries = [trigger["metadata"]["query"] for one in of_kind("keda", "ScaledObject") for trigger in one["spec"]["triggers"]]
+    assert len(queries) == 3
+    for query in queries:
+        promql_parser.parse(query)  # raises where it is none
+        assert set(re.findall(r"kvferry_\w+", query)) <= known
+    readme = (Path(__file__).resolve().parents[2] / "deploy" / "README.md").read_text(encoding="utf-8")
+    (adapter,) = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "metricsQuery" in text]
+    given: dict[str, Any] = {rule["name"]["as"]: rule for rule in adapter["rules"]}
+    scalers = of_kind("hpa", "HorizontalPodAutoscaler")
+    asked = {metric["pods"]["metric"]["name"] for one in scalers for metric in one["spec"]["metrics"]}
+    assert asked == set(given)
+    for rule in given.values():
+        assert set(re.findall(r"kvferry_\w+", rule["seriesQuery"])) <= known
+
+
+@pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything"])
+def test_rdma_that_is_not_there_is_no_slow_tcp(variant: str) -> None:
+    for pod in pods(variant):
+        for container in pod.nodes:
+            config = configured(variant, pod, container)
+            assert config.transport.name == "nixl"  # the only one whose UCX has verbs
+            assert config.transport.min_bandwidth_bytes_per_s >= 10**9

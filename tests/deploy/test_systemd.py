@@ -1,0 +1,117 @@
+"""deploy/systemd: what systemd says of the units, and what the daemons say of their settings."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from decode_node.__main__ import app as decode_app
+from node_runtime import exit_codes
+from node_runtime.supervisor import STOP_GRACE_S
+from prefill_node.__main__ import app as prefill_app
+from tests.authority import Authority, Files
+
+SYSTEMD = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
+ROLES = ("prefill", "decode")
+APPS = {"prefill": prefill_app, "decode": decode_app}
+MOST_EXPOSED = 25
+"""Of 100, as `systemd-analyze security` counts; the rest is network, devices, and code that is compiled at run time."""
+
+
+def unit_text(role: str) -> str:
+    return (SYSTEMD / f"kvferry-{role}@.service").read_text(encoding="utf-8")
+
+
+def unit(role: str) -> configparser.ConfigParser:
+    found = configparser.ConfigParser(interpolation=None, strict=False, delimiters=("=",))
+    found.optionxform = str  # type: ignore[assignment,method-assign]
+    found.read_string(unit_text(role))
+    return found
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = shutil.which("systemd-analyze")
+    if path is None:
+        pytest.skip("systemd-analyze is not installed; on Debian or Ubuntu: apt-get install --no-install-recommends systemd")
+    return subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def installed(role: str, folder: Path) -> Path:
+    """The unit of node `a`, with the daemons of this environment."""
+    file = folder / f"kvferry-{role}@a.service"
+    file.write_text(unit_text(role).replace("/opt/kvferry/bin", str(Path(sys.executable).parent)), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_systemd_has_nothing_against_a_unit(role: str, tmp_path: Path) -> None:
+    checked = analyze("verify", "--man=no", str(installed(role, tmp_path)))
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_systemd_finds_what_is_wrong_with_a_unit(tmp_path: Path) -> None:
+    file = installed("prefill", tmp_path)
+    file.write_text(file.read_text(encoding="utf-8").replace("ProtectSystem=strict", "ProtectSytem=strict"), encoding="utf-8")
+    assert "ProtectSytem" in analyze("verify", "--man=no", str(file)).stderr
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_unit_lets_its_node_do_little(role: str, tmp_path: Path) -> None:
+    checked = analyze("security", "--offline=yes", "--no-pager", f"--threshold={MOST_EXPOSED}", str(installed(role, tmp_path)))
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_unit_goes_by_what_the_exit_codes_and_the_settings_say(role: str) -> None:
+    service = unit(role)["Service"]
+    assert service["Restart"] == "on-failure"
+    assert {int(code) for code in service["RestartPreventExitStatus"].split()} == {exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY}
+    drain_s = yaml.safe_load((SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8"))["drain_timeout_s"]
+    assert int(service["TimeoutStopSec"]) >= drain_s + 2 * STOP_GRACE_S
+    assert service["KillMode"] == "mixed"  # ranks hear of the end from their leader
+    assert service["LimitMEMLOCK"] == "infinity" and service["NoNewPrivileges"] == "yes"
+    user = re.findall(r"^u (\S+)", (SYSTEMD / "kvferry.sysusers").read_text(encoding="utf-8"), re.M)
+    assert user == [service["User"]] == [service["Group"]]
+
+
+def test_the_units_are_alike_but_for_the_role() -> None:
+    assert unit_text("decode") == unit_text("prefill").replace("prefill", "decode")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_node_starts_with_the_settings_of_the_example(
+    role: str, model: Path, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the unit's own command line, with the paths of this machine in place of the host's."""
+    service = unit(role)["Service"]
+    program, *arguments = shlex.split(service["ExecStart"].replace("%i", "a"))
+    assert program == f"/opt/kvferry/bin/{role}-node"
+    for line in (SYSTEMD / "prefill-a.env").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            monkeypatch.setenv(*line.split("=", 1))
+    settings = (SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8")
+    assert f"To {arguments[-1]}, for kvferry-{role}@a." in settings
+    names = {"prefill": "prefill.kvferry.internal", "decode": "decode.kvferry.internal"}
+    files = Files(folder=tmp_path / "tls")
+    files.folder.mkdir()
+    chain, key = authority.issue(names[role])
+    files.put(cert=chain, key=key, ca=authority.pem)
+    for kind, path in (("crt", files.cert), ("key", files.key)):
+        settings = settings.replace(f"/etc/kvferry/tls/{role}.{kind}", str(path))
+    here = settings.replace("/etc/kvferry/tls/ca.crt", str(files.ca)).replace("/srv/kvferry/model", str(model))
+    file = tmp_path / "settings.yaml"
+    file.write_text(here, encoding="utf-8")
+    result = CliRunner().invoke(APPS[role], [*arguments[:-1], str(file), "--check-config"])
+    assert result.exit_code == exit_codes.OK, result.output
+    assert f"{role}: the settings are right" in result.output and "never be ready" not in result.output
+    ready = yaml.safe_load(settings)["ready_file"]
+    assert ready.startswith(f"/run/{service['RuntimeDirectory'].replace('%i', 'a')}/")

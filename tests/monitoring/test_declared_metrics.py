@@ -1,0 +1,139 @@
+"""Everything that is declared is in the output of real nodes, where docs/metrics.md says so, with the labels that it says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.local_cluster import ClusterNode, LocalCluster
+from node_runtime.rank_process import SIGN_OF_LIFE_S
+from tests.cluster.calls import Caller, prompt, until, until_idle
+from tests.cluster.conftest import Start
+from tests.offload.clusters import EARLY, spec
+from transfer.metrics import NODE_METRICS, RANK_METRICS, MetricSpec
+from transfer.pb import kvferry_pb2 as pb
+
+pytestmark = pytest.mark.timeout(180)
+
+LATER: Final = {
+    "kvferry_refused_calls": "once a certificate was refused: tests/cluster/test_tls.py",
+    "kvferry_rank_refused_calls": "once a certificate was refused: tests/cluster/test_tls.py",
+    "kvferry_certificate_expiry_timestamp_seconds": "with certificates: tests/cluster/test_tls.py",
+    "kvferry_certificate_stale": "with certificates: tests/cluster/test_tls.py",
+    "kvferry_discovery_addresses": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
+    "kvferry_discovery_age_seconds": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
+    "kvferry_discovery_failures": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
+    "kvferry_discovery_refused_entries": "once an entry could not be used: tests/registry/test_discovery.py",
+    "kvferry_dropped_messages": "on prefill nodes once a message was dropped: tests/unit/test_metrics.py",
+}
+"""Metrics that need not be there on every node that serves them, and why."""
+
+SPECS: Final = tuple({spec.name: spec for spec in (*RANK_METRICS, *NODE_METRICS)}.values())
+RANKS_OWN: Final = {spec.name for spec in RANK_METRICS}
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory, start: Start) -> Iterator[LocalCluster]:
+    storage = {"storage.directory": tmp_path_factory.mktemp("store")}
+    with start(spec(model, EARLY | storage, prefill=storage)) as cluster:
+        yield cluster
+
+
+async def samples(node: ClusterNode) -> dict[str, list[tuple[str, dict[str, str], float]]]:
+    """Samples of each metric of a node's page."""
+    code, text = await node.http("/metrics")
+    assert code == 200
+    return {
+        family.name: [(sample.name, sample.labels, sample.value) for sample in family.samples]
+        for family in text_string_to_metric_families(text)
+    }
+
+
+async def traffic(cluster: LocalCluster) -> None:
+    """Requests that are served, kept, found again, aborted by an operator, and given up by their client."""
+    async with Caller(cluster.decode.address) as caller:
+        for new in (40, 8):  # the second finds the first one's prompt
+            assert (await caller.ask(prompt(90), new)).code is grpc.StatusCode.OK
+        answer, growing = caller.begin(prompt(70, 1), 150)
+        await until(lambda: bool(answer.tokens), "the first token")
+        await caller.stub.Abort(pb.AbortRequest(request_id=answer.request_id))
+        assert (await growing).code is grpc.StatusCode.ABORTED
+        answer, growing = caller.begin(prompt(70, 2), 150)
+        await until(lambda: bool(answer.tokens), "the first token")
+        growing.cancel()
+        await asyncio.gather(growing, return_exceptions=True)
+
+
+async def test_everything_declared_is_served_and_nothing_else(cluster: LocalCluster) -> None:
+    await traffic(cluster)
+
+    async def is_counted() -> bool:
+        page = await samples(cluster.decode)
+        reasons = {labels["reason"]: value for name, labels, value in page["kvferry_aborts"] if name.endswith("_total")}
+        return reasons["operator"] == reasons["caller"] == 1
+
+    await until(is_counted, "both ends are counted")
+    await until(lambda: is_shown(cluster), "ranks have reported")
+    pages = {node.role: await samples(node) for node in cluster.nodes}
+    for spec_ in SPECS:
+        served = {role for role, page in pages.items() if page.get(spec_.name)}
+        if spec_.name in LATER:
+            assert served <= set(spec_.roles), spec_.name
+        else:
+            assert served == set(spec_.roles), f"{spec_.name} is served by {served}, declared for {spec_.roles}"
+        for role in served:
+            check(spec_, role, pages[role][spec_.name])
+    declared = {spec_.name for spec_ in SPECS}
+    assert all(page.keys() <= declared for page in pages.values())
+
+
+async def is_shown(cluster: LocalCluster) -> bool:
+    """The last request's part of what ranks say: they report once a second."""
+    page = await samples(cluster.prefill)
+    return any(name.endswith("_total") and value > 0 for name, _, value in page.get("kvferry_link_written_bytes", ()))
+
+
+def check(spec_: MetricSpec, role: str, found: list[tuple[str, dict[str, str], Any]]) -> None:
+    for name, labels, _ in found:
+        assert labels.pop("role") == role
+        keys = set(labels) - {"le", "rank"}
+        assert keys == set(spec_.labels), f"{name} has {keys}"
+        assert "rank" in labels or spec_.name not in RANKS_OWN or spec_ in NODE_METRICS, name
+        for label, values in zip(spec_.labels, spec_.values, strict=True):
+            assert isinstance(values, str) or labels[label] in values, f"{name}: {label} is {labels[label]}"
+
+
+async def test_what_happened_is_what_is_shown(cluster: LocalCluster) -> None:
+    """Not declared and never moved: every count of an ordinary transfer is above zero, and they agree with each other."""
+    await until_idle(*cluster.nodes)
+    await asyncio.sleep(2 * SIGN_OF_LIFE_S)  # ranks have told of the end since then
+    prefill, decode = await samples(cluster.prefill), await samples(cluster.decode)
+
+    def total(page: dict[str, Any], name: str, suffix: str = "_total", **where: str) -> float:
+        found = [
+            value
+            for sample, labels, value in page[f"kvferry_{name}"]
+            if sample == f"kvferry_{name}{suffix}" and where.items() <= labels.items()
+        ]
+        assert found, (name, suffix, where)
+        return float(sum(found))
+
+    written = total(prefill, "link_written_bytes")
+    assert written == total(prefill, "transferred_bytes") > 0
+    assert total(prefill, "link_busy_seconds") > 0 and total(prefill, "link_probe_seconds") > 0
+    for stage in ("credit_wait", "gather", "write", "ack", "exposed", "total"):
+        assert total(prefill, "stage_seconds", "_count", stage=stage) > 0, stage
+    assert total(prefill, "overlap_ratio", "_count") == total(prefill, "stage_seconds", "_count", stage="total")
+    assert total(decode, "stage_seconds", "_count", stage="scatter") > 0
+    for page in (prefill, decode):
+        assert total(page, "step_seconds", "_count") > 0 and total(page, "prompt_tokens") >= 90
+    assert total(decode, "generated_tokens") >= 48
+    assert total(decode, "ring_watermark_position_bytes", "") >= written - 4096
+    assert total(decode, "ring_watermark_lag_bytes", "") == total(decode, "ring_watermark_stalled_seconds", "") == 0
+    assert total(decode, "links_fallen_back", "") == 0

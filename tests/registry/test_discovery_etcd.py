@@ -1,0 +1,313 @@
+"""Prefill nodes in a real etcd: registered, seen, gone with their lease; etcd restarted, away, or with authentication and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.authority import Authority
+from tests.registry.etcd_server import EtcdServer, etcd_server
+from tests.runtime.instances import until
+from transfer.config import DiscoveryConfig
+from transfer.errors import TransportError
+from transfer.registry.discovery import Discovery
+from transfer.registry.discovery.etcd import EtcdMembers, EtcdNodes
+from transfer.registry.discovery.etcd_client import Change, EtcdClient
+from transfer.registry.discovery.registration import Registration
+from transfer.registry.security import PlainText
+
+LEASE_S = 2  # the least that etcd grants with the election time-out of these servers
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """One that most tests use, each under a prefix of its own."""
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as server:
+        asyncio.run(server.start())
+        yield server
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    return f"tests/{request.node.name}/"
+
+
+def settings(*servers: EtcdServer, prefix: str, **others: Any) -> DiscoveryConfig:
+    return DiscoveryConfig(
+        kind="etcd",
+        etcd_endpoints=tuple(server.endpoint for server in servers),
+        etcd_prefix=prefix,
+        lease_s=others.pop("lease_s", LEASE_S),
+        **others,
+    )
+
+
+@asynccontextmanager
+async def found(config: DiscoveryConfig) -> AsyncIterator[Discovery]:
+    discovery = Discovery(EtcdNodes(config, EtcdMembers(config)), security=PlainText())
+    discovery.start()
+    try:
+        yield discovery
+    finally:
+        await discovery.close()
+
+
+@asynccontextmanager
+async def registered(config: DiscoveryConfig, *addresses: str) -> AsyncIterator[list[Registration]]:
+    nodes = [Registration(config, EtcdMembers(config)) for _ in addresses]
+    for node, address in zip(nodes, addresses, strict=True):
+        node.start(address)
+        node.want(True)
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            await node.close()
+
+
+async def test_nodes_are_seen_as_they_come_and_go(shared: EtcdServer, prefix: str) -> None:
+    config = settings(shared, prefix=prefix)
+    async with found(config) as discovery:
+        await until(lambda: discovery.view.age_s is not None, within_s=5)
+        assert discovery.addresses == () and "no prefill node is named there" in str(discovery.view)
+        told: list[tuple[str, ...]] = []
+        discovery.listen(told.append)
+        async with registered(config, "127.0.0.1:7001", "127.0.0.1:7002") as (first, _):
+            await until(lambda: len(discovery.addresses) == 2, within_s=5)
+            assert discovery.addresses == ("127.0.0.1:7001", "127.0.0.1:7002") and not discovery.view.problem
+            assert first.view.addresses == ("127.0.0.1:7001",) and not first.view.problem
+            first.want(False)
+            await until(lambda: discovery.addresses == ("127.0.0.1:7002",), within_s=5)
+            first.want(True)
+            await until(lambda: len(discovery.addresses) == 2, within_s=5)
+            await asyncio.sleep(1.5 * LEASE_S)
+            assert len(discovery.addresses) == 2, "beats keep the leases"
+        await until(lambda: discovery.addresses == (), within_s=1)  # revoked, not run out
+        assert told[0] == told[-1] == ()
+
+
+async def test_a_node_that_is_killed_is_gone_with_its_lease(shared: EtcdServer, prefix: str) -> None:
+    config = settings(shared, prefix=prefix)
+    async with found(config) as discovery, registered(config, "127.0.0.1:7001", "127.0.0.1:7002") as (killed, _):
+        await until(lambda: len(discovery.addresses) == 2, within_s=5)
+        assert killed._keeping is not None
+        killed._keeping.cancel()  # as SIGKILL: nobody beats, nobody revokes
+        await asyncio.sleep(0)
+        await until(lambda: discovery.addresses == ("127.0.0.1:7002",), within_s=3 * LEASE_S)
+        killed._lease = None
+
+
+async def test_a_lease_that_was_lost_is_taken_anew(shared: EtcdServer, prefix: str) -> None:
+    config = settings(shared, prefix=prefix)
+    async with found(config) as discovery, registered(config, "127.0.0.1:7001") as (node,):
+        await until(lambda: discovery.addresses, within_s=5)
+        lease = node._lease
+        assert lease is not None
+        client = EtcdClient(shared.endpoint, config)
+        with capture_logs() as lines:
+            await client.revoke(lease, timeout_s=5)
+            await until(lambda: not discovery.addresses, within_s=5)
+            await until(lambda: discovery.addresses, within_s=2 * LEASE_S)
+        await client.close()
+        assert node._lease not in (None, lease)
+        assert [line["event"] for line in lines if line["event"].startswith(("registration", "registered"))] == [
+            "registration_lost",
+            "registered",
+        ]
+
+
+async def test_an_entry_that_somebody_deletes_is_put_again_with_its_lease(shared: EtcdServer, prefix: str) -> None:
+    config = settings(shared, prefix=prefix)
+    client = EtcdClient(shared.endpoint, config)
+    async with found(config) as discovery:
+        with capture_logs() as lines:
+            async with registered(config, "127.0.0.1:7001") as (node,):
+                await until(lambda: discovery.addresses, within_s=5)
+                lease = node._lease
+                other, _ = await client.grant(60)
+                await client.put(node._key, b"another one's", lease=other)
+                await client.revoke(other, timeout_s=5)  # which takes the key along
+                await until(lambda: not discovery.addresses, within_s=5)
+                await until(lambda: discovery.addresses == ("127.0.0.1:7001",), within_s=2 * LEASE_S)
+                assert node._lease == lease and node.view.addresses == ("127.0.0.1:7001",)
+            await until(lambda: not discovery.addresses, within_s=1)  # it went with the lease again
+    await client.close()
+    assert [line["event"] for line in lines if line["event"].startswith("regist")] == ["registered", "registration_was_deleted"]
+
+
+async def test_the_pause_before_a_node_registers_again_is_no_longer_than_from_beat_to_beat(tmp_path: Path, prefix: str) -> None:
+    with etcd_server(tmp_path) as away:
+        async with registered(settings(away, prefix=prefix), "127.0.0.1:7001") as (node,):
+            await until(lambda: node.view.failures >= 6, within_s=6)
+
+
+class NoWatch(EtcdClient):
+    """As through a proxy that cannot stream: reading works, and each watch ends, `is_begun`: after its first answer."""
+
+    is_begun = False
+    num_watches = 0
+
+    async def changes(self, prefix: str, *, after: int) -> AsyncGenerator[list[Change], None]:
+        NoWatch.num_watches += 1
+        if self.is_begun:
+            yield []
+        raise TransportError("the watch has ended")
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("num_members", [1, 2])
+async def test_a_watch_that_fails_at_once_is_tried_again_with_pauses_and_told(
+    shared: EtcdServer, prefix: str, num_members: int, is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NoWatch, "num_watches", 0)
+    monkeypatch.setattr(NoWatch, "is_begun", is_begun)
+    endpoints = (shared.endpoint, shared.endpoint.replace("127.0.0.1", "localhost"))
+    config = settings(shared, prefix=prefix).model_copy(update={"etcd_endpoints": endpoints[:num_members]})
+    client = EtcdClient(shared.endpoint, config)
+    lease, _ = await client.grant(60)
+    await client.put(f"{prefix}a", b'{"address": "127.0.0.1:7001"}', lease=lease)
+    discovery = Discovery(EtcdNodes(config, EtcdMembers(config, NoWatch)), security=PlainText())
+    discovery.start()
+    try:
+        await asyncio.sleep(1.2)  # pauses of 0.5 s and 1 s
+        assert 1 <= NoWatch.num_watches <= 3 * num_members
+        assert discovery.view.failures >= 1 and discovery.view.problem == "the watch has ended"
+        assert discovery.addresses == ("127.0.0.1:7001",), "what can be read is used"
+    finally:
+        await discovery.close()
+        await client.revoke(lease, timeout_s=5)
+        await client.close()
+
+
+async def test_what_is_no_entry_is_refused_counted_and_named_once(shared: EtcdServer, prefix: str) -> None:
+    config = settings(shared, prefix=prefix)
+    client = EtcdClient(shared.endpoint, config)
+    lease, _ = await client.grant(60)
+    with capture_logs() as lines:
+        async with found(config) as discovery:
+            for key, value in (
+                ("a", b'{"address": "127.0.0.1:7001"}'),
+                ("b", b"\xff\x00 not JSON"),
+                ("c", b'{"address": "no port"}'),
+                ("d", b'{"address": "10.1.2.3:7001"}'),
+                ("e", b'{"address": "127.0.0.1:7001", "version": "9"}'),
+                ("f", b"[" * 1000),
+                ("g", b'{"address": 7}'),
+            ):
+                await client.put(prefix + key, value, lease=lease)
+            await until(lambda: discovery.view.refused["malformed"] == 4, within_s=5)
+            assert discovery.addresses == ("127.0.0.1:7001",)
+            assert discovery.view.refused == {"malformed": 4, "too_many": 0, "plain_text": 1}
+            await client.put(prefix + "h", b'{"address": "127.0.0.1:7002"}', lease=lease)
+            await until(lambda: len(discovery.addresses) == 2, within_s=5)
+            assert discovery.view.refused["malformed"] == 4, "each once"
+    await client.revoke(lease, timeout_s=5)
+    await client.close()
+    said = [line["reason"] for line in lines if line["event"] == "discovered_entry_refused"]
+    assert len(said) == 5 and any(f"{prefix}b = " in reason for reason in said)
+    assert any("10.1.2.3:7001, which is no loopback address" in reason for reason in said)
+
+
+async def test_etcd_away_at_the_start_and_later_and_restarted(tmp_path: Path, prefix: str) -> None:
+    with etcd_server(tmp_path) as server, capture_logs() as lines:
+        config = settings(server, prefix=prefix, lease_s=9)  # as long as etcd is away, and a pause until the next try
+        async with found(config) as discovery, registered(config, "127.0.0.1:7001", "127.0.0.1:7002") as nodes:
+            await until(lambda: discovery.view.problem and nodes[0].view.problem, within_s=10)
+            assert f"etcd {server.endpoint}" in str(discovery.view) and discovery.view.age_s is None
+            await server.start()
+            await until(lambda: len(discovery.addresses) == 2, within_s=15)
+            assert not discovery.view.problem and discovery.view.failures >= 1
+            leases = [node._lease for node in nodes]
+
+            server.kill()
+            await until(lambda: discovery.view.problem and nodes[0].view.problem, within_s=10)
+            assert len(discovery.addresses) == 2, "what it had stays"
+            assert (discovery.view.age_s or 0) > 0
+            await server.start()
+            await until(lambda: not discovery.view.problem and not nodes[0].view.problem, within_s=15)
+            assert len(discovery.addresses) == 2 and [node._lease for node in nodes] == leases, "the same leases go on"
+
+            server.kill(forgets=True)
+            await server.start()
+            await until(lambda: [node._lease for node in nodes] != leases and None not in [node._lease for node in nodes], 15)
+            await until(lambda: len(discovery.addresses) == 2 and not discovery.view.problem, within_s=15)
+    events = [line["event"] for line in lines]
+    assert events.count("discovery_failed") == events.count("discovery_works_again") <= 3, "once for each time that it is away"
+
+
+async def test_the_next_member_is_asked_when_one_is_away(shared: EtcdServer, tmp_path: Path, prefix: str) -> None:
+    with etcd_server(tmp_path) as away, capture_logs() as lines:
+        config = settings(away, shared, prefix=prefix)
+        async with found(config) as discovery, registered(config, "127.0.0.1:7001"):
+            await until(lambda: discovery.addresses, within_s=10)
+            assert not discovery.view.problem and not discovery.view.failures
+    assert not [line for line in lines if "failed" in line["event"]]
+
+
+async def test_authentication_and_tls(tmp_path: Path, prefix: str) -> None:
+    authority = Authority()
+    files = authority.files(tmp_path / "etcd", "127.0.0.1")
+    password = tmp_path / "password"
+    password.write_text("right\n")
+    flags = ("--cert-file", str(files.cert), "--key-file", str(files.key))
+    with etcd_server(tmp_path / "server", scheme="https", flags=flags) as server:
+        await server.start()
+        for command in ("user add root:root", "user add kvferry:right", "role add nodes",
+                        f"role grant-permission nodes readwrite {prefix} --prefix", "user grant-role kvferry nodes",
+                        "auth enable"):  # fmt: skip
+            etcdctl(server, files.ca, *command.split())
+        tls = {"etcd_ca_file": files.ca}
+        async with found(settings(server, prefix=prefix)) as stranger:  # does not know the authority
+            await until(lambda: stranger.view.problem, within_s=10)
+            assert "UNAVAILABLE" in stranger.view.problem
+        async with found(settings(server, prefix=prefix, **tls)) as nobody:
+            await until(lambda: nobody.view.problem, within_s=10)
+            assert "user name is empty" in nobody.view.problem
+        config = settings(server, prefix=prefix, etcd_user="kvferry", etcd_password_file=password, **tls)
+        password.write_text("wrong\n")
+        async with found(config) as refused, registered(config, "127.0.0.1:7001") as (node,):
+            await until(lambda: refused.view.problem and node.view.problem, within_s=10)
+            assert "invalid user ID or password" in refused.view.problem
+            password.write_text("right\n")
+            await until(lambda: refused.addresses == ("127.0.0.1:7001",), within_s=15)
+        elsewhere = settings(server, prefix="others/", etcd_user="kvferry", etcd_password_file=password, **tls)
+        async with found(elsewhere) as forbidden, registered(elsewhere, "127.0.0.1:7001") as (node,):
+            await until(lambda: forbidden.view.problem and node.view.problem, within_s=10)
+            assert "permission denied" in forbidden.view.problem and "permission denied" in node.view.problem
+
+
+def etcdctl(server: EtcdServer, ca: Path, *arguments: str) -> None:
+    """Steer the server as its operator does."""
+    tool = shutil.which("etcdctl")
+    if tool is None:
+        pytest.skip("no etcdctl on the PATH; Debian and Ubuntu have it in the package etcd-client")
+    subprocess.run(
+        [tool, "--endpoints", server.endpoint, "--cacert", str(ca), *arguments],
+        env={"ETCDCTL_API": "3", "PATH": "/usr/bin:/bin"},
+        check=True,
+        capture_output=True,
+        timeout=30,
+    )
+
+
+@pytest.mark.slow
+async def test_an_etcd_that_is_frozen_is_noticed(tmp_path: Path, prefix: str) -> None:
+    with etcd_server(tmp_path) as server:
+        await server.start()
+        config = settings(server, prefix=prefix, interval_s=0.5)
+        async with found(config) as discovery, registered(config, "127.0.0.1:7001"):
+            await until(lambda: discovery.addresses, within_s=10)
+            server.signal(signal.SIGSTOP)
+            await until(lambda: discovery.view.problem, within_s=40)
+            assert discovery.addresses
+            server.signal(signal.SIGCONT)
+            await until(lambda: not discovery.view.problem and discovery.addresses, within_s=40)

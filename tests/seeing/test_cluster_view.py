@@ -1,0 +1,219 @@
+"""What `kvferry top` makes of what nodes say: links, requests, alerts, bars, tables. No node runs here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from kvferry.cluster_view import SLOW_LOOKS, STALLED_S, Alerts, ClusterView, Seen, view_of
+from kvferry.text_bars import bar, ring_bar
+from kvferry.top_view import age, picture, view_to_json
+from transfer.pb import kvferry_pb2 as pb
+
+P, D = 0x11, 0x22
+
+
+def prefill(
+    *, written: int = 0, busy_s: float = 0.0, probe_s: float = 0.0, life: int = P, requests: tuple[pb.RequestStatus, ...] = ()
+) -> Seen:
+    use = pb.LinkUse(peer_incarnation=D, decode_rank=0, written_bytes=written, busy_s=busy_s, probe_s=probe_s)
+    status = pb.NodeStatus(
+        role="prefill",
+        state="ready",
+        ready=True,
+        instance=pb.InstanceInfo(incarnation=life),
+        ranks=[pb.RankStatus(rank=0, link_uses=[use])],
+        peers=[pb.PeerStatus(address="d:1", incarnation=D, state="joined")],
+        links=[pb.LinkStatus(prefill_rank=0, decode_rank=0, lane="ucx/shm", bandwidth_bytes_per_s=4e9, peer_incarnation=D)],
+    )
+    return Seen(address="p:1", status=status, requests=requests)
+
+
+def decode(*, at_s: float = 0.0, requests: tuple[pb.RequestStatus, ...] = (), **ring: int) -> Seen:
+    status = pb.NodeStatus(
+        role="decode",
+        state="ready",
+        ready=True,
+        version="0.2.0",
+        instance=pb.InstanceInfo(incarnation=D),
+        ranks=[pb.RankStatus(rank=0, ring_capacity=1000, pool_pages=100, **ring)],
+        peers=[pb.PeerStatus(address="p:1", incarnation=P, state="joined", breaker="closed")],
+        links=[pb.LinkStatus(prefill_rank=0, decode_rank=0, lane="ucx/shm", bandwidth_bytes_per_s=4e9, peer_incarnation=P)],
+    )
+    return Seen(address="d:1", status=status, requests=requests, at_s=at_s)
+
+
+def test_a_link_that_both_ends_name_is_one_link() -> None:
+    (link,) = view_of([prefill(), decode()]).links
+    assert (link.prefill, link.decode, link.now_bytes_per_s, link.share) == ("p:1", "d:1", None, None)
+
+
+def test_what_a_link_moves_now_is_bytes_by_the_seconds_in_which_it_was_busy() -> None:
+    before = {"p:1": prefill(written=10**9, busy_s=1.0, probe_s=0.25)}
+    (link,) = view_of([prefill(written=2 * 10**9, busy_s=1.5, probe_s=0.5), decode()], before).links
+    assert link.now_bytes_per_s == 2e9 and link.share == 0.5
+    (link,) = view_of([prefill(written=10**9, busy_s=1.0), decode()], before).links
+    assert link.now_bytes_per_s == 0.0 and link.share is None, "idle"
+    (link,) = view_of([replace(prefill(written=5), address="p:1"), decode()], {"p:1": prefill(life=0x99)}).links
+    assert link.now_bytes_per_s is None, "another life of the node counts from 0"
+
+
+def test_links_to_nodes_that_are_not_seen_have_the_name_that_the_other_end_knows() -> None:
+    (link,) = view_of([prefill()]).links
+    assert (link.prefill, link.decode) == ("p:1", "d:1")
+    stranger = prefill()
+    assert stranger.status is not None
+    del stranger.status.peers[:]
+    (link,) = view_of([stranger]).links
+    assert link.decode == "?"
+
+
+def request(stage: str, **fields: int | str) -> pb.RequestStatus:
+    return pb.RequestStatus(request_id="r", transfer_id="r.0", stage=stage, prompt_tokens=900, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("at_decode", "at_prefill", "stage", "computed", "moved", "generated"),
+    [
+        (request("queued", max_new_tokens=64), None, "queued", (0, 900), (0, 1), (0, 64)),
+        (request("queued", max_new_tokens=64), request("queued"), "queued", (0, 900), (0, 1), (0, 64)),
+        (request("queued", max_new_tokens=64), request("computing", ready_tokens=300), "computing", (300, 900), (0, 1), (0, 64)),
+        (request("receiving", max_new_tokens=64), request("sending", ready_tokens=900), "receiving", (900, 900), (0, 1), (0, 64)),
+        (request("generating", max_new_tokens=64, generated_tokens=8), None, "generating", (900, 900), (1, 1), (8, 64)),
+        (None, request("computing", ready_tokens=450), "computing", (450, 900), (0, 1), (0, 0)),
+    ],
+)
+def test_a_request_is_shown_once_as_far_as_both_nodes_know_it(
+    at_decode: pb.RequestStatus | None,
+    at_prefill: pb.RequestStatus | None,
+    stage: str,
+    computed: tuple[int, int],
+    moved: tuple[int, int],
+    generated: tuple[int, int],
+) -> None:
+    nodes = [prefill(requests=(at_prefill,) if at_prefill else ()), decode(requests=(at_decode,) if at_decode else ())]
+    (found,) = view_of(nodes).requests
+    assert (found.stage, found.computed, found.moved, found.generated) == (stage, computed, moved, generated)
+
+
+def begun(alerts: Alerts, *nodes: Seen, before: dict[str, Seen] | None = None) -> list[str]:
+    return [alert.what for alert in alerts.update(view_of(nodes, before))[0]]
+
+
+def test_alerts_begin_once_and_end() -> None:
+    alerts = Alerts()
+    assert begun(alerts, prefill(), decode()) == []
+    gone = Seen(address="p:1", error="p:1: connection refused")
+    assert begun(alerts, gone, decode()) == ["unreachable p:1"]
+    assert begun(alerts, gone, decode()) == []
+    new, ended = alerts.update(view_of([prefill(), decode()]))
+    assert new == [] and [alert.what for alert in ended] == ["unreachable p:1"]
+
+
+def test_what_is_wrong_with_a_node_is_an_alert() -> None:
+    node = decode(ring_quarantined_bytes=10)
+    assert node.status is not None
+    node.status.ready, node.status.not_ready_reason = False, "no prefill node is joined"
+    node.status.peers[0].state, node.status.peers[0].breaker = "lost", "open"
+    found = begun(Alerts(), node)
+    assert found == ["state d:1", "peer d:1 p:1", "breaker d:1 p:1", "quarantine d:1 #0"]
+
+
+def test_a_watermark_that_stands_while_grants_are_live_is_an_alert_and_one_that_moves_is_none() -> None:
+    alerts = Alerts()
+    assert begun(alerts, decode(at_s=0.0, ring_live_grants=2, watermark_position=500)) == []
+    assert begun(alerts, decode(at_s=STALLED_S - 0.1, ring_live_grants=2, watermark_position=500)) == []
+    assert begun(alerts, decode(at_s=STALLED_S, ring_live_grants=2, watermark_position=500)) == ["stalled d:1 #0"]
+    assert begun(alerts, decode(at_s=STALLED_S + 1, ring_live_grants=2, watermark_position=501)) == [] and not alerts.now
+    assert begun(alerts, decode(at_s=100.0, watermark_position=501)) == [], "an empty ring may stand"
+    assert begun(alerts, decode(at_s=101.0, ring_live_grants=1, watermark_position=501)) == [], "and begins anew"
+
+
+def test_a_link_far_below_its_probe_is_an_alert_once_it_has_been_for_several_looks() -> None:
+    before = {"p:1": prefill()}
+    slow, quick = (prefill(written=10**9, busy_s=1.0, probe_s=share) for share in (0.25, 0.75))
+    alerts = Alerts()
+    found = [begun(alerts, one, decode(), before=before) for one in (slow, slow, quick, slow, slow, slow)]
+    assert found == [[], [], [], [], [], ["slow p:1 #0 -> d:1 #0"]] and SLOW_LOOKS == 3
+    assert begun(alerts, quick, decode(), before=before) == [] and not alerts.now
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "cells"),
+    [(0, 100, "░░░░░░░░░░"), (50, 100, "█████░░░░░"), (1, 1000, "█░░░░░░░░░"), (200, 100, "██████████"), (5, 0, "░░░░░░░░░░")],
+)
+def test_a_bar_is_as_long_as_its_share(part: int, whole: int, cells: str) -> None:
+    assert bar(part, whole, width=10).plain == cells
+
+
+@pytest.mark.parametrize(
+    ("live", "watermark", "cells"),
+    [
+        (0, 0, "┃░░░░░░░░░"),
+        (300, 2_500, "░░░░░┃██░░"),
+        (400, 1_800, "██░░░░░░┃█"),
+        (1_500, 300, "███┃██████"),
+        (1, 990, "░░░░░░░░░┃"),
+    ],
+)
+def test_live_bytes_of_a_ring_begin_at_the_watermark_and_go_around_its_end(live: int, watermark: int, cells: str) -> None:
+    assert ring_bar(live=live, capacity=1_000, watermark=watermark, width=10).plain == cells
+
+
+def test_ages_are_short() -> None:
+    assert [age(one) for one in (0.25, 99.9, 200, 7_000, 200_000)] == ["0.2 s", "99.9 s", "3 min", "1.9 h", "2.3 d"]
+
+
+def shown(view: ClusterView, alerts: Alerts) -> list[str]:
+    alerts.update(view)
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(picture(view, list(alerts.now.values())))
+    return [" ".join(line.split()) for line in capture.get().splitlines()]
+
+
+def test_the_picture_once() -> None:
+    at_decode = request("generating", generated_tokens=16, max_new_tokens=64, age_s=3)
+    gone = Seen(address="p:2", error="p:2: [b]connection refused[/b]")
+    before = {"p:1": prefill()}
+    nodes = [
+        prefill(written=10**9, busy_s=1.0, probe_s=0.25),
+        decode(requests=(at_decode,), ring_live_bytes=500, watermark_position=1_250),
+        gone,
+    ]
+    assert shown(view_of(nodes, before), Alerts()) == [
+        "kvferry: 1 prefill, 1 decode, 1 unreachable; 1 links; 1 requests in flight",
+        "nodes",
+        "tier node state queued running pool staging up version reason",
+        "prefill p:1 ready 0 0 ░░░░░░░░░░ 0 of 0 0.0 s",
+        "decode d:1 ready 0 0 ░░░░░░░░░░ 0 of 100 0.0 s 0.2.0",
+        "p:2 unreachable p:2: [b]connection refused[/b]",
+        "rings",
+        "ring from the watermark on live of watermark quarantine",
+        "d:1 #0 ░░░░░░┃███████████░░░░░░ 500 B 1,000 B 1,250",
+        "links",
+        "from prefill rank to decode rank lane latency probe now of probe",
+        "p:1 #0 d:1 #0 ucx/shm 0 us 4.00 GB/s ██░░░░░░░░ 1.00 GB/s 0.25",
+        "requests",
+        "request stage computed moved generated age prefill decode retries",
+        "r generating ██████████ 900/900 ██████████ 1/1 ██░░░░░░░░ 16/64 3.0 s d:1",
+        "alert: p:2: [b]connection refused[/b]",
+    ]
+
+
+def test_what_others_wrote_gives_a_terminal_no_orders() -> None:
+    gone = Seen(address="p:2", error="\x1b[2J\x1b]0;owned\x07 gone\nalert: all is well")
+    text = "\n".join(shown(view_of([gone]), Alerts()))
+    assert "\x1b" not in text and "\x07" not in text and "\ufffd[2J" in text
+    assert sum(line.startswith("alert:") for line in text.splitlines()) == 1
+
+
+def test_the_same_for_programs() -> None:
+    nodes = [prefill(), decode(requests=(request("queued"),)), Seen(address="p:2", error="refused")]
+    content = json.loads(json.dumps(view_to_json(view_of(nodes), []), allow_nan=False))
+    assert [(node["address"], node["error"]) for node in content["nodes"]] == [("p:1", ""), ("d:1", ""), ("p:2", "refused")]
+    assert content["nodes"][1]["requests"][0]["stage"] == "queued" and content["nodes"][2]["status"] is None
+    assert content["links"][0]["prefill"] == "p:1" and content["links"][0]["lane"] == "ucx/shm"

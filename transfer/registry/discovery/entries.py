@@ -1,0 +1,86 @@
+"""What of the names that a source has seen can be addresses of prefill nodes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from transfer.config.values import checked_host_port
+from transfer.errors import ConfigError
+
+MAX_FOUND: Final = 256
+"""Addresses of one look. Each is one more join that is kept up, or tried again for ever."""
+
+MAX_SHOWN_CHARS: Final = 100
+"""Of an entry that is refused: it is somebody else's text, and goes into the log."""
+
+_MAX_REFUSED: Final = 64  # that are kept and told; more are counted
+
+
+class RefusedFor(StrEnum):
+    """Why an entry is not used."""
+
+    MALFORMED = "malformed"
+    TOO_MANY = "too_many"
+    PLAIN_TEXT = "plain_text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """An entry that is not used; `reason` names it."""
+
+    entry: str
+    kind: RefusedFor
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorted:
+    """Entries of one look.
+
+    Args:
+        addresses: That can be used, each once, sorted.
+        refused: The others; of many malformed ones only some.
+    """
+
+    addresses: tuple[str, ...]
+    refused: tuple[Refused, ...]
+
+
+def sort_entries(entries: Iterable[object], check: Callable[[str], None], *, most: int = MAX_FOUND) -> Sorted:
+    """Tell addresses from what is none.
+
+    Which ones are used of too many does not depend on their order, so that every look, and every decode node, uses the same.
+
+    Args:
+        check: Raises ConfigError for an address that may not be spoken to.
+    """
+    good: set[str] = set()
+    refused: dict[str, Refused] = {}
+
+    def refuse(entry: str, kind: RefusedFor, reason: str) -> None:
+        if len(refused) < _MAX_REFUSED:
+            refused[entry] = Refused(entry=entry, kind=kind, reason=reason)
+
+    for entry in entries:
+        text = entry if isinstance(entry, str) else type(entry).__name__  # a few bytes of YAML can be gigabytes of text
+        shown = ascii(text[:MAX_SHOWN_CHARS])[1:-1]
+        try:
+            if not isinstance(entry, str) or not entry.isascii() or any(not "!" <= letter <= "~" for letter in entry):
+                raise ValueError("it must be host:port with a port from 1 to 65535, an IPv6 host in brackets")
+            good.add(checked_host_port(entry))
+        except ValueError as error:
+            refuse(shown, RefusedFor.MALFORMED, f"{shown}: {error}")
+    allowed = []
+    for address in sorted(good):
+        try:
+            check(address)
+        except ConfigError as error:
+            refuse(address, RefusedFor.PLAIN_TEXT, str(error))
+        else:
+            allowed.append(address)
+    for address in allowed[most:]:
+        refuse(address, RefusedFor.TOO_MANY, f"{address}: {len(allowed)} prefill nodes are named; there can be {most}")
+    return Sorted(addresses=tuple(allowed[:most]), refused=tuple(refused.values()))

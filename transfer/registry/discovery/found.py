@@ -1,0 +1,191 @@
+"""What the last good look has found, and who wants to know."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from transfer.registry.discovery.entries import RefusedFor, sort_entries
+from transfer.registry.discovery.source import Looks, Source
+from transfer.registry.security import Security
+
+AGAIN_S: Final = 5.0
+"""Pause after a bug has ended a source's looking."""
+
+_MAX_SHOWN: Final = 5  # addresses that wait, in one line of text
+
+Ask = Callable[[str], Awaitable[str]]
+"""Whether a node may be used: an empty text, or why not."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoveryView:
+    """What there is to say of discovery now.
+
+    Args:
+        where: Where it looks.
+        addresses: What it has found.
+        waiting: Addresses that are named, and why they are not used yet.
+        problem: Why the last look failed; empty when it did not.
+        age_s: Seconds since what it has found was last known to hold; None while it has found nothing yet.
+        failures: Looks that failed.
+        refused: Entries that could not be used, by why, each counted once for as long as it is there.
+    """
+
+    where: str
+    addresses: tuple[str, ...]
+    waiting: dict[str, str]
+    problem: str
+    age_s: float | None
+    failures: int
+    refused: dict[str, int]
+
+    def __str__(self) -> str:
+        """One line on what is missing."""
+        parts = [f"{address} is not used yet: {reason}" for address, reason in list(self.waiting.items())[:_MAX_SHOWN]]
+        if len(self.waiting) > _MAX_SHOWN:
+            parts.append(f"and {len(self.waiting) - _MAX_SHOWN} more are not used yet")
+        if self.problem:
+            parts.insert(0, f"looking failed: {self.problem}")
+        elif self.age_s is None:
+            parts.insert(0, "nothing was heard from there yet")
+        elif not self.addresses and not self.waiting:
+            parts.insert(0, "no prefill node is named there")
+        return f"{self.where}: {'; '.join(parts)}" if parts else self.where
+
+
+class Discovery:
+    """Follows a source, keeps what the last good look has found, and tells whoever listens. Owned by one loop.
+
+    Args:
+        source: Where to look.
+        security: How the nodes will be spoken to; an address that may not be is refused.
+        ask: Asked about each address before it is used for the first time since it has come.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self, source: Source, *, security: Security, ask: Ask | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source = source
+        self._security = security
+        self._ask = ask
+        self._clock = clock
+        self._addresses: tuple[str, ...] = ()
+        self._waiting: dict[str, str] = {}
+        self._problem = ""
+        self._seen_s: float | None = None
+        self._is_fixed = False
+        self._failures = 0
+        self._refused_now: frozenset[str] = frozenset()
+        self._refused: Counter[str] = Counter()
+        self._listeners: list[Callable[[tuple[str, ...]], None]] = []
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all prefill nodes that are known now, sorted."""
+        return self._addresses
+
+    @property
+    def view(self) -> DiscoveryView:
+        now_s = self._clock()
+        if self._is_fixed:
+            self._seen_s = now_s
+        return DiscoveryView(
+            where=self._source.where,
+            addresses=self._addresses,
+            waiting=dict(self._waiting),
+            problem=self._problem,
+            age_s=None if self._seen_s is None else now_s - self._seen_s,
+            failures=self._failures,
+            refused={kind.value: self._refused[kind] for kind in RefusedFor},
+        )
+
+    def start(self) -> None:
+        self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    def listen(self, listener: Callable[[tuple[str, ...]], None]) -> None:
+        """Have a listener told of what there is: now, and whenever it changes."""
+        self._listeners.append(listener)
+        listener(self._addresses)
+
+    def unlisten(self, listener: Callable[[tuple[str, ...]], None]) -> None:
+        """Tell it no more; nothing happens where it was never told."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    async def _follow(self) -> None:
+        looks = Looks(saw=self._saw, failed=self._fail, same=self._see)
+        while True:
+            try:
+                await self._source.follow(looks)
+                self._is_fixed = True
+                return
+            except Exception as error:
+                log.critical(
+                    "discovery_broke", where=self._source.where, error=f"{type(error).__name__}: {error}", exc_info=error
+                )
+                self._fail(f"unexpected {type(error).__name__}; see the log of this node")
+            await asyncio.sleep(AGAIN_S)
+
+    async def _saw(self, entries: Sequence[object]) -> None:
+        self._see()
+        found = sort_entries(entries, lambda address: self._security.check("prefill node", address))
+        for refused in found.refused:
+            if refused.entry not in self._refused_now:
+                self._refused[refused.kind] += 1
+                log.warning("discovered_entry_refused", where=self._source.where, kind=refused.kind.value, reason=refused.reason)
+        self._refused_now = frozenset(refused.entry for refused in found.refused)
+        self._tell(tuple(address for address in found.addresses if address in self._addresses))  # what has gone waits for nobody
+        waiting = await self._ask_new(found.addresses)
+        for address, reason in waiting.items():
+            if address not in self._waiting:
+                log.info("discovered_node_not_used_yet", address=address, reason=reason)
+        self._waiting = waiting
+        self._tell(tuple(address for address in found.addresses if address not in waiting))
+
+    async def _ask_new(self, addresses: tuple[str, ...]) -> dict[str, str]:
+        """Addresses that were not used before and may not be yet, and why."""
+        if self._ask is None:
+            return {}
+        new = [address for address in addresses if address not in self._addresses]
+        answers = await asyncio.gather(*map(self._ask, new))
+        return {address: reason for address, reason in zip(new, answers, strict=True) if reason}
+
+    def _tell(self, addresses: tuple[str, ...]) -> None:
+        if addresses == self._addresses:
+            return
+        before, self._addresses = set(self._addresses), addresses
+        for event, changed in (
+            ("prefill_nodes_named", sorted(set(addresses) - before)),
+            ("prefill_nodes_no_longer_named", sorted(before - set(addresses))),
+        ):
+            if changed:
+                log.info(event, where=self._source.where, addresses=changed)
+        for listener in list(self._listeners):
+            listener(addresses)
+
+    def _fail(self, reason: str) -> None:
+        self._failures += 1
+        if not self._problem:  # once: until it works again there is no other news
+            log.warning("discovery_failed", where=self._source.where, reason=reason, kept=len(self._addresses))
+        self._problem = reason
+
+    def _see(self) -> None:
+        if self._problem:
+            log.info("discovery_works_again", where=self._source.where)
+        self._problem, self._seen_s = "", self._clock()

@@ -1,0 +1,65 @@
+"""A node's settings in its other role, and what both roles must have in common.
+
+A change of role leaves the processes of a node, what they have loaded and where they listen as they are. So what these were
+started with must be the same in both roles; all else may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
+from transfer.errors import ConfigError
+from transfer.load_config import load_config
+
+KEPT: Final = (
+    "model", "engine", "device", "first_device", "dtype", "dummy_weights", "parallel", "server", "tls", "log", "restart",
+    "drain_timeout_s", "ready_file", "status_page",
+)  # fmt: skip
+"""Settings, and sections of them, that a change of role leaves as they are."""
+
+_OTHER: Final[Mapping[type[NodeConfig], type[NodeConfig]]] = {
+    PrefillNodeConfig: DecodeNodeConfig,
+    DecodeNodeConfig: PrefillNodeConfig,
+}
+
+
+def load_other_role(config: NodeConfig) -> NodeConfig | None:
+    """The node's settings in its other role; None where it has none.
+
+    They are those of the file `other_role`, and for what it does not name those of `config`, wherever these came from, as far as
+    both roles know them.
+
+    Raises:
+        ConfigError: A setting is wrong, or one differs that must not; one line for each.
+    """
+    file = config.other_role
+    if file is None:
+        return None
+    other_type = _OTHER[type(config)]
+    known = {path for path, _ in settings(other_type)} - {"other_role"}
+    given = config.model_dump(exclude_unset=True)
+    shared = {path: value for path, value in _values(given, "") if path in known}
+    try:
+        other = load_config(other_type, file=file, defaults={f"the settings of the {config.role} node": shared})
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"other_role is {file}: {line}" for line in str(error).splitlines())) from error
+    own = dict(_values(config.model_dump(), ""))
+    differing = [
+        f"other_role is {file}: {path} is {value}, and {own[path]} in the settings of the {config.role} node; a change of role "
+        "leaves it as it is: leave it out of that file"
+        for path, value in _values(other.model_dump(), "")
+        if path.partition(".")[0] in KEPT and value != own[path]
+    ]
+    if differing:
+        raise ConfigError("\n".join(differing))
+    return other
+
+
+def _values(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _values(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,201 @@
+"""Spans of a request: which there are, what carries them from process to process, and what whoever records one needs.
+
+A trace is handed on as W3C traceparent text: by a client in the metadata of Generate, by a decode leader in that of Prefill, by a
+leader to its ranks in the messages that begin a request. Ranks of the two tiers say nothing of it to each other. Where tracing is
+off there is no `Tracer`, and nothing of this costs more than a look at None; what records is in `node_runtime.tracing_client`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+TRACEPARENT: Final = "traceparent"
+"""The key among a call's metadata."""
+
+Value = str | int | float | bool
+
+_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_MAX_CHARS: Final = 128
+_SAMPLED: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanSpec:
+    """A kind of span.
+
+    Args:
+        name: As tracing systems show it.
+        recorded_by: Which process.
+        parent: The span that it lies in.
+        meaning: From when to when.
+        attributes: Besides `error` of one that failed.
+    """
+
+    name: str
+    recorded_by: str
+    parent: str
+    meaning: str
+    attributes: tuple[str, ...] = ()
+
+
+SPANS: Final = (
+    SpanSpec(
+        name="kvferry.generate",
+        recorded_by="decode leader",
+        parent="the client's, if it told one",
+        meaning="a request, from Generate to its last token",
+        attributes=(
+            "request_id",
+            "prompt_tokens",
+            "max_new_tokens",
+            "generated_tokens",
+            "cached_tokens",
+            "retries",
+            "finish_reason",
+        ),
+    ),
+    SpanSpec(
+        name="kvferry.queue",
+        recorded_by="both leaders",
+        parent="kvferry.generate, kvferry.prefill",
+        meaning="until the request has room on both tiers; each try by itself",
+    ),
+    SpanSpec(
+        name="kvferry.try",
+        recorded_by="decode leader",
+        parent="kvferry.generate",
+        meaning="one try on one prefill node, from its call to the call's end",
+        attributes=("transfer_id", "prefill_node"),
+    ),
+    SpanSpec(
+        name="kvferry.decode",
+        recorded_by="decode leader",
+        parent="kvferry.generate",
+        meaning="from the first token to the last",
+    ),
+    SpanSpec(
+        name="kvferry.prefill",
+        recorded_by="prefill leader",
+        parent="kvferry.try",
+        meaning="the call, as the prefill node sees it",
+        attributes=("transfer_id", "prompt_tokens"),
+    ),
+    SpanSpec(
+        name="kvferry.compute",
+        recorded_by="prefill leader",
+        parent="kvferry.prefill",
+        meaning="from the first step of the prompt to its first token",
+    ),
+    SpanSpec(
+        name="kvferry.send",
+        recorded_by="prefill ranks",
+        parent="kvferry.prefill",
+        meaning="from the request's begin on this rank until all of its part is released",
+        attributes=("bytes", "writes", "resends", "transfer_seconds", "exposed_seconds", "spans_left_out"),
+    ),
+    SpanSpec(
+        name="kvferry.grant_wait",
+        recorded_by="prefill ranks",
+        parent="kvferry.send",
+        meaning="a part of a chunk is computed, and waits for its grant's bytes, or for a staging slot",
+        attributes=("chunk", "route"),
+    ),
+    SpanSpec(
+        name="kvferry.gather",
+        recorded_by="prefill ranks",
+        parent="kvferry.send",
+        meaning="pages to staging memory; over cuda_ipc straight into the ring",
+        attributes=("chunk", "route", "bytes"),
+    ),
+    SpanSpec(
+        name="kvferry.write",
+        recorded_by="prefill ranks",
+        parent="kvferry.send",
+        meaning="staging memory to the ring",
+        attributes=("chunk", "route", "bytes"),
+    ),
+    SpanSpec(
+        name="kvferry.receive",
+        recorded_by="decode ranks",
+        parent="kvferry.try",
+        meaning="from the reservation until all of the KV is in the pool",
+        attributes=("prompt_tokens", "spans_left_out"),
+    ),
+    SpanSpec(
+        name="kvferry.scatter",
+        recorded_by="decode ranks",
+        parent="kvferry.receive",
+        meaning="the ring to pages, and the digest",
+        attributes=("chunk", "route", "bytes"),
+    ),
+)
+
+
+class Span(Protocol):
+    """Something that lasts, and is recorded when it ends. Owned by one thread."""
+
+    @property
+    def traceparent(self) -> str:
+        """For whoever records spans that lie in this one, in any process."""
+        ...
+
+    def begin(self, name: str, **attributes: Value) -> Span:
+        """A span in this one, from now on."""
+        ...
+
+    def record(self, name: str, *, begun_s: float, ended_s: float, **attributes: Value) -> None:
+        """A span in this one that is over; of many, those after the first so many are counted and left out.
+
+        Args:
+            begun_s, ended_s: Monotonic.
+        """
+        ...
+
+    def set(self, **attributes: Value) -> None: ...
+
+    def end(self, error: str = "") -> None:
+        """It ends now; with what went wrong, if something did. Not the first time: nothing."""
+        ...
+
+
+class Tracer(Protocol):
+    """Where spans begin. One for each process in which tracing is on."""
+
+    def begin(self, name: str, *, parent: str = "", attributes: Mapping[str, Value] | None = None) -> Span | None:
+        """A span from now on, in `parent`, or of a trace of its own. None: it is none of those that are sampled."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, for a second at most."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceContext:
+    """What a traceparent says."""
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+
+def parse_traceparent(text: str) -> TraceContext | None:
+    """What it says; None for what is none by the W3C recommendation (Trace Context, level 1): it is then as if not there."""
+    match = _TRACEPARENT.fullmatch(text) if len(text) <= _MAX_CHARS else None
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, more = match.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return TraceContext(trace_id=int(trace_id, 16), span_id=int(span_id, 16), is_sampled=bool(int(flags, 16) & _SAMPLED))
+
+
+def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The traceparent among a call's metadata; empty where there is none."""
+    for key, value in metadata or ():
+        if key == TRACEPARENT and isinstance(value, str):
+            return value
+    return ""
