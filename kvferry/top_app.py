@@ -123,7 +123,7 @@ class TopApp(App[None]):
         while True:
             if not self._is_paused:
                 view = await self._watch.look()
-                if not self._is_paused:
+                if not self._is_paused and self.is_running:  # an app that ends takes its widgets away before its workers
                     self._show(view)
             await asyncio.sleep(self._every_s)
 
@@ -224,9 +224,11 @@ class TopApp(App[None]):
     def _call(self, call: Callable[[], Awaitable[str]]) -> None:
         async def run() -> None:
             try:
-                self._say(await call())
+                text, style = await call(), ""
             except TransferError as error:
-                self._say(str(error), style="red")
+                text, style = str(error), "red"
+            if self.is_running:
+                self._say(text, style=style)
 
         self.run_worker(run(), name="call")
 
