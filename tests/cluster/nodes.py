@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
@@ -10,12 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import kvferry
 from kvferry import process_guard
 from kvferry.cluster_node import ClusterNode
-from kvferry.cluster_spec import Role
+from kvferry.cluster_spec import Role, child_environment
 from tests.cluster.calls import until
-from transfer.config import ENVIRONMENT_PREFIX
 
 START_S = 150.0
 
@@ -30,10 +27,7 @@ class Nodes:
         self._ports: list[socket.socket] = []
 
     def environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-        environment["PYTHONPATH"] = str(Path(kvferry.__file__).parents[1])
-        environment[process_guard.MARK] = self._token
-        return environment
+        return child_environment() | {process_guard.MARK: self._token}
 
     def hold_ports(self, number: int) -> list[int]:
         """Ports that nobody else gets while these nodes live, so that nodes can be told of each other before they start."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from embedded_engine import attention as attention_module
 from embedded_engine import device_decode, loading
 from embedded_engine import engine as engine_module
+from embedded_engine import graphs as graphs_module
 from embedded_engine.attention import Scores, attention
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
@@ -35,6 +36,7 @@ class FakeCuda:
         waits: Whether a step waits for the device.
         reserved_bytes: Of this process; a capture of n rows takes n.
         num_returned_bytes: What is given back while graphs are captured.
+        num_streams: That were made.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -42,6 +44,7 @@ class FakeCuda:
         self.waits = False
         self.reserved_bytes = 1000
         self.num_returned_bytes = 0
+        self.num_streams = 0
         self.is_strict = False
         self.capturing: FakeGraph | None = None
         self.error: Exception | None = None
@@ -49,7 +52,7 @@ class FakeCuda:
         fakes: dict[str, Any] = {
             "device": lambda device: nothing(),
             "stream": lambda stream: nothing(),
-            "Stream": lambda: FakeStream(),
+            "Stream": self.stream,
             "current_stream": lambda: FakeStream(),
             "graph_pool_handle": lambda: "pool",
             "synchronize": lambda: None,
@@ -62,6 +65,10 @@ class FakeCuda:
         }
         for name, fake in fakes.items():
             patch.setattr(torch.cuda, name, fake)
+
+    def stream(self, device: torch.device) -> FakeStream:
+        self.num_streams += 1
+        return FakeStream()
 
     def set_sync_debug_mode(self, mode: str) -> None:
         self.is_strict = mode == "error"
@@ -104,8 +111,10 @@ class FakeGraph:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    graphs_module._capture_stream.cache_clear()
+    yield FakeCuda(monkeypatch)
+    graphs_module._capture_stream.cache_clear()
 
 
 def captured(cuda: FakeCuda, *sizes: int) -> DecodeGraphs:
@@ -118,6 +127,13 @@ def test_every_size_is_warm_before_the_largest_is_captured_first(cuda: FakeCuda)
     assert cuda.events == warm + [event for size in (4, 2, 1) for event in (("load", size), ("capture", size))]
     assert graphs.batch_sizes == (1, 2, 4) and graphs.num_bytes == 4 + 2 + 1
     assert not cuda.is_strict
+
+
+def test_a_process_captures_on_one_stream_however_often_it_does(cuda: FakeCuda) -> None:
+    first = captured(cuda, 1, 2)
+    DecodeGraphs((1, 2), cuda.load, cuda.step, torch.device("cpu"), beside=first)
+    captured(cuda, 4)
+    assert cuda.num_streams == 1
 
 
 def test_what_graphs_took_is_never_negative(cuda: FakeCuda) -> None:
