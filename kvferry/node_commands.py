@@ -139,6 +139,8 @@ def switch_role(
         answer = await client.switch_role(role, budget_s=timeout)
         before = f"before: {answer.role_before}" if answer.role_before != answer.role else "as before"
         print(f"{target} is a {answer.role} node ({before}), incarnation {answer.incarnation:#018x}")
+        if (await client.status()).draining:
+            print(f"it was told to drain, and takes no requests: kvferry node undrain --target {target}")
         return exit_codes.OK
 
     _run("switch-role", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)

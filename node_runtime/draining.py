@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class DrainReason(StrEnum):
-    """Who wants it. Each withdraws what is its own: a change of role that fails leaves an operator's drain as it is."""
+    """Who wants it. Each withdraws what is its own: a change of role ends its own drain, and an operator's goes on after it."""
 
     OPERATOR = "operator"  # or the signal that ends the node
     SWITCH = "switch"  # a change of role

@@ -152,10 +152,12 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         return self._ranks
 
     def take_over(self, before: Leader[Any, Any]) -> None:
-        """The ports and the ranks of the node are this role's from now on, and nobody has asked it to drain."""
+        """The ports and the ranks of the node are this role's from now on, and so is an operator's drain: it is the node's."""
         self._server, self._services = before._server, before._services
         self._supervisor, self._looking = before._supervisor, before._looking
         before._server = before._services = before._supervisor = before._looking = None
+        if before._draining.is_for(DrainReason.OPERATOR):
+            self._draining.begin(DrainReason.OPERATOR)
         before._draining.end()
         assert self._services is not None, "a leader of one of two roles has these"
         self._services.leader = self

@@ -209,8 +209,10 @@ async def test_a_role_is_kept_where_requests_do_not_end_in_time(tiers: Tiers, re
     await until_idle(changing)
 
 
-async def test_a_node_ends_well_in_the_role_that_it_was_given(tiers: Tiers) -> None:
+async def test_a_drained_node_drains_in_its_other_role_too_and_ends_well_in_it(tiers: Tiers) -> None:
     changing = tiers.changing
+    async with node_control(changing) as stub:
+        assert not (await stub.Drain(pb.DrainRequest(), timeout=20)).remaining
     switched = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "kvferry", "node", "switch-role", "prefill", "--target", changing.address, "--insecure"],
@@ -218,7 +220,16 @@ async def test_a_node_ends_well_in_the_role_that_it_was_given(tiers: Tiers) -> N
     )  # fmt: skip
     assert switched.returncode == 0, switched.stderr
     life = f"{changing.incarnation:#018x}"
-    assert switched.stdout == f"{changing.address} is a prefill node (before: decode), incarnation {life}\n"
+    assert switched.stdout == (
+        f"{changing.address} is a prefill node (before: decode), incarnation {life}\n"
+        f"it was told to drain, and takes no requests: kvferry node undrain --target {changing.address}\n"
+    )
+    status = await status_of(changing)
+    assert status is not None and (status.role, status.state, status.ready) == ("prefill", "draining", False)
+    assert set((await health(changing)).values()) == {"NOT_SERVING"}
+    async with node_control(changing) as stub:
+        assert (await stub.Undrain(pb.UndrainRequest(), timeout=20)).was_draining
+    await until(lambda: tiers.is_joined(tiers.decode, changing.address), "the decode node has joined it")
     changing.terminate()
     await until(lambda: changing.exit_code is not None, "it has ended")
     assert changing.exit_code == 0

@@ -18,9 +18,10 @@ from node_runtime.daemon import Daemon, NodeState
 from node_runtime.draining import DrainReason
 from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.health import Readiness
-from node_runtime.leader_service import Leader
+from node_runtime.leader_service import ConfigT, Leader
 from node_runtime.rank_report import RankMemory
 from node_runtime.request_view import RequestView
+from node_runtime.role_service import RoleServices
 from node_runtime.supervisor import RankStartError
 from tests.authority import Authority
 from tests.runtime import rank_entries
@@ -79,7 +80,7 @@ def a_call(remaining_s: float | None = None) -> Any:
     return cast(Any, Context(remaining_s))
 
 
-def leader_of(daemon: SimpleNamespace, config: PrefillNodeConfig) -> Leader[PrefillNodeConfig, Life]:
+def leader_of(daemon: SimpleNamespace, config: ConfigT) -> Leader[ConfigT, Life]:
     return Leader(
         cast(Daemon, daemon),
         config,
@@ -370,6 +371,73 @@ async def test_what_an_operator_asks_for_while_ranks_change_is_kept_when_they_ca
     with pytest.raises(ConnectionAbortedError, match="INTERNAL: the node could not change its role"):
         await asked
     assert changing._draining.is_on is not is_undrained
+
+
+class Takeover(Switching):
+    """Has the leader of the other role take over, as a daemon does, and the first one again where the ranks cannot."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(decode_config(folder))
+        self.gate = asyncio.Event()
+        self.before, self.after = (
+            leader_of(cast(Any, self), prefill_config(folder)),
+            leader_of(cast(Any, self), decode_config(folder)),
+        )
+        self.before._services = RoleServices(self.before)
+        self.before._life = self.after._life = Life(requests=Requests(num_queued=0, num_running=1))
+
+    async def switch_role(self) -> None:
+        self.num_switches += 1
+        self.after.take_over(self.before)
+        await self.gate.wait()
+        if self.error is not None:
+            self.before.take_over(self.after)
+            raise self.error
+
+
+@pytest.mark.parametrize("when", ["before", "while it waits", "while ranks change"])
+@pytest.mark.parametrize("is_possible", [True, False])
+async def test_a_drain_of_an_operator_goes_on_whatever_the_node_is(tmp_path: Path, when: str, is_possible: bool) -> None:
+    daemon = Takeover(tmp_path)
+    services = daemon.before._services
+    assert services is not None and daemon.before._life is not None
+
+    async def drain() -> None:
+        """At whoever leads the node then."""
+        await cast(Any, services.leader).Drain(pb.DrainRequest(), a_call(remaining_s=0.15))
+
+    if when == "before":
+        await drain()
+    asked = asyncio.ensure_future(switch(daemon.before))
+    await until(lambda: daemon.before._draining.is_for(DrainReason.SWITCH))
+    if when == "while it waits":
+        await drain()
+    daemon.before._life.requests.num_running = 0
+    await until(lambda: daemon.num_switches)
+    if when == "while ranks change":
+        await drain()
+    daemon.error = None if is_possible else RankStartError("a bug", exit_code=4)
+    daemon.gate.set()
+    await asyncio.gather(asked, return_exceptions=True)
+    now, former = (daemon.after, daemon.before) if is_possible else (daemon.before, daemon.after)
+    assert services.leader is now
+    with pytest.raises(ConnectionAbortedError, match=f"UNAVAILABLE: the {now.config.role} node is draining"):
+        await now._life_or_end(a_call(), is_new_work=True)
+    assert not now._draining.is_for(DrainReason.SWITCH) and not former._draining.is_on
+    assert (await now.Undrain(pb.UndrainRequest(), a_call())).was_draining
+    assert await now._life_or_end(a_call(), is_new_work=True) is now._life
+
+
+async def test_an_undrain_while_ranks_change_is_of_the_node_too(tmp_path: Path) -> None:
+    daemon = Takeover(tmp_path)
+    assert daemon.before._life is not None
+    daemon.before._draining.begin()
+    daemon.before._life.requests.num_running = 0
+    asked = asyncio.ensure_future(switch(daemon.before))
+    await until(lambda: daemon.num_switches)
+    assert (await daemon.after.Undrain(pb.UndrainRequest(), a_call())).was_draining
+    daemon.gate.set()
+    assert (await asked).role == "decode" and not daemon.after._draining.is_on and not daemon.before._draining.is_on
 
 
 async def test_a_caller_that_goes_away_while_requests_are_in_flight_changes_nothing(

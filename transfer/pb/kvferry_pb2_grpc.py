@@ -105,7 +105,7 @@ class NodeControlServicer(object):
 
     def Drain(self, request, context):
         """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-        more. The node stays like this until Undrain, or until it is stopped.
+        more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,9 +133,9 @@ class NodeControlServicer(object):
     def SwitchRole(self, request, context):
         """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
         loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
-        drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
-        away before the requests in flight are over.
+        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
+        the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
+        that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
         INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
         stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:

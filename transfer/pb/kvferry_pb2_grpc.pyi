@@ -63,7 +63,7 @@ class NodeControlStub:
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
     """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-    more. The node stays like this until Undrain, or until it is stopped.
+    more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
     """
 
     Undrain: grpc.UnaryUnaryMultiCallable[
@@ -91,9 +91,9 @@ class NodeControlStub:
     ]
     """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
     loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
-    drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
-    away before the requests in flight are over.
+    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
+    the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
+    that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
     INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
     stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
@@ -133,7 +133,7 @@ class NodeControlAsyncStub:
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
     """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-    more. The node stays like this until Undrain, or until it is stopped.
+    more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
     """
 
     Undrain: grpc.aio.UnaryUnaryMultiCallable[
@@ -161,9 +161,9 @@ class NodeControlAsyncStub:
     ]
     """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
     loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
-    drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
-    away before the requests in flight are over.
+    deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
+    the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
+    that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
     INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
     stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
@@ -211,7 +211,7 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
         """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
-        more. The node stays like this until Undrain, or until it is stopped.
+        more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
         """
 
     @abc.abstractmethod
@@ -245,9 +245,9 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[transfer.pb.kvferry_pb2.SwitchRoleResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.SwitchRoleResponse]]:
         """Make a prefill node a decode node, or the other way about: the setting `other_role` says with which settings. Its processes, the
         loaded model and the group of its ranks stay; the ranks' incarnation is another one. The node drains first, for as long as the
-        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role, in which the node does not
-        drain. OK also when the node has that role already. A switch that fails leaves the node what it was; so does one whose caller goes
-        away before the requests in flight are over.
+        deadline of the call and drain_timeout_s allow; it answers when the ranks are there in their new role. That drain ends with
+        the switch; a Drain, asked for before it or meanwhile, goes on until Undrain. OK also when the node has that role already. A switch
+        that fails leaves the node what it was; so does one whose caller goes away before the requests in flight are over.
 
         INVALID_ARGUMENT: there is no such role. FAILED_PRECONDITION: the node has no other role, its engine cannot change, it is being
         stopped, or somebody has undone the drain. UNAVAILABLE: it has no ranks now, or another change is under way. DEADLINE_EXCEEDED:
