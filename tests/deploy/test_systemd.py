@@ -15,14 +15,16 @@ import yaml
 from typer.testing import CliRunner
 
 from decode_node.__main__ import app as decode_app
-from node_runtime import exit_codes
+from node_runtime import exit_codes, until_ready
 from node_runtime.supervisor import STOP_GRACE_S
 from prefill_node.__main__ import app as prefill_app
 from tests.authority import Authority, Files
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 ROLES = ("prefill", "decode")
 APPS = {"prefill": prefill_app, "decode": decode_app}
+CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
 MOST_EXPOSED = 25
 """Of 100, as `systemd-analyze security` counts; the rest is network, devices, and code that is compiled at run time."""
 
@@ -83,6 +85,22 @@ def test_a_unit_goes_by_what_the_exit_codes_and_the_settings_say(role: str) -> N
     assert user == [service["User"]] == [service["Group"]]
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_starting_a_unit_waits_for_its_node(role: str) -> None:
+    """By the node's ready file, which is set by the unit and where it may write; and a tier that is not there stops no node."""
+    service = unit(role)["Service"]
+    (ready_file,) = re.findall(r"^Environment=KVFERRY_READY_FILE=(.+)$", unit_text(role), re.M)
+    assert Path(ready_file).parent == Path("%t") / service["RuntimeDirectory"]
+    assert "KVFERRY_READY_FILE" in {f"KVFERRY_{path.upper()}" for path, _ in settings(CONFIGS[role])}
+    assert service["ExecStartPost"].startswith("-")  # whatever came of the wait, the node goes on
+    program, flag, module, *arguments, wait_s = shlex.split(service["ExecStartPost"].removeprefix("-"))
+    assert (program, flag, module) == ("/opt/kvferry/bin/python", "-m", until_ready.__spec__.name)
+    assert arguments == ["${KVFERRY_READY_FILE}", "${MAINPID}"]
+    minutes = int(service["TimeoutStartSec"].removesuffix("min"))
+    assert minutes * 60 > int(wait_s)  # else systemd would end the node
+    assert "ready_file" not in yaml.safe_load((SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8"))
+
+
 def test_the_units_are_alike_but_for_the_role() -> None:
     assert unit_text("decode") == unit_text("prefill").replace("prefill", "decode")
 
@@ -98,20 +116,18 @@ def test_a_node_starts_with_the_settings_of_the_example(
     for line in (SYSTEMD / "prefill-a.env").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             monkeypatch.setenv(*line.split("=", 1))
-    settings = (SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8")
-    assert f"To {arguments[-1]}, for kvferry-{role}@a." in settings
+    example = (SYSTEMD / f"{role}-a.yaml").read_text(encoding="utf-8")
+    assert f"To {arguments[-1]}, for kvferry-{role}@a." in example
     names = {"prefill": "prefill.kvferry.internal", "decode": "decode.kvferry.internal"}
     files = Files(folder=tmp_path / "tls")
     files.folder.mkdir()
     chain, key = authority.issue(names[role])
     files.put(cert=chain, key=key, ca=authority.pem)
     for kind, path in (("crt", files.cert), ("key", files.key)):
-        settings = settings.replace(f"/etc/kvferry/tls/{role}.{kind}", str(path))
-    here = settings.replace("/etc/kvferry/tls/ca.crt", str(files.ca)).replace("/srv/kvferry/model", str(model))
+        example = example.replace(f"/etc/kvferry/tls/{role}.{kind}", str(path))
+    here = example.replace("/etc/kvferry/tls/ca.crt", str(files.ca)).replace("/srv/kvferry/model", str(model))
     file = tmp_path / "settings.yaml"
     file.write_text(here, encoding="utf-8")
     result = CliRunner().invoke(APPS[role], [*arguments[:-1], str(file), "--check-config"])
     assert result.exit_code == exit_codes.OK, result.output
     assert f"{role}: the settings are right" in result.output and "never be ready" not in result.output
-    ready = yaml.safe_load(settings)["ready_file"]
-    assert ready.startswith(f"/run/{service['RuntimeDirectory'].replace('%i', 'a')}/")
