@@ -284,7 +284,9 @@ def bench_serve(
     choice: Annotated[str, typer.Option(help="round-robin or least-outstanding, among the targets.")] = "round-robin",
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token that count as good.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Mean seconds for each further token that count as good.")] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same arrivals, lengths and prompts.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same arrivals, lengths and prompts; without it another one each time.")
+    ] = None,
     max_lateness: Annotated[
         float, typer.Option(help="Seconds by which this command may be late (p99) before it calls its own figures wrong.")
     ] = 0.1,
@@ -303,7 +305,7 @@ def bench_serve(
     from kvferry.bench_serve.arrivals import ArrivalKind
     from kvferry.bench_serve.command import run_bench_serve
     from kvferry.bench_serve.generator import Choice
-    from kvferry.bench_serve.options import LoadOptions, named, parse_rates, shape_of
+    from kvferry.bench_serve.options import LoadOptions, fresh_seed, named, parse_rates, shape_of
     from kvferry.bench_serve.summary import Objectives
     from kvferry.client_settings import client_security
     from kvferry.signals import run_until_signalled
@@ -321,7 +323,7 @@ def bench_serve(
             timeout_s=timeout,
             choice=named(Choice, "--choice", choice),
             objectives=Objectives(ttft_s=slo_ttft, tpot_s=slo_tpot),
-            seed=seed,
+            seed=fresh_seed() if seed is None else seed,
             max_lateness_s=max_lateness,
             vocab_size=vocab_size,
             temperature=temperature,

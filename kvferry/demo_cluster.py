@@ -97,7 +97,8 @@ class ClusterSummary:
 
     @property
     def is_success(self) -> bool:
-        return not self.leftovers and all(one.failed == 0 and one.served for one in self.load.summaries)
+        served_all = all(one.served == one.requests > 0 and one.failed_warm_up == 0 for one in self.load.summaries)
+        return not self.leftovers and served_all
 
     def to_json(self) -> dict[str, Any]:
         return {

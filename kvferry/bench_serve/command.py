@@ -114,7 +114,7 @@ async def _run(
 
     def make(index: int, one: Planned) -> pb.GenerateRequest:
         return pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=prompts.of(f"{run.rate:g}", index, one.prompt_tokens)),
+            token_ids=pb.TokenIds(ids=prompts.of(run.name, index, one.prompt_tokens)),
             max_new_tokens=one.output_tokens,
             sampling=pb.SamplingParams(temperature=options.temperature, top_p=1.0, seed=options.seed),
             ignore_eos=True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import secrets
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -16,8 +18,14 @@ from kvferry.bench_serve.workload import Planned, Shape, number_within, plan_req
 from transfer.errors import ConfigError
 
 MAX_REQUESTS = 1_000_000
+_FRESH_SEEDS = 1 << 31
 
 _Name = TypeVar("_Name", bound=StrEnum)
+
+
+def fresh_seed() -> int:
+    """Another one each time: of two equal runs a store or a host tier would serve the second from what the first has left."""
+    return secrets.randbelow(_FRESH_SEEDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +36,18 @@ class Run:
         rate: Requests a second, on average.
         planned: Its requests.
         duration_s: Seconds of arrivals that count; None: up to the last one.
+        again: How many runs of the same rate came before.
     """
 
     rate: float
     planned: tuple[Planned, ...]
     duration_s: float | None = None
+    again: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its prompts: no two runs have the same."""
+        return f"{self.rate:g}{f' again {self.again}' if self.again else ''}"
 
     def window_s(self, until_s: float = math.inf) -> float:
         """Seconds of arrivals that count: from the last of the warm-up on, to `until_s` where that is earlier."""
@@ -76,7 +91,7 @@ class LoadOptions:
     timeout_s: float = 120.0
     choice: Choice = Choice.ROUND_ROBIN
     objectives: Objectives = field(default_factory=Objectives)
-    seed: int = 0
+    seed: int = field(default_factory=fresh_seed)
     max_lateness_s: float = 0.1
     vocab_size: int | None = None
     temperature: float = 0.0
@@ -128,20 +143,38 @@ class LoadOptions:
         Raises:
             ConfigError: The trace cannot be used.
         """
-        if self.trace is None:
-            return [Run(rate=rate, planned=self._plan(rate), duration_s=self.duration_s) for rate in self.rates]
-        traces = [read_trace(self.trace, rate=rate, num_warm_up=self.num_warm_up) for rate in self.rates or (None,)]
-        return [Run(rate=_mean_rate(planned), planned=planned) for planned in traces]
+        before = Counter[str]()
+        found: list[Run] = []
+        for asked in self.rates or (None,):
+            planned = None if self.trace is None else read_trace(self.trace, rate=asked, num_warm_up=self.num_warm_up)
+            rate = asked if planned is None else _mean_rate(planned)
+            assert rate is not None  # without a trace there are rates
+            again = before[f"{rate:g}"]
+            before[f"{rate:g}"] += 1
+            planned = self._plan(rate, again) if planned is None else planned
+            found.append(Run(rate=rate, planned=planned, duration_s=self.duration_s, again=again))
+        return found
 
-    def _plan(self, rate: float) -> tuple[Planned, ...]:
+    def _plan(self, rate: float, again: int) -> tuple[Planned, ...]:
         number = self.num_requests
         if number is None:
             assert self.duration_s is not None
             number = number_within(
-                self.arrivals, rate=rate, duration_s=self.duration_s, num_warm_up=self.num_warm_up, seed=self.seed
+                self.arrivals,
+                rate=rate,
+                duration_s=self.duration_s,
+                num_warm_up=self.num_warm_up,
+                seed=self.seed,
+                again=again,
             )
         return plan_requests(
-            self.shape, kind=self.arrivals, rate=rate, number=number, num_warm_up=self.num_warm_up, seed=self.seed
+            self.shape,
+            kind=self.arrivals,
+            rate=rate,
+            number=number,
+            num_warm_up=self.num_warm_up,
+            seed=self.seed,
+            again=again,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -168,9 +201,8 @@ class LoadOptions:
 
 
 def _mean_rate(planned: tuple[Planned, ...]) -> float:
-    """Requests a second from the first to the last; those of one moment are taken as of a second."""
-    span_s = planned[-1].at_s - planned[0].at_s
-    return (len(planned) - 1) / span_s if span_s > 0 else float(len(planned))
+    """Requests a second from the first to the last, which `read_trace` has seen not to come at one moment."""
+    return (len(planned) - 1) / (planned[-1].at_s - planned[0].at_s)
 
 
 def parse_rates(texts: list[str]) -> tuple[float, ...]:

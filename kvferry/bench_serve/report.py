@@ -85,8 +85,8 @@ def print_report(report: LoadReport, console: Console) -> None:
     if not console.is_terminal:
         console.width = max(console.width, _WIDE)  # into a file: nothing to fit into
     console.print(_load_table(report))
-    console.print(_transfer_table(report.summaries))
-    for line in _lines(report):
+    console.print(_transfer_table(report))
+    for line in lines_of(report):
         console.print(line)
 
 
@@ -99,7 +99,7 @@ def _table(title: str, *headings: str) -> Table:
 
 def _load_table(report: LoadReport) -> Table:
     table = _table(
-        "load: requests a second; times in ms, p50 / p90 / p99",
+        "load: requests a second; times of served requests in ms, p50 / p90 / p99",
         "offered", "served", "failed", "goodput", "good", "TTFT", "TPOT", "ITL", "end to end", "tokens/s", "generator late p99",
     )  # fmt: skip
     for one in report.summaries:
@@ -118,12 +118,13 @@ def _load_table(report: LoadReport) -> Table:
     return table
 
 
-def _transfer_table(summaries: Sequence[RateSummary]) -> Table:
+def _transfer_table(report: LoadReport) -> Table:
     table = _table(
         "transfer: its share of TTFT, p50 / p90 / p99",
-        "offered", "after computing", "all of it", "of all TTFT", "moved", "writes", "resends", "prefill nodes, requests",
+        "offered", "after computing", "all of it", "of all TTFT", "moved", "cached", "writes", "resends",
+        "prefill nodes, requests",
     )  # fmt: skip
-    for one in summaries:
+    for one in report.summaries:
         counts = sorted(one.prefill_nodes.values())
         spread = f"{len(counts)}, each {counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{len(counts)}"
         table.add_row(
@@ -132,6 +133,7 @@ def _transfer_table(summaries: Sequence[RateSummary]) -> Table:
             _three(one.transfer_share, scale=100, unit="%"),
             f"{one.exposed_share_of_all:.1%}",
             f"{one.bytes_moved / 2**20:,.1f} MiB",
+            Text(f"{one.cached_share:.1%}", style="yellow" if _is_cached_unasked(report, one) else ""),
             f"{one.writes:,}",
             f"{one.resends:,}",
             spread,
@@ -145,9 +147,37 @@ def _three(spread: Spread, *, scale: float = 1e3, unit: str = "") -> str:
     return " / ".join(f"{value * scale:,.1f}{unit}" for value in (spread.p50, spread.p90, spread.p99))
 
 
-def _lines(report: LoadReport) -> list[Text]:
+def _is_cached_unasked(report: LoadReport, one: RateSummary) -> bool:
+    return one.cached_tokens > 0 and not report.settings.get("shared_prefix")
+
+
+def lines_of(report: LoadReport) -> list[Text]:
+    """What has to be said under the tables."""
     lines = [Text(_goodput_line(report))]
+    if (seed := report.settings.get("seed")) is not None:
+        lines.append(Text(f"--seed {seed} sends the same requests again"))
     for one in report.summaries:
+        if one.is_of_survivors:
+            lines.append(
+                Text(
+                    f"at {one.offered_rate:,.2f}/s {one.failed / one.requests:.1%} of the requests failed: the times are of "
+                    "those that were served, each of them within --timeout, "
+                    f"{report.settings.get('timeout_s', 0):g} s; nobody knows how long the others would have taken",
+                    style="red",
+                )
+            )
+        if one.failed_warm_up:
+            reason = f"at {one.offered_rate:,.2f}/s {one.failed_warm_up:,} requests of the warm-up failed, such as: "
+            lines.append(Text(reason + one.warm_up_reason, style="red"))
+        if _is_cached_unasked(report, one):
+            lines.append(
+                Text(
+                    f"at {one.offered_rate:,.2f}/s {one.cached_tokens:,} of {one.prompt_tokens:,} prompt tokens were there "
+                    f"already ({one.cached_share:.1%}), though nothing shared was asked for: an earlier run with this seed has "
+                    "left them, and the times flatter",
+                    style="yellow",
+                )
+            )
         for code, count in one.failures.items():
             lines.append(Text(f"at {one.offered_rate:,.2f}/s {count:,} failed {code}, such as: {one.reasons[code]}", style="red"))
         if one.lateness.is_late:

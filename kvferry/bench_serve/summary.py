@@ -11,6 +11,8 @@ from typing import Any
 
 from kvferry.bench_serve.records import Record
 
+FEW_FAILED = 0.01
+"""Of the requests; with more of them failed, a 99th percentile of the served ones is none of all."""
 ATTAINED = 0.9
 """Part of the requests that must meet their objectives for a rate to count as sustained, as in DistServe."""
 
@@ -98,7 +100,7 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSummary:
-    """What came of one offered load. The warm-up's requests are in nothing here but `lateness`.
+    """What came of one offered load. The warm-up's requests are in nothing here but `lateness` and `failed_warm_up`.
 
     Args:
         rate: Requests a second that were asked for.
@@ -107,6 +109,7 @@ class RateSummary:
         requests: That were to be sent; `served` and `failed` are of them, the rest was cut off by the end of the run.
         failures: By name of the gRPC status.
         reasons: One text for each of these.
+        failed_warm_up: Requests of the warm-up that failed; `warm_up_reason` is why one of them did.
         good: Served within the objectives.
         goodput: Good requests a second of the window.
         throughput, output_tokens_per_s: Served requests and their tokens a second, from the first arrival to the last token.
@@ -115,7 +118,7 @@ class RateSummary:
         exposed_share: Part of a request's time to first token that was transfer after the last chunk had been computed.
         transfer_share: The whole transfer over the time to first token; most of it runs beside computing.
         exposed_share_of_all: Sum of the exposed seconds over the sum of the times to first token.
-        bytes_moved, writes, resends, retries, cached_tokens: Sums over served requests.
+        bytes_moved, writes, resends, retries, cached_tokens, prompt_tokens: Sums over served requests.
         prefill_nodes, decode_nodes: Served requests by node.
         most_in_flight: Requests at once.
         is_partial: The run was broken off.
@@ -146,11 +149,24 @@ class RateSummary:
     resends: int
     retries: int
     cached_tokens: int
+    prompt_tokens: int
     prefill_nodes: Mapping[str, int]
     decode_nodes: Mapping[str, int]
     most_in_flight: int
     lateness: Lateness
+    failed_warm_up: int = 0
+    warm_up_reason: str = ""
     is_partial: bool = False
+
+    @property
+    def cached_share(self) -> float:
+        """Part of the served prompts' tokens that did not move, because KV of them was there."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def is_of_survivors(self) -> bool:
+        """So many failed that the times, which are of served requests, say less of what was offered."""
+        return self.failed > FEW_FAILED * self.requests
 
     @property
     def attainment(self) -> float:
@@ -158,7 +174,12 @@ class RateSummary:
         return self.good / self.requests if self.requests else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"attainment": self.attainment, "is_late": self.lateness.is_late}
+        return asdict(self) | {
+            "attainment": self.attainment,
+            "is_late": self.lateness.is_late,
+            "cached_share": self.cached_share,
+            "is_of_survivors": self.is_of_survivors,
+        }
 
 
 def summarise(
@@ -178,6 +199,7 @@ def summarise(
     counted = [record for record in records if not record.is_warm_up]
     served = [record for record in counted if record.is_served]
     failed = [record for record in counted if record.failure is not None]
+    cold = [record for record in records if record.is_warm_up and record.failure is not None]
     moved = [record.moved for record in served if record.moved is not None]
     good = sum(objectives.are_met_by(record) for record in counted)
     span_s = max((record.token_s[-1] for record in served), default=0.0) - min((record.due_s for record in counted), default=0.0)
@@ -208,10 +230,13 @@ def summarise(
         resends=sum(one.resends for one in moved),
         retries=sum(one.retries for one in moved),
         cached_tokens=sum(one.cached_tokens for one in moved),
+        prompt_tokens=sum(record.prompt_tokens for record in served),
         prefill_nodes=dict(Counter(one.prefill_node for one in moved).most_common()),
         decode_nodes=dict(Counter(record.target for record in served).most_common()),
         most_in_flight=most_at_once(records),
         lateness=lateness,
+        failed_warm_up=len(cold),
+        warm_up_reason=cold[0].reason if cold else "",
         is_partial=is_partial,
     )
 

@@ -52,10 +52,14 @@ class Shape:
 
 
 def plan_requests(
-    shape: Shape, *, kind: ArrivalKind, rate: float, number: int, num_warm_up: int, seed: int
+    shape: Shape, *, kind: ArrivalKind, rate: float, number: int, num_warm_up: int, seed: int, again: int = 0
 ) -> tuple[Planned, ...]:
-    """`num_warm_up` requests and then `number` that count, at `rate` a second."""
-    chance = random.Random(f"{seed} plan {rate:g}")
+    """`num_warm_up` requests and then `number` that count, at `rate` a second.
+
+    Args:
+        again: How many runs of the same rate came before, so that one that is repeated is another draw.
+    """
+    chance = _chance(seed, rate, again)
     moments = arrivals_s(kind, rate=rate, number=num_warm_up + number, chance=chance)
     return tuple(
         Planned(
@@ -68,11 +72,15 @@ def plan_requests(
     )
 
 
-def number_within(kind: ArrivalKind, *, rate: float, duration_s: float, num_warm_up: int, seed: int) -> int:
+def _chance(seed: int, rate: float, again: int) -> random.Random:
+    return random.Random(f"{seed} plan {rate:g}{f' again {again}' if again else ''}")
+
+
+def number_within(kind: ArrivalKind, *, rate: float, duration_s: float, num_warm_up: int, seed: int, again: int = 0) -> int:
     """How many of the arrivals that `plan_requests` would draw come within `duration_s` of the last one of the warm-up."""
     expected = rate * duration_s
     enough = num_warm_up + math.ceil(expected + 10 * math.sqrt(expected) + 10)
-    moments = arrivals_s(kind, rate=rate, number=enough, chance=random.Random(f"{seed} plan {rate:g}"))
+    moments = arrivals_s(kind, rate=rate, number=enough, chance=_chance(seed, rate, again))
     begin_s = moments[num_warm_up - 1] if num_warm_up else 0.0
     return max(1, sum(begin_s < at_s <= begin_s + duration_s for at_s in moments))
 
@@ -87,7 +95,7 @@ def read_trace(file: Path, *, rate: float | None, num_warm_up: int) -> tuple[Pla
         num_warm_up: Of its first requests, those that do not count.
 
     Raises:
-        ConfigError: A line is not such an object; the message names it.
+        ConfigError: A line is not such an object; the message names it. Or the requests that count all come at one moment.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -98,13 +106,13 @@ def read_trace(file: Path, *, rate: float | None, num_warm_up: int) -> tuple[Pla
         raise ConfigError(f"--trace is {file} with {len(found)} requests; it must have more than the {num_warm_up} of --warmup")
     found.sort(key=lambda row: row[0])
     first_s, last_s = found[0][0], found[-1][0]
-    scale = 1.0
-    if rate is not None:
-        if last_s <= first_s:
-            raise ConfigError(
-                f"--trace is {file}; all its timestamps are the same, so that it has no rate to be scaled to --rate"
-            )
-        scale = (len(found) - 1) / (last_s - first_s) / rate
+    begin_s = found[num_warm_up - 1][0] if num_warm_up else first_s
+    if last_s <= begin_s:
+        raise ConfigError(
+            f"--trace is {file}; its requests that count, after {num_warm_up} of --warmup, all come at one moment, "
+            f"{last_s:g} s, and so have no rate; their timestamps must differ"
+        )
+    scale = 1.0 if rate is None else (len(found) - 1) / (last_s - first_s) / rate
     return tuple(
         Planned(
             at_s=(at_s - first_s) * scale,
@@ -168,7 +176,7 @@ class Prompts:
         """The prompt of the request of that index.
 
         Args:
-            run: Tells runs of the same seed apart, which share beginnings and nothing else.
+            run: Tells runs of the same seed apart, those of one rate too, which share beginnings and nothing else.
         """
         chance = random.Random(f"{self._seed} prompt {run} {index}")
         if not self._prefixes:

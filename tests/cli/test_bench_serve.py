@@ -8,6 +8,8 @@ import math
 import random
 import statistics
 from collections.abc import AsyncGenerator
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry import exit_codes
@@ -24,6 +27,7 @@ from kvferry.bench_serve.generator import Choice, OpenLoop
 from kvferry.bench_serve.lengths import Lengths
 from kvferry.bench_serve.options import LoadOptions, shape_of
 from kvferry.bench_serve.records import Moved, Record
+from kvferry.bench_serve.report import LoadReport, lines_of, print_report
 from kvferry.bench_serve.summary import Lateness, Objectives, Spread, most_at_once, percentile, summarise, sustained_rate
 from kvferry.bench_serve.workload import FIRST_ID, Planned, Prompts, Shape, plan_requests, read_trace
 from kvferry.node_client import NodeClient
@@ -82,6 +86,23 @@ def test_a_duration_holds_the_arrivals_that_come_within_it() -> None:
     assert len(counted) == pytest.approx(2000, abs=6 * math.sqrt(2000))
     longer = LoadOptions(targets=("h:1",), rates=(20.0,), shape=shape(), num_requests=len(counted) + 1, num_warm_up=10, seed=3)
     assert longer.runs()[0].planned[-1].at_s - warm[-1].at_s > 100.0  # and not one more would have
+
+
+def test_a_run_that_is_repeated_is_another_draw() -> None:
+    """What keeps KV of prompts would serve the second of two equal runs from what the first has left."""
+    asked = dict(targets=("h:1",), shape=shape("uniform:50:90"), num_requests=20)
+    once, again, other = LoadOptions(rates=(2.0, 2.0, 3.0), seed=3, **asked).runs()  # type: ignore[arg-type]
+    assert len({once.name, again.name, other.name}) == 3, "prompts go by it"
+    assert once.planned != again.planned and once.rate == again.rate
+    assert once == LoadOptions(rates=(2.0,), seed=3, **asked).runs()[0], "the first is as it would be alone"  # type: ignore[arg-type]
+    assert len({LoadOptions(rates=(2.0,), **asked).seed for _ in range(8)}) > 1  # type: ignore[arg-type]
+
+
+def test_a_trace_that_is_run_twice_has_other_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(f'{{"timestamp_s": {n}, "prompt_tokens": 9, "output_tokens": 2}}\n' for n in range(4)))
+    runs = LoadOptions(targets=("h:1",), rates=(2.0, 2.0), shape=shape(), trace=file).runs()
+    assert len({run.name for run in runs}) == 2 and runs[0].planned == runs[1].planned
 
 
 # Lengths, traces, prompts
@@ -153,6 +174,16 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, line: str, says: str
     file.write_text('{"timestamp_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n' + line + "\n")
     with pytest.raises(ConfigError, match=says):
         read_trace(file, rate=None, num_warm_up=0)
+
+
+@pytest.mark.parametrize("rate", [None, 3.0])
+@pytest.mark.parametrize(("times", "num_warm_up"), [((5, 5, 5), 0), ((7,), 0), ((1, 2, 2), 2)])
+def test_a_trace_of_one_moment_has_no_rate(tmp_path: Path, times: tuple[int, ...], num_warm_up: int, rate: float | None) -> None:
+    """Its window would be nothing, and the load that was offered billions a second."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(f'{{"timestamp_s": {at}, "prompt_tokens": 9, "output_tokens": 2}}\n' for at in times))
+    with pytest.raises(ConfigError, match=r"all come at one moment, [257] s, and so have no rate; their timestamps must differ"):
+        read_trace(file, rate=rate, num_warm_up=num_warm_up)
 
 
 def test_prompts_share_as_much_as_is_asked_for_and_no_more() -> None:
@@ -386,3 +417,52 @@ def test_the_report_is_json() -> None:
     assert content["ttft_s"]["p50"] == pytest.approx(0.1)
     assert content["is_late"] is False
     json.dumps(summarise([], rate=1.0, window_s=1.0, objectives=Objectives(), lateness=ON_TIME).to_json(), allow_nan=False)
+
+
+def printed(records: list[Record], **settings: Any) -> tuple[str, dict[str, str]]:
+    """The report of one rate as it is printed, and the style of each line under the tables."""
+    summary = summarise(records, rate=1.0, window_s=10.0, objectives=Objectives(), lateness=ON_TIME)
+    report = LoadReport(
+        summaries=[summary], objectives=Objectives(), settings={"seed": 41, "timeout_s": 7.0, "shared_prefix": 0.0} | settings,
+        nodes=[], machine={}, command="", date="", load_before=0.0,
+    )  # fmt: skip
+    console = Console(file=StringIO(), highlight=False)
+    print_report(report, console)
+    return cast(StringIO, console.file).getvalue(), {line.plain: str(line.style) for line in lines_of(report)}
+
+
+def failed(index: int, *, is_warm_up: bool = False) -> Record:
+    return Record(
+        index=index, target="d", due_s=1.0, prompt_tokens=10, is_warm_up=is_warm_up, sent_s=1.0, ended_s=8.0,
+        failure="DEADLINE_EXCEEDED", reason="too late",
+    )  # fmt: skip
+
+
+def test_a_report_says_whose_times_it_has() -> None:
+    served = [record(index, due_s=index, first_s=0.1) for index in range(99)]
+    text, lines = printed([*served, failed(99)])
+    assert "times of served requests in ms" in text and "nobody knows how long" not in text, "1 % is no more than 1 %"
+    text, lines = printed([*served[:97], failed(97), failed(98), failed(99)])
+    (line,) = [line for line in lines if "nobody knows" in line]
+    assert "3.0% of the requests failed: the times are of those that were served, each of them within --timeout, 7 s" in line
+    assert lines[line] == "red" and line in text
+    assert "--seed 41 sends the same requests again" in text
+
+
+def test_a_report_says_what_was_not_moved() -> None:
+    kept = [record(index, due_s=index, first_s=0.1) for index in range(4)]
+    for one in kept[:2]:
+        assert one.moved is not None
+        one.moved = replace(one.moved, cached_tokens=8)
+    text, lines = printed(kept)
+    (line,) = [line for line in lines if "prompt tokens were there already" in line]
+    assert "16 of 40 prompt tokens were there already (40.0%), though nothing shared was asked for" in line
+    assert lines[line] == "yellow" and " 40.0% " in text
+    text, lines = printed(kept, shared_prefix=0.4)
+    assert " 40.0% " in text and not [line for line in lines if "were there already" in line]
+
+
+def test_a_warm_up_that_failed_is_told() -> None:
+    _, lines = printed([failed(0, is_warm_up=True), failed(1, is_warm_up=True), record(2, due_s=2.0, first_s=0.1)])
+    (line,) = [line for line in lines if "warm-up" in line]
+    assert line.endswith("2 requests of the warm-up failed, such as: too late") and lines[line] == "red"
