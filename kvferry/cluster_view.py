@@ -29,6 +29,7 @@ class Seen:
         requests: In flight there.
         error: Why it did not answer.
         at_s: Monotonic seconds of the answer.
+        late_s: For so long it has been waited for in vain; what it said before is shown until it answers, or its time is over.
     """
 
     address: str
@@ -36,6 +37,7 @@ class Seen:
     requests: tuple[pb.RequestStatus, ...] = ()
     error: str = ""
     at_s: float = 0.0
+    late_s: float = 0.0
 
     @property
     def role(self) -> str:
@@ -55,6 +57,17 @@ class Seen:
     @property
     def reason(self) -> str:
         return self.error if self.status is None else self.status.not_ready_reason
+
+    @property
+    def shown_state(self) -> str:
+        """`state`, or that it does not answer at the moment."""
+        return "silent" if self.late_s else self.state
+
+    @property
+    def shown_reason(self) -> str:
+        if not self.late_s:
+            return self.reason
+        return f"no answer for {self.late_s:.1f} s" + ("" if self.status is None else f"; it was {self.state} before")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +193,7 @@ def _uses(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> dict[_Key, tuple
     found: dict[_Key, tuple[float, float | None]] = {}
     for node in nodes:
         earlier = before.get(node.address)
-        if node.status is None or earlier is None or earlier.incarnation != node.incarnation:
+        if node.status is None or node.late_s or earlier is None or earlier.incarnation != node.incarnation:
             continue
         was = dict(_use_counts(earlier))
         for key, use in _use_counts(node):
@@ -259,6 +272,8 @@ class Alerts:
                 yield Alert(what=f"slow {which}", text=f"link {which} has {share:.2f} of its probe's speed")
 
     def _of_node(self, node: Seen) -> Iterable[Alert]:
+        if node.status is None and node.late_s:
+            return  # asked for the first time, a moment ago
         if node.status is None:
             yield Alert(what=f"unreachable {node.address}", text=node.error or f"{node.address} does not answer", is_bad=True)
             return

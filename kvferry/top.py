@@ -29,7 +29,7 @@ async def run_top(addresses: Sequence[str], *, security: Security | None, is_onc
     try:
         if not (is_once or is_json):
             return await _run_live(addresses, security=security, every_s=every_s)
-        async with ClusterWatch(addresses, security=security) as watch:
+        async with ClusterWatch(addresses, security=security, patience_s=None) as watch:
             watch.check_named()
             await watch.look()
             await asyncio.sleep(BETWEEN_S)

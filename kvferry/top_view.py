@@ -45,9 +45,10 @@ REQUESTS: Final = _columns(
 
 
 def node_cells(node: Seen) -> list[Text]:
-    state = printable(node.state, style=STYLES.get(node.state, "red" if node.status is None else "yellow"))
+    is_away = node.status is None and not node.late_s
+    state = printable(node.shown_state, style=STYLES.get(node.shown_state, "red" if is_away else "yellow"))
     if node.status is None:
-        return [Text(""), printable(node.address), state, *(Text("") for _ in range(8)), printable(node.reason)]
+        return [Text(""), printable(node.address), state, *(Text("") for _ in range(8)), printable(node.shown_reason)]
     status = node.status
     pages, bound = (sum(getattr(rank, name) for rank in status.ranks) for name in ("pool_pages", "pool_pages_bound"))
     slots, used = (sum(getattr(rank, name) for rank in status.ranks) for name in ("staging_slots", "staging_slots_used"))
@@ -63,7 +64,7 @@ def node_cells(node: Seen) -> list[Text]:
         Text(f"{used:,} of {slots:,}" if slots else ""),
         Text(age(status.uptime_s)),
         printable(status.version or status.instance.version),
-        printable(node.reason),
+        printable(node.shown_reason),
     ]
 
 
@@ -121,8 +122,11 @@ def age(seconds: float) -> str:
 def summary(view: ClusterView) -> str:
     """In one line."""
     tiers = ", ".join(f"{len(view.tier(role))} {role}" for role in ("prefill", "decode"))
-    away = sum(node.status is None for node in view.nodes)
-    return f"{tiers}{f', {away} unreachable' if away else ''}; {len(view.links)} links; {len(view.requests)} requests in flight"
+    silent = sum(node.late_s > 0 for node in view.nodes)
+    away = sum(node.status is None and not node.late_s for node in view.nodes)
+    for number, what in ((away, "unreachable"), (silent, "silent")):
+        tiers += f", {number} {what}" if number else ""
+    return f"{tiers}; {len(view.links)} links; {len(view.requests)} requests in flight"
 
 
 def picture(view: ClusterView, alerts: Sequence[Alert]) -> RenderableType:
