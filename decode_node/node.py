@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import structlog
@@ -55,6 +55,8 @@ from transfer.storage.open import open_store_client
 from transfer.tracing import Span, traceparent_in
 
 log = structlog.get_logger(__name__)
+
+CLIENT_WENT_AWAY: Final = "the client went away"
 
 
 class _Life:
@@ -270,6 +272,13 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             if span is not None:
                 span.end(str(error))
             await end_with(context, error)
+        except asyncio.CancelledError:  # while its text was tokenised: no request has been made that could tell of it
+            gone = TransferAborted(CLIENT_WENT_AWAY)
+            self.metrics.request_ended("aborted")
+            self.metrics.request_given_up(gone)
+            if span is not None:
+                span.end(str(gone))
+            raise
         finally:
             self._num_coming -= 1
         prompt_tokens = len(accepted.token_ids)
@@ -301,7 +310,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                         await end_with(context, failure)
         finally:
             self._in_flight.discard(request_id)
-            life.requests.give_up(accepted, TransferAborted("the client went away"))
+            life.requests.give_up(accepted, TransferAborted(CLIENT_WENT_AWAY))
             if span is not None:
                 span.end()  # unless what failed it has ended it
 

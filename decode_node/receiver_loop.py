@@ -384,8 +384,14 @@ class ReceiverLoop:
         def done(is_intact: bool, seconds: float) -> None:
             if self._spans and (span := self._spans.get(action.request_id)) is not None:
                 now_s = time.monotonic()
-                where = {"chunk": action.chunk.index, "route": action.route.index, "bytes": action.num_bytes}
-                span.record("kvferry.scatter", begun_s=now_s - seconds, ended_s=now_s, **where)
+                span.record(
+                    "kvferry.scatter",
+                    begun_s=now_s - seconds,
+                    ended_s=now_s,
+                    chunk=action.chunk.index,
+                    route=action.route.index,
+                    bytes=action.num_bytes,
+                )
             if is_intact:
                 self._metrics.scatter_finished(seconds, action.num_bytes)
                 if is_debug():

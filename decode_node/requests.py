@@ -251,6 +251,7 @@ class DecodeRequests:
         if peer is None:
             self._fail(request, error)
             return
+        self._record_given_up(a_try, error)
         self._give_up(a_try, error)
         another = self._begin(request, peer)
         self._observer.on_retry()
@@ -293,6 +294,17 @@ class DecodeRequests:
             a_try.stage = Stage.LEAVING
             self._answer_reserve(a_try, str(error))
             self._broadcast(CancelRequest(request_id=a_try.transfer_id, reason=clip_reason(str(error))))
+
+    def _record_given_up(self, a_try: Try, error: TransferError) -> None:
+        """What the request was at when it was given up has a span, too; of its transfer, that of the try tells."""
+        request = a_try.request
+        if request.span is None:
+            return
+        if a_try.stage is Stage.WAITING:
+            request.span.record("kvferry.queue", begun_s=a_try.begun_s, ended_s=time.monotonic(), error=str(error))
+        elif a_try.stage is Stage.RUNNING:
+            begun_s = request.accepted_s + request.ttft_s
+            request.span.record("kvferry.decode", begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
 
     def _judge(self, a_try: Try, verdict: Verdict, reason: str = "") -> None:
         """Tell the peer's breaker, once, what came of the try."""
@@ -591,6 +603,7 @@ class DecodeRequests:
         self._observer.on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
         self._observer.on_given_up(error)
         if request.span is not None:
+            self._record_given_up(request.current, error)
             request.span.set(generated_tokens=len(request.generated), retries=len(request.tries) - 1)
             request.span.end(str(error))
         log.info("request_failed", request_id=request.current.transfer_id, reason=str(error))

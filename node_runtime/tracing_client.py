@@ -80,13 +80,16 @@ class OtelSpan:
     def begin(self, name: str, **attributes: Value) -> Span:
         return OtelSpan(self._owner, self._owner.start(name, self._context, attributes))
 
-    def record(self, name: str, *, begun_s: float, ended_s: float, **attributes: Value) -> None:
+    def record(self, name: str, *, begun_s: float, ended_s: float, error: str = "", **attributes: Value) -> None:
         if not self._num_left:
             self._num_left_out += 1
             return
         self._num_left -= 1
         begun_ns, ended_ns = self._owner.wall_ns(begun_s), self._owner.wall_ns(ended_s)
-        self._owner.start(name, self._context, attributes, begun_ns).end(max(begun_ns, ended_ns))
+        span = self._owner.start(name, self._context, attributes, begun_ns)
+        if error:
+            _fail(span, error)
+        span.end(max(begun_ns, ended_ns))
 
     def set(self, **attributes: Value) -> None:
         for name, value in attributes.items():
@@ -99,9 +102,13 @@ class OtelSpan:
         if self._num_left_out:
             self.set(spans_left_out=self._num_left_out)
         if error:
-            self.set(error=error)
-            self._span.set_status(trace.Status(trace.StatusCode.ERROR, error))
+            _fail(self._span, error)
         self._span.end(self._owner.wall_ns(time.monotonic()))
+
+
+def _fail(span: trace.Span, error: str) -> None:
+    span.set_attribute(_ATTRIBUTES + "error", error)
+    span.set_status(trace.Status(trace.StatusCode.ERROR, error))
 
 
 class OtelTracer:

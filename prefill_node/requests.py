@@ -371,6 +371,11 @@ class PrefillRequests:
             self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
             self._on_given_up(error)
             if request.span is not None:
+                if not request.has_first_token:  # what it was at
+                    what, begun_s = "kvferry.compute", request.started_s
+                    if begun_s is None:
+                        what, begun_s = "kvferry.queue", request.queued_s
+                    request.span.record(what, begun_s=begun_s, ended_s=time.monotonic(), error=str(error))
                 request.span.end(str(error))
 
     def _forget_if_done(self, request: Request) -> None:

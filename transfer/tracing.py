@@ -61,7 +61,7 @@ SPANS: Final = (
         name="kvferry.queue",
         recorded_by="both leaders",
         parent="kvferry.generate, kvferry.prefill",
-        meaning="until the request has room on both tiers; each try by itself",
+        meaning="until the request has room on both tiers, or is given up without; each try by itself",
     ),
     SpanSpec(
         name="kvferry.try",
@@ -74,7 +74,7 @@ SPANS: Final = (
         name="kvferry.decode",
         recorded_by="decode leader",
         parent="kvferry.generate",
-        meaning="from the first token to the last",
+        meaning="from the first token to the last, or until the request is given up",
     ),
     SpanSpec(
         name="kvferry.prefill",
@@ -87,7 +87,7 @@ SPANS: Final = (
         name="kvferry.compute",
         recorded_by="prefill leader",
         parent="kvferry.prefill",
-        meaning="from the first step of the prompt to its first token",
+        meaning="from the first step of the prompt to its first token, or until the request is given up",
     ),
     SpanSpec(
         name="kvferry.send",
@@ -146,11 +146,12 @@ class Span(Protocol):
         """A span in this one, from now on."""
         ...
 
-    def record(self, name: str, *, begun_s: float, ended_s: float, **attributes: Value) -> None:
+    def record(self, name: str, *, begun_s: float, ended_s: float, error: str = "", **attributes: Value) -> None:
         """A span in this one that is over; of many, those after the first so many are counted and left out.
 
         Args:
             begun_s, ended_s: Monotonic.
+            error: What went wrong, if something did.
         """
         ...
 
