@@ -470,6 +470,10 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="Also compare this machine with a node that runs; once for each."),
     ] = None,
+    node_config: Annotated[
+        list[Path] | None,
+        typer.Option(help="Also look whether a node with this configuration can have its ports here; once for each."),
+    ] = None,
     config: ConfigFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -480,6 +484,7 @@ def doctor(
     """Check what this machine offers; exit code 1 if something is missing that kvferry cannot do without."""
     from kvferry.client_settings import client_security
     from kvferry.doctor import run_doctor
+    from kvferry.doctor_ports import server_of
 
     nodes = node or []
     try:
@@ -489,7 +494,8 @@ def doctor(
                 "doctor", *nodes, what="--node", file=config, cert=tls_cert, key=tls_key, ca=tls_ca, peer_names=peer_name,
                 insecure=insecure,
             )  # fmt: skip
-        code = run_doctor(is_json=json, nodes=nodes, security=security)
+        servers = [server_of(file) for file in node_config or ()]
+        code = run_doctor(is_json=json, nodes=nodes, security=security, servers=servers)
     except TransferError as error:
         _fail("doctor", error)
     raise typer.Exit(code)

@@ -10,7 +10,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -23,10 +22,12 @@ from kvferry import exit_codes
 from kvferry.doctor_clock import check_clock, read_clock
 from kvferry.doctor_gpu import check_peers, look_at_peers
 from kvferry.doctor_node import check_node, look_at_node
+from kvferry.doctor_ports import check_configured_ports, check_ports
 from kvferry.doctor_rdma import check_gpu_direct, check_rdma, rdma_devices, read_ports
 from kvferry.doctor_versions import check_versions, pinned_versions, required_versions
 from kvferry.finding import Finding, State, read_line
 from kvferry.loopback import LoopbackResult, measure_loopback
+from transfer.config import ServerConfig
 from transfer.errors import TransferError
 from transfer.registry.options import FILES_OF_A_RANK, FILES_PER_SESSION, MAX_SESSIONS, most_sessions
 from transfer.registry.security import Security
@@ -41,18 +42,21 @@ _ROOT: Final = Path("/")
 _RDMA: Final = re.compile(r"\b(?:rc|ud|dc|mlx5|rdmacm|srd|efa|gga)[a-z_0-9]*/")
 
 
-def run_doctor(*, is_json: bool, nodes: Sequence[str] = (), security: Security | None = None) -> int:
+def run_doctor(
+    *, is_json: bool, nodes: Sequence[str] = (), security: Security | None = None, servers: Sequence[ServerConfig] = ()
+) -> int:
     """Look at everything and print it; returns the exit code.
 
     Args:
         is_json: One JSON object instead of lines.
         nodes: host:port of nodes to compare this machine with.
         security: How they are called.
+        servers: Where nodes are to listen on this machine.
 
     Raises:
         ConfigError: A node must not be called like this.
     """
-    found = chain(examine(), *(examine_node(address, security) for address in nodes))
+    found = chain(examine(), *map(check_configured_ports, servers), *(examine_node(address, security) for address in nodes))
     if is_json:
         findings = list(found)
         print(json.dumps({"findings": [asdict(one) for one in findings], "ok": not _fails(findings)}, indent=2))
@@ -227,21 +231,6 @@ def check_open_files(limit: int) -> Finding:
         return Finding(name="open files", state=State.OK, text="unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}")
     text = f"{limit:,}, with which a decode rank takes {most_sessions(limit)} prefill ranks instead of {MAX_SESSIONS}"
     return Finding(name="open files", state=State.WARN, text=text, mend=f"ulimit -n {MIN_OPEN_FILES}")
-
-
-def check_ports() -> Finding:
-    """Whether ports can be had on loopback, and a connection made."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), timeout=2.0):
-                pass
-    except OSError as error:
-        return Finding(name="loopback ports", state=State.FAIL, text=str(error), mend="ip link set lo up")
-    span = read_line(Path("/proc/sys/net/ipv4/ip_local_port_range"))
-    return Finding(
-        name="loopback ports", state=State.OK, text=f"free ports can be had (from {' to '.join((span or '').split())})"
-    )
 
 
 def check_gpu(has_gpu: bool, torch_version: str | None) -> Finding:

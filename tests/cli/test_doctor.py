@@ -119,7 +119,8 @@ def test_a_finding_that_is_not_ok_must_say_what_mends_it() -> None:
 
 
 def test_ports_can_be_had_here() -> None:
-    assert doctor.check_ports().state is State.OK
+    found = doctor.check_ports()
+    assert found.state is State.OK and "--node-config" in found.text, "it says what it has not looked at"
     assert os.environ.get("UCX_TLS") is None
 
 
