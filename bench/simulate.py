@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.simulation.cluster import largest_piece_bytes
+from bench.simulation.node_settings import differing
 from bench.simulation.outcome import Outcome, simulate, staging_bytes
 from bench.simulation.settings import ClusterSettings, Placement
 from bench.simulation.sizing import Sizing, load_of, ratio_text, size
@@ -160,6 +161,15 @@ def print_sizings(console: Console, found: Sequence[tuple[int, Sizing | None]], 
     console.print(table)
 
 
+def print_differing(console: Console, settings: ClusterSettings, *, but: Sequence[str] = ()) -> None:
+    """What nodes have to be told so that they are as those that were simulated; `but`: names that are shown elsewhere."""
+    found = [one for one in differing(settings) if one.name not in but]
+    if found:
+        console.print("simulated with settings that nodes do not have by themselves (docs/configuration.md); give them these:")
+    for one in found:
+        console.print(f"  {one.role}: {one.name}: {one.simulated}  (default {one.default})", highlight=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser()
     given = made.parse_args(arguments)
@@ -204,6 +214,7 @@ def _one(
         load = load_of(shape, rate=given.rate, number=given.requests or _PLENTY, seed=given.seed)
         outcome = simulate(times, settings, load, objectives=objectives)
         print_outcome(console, outcome, settings, times)
+        print_differing(console, settings)
         return {"settings": settings.to_json(), "outcome": outcome.to_json()}
     found: list[tuple[int, Sizing | None]] = []
     for num_nodes in _counts(given.nodes):
@@ -228,6 +239,7 @@ def _one(
         f"{objectives.ttft_s} s and TPOT within {objectives.tpot_s} s for 90 % of requests; prompts {shape.prompt.text}, "
         f"new tokens {shape.output.text}"
     )
+    print_differing(console, settings, but=("ring.capacity_bytes", "staging.num_slots"))
     return {"sizings": {str(nodes): None if one is None else one.to_json() for nodes, one in found}}
 
 

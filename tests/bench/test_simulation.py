@@ -26,6 +26,8 @@ from bench.simulation.stage_times import StageTimes
 from kvferry.bench_serve.options import shape_of
 from kvferry.bench_serve.summary import Objectives
 from kvferry.bench_serve.workload import Planned, Shape
+from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig
+from transfer.config import settings as settings_of_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING_S = 1e-9
@@ -378,6 +380,24 @@ def test_the_error_is_a_part_of_what_was_measured() -> None:
 
 
 # The command
+
+
+def test_the_command_says_which_settings_the_nodes_have_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are not the nodes' own, by their names, and no others."""
+    one = ("--prefill", "1", "--decode", "1", "--rate", "2", "--requests", "20", "--prompt-tokens", "100", "--output-tokens", "4")
+    assert command.main([*one, "--staging-slots", "4"]) == 0
+    said = capsys.readouterr().out
+    found = re.findall(r"^  (prefill|decode): ([a-z_.]+): (\d+)  \(default (\d+)\)$", said, re.M)
+    assert ("prefill", "chunk.chunk_tokens", "2048", "128") in found
+    assert ("decode", "limits.max_running_requests", "128", "32") in found
+    assert ("decode", "ring.capacity_bytes", str(8 << 30), str(2 << 30)) in found
+    assert "staging.num_slots" not in said
+    known: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
+    for role, name, _, _ in found:
+        assert name in {path for path, _ in settings_of_nodes(known[role])}
+    own = ["--chunk-tokens", "128", "--max-step-tokens", "512", "--prefill-running", "32", "--decode-running", "32"]
+    assert command.main([*one, *own, "--staging-slots", "4", "--ring-mib", "2048"]) == 0
+    assert "settings that nodes do not have" not in capsys.readouterr().out
 
 
 def test_the_command_simulates_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -351,6 +351,17 @@ def test_no_manifest_is_left_out() -> None:
             assert file.relative_to(folder).as_posix() in (folder / "kustomization.yaml").read_text(encoding="utf-8"), file
 
 
+@pytest.mark.parametrize("variant", ["single-node", "two-tier", "lws"])
+def test_a_node_on_gpus_computes_in_chunks_and_steps_that_suit_them(variant: str) -> None:
+    """As the component gpu has it, which single-node cannot take, for its GPUs come by a claim."""
+    names = re.compile("KVFERRY_(CHUNK|LIMITS)__.*")
+    for role in ("prefill", "decode"):
+        page = yaml.safe_load((KUBERNETES / "components" / "gpu" / f"{role}.yaml").read_text(encoding="utf-8"))
+        wanted = {one["name"]: one["value"] for one in page["spec"]["template"]["spec"]["containers"][0]["env"]}
+        (container,) = [one for pod in pods(variant) for one in pod.nodes if role_of(one) == role]
+        assert {one["name"]: one["value"] for one in container["env"] if names.fullmatch(one["name"])} == wanted
+
+
 @pytest.mark.parametrize("variant", ["two-tier", "lws"])
 def test_a_node_has_a_gpu_for_each_rank(variant: str) -> None:
     for pod in pods(variant):

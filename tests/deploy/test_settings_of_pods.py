@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from prefill_node.__main__ import app as prefill_app
 from tests.authority import Authority
 from tests.deploy.containers import POD_IP, Disk, environment
 from tests.deploy.kustomize import VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of
+from tests.monitoring.prometheus import program
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
 
@@ -195,21 +197,129 @@ def declared_metrics() -> set[str]:
     return set(re.findall(r"^\| `(kvferry_\w+)` \|", text, re.M))
 
 
-def test_autoscalers_ask_for_metrics_that_there_are() -> None:
-    known = declared_metrics()
-    queries = [trigger["metadata"]["query"] for one in of_kind("keda", "ScaledObject") for trigger in one["spec"]["triggers"]]
-    assert len(queries) == 3
-    for query in queries:
-        promql_parser.parse(query)  # raises where it is none
-        assert set(re.findall(r"kvferry_\w+", query)) <= known
+def adapter_rules() -> dict[str, dict[str, Any]]:
+    """The rules of prometheus-adapter in deploy/README.md, by the name that they make."""
     readme = (Path(__file__).resolve().parents[2] / "deploy" / "README.md").read_text(encoding="utf-8")
     (adapter,) = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "metricsQuery" in text]
-    given: dict[str, Any] = {rule["name"]["as"]: rule for rule in adapter["rules"]}
+    return {rule["name"]["as"]: rule for rule in adapter["rules"]}
+
+
+def asked_of_adapter(rule: dict[str, Any], role: str) -> str:
+    """As prometheus-adapter asks for the pods of a tier."""
+    series = re.sub(r"\{.*", "", rule["seriesQuery"])
+    query = str(rule["metricsQuery"]).replace("<<.Series>>", series)
+    return query.replace("<<.LabelMatchers>>", f'pod=~"{role}-.*"').replace("<<.GroupBy>>", "pod")
+
+
+def test_autoscalers_ask_for_metrics_that_there_are() -> None:
+    known = declared_metrics()
+    known |= {f"{name}_sum" for name in known}
+    queries = [trigger["metadata"]["query"] for one in of_kind("keda", "ScaledObject") for trigger in one["spec"]["triggers"]]
+    assert len(queries) == 4
+    given = adapter_rules()
+    for query in (*queries, *(asked_of_adapter(rule, "decode") for rule in given.values())):
+        promql_parser.parse(query)  # raises where it is none
+        assert set(re.findall(r"kvferry_\w+", query)) <= known
     scalers = of_kind("hpa", "HorizontalPodAutoscaler")
     asked = {metric["pods"]["metric"]["name"] for one in scalers for metric in one["spec"]["metrics"]}
     assert asked == set(given)
-    for rule in given.values():
-        assert set(re.findall(r"kvferry_\w+", rule["seriesQuery"])) <= known
+
+
+def targets() -> dict[tuple[str, str], list[tuple[str, float]]]:
+    """By scaler and role: each query, whose value is one for the tier, and what of it a node shall have."""
+    found: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for one in of_kind("keda", "ScaledObject"):
+        role = one["metadata"]["name"].removeprefix("kvferry-")
+        found["keda", role] = [
+            (" ".join(trigger["metadata"]["query"].split()), float(trigger["metadata"]["threshold"]))
+            for trigger in one["spec"]["triggers"]
+        ]
+    rules = adapter_rules()
+    for one in of_kind("hpa", "HorizontalPodAutoscaler"):
+        role = one["metadata"]["name"].removeprefix("kvferry-")
+        found["hpa", role] = [
+            (
+                f"sum({asked_of_adapter(rules[metric['pods']['metric']['name']], role)})",
+                milli(metric["pods"]["target"]["averageValue"]),
+            )
+            for metric in one["spec"]["metrics"]
+        ]
+    return found
+
+
+def milli(quantity: str) -> float:
+    return float(quantity.removesuffix("m")) / (1000 if quantity.endswith("m") else 1)
+
+
+LOADS: dict[str, tuple[dict[str, tuple[float, int, int, int]], set[str]]] = {
+    # By role: share of time that the engine computes, requests that wait, that run, pages of 100 that are taken; who shall grow
+    "idle": ({"prefill": (0.05, 0, 1, 5), "decode": (0.1, 0, 2, 5)}, set()),
+    "as sized": ({"prefill": (0.8, 0, 6, 30), "decode": (0.95, 3, 70, 60)}, set()),
+    "prefill is short": ({"prefill": (1.0, 40, 32, 90), "decode": (0.9, 40, 40, 35)}, {"prefill"}),
+    "decode has no pages": ({"prefill": (0.5, 60, 4, 20), "decode": (1.0, 80, 60, 100)}, {"decode"}),
+    "decode is at its limit": ({"prefill": (0.5, 60, 4, 20), "decode": (1.0, 80, 128, 70)}, {"decode"}),
+    "both are short": ({"prefill": (1.0, 60, 32, 80), "decode": (1.0, 80, 128, 99)}, {"prefill", "decode"}),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_tier_that_is_short_grows_and_the_other_one_does_not(load: str, tmp_path: Path) -> None:
+    """By Prometheus itself: of two nodes in each tier, queries of either scaler ask for more, or for no more."""
+    nodes, grow = LOADS[load]
+    series = {}
+    for role, (busy, queued, running, taken) in nodes.items():
+        for node in range(2):
+            labels = f'role="{role}",instance="10.0.0.{node}:7180",pod="{role}-{node}"'
+            for rank in range(2):
+                series[f'kvferry_step_seconds_sum{{{labels},rank="{rank}"}}'] = f"0+{busy * 15:g}x40"
+                for state, pages in (("free", 100 - taken), ("reserved", taken // 2), ("bound", taken - taken // 2)):
+                    series[f'kvferry_pool_pages{{{labels},rank="{rank}",group="full",state="{state}"}}'] = f"{pages}x40"
+            series[f"kvferry_queued_requests{{{labels}}}"] = f"{queued}x40"
+            series[f"kvferry_running_requests{{{labels}}}"] = f"{running}x40"
+    wanted = {
+        f"{scaler}:{role}:{number}": (f"ceil(({query}) / {most:g} - 0.2)", role)  # the HPA lets a tenth pass
+        for (scaler, role), found in targets().items()
+        for number, (query, most) in enumerate(found)
+    }
+    for scaler in ("keda", "hpa"):
+        for role in nodes:
+            of_tier = [query for name, (query, _) in wanted.items() if name.startswith(f"{scaler}:{role}:")]
+            assert len(of_tier) == 2
+            assert_holds(tmp_path, series, of_tier, is_more=role in grow)
+
+
+def assert_holds(folder: Path, series: dict[str, str], queries: list[str], *, is_more: bool) -> None:
+    """Whether one of the queries, each how many nodes it asks for, is above two."""
+    either = " or ".join(f"(({query}) > 2)" for query in queries)
+    expected = [{"labels": "{}", "value": 1}] if is_more else []
+    test = {
+        "rule_files": [],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "15s",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": [{"expr": f"sum({either}) > bool 2", "eval_time": "8m", "exp_samples": expected}],
+            }
+        ],
+    }
+    file = folder / "scaling.yaml"
+    file.write_text(yaml.safe_dump(test))
+    said = subprocess.run([program("promtool"), "test", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stdout + said.stderr
+
+
+def test_the_decode_tier_grows_before_it_is_at_its_limit() -> None:
+    """A number in the scalers, for no metric has the limit: four fifths of what its nodes are given."""
+    limits = {
+        configured("two-tier", pod, container).limits.max_running_requests
+        for pod in pods("two-tier")
+        for container in pod.nodes
+        if role_of(container) == "decode"
+    }
+    for scaler in ("keda", "hpa"):
+        (most,) = [most for query, most in targets()[scaler, "decode"] if "kvferry_running_requests" in query]
+        assert {most // (0.8 * limit) for limit in limits} == {0} and most > 0.7 * max(limits)
 
 
 @pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything"])
