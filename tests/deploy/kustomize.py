@@ -40,11 +40,13 @@ VARIANTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "s3-backup": ("two-tier", ("s3-backup",)),
     "tracing": ("two-tier", ("tracing",)),
     "model-on-host": ("two-tier", ("model-on-host",)),
+    "single-node-more": ("single-node", ("s3-backup", "tracing", "model-on-host")),
+    "lws-more": ("lws", ("rdma-sriov", "s3-backup", "tracing", "model-on-host", "without-prometheus-operator")),
     "everything": ("two-tier", ("rdma-sriov", "keda", "s3-backup", "tracing", "model-on-host")),
 }
 """What is checked: an overlay, and the components on top of it."""
 
-RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything"})
+RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"})
 """Variants that pin memory."""
 
 
@@ -103,11 +105,26 @@ def build(folder: Path) -> str:
 @functools.cache
 def rendered(variant: str) -> tuple[Manifest, ...]:
     """All objects of one of `VARIANTS`. Not to be changed."""
-    overlay, components = VARIANTS[variant]
+    return with_components(*VARIANTS[variant])
+
+
+def with_components(overlay: str, components: tuple[str, ...]) -> tuple[Manifest, ...]:
+    """All objects of an overlay with components, as deploy/README.md has an operator add them.
+
+    Raises:
+        AssertionError: They cannot be built.
+    """
     if not components:
         return tuple(yaml.safe_load_all(build(KUBERNETES / "overlays" / overlay)))
     with tempfile.TemporaryDirectory(prefix="kvferry-overlay-") as name:
         folder = Path(name).resolve()
+        if overlay == "lws":  # in its templates
+            shutil.copytree(KUBERNETES, folder / "kubernetes")
+            file = folder / "kubernetes" / "overlays" / overlay / "templates" / "kustomization.yaml"
+            page = yaml.safe_load(file.read_text(encoding="utf-8"))
+            page["components"] += [f"../../../components/{one}" for one in components]
+            file.write_text(yaml.safe_dump(page))
+            return tuple(yaml.safe_load_all(build(file.parent.parent)))
         page = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
@@ -161,16 +178,22 @@ def role_of(container: Manifest) -> str | None:
 
 def pods(variant: str) -> list[Pod]:
     """One of each kind of pod."""
-    return list(_pods(variant))
+    return pods_of(rendered(variant))
 
 
-def _pods(variant: str) -> Iterator[Pod]:
-    for one in of_kind(variant, "Deployment"):
-        yield _pod(one, one["spec"]["template"], f"{one['metadata']['name']}-5d9f7-x2x4z")
-    for one in of_kind(variant, "LeaderWorkerSet"):
-        group = one["spec"]["leaderWorkerTemplate"]
-        yield _pod(one, group["leaderTemplate"], f"{one['metadata']['name']}-0")
-        yield _pod(one, group["workerTemplate"], f"{one['metadata']['name']}-0-1")
+def pods_of(manifests: tuple[Manifest, ...]) -> list[Pod]:
+    """One of each kind of pod that these objects make."""
+    return list(_pods(manifests))
+
+
+def _pods(manifests: tuple[Manifest, ...]) -> Iterator[Pod]:
+    for one in manifests:
+        if one["kind"] == "Deployment":
+            yield _pod(one, one["spec"]["template"], f"{one['metadata']['name']}-5d9f7-x2x4z")
+        elif one["kind"] == "LeaderWorkerSet":
+            group = one["spec"]["leaderWorkerTemplate"]
+            yield _pod(one, group["leaderTemplate"], f"{one['metadata']['name']}-0")
+            yield _pod(one, group["workerTemplate"], f"{one['metadata']['name']}-0-1")
 
 
 def _pod(owner: Manifest, template: Manifest, name: str) -> Pod:

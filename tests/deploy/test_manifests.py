@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -13,7 +14,18 @@ import yaml
 
 from deploy.kubernetes import PROMETHEUS_RULE, RULE_FILE, prometheus_rule
 from tests.deploy import custom_resources
-from tests.deploy.kustomize import KUBERNETES, VARIANTS, Manifest, build, name_of, pods, pods_and_variants, rendered
+from tests.deploy.kustomize import (
+    KUBERNETES,
+    VARIANTS,
+    Manifest,
+    build,
+    name_of,
+    pods,
+    pods_and_variants,
+    pods_of,
+    rendered,
+    with_components,
+)
 
 VERSION = "1.37"
 """Of Kubernetes."""
@@ -58,6 +70,57 @@ def test_every_overlay_and_component_is_built_by_some_variant() -> None:
         for file in (KUBERNETES / "overlays" / overlay).rglob("kustomization.yaml"):
             used |= {one.rpartition("/")[2] for one in yaml.safe_load(file.read_text()).get("components", [])}
     assert used == folders["components"]
+
+
+def said_of_combinations() -> dict[tuple[str, str], str]:
+    """What the table of components in deploy/README.md says of each with each overlay: "part", "yes", "templates" or nothing."""
+    readme = (KUBERNETES.parent / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| component \|.*\n(?:\|.*\n)+", readme, re.M)
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {
+        (name, overlay): cells[column]
+        for cells in rows
+        for name in re.findall(r"\]\(kubernetes/components/([a-z0-9-]+)\)", cells[0])
+        for column, overlay in enumerate(header)
+        if (KUBERNETES / "overlays" / overlay).is_dir()
+    }
+
+
+def parts_of(overlay: str) -> set[str]:
+    """The components that it has by itself."""
+    files = (KUBERNETES / "overlays" / overlay).rglob("kustomization.yaml")
+    pages = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
+    return {one.rpartition("/")[2] for page in pages for one in page.get("components", [])}
+
+
+def env_of(component: str) -> set[str]:
+    """Variables that it gives the nodes of both tiers."""
+    file = KUBERNETES / "components" / component / "nodes.yaml"
+    if not file.exists():
+        return set()
+    spec = yaml.safe_load(file.read_text(encoding="utf-8"))["spec"]["template"]["spec"]
+    return {one["name"] for container in spec.get("containers", []) for one in container.get("env", [])}
+
+
+def test_the_readme_says_of_each_component_which_overlays_take_it() -> None:
+    """Each that it says go together are built, valid, and reach both nodes; of what an overlay has already it says so."""
+    said = said_of_combinations()
+    folders = {kind: {one.name for one in (KUBERNETES / kind).iterdir()} for kind in ("overlays", "components")}
+    assert set(said) == {(component, overlay) for component in folders["components"] for overlay in folders["overlays"]}
+    for (component, overlay), word in said.items():
+        assert word in ("part", "", "templates" if overlay == "lws" else "yes"), (component, overlay)
+        assert (word == "part") is (component in parts_of(overlay)), (component, overlay)
+        if word in ("", "part"):
+            continue
+        built = with_components(overlay, (component,))
+        assert [problem for one in built for problem in schema_problems(one)] == [], (component, overlay)
+        scaled = [one for one in built if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
+        there = {one["metadata"]["name"] for one in built if one["kind"] == "Deployment"}
+        assert {one["spec"]["scaleTargetRef"]["name"] for one in scaled} <= there
+        nodes = [node for one in pods_of(built) for node in one.nodes]
+        assert len(nodes) == 2
+        for node in nodes:
+            assert env_of(component) <= {one["name"] for one in node["env"]}, (component, overlay, node["name"])
 
 
 def test_the_base_can_be_built_by_itself() -> None:

@@ -49,8 +49,8 @@ def no_kvferry_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-OFTEN = ("dev-tcp", "single-node", "two-tier", "lws", "everything")
-"""The others are parts of the last one, or much like it."""
+OFTEN = ("dev-tcp", "single-node", "two-tier", "lws", "single-node-more", "lws-more", "everything")
+"""The others are parts of the last ones, or much like them."""
 
 
 @pytest.mark.usefixtures("no_kvferry_variables")
@@ -129,7 +129,7 @@ def test_decode_nodes_look_for_prefill_nodes_where_they_are(variant: str) -> Non
                 assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
                 assert service["spec"]["selector"]["app.kubernetes.io/component"] == "prefill"
             else:
-                assert variant in ("lws", "single-node")
+                assert VARIANTS[variant][0] in ("lws", "single-node")
                 assert config.peers.prefill_nodes
                 assert not [one for one in of_kind(variant, "Service") if one["metadata"]["name"] == "kvferry-prefill"]
 
@@ -322,7 +322,7 @@ def test_the_decode_tier_grows_before_it_is_at_its_limit() -> None:
         assert {most // (0.8 * limit) for limit in limits} == {0} and most > 0.7 * max(limits)
 
 
-@pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything"])
+@pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"])
 def test_rdma_that_is_not_there_is_no_slow_tcp(variant: str) -> None:
     for pod in pods(variant):
         for container in pod.nodes:
