@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,8 +21,10 @@ from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.certificates import CertificateFiles
 from transfer.registry.discovery import Discovery, Looks, Source
+from transfer.registry.discovery import found as found_module
 from transfer.registry.discovery.dns import DnsNodes
 from transfer.registry.discovery.entries import MAX_FOUND, RefusedFor, sort_entries
+from transfer.registry.discovery.found import NOT_ANSWERED
 from transfer.registry.discovery.given import GivenNodes
 from transfer.registry.discovery.health_gate import HealthGate
 from transfer.registry.discovery.node_file import MAX_FILE_BYTES, NodeFile
@@ -62,11 +65,28 @@ def test_every_entry_is_used_once_or_refused(entries: list[object]) -> None:
 @pytest.mark.parametrize(
     "entry",
     ["", "host", "host:", ":7100", "host:0", "host:65536", "host:7 100", "ho st:7100", "host:७", "::1:7100", "höst:1", 7100,
-     None, {"address": "a:1"}, "host:7100\n", "a" * 100_000],
+     None, {"address": "a:1"}, "host:7100\n", "a" * 100_000, "?:80", "a..b:80", "-a:80", "a/b:80", "[a]:80", "[127.0.0.1]:80",
+     "1.2.3:80", "1.2.3.400:80", f"{'a' * 64}:80", "host:" + "0" * 5000 + "80"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_and_named(entry: object) -> None:
     (refused,) = sort_entries([entry], anything_goes).refused
     assert refused.kind is RefusedFor.MALFORMED and "it must be host:port" in refused.reason and len(refused.reason) < 300
+
+
+@pytest.mark.parametrize(
+    "entry", ["unix:80", "dns:80", "ipv4:80", "ipv6:80", "xds:80", "vsock:80", "UNIX:80", "unix:/run/x:80", "dns:///a:80"]
+)
+def test_what_grpc_takes_for_a_uri_is_refused(entry: str) -> None:
+    (refused,) = sort_entries([entry], anything_goes).refused
+    assert refused.kind is RefusedFor.MALFORMED
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["a:1", "kvferry-prefill.kvferry.svc.cluster.local.:7100", "prefill_1:7100", "10.0.0.1:65535", "[fe80::1%eth0]:1", "[::1]:1"],
+)
+def test_names_and_addresses_of_every_kind_are_used(entry: str) -> None:
+    assert sort_entries([entry], anything_goes).addresses == (entry,)
 
 
 def test_what_is_no_text_is_not_written_out() -> None:
@@ -114,7 +134,7 @@ class Scripted:
     async def saw(self, *entries: str) -> None:
         await until(lambda: self.looks)
         assert self.looks is not None
-        await self.looks.saw(entries)
+        self.looks.saw(entries)
 
 
 async def test_given_nodes_are_known_at_once_and_never_grow_old() -> None:
@@ -149,26 +169,112 @@ async def test_a_failure_keeps_what_there_was_and_is_said_once() -> None:
     ]  # fmt: skip
 
 
-async def test_a_node_that_does_not_serve_yet_waits_and_one_that_is_used_is_not_asked_again() -> None:
+async def test_a_node_that_does_not_serve_yet_waits_and_one_that_is_used_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(found_module, "ASK_AGAIN_S", 0.01)
     answers = {"127.0.0.1:1": "", "127.0.0.1:2": "it is starting"}
+    asked: Counter[str] = Counter()
+
+    async def ask(address: str) -> str:
+        asked[address] += 1
+        return answers[address]
+
+    source = Scripted()
+    with capture_logs() as lines:
+        async with found(source, ask) as discovery:
+            await source.saw("127.0.0.1:1", "127.0.0.1:2")
+            await until(lambda: asked["127.0.0.1:2"] > 2)  # again and again, without another look
+            assert discovery.addresses == ("127.0.0.1:1",)
+            assert "127.0.0.1:2 is not used yet: it is starting" in str(discovery.view)
+            answers["127.0.0.1:1"], answers["127.0.0.1:2"] = "it has gone bad", ""
+            await until(lambda: discovery.addresses == ("127.0.0.1:1", "127.0.0.1:2"))
+            assert not discovery.view.waiting
+            await source.saw("127.0.0.1:1", "127.0.0.1:2")
+            await asyncio.sleep(0.05)
+            assert discovery.addresses == ("127.0.0.1:1", "127.0.0.1:2")
+            assert asked["127.0.0.1:1"] == 1, "whether a used one lives, its join says"
+            await source.saw("127.0.0.1:2")
+            assert discovery.addresses == ("127.0.0.1:2",)
+            await source.saw("127.0.0.1:1", "127.0.0.1:2")
+            await until(lambda: asked["127.0.0.1:1"] > 1)
+            assert discovery.addresses == ("127.0.0.1:2",), "it was away, so it is asked as a new one"
+    assert [line["event"] for line in lines].count("discovered_node_not_used_yet") == 2, "once for each time that it has come"
+
+
+async def test_one_that_does_not_answer_holds_up_nobody() -> None:
+    """Neither those of the same look, nor the next look, nor itself, once it has gone and another one has its address."""
+    answers = {f"127.0.0.1:{port}": asyncio.get_running_loop().create_future() for port in (1, 2, 3)}
     asked: list[str] = []
 
     async def ask(address: str) -> str:
         asked.append(address)
-        return answers[address]
+        return await asyncio.shield(answers[address])
 
     source = Scripted()
+    told: list[tuple[str, ...]] = []
     async with found(source, ask) as discovery:
+        discovery.listen(told.append)
         await source.saw("127.0.0.1:1", "127.0.0.1:2")
-        assert discovery.addresses == ("127.0.0.1:1",)
-        assert "127.0.0.1:2 is not used yet: it is starting" in str(discovery.view)
-        answers["127.0.0.1:1"], answers["127.0.0.1:2"] = "it has gone bad", ""
-        await source.saw("127.0.0.1:1", "127.0.0.1:2")
-        assert discovery.addresses == ("127.0.0.1:1", "127.0.0.1:2") and not discovery.view.waiting
-        assert asked == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:2"], "whether a used one lives, its join says"
-        await source.saw("127.0.0.1:2")
-        await source.saw("127.0.0.1:1", "127.0.0.1:2")
-        assert discovery.addresses == ("127.0.0.1:2",), "it was away, so it is asked as a new one"
+        assert discovery.view.waiting == dict.fromkeys(("127.0.0.1:1", "127.0.0.1:2"), NOT_ANSWERED)
+        answers["127.0.0.1:2"].set_result("")
+        await until(lambda: discovery.addresses == ("127.0.0.1:2",))
+        answers["127.0.0.1:3"].set_result("")
+        await source.saw("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+        await until(lambda: discovery.addresses == ("127.0.0.1:2", "127.0.0.1:3"))
+        assert asked == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "who has not answered is not asked once more"
+        await source.saw("127.0.0.1:3")
+        assert not discovery.view.waiting
+        await source.saw("127.0.0.1:1", "127.0.0.1:3")
+        await until(lambda: asked.count("127.0.0.1:1") == 2)
+        answers["127.0.0.1:1"].set_result("")
+        await until(lambda: len(discovery.addresses) == 2)
+        await source.saw()
+    assert told == [
+        (), ("127.0.0.1:2",), ("127.0.0.1:2", "127.0.0.1:3"), ("127.0.0.1:3",), ("127.0.0.1:1", "127.0.0.1:3"), (),
+    ]  # fmt: skip
+
+
+async def test_a_bug_in_asking_is_said_and_the_node_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found_module, "ASK_AGAIN_S", 0.01)
+    num_asked = 0
+
+    async def ask(address: str) -> str:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 4:
+            raise ZeroDivisionError("nobody expected this")
+        return ""
+
+    source = Scripted()
+    with capture_logs() as lines:
+        async with found(source, ask) as discovery:
+            await source.saw("127.0.0.1:1")
+            await until(lambda: discovery.addresses)
+    assert [line["event"] for line in lines].count("asking_broke") == 1, "once, and not each time"
+
+
+async def test_a_listener_that_raises_is_told_again_and_keeps_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found_module, "AGAIN_S", 0.01)
+    heard: list[tuple[str, ...]] = []
+    told: list[tuple[str, ...]] = []
+
+    def listen(addresses: tuple[str, ...]) -> None:
+        heard.append(addresses)
+        if 1 < len(heard) < 4:
+            raise ZeroDivisionError("nobody expected this")
+
+    source = Scripted()
+    with capture_logs() as lines:
+        async with found(source) as discovery:
+            discovery.listen(listen)
+            discovery.listen(told.append)
+            await source.saw("127.0.0.1:1")
+            assert told == [(), ("127.0.0.1:1",)] and discovery.view.failures == 1
+            await until(lambda: len(heard) == 4)
+            await asyncio.sleep(0.05)
+    assert heard == [(), *3 * [("127.0.0.1:1",)]] and told == [(), ("127.0.0.1:1",)]
+    assert [line["event"] for line in lines].count("discovery_listener_broke") == 2
 
 
 async def test_a_bug_of_a_source_is_said_and_the_source_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +287,7 @@ async def test_a_bug_of_a_source_is_said_and_the_source_followed_again(monkeypat
             self.num_follows += 1
             if self.num_follows < 3:
                 raise ZeroDivisionError("nobody expected this")
-            await looks.saw(["127.0.0.1:1"])
+            looks.saw(["127.0.0.1:1"])
 
     with capture_logs() as lines:
         async with found(Broken()) as discovery:

@@ -95,6 +95,17 @@ async def test_nodes_are_seen_as_they_come_and_go(shared: EtcdServer, prefix: st
         assert told[0] == told[-1] == ()
 
 
+async def test_who_need_not_be_found_any_more_forgets_what_was_wrong(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as away:
+        config = settings(away, prefix="tests/")
+        async with registered(config, "127.0.0.1:7001") as (node,):
+            await until(lambda: node.view.problem, within_s=15)
+            node.want(False)
+            await until(lambda: not node.view.problem, within_s=15)
+            node.want(True)
+            await until(lambda: node.view.problem, within_s=15)
+
+
 async def test_a_node_that_is_killed_is_gone_with_its_lease(shared: EtcdServer, prefix: str) -> None:
     config = settings(shared, prefix=prefix)
     async with found(config) as discovery, registered(config, "127.0.0.1:7001", "127.0.0.1:7002") as (killed, _):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Final
 
@@ -69,12 +70,33 @@ def listed(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+_LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+
+_SCHEMES: Final = frozenset(
+    {"dns", "unix", "unix-abstract", "vsock", "ipv4", "ipv6", "xds", "google-c2p", "google-c2p-experimental"}
+)
+"""What gRPC takes for the beginning of a URI: ``unix:80`` is a socket file to it, and no host."""
+
+
 def checked_host_port(value: str) -> str:
     """`value` if it is host:port. Raises ValueError."""
     host, _, port = value.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535 or (":" in host and host[0] != "["):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535) or not _is_host(host):
         raise ValueError("it must be host:port with a port from 1 to 65535, an IPv6 host in brackets")
     return value
+
+
+def _is_host(host: str) -> bool:
+    """Whether it looks like an IPv4 address, an IPv6 address in brackets, or a host name."""
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    labels = host.removesuffix(".").split(".")
+    if not is_bracketed and not labels[-1].isdigit():  # no domain is a number
+        return len(host) <= 254 and all(map(_LABEL.fullmatch, labels)) and host.lower() not in _SCHEMES
+    try:
+        ipaddress.IPv6Address(host[1:-1]) if is_bracketed else ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def collector_url(value: str) -> str:

@@ -8,7 +8,6 @@ or what is wrong. gRPC is then told to accept that name only.
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +16,7 @@ from transfer.errors import PeerUnreachable
 from transfer.peer_names import dns_name_of, first_match
 from transfer.plain_text import host_of
 from transfer.registry.certificates import Certificates, load_pair, names_of, reason_of, trust
+from transfer.registry.connecting import address_of, connected, is_literal, text_of
 
 HTTP2: Final = "h2"
 _WRONG_HOST: Final = (62, 64)
@@ -49,7 +49,7 @@ async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], ti
     Raises:
         PeerUnreachable: Nobody answers, it is none of those, or they do not accept each other.
     """
-    host, port = host_of(address), address.rpartition(":")[2]
+    host = host_of(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = not allowed
     trust(context, own.authorities, "tls.ca_file")
@@ -58,7 +58,8 @@ async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], ti
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=host)
+            connection = await connected(address)
+            reader, writer = await asyncio.open_connection(sock=connection, ssl=context, server_hostname=host)
             # With TLS 1.3 a server judges this side's certificate after the handshake; one that accepts it speaks first.
             if not await reader.read(1):
                 raise ConnectionResetError
@@ -74,11 +75,8 @@ async def greet(address: str, own: Certificates, *, allowed: tuple[str, ...], ti
             "certificate (tls.cert_file): expired, or from an authority that its tls.ca_file does not have; or that has as many "
             "connections as it takes"
         ) from None
-    except UnicodeError as error:  # a label that is too long, or empty
-        raise PeerUnreachable(f"{address}: its host is no name: {error}") from None
     except OSError as error:
-        text = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
-        raise PeerUnreachable(f"{address}: {text}") from None
+        raise PeerUnreachable(f"{address}: {text_of(error)}") from None
     finally:
         found = None if writer is None else _found(writer)
         if writer is not None:
@@ -102,11 +100,11 @@ def _judged(
     address: str, found: tuple[dict[str, Any], bytes, tuple[Any, ...]], own: Certificates, allowed: tuple[str, ...]
 ) -> Greeted:
     certificate, encoded, peer = found
-    target = f"[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"{peer[0]}:{peer[1]}"
+    target = address_of(peer)
     names = names_of(certificate)
     if not allowed:
         host = host_of(address)
-        return Greeted(target=target, name=None if _is_literal(host) else host, authorities=own.authorities)
+        return Greeted(target=target, name=None if is_literal(host) else host, authorities=own.authorities)
     name = first_match(allowed, names)
     if name is None:
         raise PeerUnreachable(f"{address}: {names} answers there, which is not in tls.peer_names (--peer-name) of this side")
@@ -117,10 +115,6 @@ def _judged(
     if checked is None:
         raise PeerUnreachable(f"{address}: the certificate of {names} has no DNS name, which gRPC checks a server by")
     return Greeted(target=target, name=checked, authorities=ssl.DER_cert_to_PEM_cert(encoded).encode())
-
-
-def _is_literal(host: str) -> bool:
-    return ":" in host or host.replace(".", "").isdigit()
 
 
 def _why_no_tls(error: ssl.SSLError) -> str:

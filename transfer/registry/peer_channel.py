@@ -9,6 +9,8 @@ from typing import Final
 import grpc
 
 from transfer.errors import LocalProtocolError, PeerUnreachable
+from transfer.plain_text import host_of
+from transfer.registry.connecting import address_of, connected, is_literal, text_of
 from transfer.registry.greeting import Greeted, greet
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.security import MutualTls, PlainText, Security
@@ -22,6 +24,9 @@ RETIRE_S: Final = 60.0
 
 class PeerChannel:
     """Gives the channel for each call. Owned by one loop.
+
+    A name is looked up before each new connection, and gRPC is given the address: once a lookup of its own has failed it makes
+    the next ones after pauses that grow to two minutes, and no option bounds them.
 
     With TLS a channel lives as long as its connection: whoever answers is looked at again before each new one, with the
     certificates as they are then. A connection that stands goes on, whatever happens to the files.
@@ -41,8 +46,10 @@ class PeerChannel:
         self._lock = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
+        self._found: tuple[grpc.aio.Channel, str] | None = None  # in plain text: to which of a name's addresses a channel goes
         self._is_closed = False
-        if isinstance(security, PlainText):
+        self._is_lasting = isinstance(security, PlainText) and is_literal(host_of(address))
+        if self._is_lasting:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     @property
@@ -56,20 +63,23 @@ class PeerChannel:
         """The channel to make a call on, at once.
 
         Raises:
-            PeerUnreachable: With TLS: there is no connection, and none can be made; says what is wrong.
+            PeerUnreachable: With TLS, or of a name: there is no connection, and none can be made; says what is wrong.
         """
-        if isinstance(self._security, PlainText):
+        if self._is_lasting:
             return self.current
         async with self._lock:
             old = self._channel
             if old is not None and old.get_state() is grpc.ChannelConnectivity.READY:
                 return old
-            new = await self._connect(self._security, timeout_s)
+            if isinstance(self._security, PlainText):
+                new = await self._find(old, timeout_s)
+            else:
+                new = await self._connect(self._security, timeout_s)
             if self._is_closed:
                 await new.close()
                 raise PeerUnreachable(f"{self.address}: this side has closed the channel")
             self._channel = new
-            if old is not None:
+            if old is not None and old is not new:
                 self._retire(old)
             return self._channel
 
@@ -81,6 +91,23 @@ class PeerChannel:
         await asyncio.gather(*self._retiring, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
+
+    async def _find(self, old: grpc.aio.Channel | None, timeout_s: float) -> grpc.aio.Channel:
+        """A channel in plain text to the first address of the name that takes connections: the old one, if it goes there."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                tried = await connected(self.address)
+        except TimeoutError:
+            raise PeerUnreachable(f"{self.address}: no answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise PeerUnreachable(f"{self.address}: {text_of(error)}") from None
+        with tried:
+            target = address_of(tried.getpeername())
+        if old is not None and self._found == (old, target):
+            return old
+        new = grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, ("grpc.default_authority", self.address)])
+        self._found = new, target
+        return new
 
     async def _connect(self, tls: MutualTls, timeout_s: float) -> grpc.aio.Channel:
         own = tls.files.current()

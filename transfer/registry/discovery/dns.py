@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
+from transfer.registry.connecting import addresses_of
 from transfer.registry.discovery.source import Looks
 from transfer.registry.server import host_port
 
-Resolve = Callable[[str], Awaitable[frozenset[str]]]
+Resolve = Callable[[str], Awaitable[Collection[str]]]
 """Every address of a name, IPv4 and IPv6. Raises OSError with why there is none."""
 
 
@@ -32,7 +30,7 @@ class DnsNodes:
         self._host, self._port = host.strip("[]"), int(port)
         self._name = name
         self._interval_s = interval_s
-        self._resolve = resolve or system_addresses
+        self._resolve = resolve or addresses_of
 
     @property
     def where(self) -> str:
@@ -45,34 +43,5 @@ class DnsNodes:
             except OSError as error:
                 looks.failed(f"{self._host}: {error.strerror or error}")
             else:
-                await looks.saw([host_port(address, self._port) for address in found])
+                looks.saw([host_port(address, self._port) for address in found])
             await asyncio.sleep(self._interval_s)
-
-
-async def system_addresses(host: str) -> frozenset[str]:
-    """See `Resolve`. A resolver can hang for as long as its own limits let it, and nobody waits for it at the end."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[frozenset[str]] = loop.create_future()
-
-    def settle(found: frozenset[str] | OSError) -> None:
-        if answer.done():
-            return
-        if isinstance(found, OSError):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
-
-    def ask() -> None:
-        found: frozenset[str] | OSError
-        try:
-            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            found = frozenset(str(address[0]) for *_, address in infos)
-        except OSError as error:
-            found = error
-        except UnicodeError as error:  # a label that is too long, or empty
-            found = OSError(0, f"it is no name: {error}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, found)
-
-    threading.Thread(target=ask, name="resolve", daemon=True).start()  # an executor's thread would hold up the process's end
-    return await answer

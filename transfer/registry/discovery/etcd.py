@@ -98,7 +98,7 @@ class EtcdNodes:
     async def _watch(self, client: EtcdClient, looks: Looks) -> None:
         """Until the connection ends: whatever was missed by then, the next one reads anew."""
         named, revision = await client.named(self._prefix)
-        await looks.saw(_entries(named))
+        looks.saw(_entries(named))
         changes = client.changes(self._prefix, after=revision)
         reading = asyncio.ensure_future(anext(changes))
         try:
@@ -114,7 +114,7 @@ class EtcdNodes:
                     is_standing = True
                 if is_standing:  # not before: where reading works and watching does not, members would be tried without a pause
                     self._members.worked()
-                await looks.saw(_entries(named))
+                looks.saw(_entries(named))
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)

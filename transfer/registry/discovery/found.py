@@ -16,12 +16,22 @@ from transfer.registry.discovery.source import Looks, Source
 from transfer.registry.security import Security
 
 AGAIN_S: Final = 5.0
-"""Pause after a bug has ended a source's looking."""
+"""Pause after a bug: of a source that has ended, or of a listener."""
+
+ASK_AGAIN_S: Final = 2.0
+"""After which a node that may not be used yet is asked again. Its join is tried as often once it is used and does not answer."""
+
+ASKS_PER_S: Final = 32
+"""Of many that may not be used yet, so many are asked a second."""
+
+NOT_ANSWERED: Final = "it was asked whether it serves, and has not answered yet"
 
 _MAX_SHOWN: Final = 5  # addresses that wait, in one line of text
 
 Ask = Callable[[str], Awaitable[str]]
 """Whether a node may be used: an empty text, or why not."""
+
+Listener = Callable[[tuple[str, ...]], None]
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +46,7 @@ class DiscoveryView:
         waiting: Addresses that are named, and why they are not used yet.
         problem: Why the last look failed; empty when it did not.
         age_s: Seconds since what it has found was last known to hold; None while it has found nothing yet.
-        failures: Looks that failed.
+        failures: Looks that failed, and bugs in whom it told.
         refused: Entries that could not be used, by why, each counted once for as long as it is there.
     """
 
@@ -68,7 +78,7 @@ class Discovery:
     Args:
         source: Where to look.
         security: How the nodes will be spoken to; an address that may not be is refused.
-        ask: Asked about each address before it is used for the first time since it has come.
+        ask: Asked about each address before it is used for the first time since it has come, again and again until it may be.
         clock: Seconds.
     """
 
@@ -79,15 +89,18 @@ class Discovery:
         self._security = security
         self._ask = ask
         self._clock = clock
-        self._addresses: tuple[str, ...] = ()
+        self._named: tuple[str, ...] = ()
+        self._addresses: tuple[str, ...] = ()  # of those that are named, the ones that may be used
         self._waiting: dict[str, str] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}  # one for each that waits: one that hangs holds up nothing but itself
         self._problem = ""
         self._seen_s: float | None = None
         self._is_fixed = False
         self._failures = 0
         self._refused_now: frozenset[str] = frozenset()
         self._refused: Counter[str] = Counter()
-        self._listeners: list[Callable[[tuple[str, ...]], None]] = []
+        self._told: dict[Listener, tuple[str, ...] | None] = {}  # None: it has to be told again
+        self._telling_again: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -114,19 +127,21 @@ class Discovery:
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        if self._telling_again is not None:
+            self._telling_again.cancel()
+        ending = [*self._asking.values(), *([] if self._following is None else [self._following])]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
-    def listen(self, listener: Callable[[tuple[str, ...]], None]) -> None:
-        """Have a listener told of what there is: now, and whenever it changes."""
-        self._listeners.append(listener)
+    def listen(self, listener: Listener) -> None:
+        """Have a listener told of what there is: now, and whenever it changes. One that raises is told again later."""
         listener(self._addresses)
+        self._told[listener] = self._addresses
 
-    def unlisten(self, listener: Callable[[tuple[str, ...]], None]) -> None:
+    def unlisten(self, listener: Listener) -> None:
         """Tell it no more; nothing happens where it was never told."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
+        self._told.pop(listener, None)
 
     async def _follow(self) -> None:
         looks = Looks(saw=self._saw, failed=self._fail, same=self._see)
@@ -142,7 +157,7 @@ class Discovery:
                 self._fail(f"unexpected {type(error).__name__}; see the log of this node")
             await asyncio.sleep(AGAIN_S)
 
-    async def _saw(self, entries: Sequence[object]) -> None:
+    def _saw(self, entries: Sequence[object]) -> None:
         self._see()
         found = sort_entries(entries, lambda address: self._security.check("prefill node", address))
         for refused in found.refused:
@@ -150,25 +165,41 @@ class Discovery:
                 self._refused[refused.kind] += 1
                 log.warning("discovered_entry_refused", where=self._source.where, kind=refused.kind.value, reason=refused.reason)
         self._refused_now = frozenset(refused.entry for refused in found.refused)
-        self._tell(tuple(address for address in found.addresses if address in self._addresses))  # what has gone waits for nobody
-        waiting = await self._ask_new(found.addresses)
-        for address, reason in waiting.items():
-            if address not in self._waiting:
+        self._named = found.addresses
+        for address in set(self._asking).difference(self._named):
+            self._asking.pop(address).cancel()
+            self._waiting.pop(address)
+        if self._ask is not None:
+            for address in self._named:
+                if address not in self._addresses and address not in self._asking:
+                    self._waiting[address] = NOT_ANSWERED
+                    self._asking[address] = asyncio.get_running_loop().create_task(self._ask_until_it_may(address, self._ask))
+        self._tell()
+
+    async def _ask_until_it_may(self, address: str, ask: Ask) -> None:
+        """Use an address as soon as it may be, whatever the others answer."""
+        is_told = False
+        while reason := await self._why_not(address, ask):
+            self._waiting[address] = reason
+            if not is_told:
                 log.info("discovered_node_not_used_yet", address=address, reason=reason)
-        self._waiting = waiting
-        self._tell(tuple(address for address in found.addresses if address not in waiting))
+                is_told = True
+            await asyncio.sleep(max(ASK_AGAIN_S, len(self._waiting) / ASKS_PER_S))
+        del self._asking[address], self._waiting[address]
+        self._tell()
 
-    async def _ask_new(self, addresses: tuple[str, ...]) -> dict[str, str]:
-        """Addresses that were not used before and may not be yet, and why."""
-        if self._ask is None:
-            return {}
-        new = [address for address in addresses if address not in self._addresses]
-        answers = await asyncio.gather(*map(self._ask, new))
-        return {address: reason for address, reason in zip(new, answers, strict=True) if reason}
+    async def _why_not(self, address: str, ask: Ask) -> str:
+        """As `ask` says; a bug there must not keep an address from ever being asked again."""
+        try:
+            return await ask(address)
+        except Exception as error:
+            news = f"unexpected {type(error).__name__}; see the log of this node"
+            if self._waiting[address] != news:  # once
+                log.critical("asking_broke", address=address, error=f"{type(error).__name__}: {error}", exc_info=error)
+            return news
 
-    def _tell(self, addresses: tuple[str, ...]) -> None:
-        if addresses == self._addresses:
-            return
+    def _tell(self) -> None:
+        addresses = tuple(address for address in self._named if address not in self._waiting)
         before, self._addresses = set(self._addresses), addresses
         for event, changed in (
             ("prefill_nodes_named", sorted(set(addresses) - before)),
@@ -176,8 +207,23 @@ class Discovery:
         ):
             if changed:
                 log.info(event, where=self._source.where, addresses=changed)
-        for listener in list(self._listeners):
-            listener(addresses)
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        """Each that has not been told yet. A bug in one keeps nothing from the others, and is told again: the next look may be
+        like this one, and would be no news."""
+        for listener in [listener for listener, told in self._told.items() if told != self._addresses]:
+            try:
+                listener(self._addresses)
+            except Exception as error:
+                self._failures += 1
+                log.critical("discovery_listener_broke", error=f"{type(error).__name__}: {error}", exc_info=error)
+                self._told[listener] = None
+                if self._telling_again is not None:
+                    self._telling_again.cancel()
+                self._telling_again = asyncio.get_running_loop().call_later(AGAIN_S, self._tell_listeners)
+            else:
+                self._told[listener] = self._addresses
 
     def _fail(self, reason: str) -> None:
         self._failures += 1

@@ -20,4 +20,4 @@ class GivenNodes:
         return "peers.prefill_nodes"
 
     async def follow(self, looks: Looks) -> None:
-        await looks.saw(self._addresses)
+        looks.saw(self._addresses)

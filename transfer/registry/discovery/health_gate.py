@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 import grpc
@@ -14,9 +13,6 @@ from transfer.registry.security import Security
 from transfer.registry.status import error_of
 
 ASK_TIMEOUT_S: Final = 3.0
-MAX_ASKING: Final = 64
-"""Nodes that are asked at once."""
-
 SERVICE: Final = "kvferry.v1.PrefillControl"
 
 
@@ -29,15 +25,13 @@ class HealthGate:
 
     def __init__(self, security: Security) -> None:
         self._security = security
-        self._turns = asyncio.Semaphore(MAX_ASKING)
 
     async def why_not(self, address: str) -> str:
         """One line on why the node is not to be used; empty: it serves."""
-        async with self._turns:
-            try:
-                return await self._ask(address)
-            except TransferError as error:
-                return str(error)
+        try:
+            return await self._ask(address)
+        except TransferError as error:
+            return str(error)
 
     async def _ask(self, address: str) -> str:
         channel = PeerChannel(address, self._security)

@@ -43,7 +43,7 @@ class NodeFile:
                     looks.same()
                 else:
                     read, entries = found
-                    await looks.saw(entries)
+                    looks.saw(entries)
             await asyncio.sleep(self._interval_s)
 
     def _changed(self, read: tuple[int, ...] | None) -> tuple[tuple[int, ...], list[str]] | None:

@@ -105,6 +105,8 @@ class Registration:
     async def _keep_until_it_fails(self) -> None:
         while True:
             if self._lease is None:
+                if not self._wanted.is_set():
+                    self._problem = ""  # what was wrong keeps nobody from being found any more
                 await self._wanted.wait()
             try:
                 async with self._members.connected() as client:

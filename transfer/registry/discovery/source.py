@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ class Looks:
         same: What was seen last still holds.
     """
 
-    saw: Callable[[Sequence[str]], Awaitable[None]]
+    saw: Callable[[Sequence[str]], None]
     failed: Callable[[str], None]
     same: Callable[[], None]
 
