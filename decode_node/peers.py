@@ -290,6 +290,9 @@ class PrefillPeers:
         gets requests only where no other one can take them (`pick`), and goes when `_may_go` says so, or there are too many.
         """
         known = {peer.address: peer for peer in self.peers}
+        if addresses and not any(peer.unnamed_s is None and not peer.is_added for peer in self.peers):
+            for peer in self.peers:  # whoever named them was away; the first that comes back must not cost the others their joins
+                peer.unnamed_s = None
         for address in addresses:
             if address not in known:
                 self.peers.append(self._peer_at(address))

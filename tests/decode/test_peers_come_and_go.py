@@ -176,8 +176,30 @@ async def test_the_last_joined_nodes_stay_until_one_that_is_named_takes_their_pl
         await asyncio.sleep(0.05)
         assert one.peers.pick() is one.peer(old)
         one.peers.use([new])
+        await one.until(joined=2)
+        one.now_s += 2 * GRACE_S
         await until(lambda: one.states() == {new: "joined"}, within_s=5)
         assert one.lost == [(old, 11, "it is named no longer")]
+
+
+async def test_the_first_that_is_named_again_does_not_cost_the_others_their_joins(tmp_path: Path) -> None:
+    """Prefill nodes that did not reach etcd for longer than the grace register anew one after the other."""
+    async with prefill(tmp_path, 11, 12, 13) as nodes, tier() as one:
+        addresses = [(await node.open())[0] for node in nodes]
+        one.peers.use(addresses)
+        await one.until(joined=3)
+        one.peers.use([])
+        one.now_s += 2 * GRACE_S
+        await asyncio.sleep(0.05)
+        one.peers.use(addresses[:1])
+        one.now_s += GRACE_S - 1
+        await asyncio.sleep(0.05)
+        one.peers.use(addresses[:2])
+        await asyncio.sleep(0.05)
+        await one.until(joined=3)
+        one.now_s += 2  # the third does not come back: its grace began with the first that did
+        await until(lambda: one.states() == dict.fromkeys(addresses[:2], "joined"))
+        assert [node.num_joins for node in nodes] == [1, 1, 1] and [lost[0] for lost in one.lost] == addresses[2:]
 
 
 async def test_one_that_is_gone_is_left_although_nobody_takes_its_place(tmp_path: Path) -> None:
