@@ -1,11 +1,14 @@
-"""A decode node that knows of no prefill node finds them in a real etcd, while they come, drain, are killed, and etcd dies."""
+"""A decode node that knows of no prefill node finds them in a real etcd, while they come, drain, are killed, and etcd dies; or
+behind a name, while the name server is away."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,6 +121,87 @@ async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference:
             assert first.exit_code == exit_codes.OK
             await until(lambda: tiers.are_joined(two), "who has gone is left", within_s=10)
         await until_idle(decode, second, within_s=10)
+
+
+RESOLVER = """
+import json, os, socket
+system = socket.getaddrinfo
+def getaddrinfo(host, *args, **kwargs):
+    if host != "kvferry-prefill":
+        return system(host, *args, **kwargs)
+    with open(os.environ["TEST_NAMES"]) as file:
+        addresses = json.load(file)
+    if not addresses:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    return [info for address in addresses for info in system(address, *args, **kwargs)]
+socket.getaddrinfo = getaddrinfo
+"""
+"""Of the decode node's processes; the machine's own can be changed by root alone. Python imports a module of this name first."""
+
+
+@contextmanager
+def silent(host: str, port: int) -> Iterator[None]:
+    """Takes connections there, and says nothing."""
+    with socket.socket() as listening:
+        listening.bind((host, port))
+        listening.listen(64)
+        yield
+
+
+async def test_a_name_with_two_addresses_one_of_which_hangs(tmp_path: Path, model: Path, reference: Reference) -> None:
+    resolver = tmp_path / "resolver"
+    resolver.mkdir()
+    (resolver / "sitecustomize.py").write_text(RESOLVER)
+
+    def say(*addresses: str) -> None:
+        (resolver / "new").write_text(json.dumps(addresses))
+        os.replace(resolver / "new", resolver / "names")
+
+    say("127.0.0.2", "127.0.0.1")
+    with open_nodes(tmp_path) as nodes:
+        settings = {"model": model, "pool.num_tokens": 2 * POOL_TOKENS}
+        (port,) = nodes.hold_ports(1)
+        good, hanging = f"127.0.0.1:{port}", f"127.0.0.2:{port}"
+        name = {"discovery.kind": "dns", "discovery.dns_name": f"kvferry-prefill:{port}", "discovery.interval_s": 0.2}
+        with silent("127.0.0.2", port):
+            prefill = nodes.launch("prefill", settings | {"server.port": port})
+            environment = {
+                "PYTHONPATH": os.pathsep.join([str(resolver), nodes.environment()["PYTHONPATH"]]),
+                "TEST_NAMES": str(resolver / "names"),
+            }
+            decode = nodes.launch("decode", settings | name, environment=environment)
+            await nodes.until_started(prefill, decode)
+
+            async def is_found() -> bool:
+                return await states(decode) == {good: "joined"}
+
+            await until(is_found, "the one that answers is joined", within_s=30)
+            status = await status_of(decode)
+            assert status is not None and list(status.discovery.addresses) == [good]
+            (waits,) = status.discovery.waiting
+            assert waits.startswith(hanging) and (await decode.readiness()).is_ready
+
+            say()
+
+            async def is_away() -> bool:
+                return await metric(decode, "discovery_failures_total") > 0
+
+            await until(is_away, "the name server's absence is noticed", within_s=10)
+            async with Caller(decode.address) as caller:
+                reference.check(prompt(60), await caller.ask(prompt(60)))
+            status = await status_of(decode)
+            assert status is not None and list(status.discovery.addresses) == [good]
+            assert "kvferry-prefill: Temporary failure in name resolution" in status.discovery.problem
+
+            say("127.0.0.1")
+
+            async def is_all_well() -> bool:
+                status = await status_of(decode)
+                return status is not None and not status.discovery.waiting and not status.discovery.problem
+
+            await until(is_all_well, "who is named no longer is not waited for", within_s=10)
+            assert await is_found()
+        await until_idle(decode, prefill, within_s=10)
 
 
 @pytest.mark.slow
