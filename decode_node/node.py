@@ -215,8 +215,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
 
     @property
     def num_in_flight(self) -> int:
-        """Also those whose text is being tokenised: they have been let in, so a drain waits for them."""
-        return self._num_coming + super().num_in_flight
+        """Also those whose text is being tokenised, and those whose client has not taken all its tokens: a drain waits."""
+        return max(self._num_coming + super().num_in_flight, len(self._in_flight))
 
     # Ranks
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S: Final = 10.0
 """Longest wait for a node's first answer; one that lives answers in milliseconds, also when it has no room."""
 
+CHANGE_S: Final = 330.0
+"""Longest wait for a node's ranks to take another role on; the node itself gives them 300 s."""
+
 
 class NodeClient:
     """A connection to one node of either role. Use it as an async context manager, on one loop.
@@ -113,12 +116,13 @@ class NodeClient:
         return answer.level_before
 
     async def switch_role(self, role: str, *, budget_s: float) -> pb.SwitchRoleResponse:
-        """Give the node another role, once its requests are over, within `budget_s` in all.
+        """Give the node another role, once its requests are over, for which they get `budget_s`.
 
         Raises:
             TransferError: The call failed, or the node keeps the role that it has.
         """
-        answer: pb.SwitchRoleResponse = await self._ask("SwitchRole", pb.SwitchRoleRequest(role=role), budget_s)
+        asked = pb.SwitchRoleRequest(role=role, drain_budget_s=budget_s)
+        answer: pb.SwitchRoleResponse = await self._ask("SwitchRole", asked, budget_s + CHANGE_S)
         return answer
 
     async def _ask(self, method: str, question: Any, timeout_s: float) -> Any:

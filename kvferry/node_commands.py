@@ -42,6 +42,14 @@ def drain(
         if remaining:
             print(f"{target} drains; {remaining} requests are still in flight after {timeout:g} s", file=sys.stderr)
             return exit_codes.TOO_LATE
+        status = await client.status()
+        if not status.draining and status.state != "draining":
+            print(
+                f"{target} has nothing in flight, and takes requests: its drain was undone meanwhile, or it is inside an engine, "
+                "whose own front has to be drained",
+                file=sys.stderr,
+            )
+            return exit_codes.FAILED
         print(f"{target} is drained")
         return exit_codes.OK
 
@@ -125,7 +133,7 @@ def abort(
 def switch_role(
     target: Target,
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
-    timeout: Annotated[float, typer.Option(help="Seconds that requests in flight and the change get.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that requests in flight get.")] = 60.0,
     config: ConfigFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -339,10 +340,14 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
         log.info("drain_requested")
-        budget_s = context.time_remaining()
+        budget_s, undone_with = context.time_remaining(), 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - ANSWER_S)):
-                await self.drain()
+                undone_with = await self.drain()
+        if undone_with:
+            await end_call(
+                context, grpc.StatusCode.FAILED_PRECONDITION, f"the drain was undone with {undone_with} requests in flight"
+            )
         return pb.DrainResponse(remaining=self.num_in_flight)
 
     async def Undrain(self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.UndrainResponse:
@@ -366,6 +371,9 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         if request.role not in ROLE_NAMES:
             refused = f"role is {request.role!r:.40}; it must be one of {', '.join(ROLE_NAMES)}"
             code = grpc.StatusCode.INVALID_ARGUMENT
+        elif not 0.0 <= request.drain_budget_s < math.inf:
+            refused = f"drain_budget_s is {request.drain_budget_s:g}; it must be a number of seconds, at least 0"
+            code = grpc.StatusCode.INVALID_ARGUMENT
         elif request.role != self.config.role and self._daemon.other_config is None:
             refused = f"the {self.config.role} node has no settings for the other role: other_role must name a file of them"
         elif self._daemon.is_stopping:
@@ -381,7 +389,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         if request.role != role_before:
             self._is_switching = True
             try:
-                await self._switch_when_drained(context)
+                await self._switch_when_drained(context, request.drain_budget_s)
             finally:
                 self._is_switching = False
         return pb.SwitchRoleResponse(role=request.role, role_before=role_before, incarnation=self._daemon.incarnation)
@@ -396,9 +404,9 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         finally:
             self._is_handed_over = False
 
-    async def _switch_when_drained(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """End the call where it cannot be done; the node is then as it was."""
-        budget_s = self.config.drain_timeout_s
+    async def _switch_when_drained(self, context: grpc.aio.ServicerContext[Any, Any], asked_s: float) -> None:
+        """End the call where it cannot be done; the node is then as it was. `asked_s`: for the drain; 0: as others allow."""
+        budget_s = min(self.config.drain_timeout_s, asked_s or math.inf)
         if (remaining_s := context.time_remaining()) is not None:
             budget_s = min(budget_s, max(0.0, remaining_s - ANSWER_S))
         refused = ""

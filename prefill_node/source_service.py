@@ -247,14 +247,17 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         )
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
-        """Decode sides send no more requests; the engine's own front has to be drained by whoever runs it."""
+        """Until no page of the engine is lent: prompts that are computed are fetched by those that asked for them, or expire.
+
+        No decode side joins meanwhile; the engine's own front has to be drained by whoever runs it.
+        """
         self._draining.begin()
         budget_s = context.time_remaining()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if budget_s is None else max(0.0, budget_s - 0.1)):
-                while self.requests.num_transfers:
+                while not self.is_idle:
                     await asyncio.sleep(0.02)
-        return pb.DrainResponse(remaining=self.requests.num_transfers)
+        return pb.DrainResponse(remaining=max(self.requests.num_prompts, self.requests.num_transfers))
 
 
 def _stats_to_proto(parts: tuple[SentStats, ...]) -> pb.TransferStats:

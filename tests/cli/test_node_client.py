@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import grpc
 import pytest
 
 from kvferry import exit_codes
+from kvferry.cluster_spec import child_environment
 from kvferry.generate import make_request, run_generate
 from kvferry.node_client import NodeClient
 from kvferry.signals import run_until_signalled
@@ -199,6 +203,37 @@ async def test_generating_at_a_prefill_node_says_so() -> None:
     async with serving(FakePrefill()) as address, NodeClient(address) as client:
         with pytest.raises(RemoteProtocolError, match="is no decode node"):
             await anext(client.generate(REQUEST))
+
+
+class Drained(pb_grpc.PrefillControlServicer):
+    """Answers a drain; says of itself what it was told to."""
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        return pb.DrainResponse(remaining=0)
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
+        return pb.NodeStatus(role="prefill", state=self.state)
+
+
+@pytest.mark.parametrize(("state", "exit_code"), [("draining", exit_codes.OK), ("ready", exit_codes.FAILED)])
+async def test_a_node_is_said_to_be_drained_only_if_it_takes_no_requests(
+    state: str, exit_code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine's side only waits; and a drain can be undone at the last moment."""
+    server = await serve("127.0.0.1", 0, prefill_control=Drained(state))
+    try:
+        arguments = ["node", "drain", "--insecure", "--target", f"127.0.0.1:{server.port}", "--timeout", "5"]
+        command = [sys.executable, "-m", "kvferry", *arguments]
+        run = partial(subprocess.run, command, env=child_environment(), capture_output=True, text=True, timeout=60)
+        result = await asyncio.to_thread(run)
+    finally:
+        await server.close(grace_s=0)
+    assert result.returncode == exit_code, result.stderr
+    assert ("is drained" in result.stdout) is (exit_code == exit_codes.OK)
+    assert ("takes requests" in result.stderr) is (exit_code != exit_codes.OK)
 
 
 async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from decode_node import node as node_module
 from decode_node.node import DecodeNode
 from decode_node.rank_messages import CODEC, PART_BYTES, RunStep, StepPart, check_step_fits
+from decode_node.request_state import Done, Tokens
 from node_runtime.daemon import Daemon, NodeState
 from node_runtime.transfer_ids import MAX_REQUEST_ID_CHARS, new_transfer_id
 from tests.runtime.instances import decode_config
@@ -105,4 +106,41 @@ async def test_a_drain_waits_for_a_text_that_is_being_tokenised(
             assert (await begun).accepted.prompt_tokens == 2
             assert node.num_in_flight == 1 and not draining.done(), "it is in the queue now, once"
             await events.aclose()
+        assert await draining == 0 == node.num_in_flight
+
+
+async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is over for the node, and its last tokens wait for a connection that is slow."""
+    progress: asyncio.Queue[Any] = asyncio.Queue()
+
+    class Requests:
+        num_queued = num_running = 0
+
+        def submit(self, request_id: str, token_ids: tuple[int, ...], *rest: Any, **more: Any) -> Any:
+            return SimpleNamespace(token_ids=token_ids, progress=progress)
+
+        def give_up(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace())
+    node = DecodeNode(DAEMON, decode_config(tmp_path))
+    node._life = cast(
+        Any, SimpleNamespace(max_context_tokens=64, vocab_size=1000, eos_token_ids=frozenset(), requests=Requests())
+    )
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]), max_new_tokens=4)
+    events = node.Generate(request, cast(Any, SimpleNamespace()))
+    assert (await anext(events)).accepted.prompt_tokens == 2
+    progress.put_nowait(Tokens(token_ids=(7,), text=" a"))
+    progress.put_nowait(
+        Done(finish_reason="length", stats=pb.TransferStats(), ttft_s=0.1, prefill_node="p:1", retries=0, cached_tokens=0)
+    )
+    draining = asyncio.ensure_future(node.drain())
+    assert (await anext(events)).tokens.token_ids == [7]
+    await asyncio.sleep(0.1)
+    assert node.num_in_flight == 1 and not draining.done()
+    assert (await anext(events)).done.finish_reason == "length"
+    assert [event async for event in events] == []
+    async with asyncio.timeout(10):
         assert await draining == 0 == node.num_in_flight

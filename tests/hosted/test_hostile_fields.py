@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
 
 from decode_node.target_service import TargetLeader
 from prefill_node.rank_messages import AttachDecode, DecodeAttached
+from prefill_node.source_messages import SourceIdle
 from prefill_node.source_service import SourceLeader
 from tests.registry.hostile_messages import hostile_messages
 from tests.registry.test_hostile_fields import (
@@ -36,7 +37,11 @@ from tests.runtime.instances import hello, instance
 from transfer.config import HostedConfig
 from transfer.load_config import load_config
 from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.security import PlainText
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import PrefillControlAsyncStub
 
 Code = grpc.StatusCode
 UNREAD_HERE = UNREAD | {("PrefillControl.Prefill", "engine_request")}
@@ -133,3 +138,17 @@ async def test_generating_is_the_engines_own_matter(nodes: HostedNodes) -> None:
         for hostile in hostile_messages(RPCS[name].request(nodes)):
             code, details = await nodes.call(RPCS[name], hostile.payload)
             assert code in REFUSED | {Code.UNIMPLEMENTED}, f"{hostile}: {code}: {details}"
+
+
+async def test_a_drain_of_a_prefill_side_waits_for_prompts_that_nobody_has_fetched_yet(nodes: HostedNodes) -> None:
+    """Computed prompts hold the engine's pages for a decode side that will ask for them: they would be lost."""
+    nodes.source.requests.offer("a", "a.1", (1, 2, 3))
+    stub = cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(nodes.channels["PrefillControl"]))
+    assert (await stub.Drain(pb.DrainRequest(), timeout=2.0)).remaining == 1
+    assert (await stub.Status(pb.StatusRequest(), timeout=CALL_S)).state == "draining"
+    drained = asyncio.ensure_future(stub.Drain(pb.DrainRequest(), timeout=CALL_S))
+    await asyncio.sleep(0.1)
+    assert not drained.done()
+    assert nodes.source.requests.decline("a.1", "its client has gone away")
+    nodes.source.on_rank_message(0, SourceIdle(name="a"))
+    assert (await drained).remaining == 0

@@ -147,6 +147,7 @@ def test_the_status_codes_are_those_that_the_code_ends_with() -> None:
     assert len(of_any) == 7
     attach, watermarks = TransferControlServicer.Attach, TransferControlServicer.Watermarks
     expected = {
+        **dict.fromkeys(("NodeControl_Drain", "PrefillControl_Drain", "DecodeControl_Drain"), codes_written_in(Leader.Drain)),
         "NodeControl_ListRequests": codes_raised_by(Leader.requests_in_flight),
         "NodeControl_SetLogLevel": codes_raised_by(set_log_level),
         "NodeControl_Undrain": codes_written_in(Leader.Undrain),

@@ -336,7 +336,9 @@ RPCS = {
     "Status": Rpc(method="NodeControl.Status", request=lambda _: pb.StatusRequest()),
     "SetLogLevel": Rpc(method="NodeControl.SetLogLevel", request=lambda _: pb.SetLogLevelRequest(level=log_level())),
     "SwitchRole": Rpc(
-        method="NodeControl.SwitchRole", request=lambda _: pb.SwitchRoleRequest(role="decode"), codes={Code.FAILED_PRECONDITION}
+        method="NodeControl.SwitchRole",
+        request=lambda _: pb.SwitchRoleRequest(role="decode", drain_budget_s=1.0),
+        codes={Code.FAILED_PRECONDITION},
     ),
     "Undrain": Rpc(method="NodeControl.Undrain", request=lambda _: pb.UndrainRequest()),
     # Last, for they take no more requests after it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,7 +173,8 @@ async def test_an_undrain_ends_a_drain_that_waits(leader: Leader[PrefillNodeConf
         draining = asyncio.ensure_future(leader.Drain(pb.DrainRequest(), a_call()))
         await until(lambda: leader._draining.is_on)
         assert (await leader.Undrain(pb.UndrainRequest(), a_call())).was_draining
-        assert (await draining).remaining == 3
+        with pytest.raises(ConnectionAbortedError, match="FAILED_PRECONDITION: the drain was undone with 3 requests in flight"):
+            await draining
     assert not leader._draining.is_on
 
 
@@ -286,9 +288,11 @@ def changing(tmp_path: Path) -> Leader[PrefillNodeConfig, Life]:
     return one
 
 
-async def switch(leader: Leader[PrefillNodeConfig, Life], role: str = "decode", remaining_s: float | None = None) -> Any:
+async def switch(
+    leader: Leader[PrefillNodeConfig, Life], role: str = "decode", remaining_s: float | None = None, drain_budget_s: float = 0.0
+) -> Any:
     async with asyncio.timeout(10):
-        return await leader.SwitchRole(pb.SwitchRoleRequest(role=role), a_call(remaining_s))
+        return await leader.SwitchRole(pb.SwitchRoleRequest(role=role, drain_budget_s=drain_budget_s), a_call(remaining_s))
 
 
 async def test_a_change_of_role_comes_after_a_drain(changing: Leader[PrefillNodeConfig, Life]) -> None:
@@ -318,6 +322,21 @@ async def test_with_requests_left_the_node_is_as_it_was(changing: Leader[Prefill
     assert changing._draining.is_on is was_draining and not cast(Any, changing._daemon).num_switches
     changing._life.requests.num_running = 0
     await switch(changing)
+
+
+async def test_requests_get_no_more_time_than_was_asked_for_and_the_change_has_the_rest(
+    changing: Leader[PrefillNodeConfig, Life],
+) -> None:
+    assert changing._life is not None
+    changing._life.requests.num_running = 2
+    for remaining_s in (60.0, None):
+        with pytest.raises(
+            ConnectionAbortedError, match=r"DEADLINE_EXCEEDED: 2 requests are still in flight after 0\.1 s; the node"
+        ):
+            await switch(changing, remaining_s=remaining_s, drain_budget_s=0.1)
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ConnectionAbortedError, match=r"INVALID_ARGUMENT: drain_budget_s is .*; it must be a number"):
+            await switch(changing, drain_budget_s=wrong)
 
 
 async def test_an_undrain_ends_a_change_that_waits(changing: Leader[PrefillNodeConfig, Life]) -> None:

@@ -457,10 +457,12 @@ class SetLogLevelResponse(_message.Message):
     def __init__(self, level_before: _Optional[str] = ...) -> None: ...
 
 class SwitchRoleRequest(_message.Message):
-    __slots__ = ("role",)
+    __slots__ = ("role", "drain_budget_s")
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     role: str
-    def __init__(self, role: _Optional[str] = ...) -> None: ...
+    drain_budget_s: float
+    def __init__(self, role: _Optional[str] = ..., drain_budget_s: _Optional[float] = ...) -> None: ...
 
 class SwitchRoleResponse(_message.Message):
     __slots__ = ("role", "role_before", "incarnation")

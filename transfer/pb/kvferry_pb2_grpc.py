@@ -106,6 +106,8 @@ class NodeControlServicer(object):
     def Drain(self, request, context):
         """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
         more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+
+        FAILED_PRECONDITION: it was undone before they were over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -474,6 +476,8 @@ class PrefillControlServicer(object):
 
     def Drain(self, request, context):
         """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+        FAILED_PRECONDITION: it was undone before they were over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -735,6 +739,8 @@ class DecodeControlServicer(object):
 
     def Drain(self, request, context):
         """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+        FAILED_PRECONDITION: it was undone before they were over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -64,6 +64,8 @@ class NodeControlStub:
     ]
     """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
     more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+
+    FAILED_PRECONDITION: it was undone before they were over.
     """
 
     Undrain: grpc.UnaryUnaryMultiCallable[
@@ -134,6 +136,8 @@ class NodeControlAsyncStub:
     ]
     """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
     more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+
+    FAILED_PRECONDITION: it was undone before they were over.
     """
 
     Undrain: grpc.aio.UnaryUnaryMultiCallable[
@@ -212,6 +216,8 @@ class NodeControlServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
         """Take no new requests; returns when those in flight are over, or the deadline of the call passes. Peers are told at once, and send no
         more. The node stays like this until Undrain, or until it is stopped, whatever its role is meanwhile.
+
+        FAILED_PRECONDITION: it was undone before they were over.
         """
 
     @abc.abstractmethod
@@ -307,7 +313,10 @@ class PrefillControlStub:
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+    FAILED_PRECONDITION: it was undone before they were over.
+    """
 
 class PrefillControlAsyncStub:
     """Prefill node, served by its leader."""
@@ -358,7 +367,10 @@ class PrefillControlAsyncStub:
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+    FAILED_PRECONDITION: it was undone before they were over.
+    """
 
 class PrefillControlServicer(metaclass=abc.ABCMeta):
     """Prefill node, served by its leader."""
@@ -419,7 +431,10 @@ class PrefillControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
+        """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+        FAILED_PRECONDITION: it was undone before they were over.
+        """
 
 def add_PrefillControlServicer_to_server(servicer: PrefillControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
@@ -466,7 +481,10 @@ class DecodeControlStub:
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+    FAILED_PRECONDITION: it was undone before they were over.
+    """
 
 class DecodeControlAsyncStub:
     """Decode node, served by its leader."""
@@ -510,7 +528,10 @@ class DecodeControlAsyncStub:
         transfer.pb.kvferry_pb2.DrainRequest,
         transfer.pb.kvferry_pb2.DrainResponse,
     ]
-    """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
+    """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+    FAILED_PRECONDITION: it was undone before they were over.
+    """
 
 class DecodeControlServicer(metaclass=abc.ABCMeta):
     """Decode node, served by its leader."""
@@ -564,7 +585,10 @@ class DecodeControlServicer(metaclass=abc.ABCMeta):
         request: transfer.pb.kvferry_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[transfer.pb.kvferry_pb2.DrainResponse, collections.abc.Awaitable[transfer.pb.kvferry_pb2.DrainResponse]]:
-        """Take no new requests; returns when those in flight are over, or the deadline of the call passes."""
+        """Take no new requests; returns when those in flight are over, or the deadline of the call passes.
+
+        FAILED_PRECONDITION: it was undone before they were over.
+        """
 
 def add_DecodeControlServicer_to_server(servicer: DecodeControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
