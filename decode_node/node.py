@@ -88,6 +88,7 @@ class _Life:
             on_lost=self._on_peer_lost,
             on_breaker_opened=node.metrics.breaker_opened,
             on_fault=node.metrics.join_broke,
+            on_change=lambda: self.requests.place_waiting(),
             grace_s=config.discovery.grace_s,
             view=(lambda: node.discovery.view) if config.finds_prefill_nodes else None,
             prefix_tokens=config.prefix_tokens,
@@ -119,6 +120,7 @@ class _Life:
             incarnation=first.instance.incarnation,
             max_queued=config.limits.max_queued_requests,
             queue_timeout_s=config.limits.queue_timeout_s,
+            join_timeout_s=config.limits.join_timeout_s,
             step_timeout_s=config.limits.step_timeout_s,
             prefill_retries=config.limits.prefill_retries,
             broadcast=node.broadcast,
@@ -345,7 +347,14 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if request_id in self._in_flight:
             raise TransferAborted(f"request_id {request_id} is in flight already; ids must be unique")
         accepted = life.requests.submit(
-            request_id, token_ids, request.max_new_tokens, sampling, end_ids, cache_salt=request.cache_salt, span=span
+            request_id,
+            token_ids,
+            request.max_new_tokens,
+            sampling,
+            end_ids,
+            cache_salt=request.cache_salt,
+            span=span,
+            may_wait=not self._draining.is_on,
         )
         self._in_flight.add(request_id)
         return accepted, request_id

@@ -117,6 +117,7 @@ class PrefillPeer:
     vocab_size: int = ANY_TOKEN
     reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
     joining: asyncio.Task[None] | None = None  # for as long as it is one of those that are used
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # set: its pause before the next join is over
     is_added: bool = False  # by a request, not by the settings
     num_users: int = 0  # who would miss it, joined or not
     unnamed_s: float | None = None  # since when discovery has not named it
@@ -216,6 +217,7 @@ class PrefillPeers:
         on_lost: (peer, incarnation, reason) when a joined peer is lost.
         on_breaker_opened: A breaker has opened, or begun its pause anew.
         on_fault: A join has ended in an error that nobody expected; it was logged, and the node will be joined again.
+        on_change: What `pick` or `may_come` say may have changed.
         grace_s: See `discovery.grace_s`.
         view: What discovery has found; None where the settings name the nodes.
         prefix_tokens: See `placement.prefix_tokens`.
@@ -238,6 +240,7 @@ class PrefillPeers:
         on_lost: Callable[[PrefillPeer, int, str], None],
         on_breaker_opened: Callable[[], None],
         on_fault: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
         grace_s: float = 30.0,
         view: Callable[[], DiscoveryView] | None = None,
         prefix_tokens: int = 0,
@@ -256,6 +259,7 @@ class PrefillPeers:
         self._on_lost = on_lost
         self._on_breaker_opened = on_breaker_opened
         self._on_fault = on_fault
+        self._on_change = on_change
         self._security = PlainText() if security is None else security
         self._breaker = breaker
         self._clock = clock
@@ -386,6 +390,7 @@ class PrefillPeers:
         leaving = asyncio.get_running_loop().create_task(self._leave(peer))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
+        self._on_change()
 
     async def _leave(self, peer: PrefillPeer) -> None:
         if peer.joining is not None:
@@ -425,6 +430,16 @@ class PrefillPeers:
             return choices[0] if choices else None
         held = {} if self._prefixes is None else self._prefixes.held(self._blocks(token_ids, cache_salt))
         return choices[place([_candidate(peer) for peer in choices], held_tokens=held, prefix_tokens=self._prefix_tokens)]
+
+    def may_come(self, *, tried: Collection[PrefillPeer] = ()) -> bool:
+        """Whether one that takes no requests now may soon: it is being joined, drains, or is tried again after a pause.
+
+        Not one that does not fit, before somebody has deployed something.
+
+        Args:
+            tried: Those are left out, because they were lost with the request.
+        """
+        return any(peer.state not in ("joined", "alias") and not peer.unfit.is_set() and peer not in tried for peer in self.peers)
 
     def sent(self, peer: PrefillPeer, token_ids: tuple[int, ...], cache_salt: str) -> None:
         """A prompt is sent there."""
@@ -514,6 +529,7 @@ class PrefillPeers:
             if other is not None:
                 await self._be_alias(peer, other)
             peer.state = "joining"
+            peer.hurry.clear()
             try:
                 await self._join_once_or_say_why(peer)
             except _AlreadyJoined as already:
@@ -530,7 +546,27 @@ class PrefillPeers:
                     backoff_s = MAX_BACKOFF_S
                 else:
                     backoff_s = FIRST_BACKOFF_S if was_joined else min(2 * backoff_s, MAX_BACKOFF_S)
-            await asyncio.sleep(backoff_s)
+                self._on_change()
+            if await self._is_cut_short(peer, backoff_s):
+                backoff_s = FIRST_BACKOFF_S
+
+    async def _is_cut_short(self, peer: PrefillPeer, pause_s: float) -> bool:
+        """The pause before the next join, which `_hurry` cuts short."""
+        try:
+            async with asyncio.timeout(pause_s):
+                await peer.hurry.wait()
+        except TimeoutError:
+            return False
+        peer.channel.connect_anew()
+        return True
+
+    def _hurry(self, gone: PrefillPeer) -> None:
+        """That node takes requests no longer. Where it was the last one, all that may take its place are joined at once, and so
+        once for each that goes. It is joined again itself after the first, short pause."""
+        if not any(peer.state == "joined" for peer in self.peers):
+            for peer in self.peers:
+                if peer.instance is None and peer is not gone:
+                    peer.hurry.set()
 
     async def _join_once_or_say_why(self, peer: PrefillPeer) -> NoReturn:
         """As `_join_once`. A bug, perhaps in reading what one node says, must not keep that node from ever being joined again."""
@@ -586,12 +622,15 @@ class PrefillPeers:
                 layers_per_group=event.joined.chunk_plan.layers_per_group,
                 largest_piece_bytes=peer.largest_piece_bytes,
             )
+            self._on_change()
             while True:
                 event = await self._next_event(call, BeatWatch(self._heartbeat_s), peer, broken)
                 if event.HasField("draining"):
                     peer.state, peer.reason = "draining", "it drains"
+                    self._hurry(peer)
                 elif event.HasField("undrained"):
                     peer.state, peer.reason = "joined", ""
+                    self._on_change()
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=peer.address) from error
         finally:
@@ -668,6 +707,7 @@ class PrefillPeers:
             if not is_leaving:  # one that said so before it went has not failed anybody
                 with self._watching(peer, peer.reason):
                     peer.breaker.lose()
+            self._hurry(peer)
             self._on_lost(peer, instance.incarnation, peer.reason)
         else:
             _log_failed_join(peer, error)

@@ -44,7 +44,7 @@ Progress = Tokens | Done | TransferError
 
 
 class Stage(Enum):
-    WAITING = auto()  # for prefill to start: it pins nothing here
+    WAITING = auto()  # for a prefill node to be joined, where none is, and for prefill to start: it pins nothing here
     RECEIVING = auto()
     RUNNING = auto()
     LEAVING = auto()  # no more tokens; some rank still holds its pages, or its caller waits for the statistics
@@ -91,6 +91,11 @@ class Request:
         return self.is_told or bool(self.finish_reason)
 
     @property
+    def num_retries(self) -> int:
+        """Times that it went to a prefill node beyond the first one."""
+        return max(0, sum(one.peer is not None for one in self.tries) - 1)
+
+    @property
     def next_position(self) -> int:
         """Position of the newest token, which the next step takes in."""
         return len(self.token_ids) + len(self.generated) - 1
@@ -108,8 +113,8 @@ class Request:
             ready_tokens=current.start_token,
             generated_tokens=len(self.generated),
             max_new_tokens=self.max_new_tokens,
-            peer=current.peer.address,
-            retries=len(self.tries) - 1,
+            peer=current.peer.address if current.peer is not None else "",
+            retries=self.num_retries,
             ranks_done=num_ranks - len(current.receiving) if has_room else 0,
         )
 
@@ -120,10 +125,12 @@ class Try:
 
     transfer_id: str
     request: Request
-    peer: PrefillPeer
-    incarnation: int  # of the prefill instance
-    permit: Permit | None  # until the peer's breaker has heard what came of it
     begun_s: float
+    after: TransferError | None  # what ended the try before it
+    peer: PrefillPeer | None = None  # None: it waits for one to be joined, and is not sent yet
+    incarnation: int = 0  # of the prefill instance, once it is sent
+    permit: Permit | None = None  # from then until the peer's breaker has heard what came of it
+    unsent: asyncio.TimerHandle | None = None  # ends its wait for a peer
     stage: Stage = Stage.WAITING
     prompt: Prompt | None = None  # once it has been looked for
     start_token: int = 0  # first token whose KV comes from prefill, once it has room

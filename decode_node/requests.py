@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import insort
 from collections.abc import Callable
 
 import structlog
@@ -63,6 +64,7 @@ class DecodeRequests:
         incarnation: This life of theirs.
         max_queued: Requests that may wait.
         queue_timeout_s: How long one may.
+        join_timeout_s: How long of that it may for a prefill node to be joined; 0: not at all.
         step_timeout_s: How long a step may take.
         prefill_retries: How often a request may be tried again on another prefill node.
         broadcast: Sends a message to every rank.
@@ -82,6 +84,7 @@ class DecodeRequests:
         incarnation: int,
         max_queued: int,
         queue_timeout_s: float,
+        join_timeout_s: float,
         step_timeout_s: float,
         prefill_retries: int,
         broadcast: Callable[[object], None],
@@ -97,6 +100,7 @@ class DecodeRequests:
         self._incarnation = incarnation
         self._max_queued = max_queued
         self._queue_timeout_s = queue_timeout_s
+        self._join_timeout_s = join_timeout_s
         self._prefill_retries = prefill_retries
         self._watch = StepWatch(step_timeout_s, on_broken)
         self._broadcast = broadcast
@@ -104,6 +108,7 @@ class DecodeRequests:
         self._name_try = name_try
         tiers.listen(on_loaded=self._on_loaded, on_room=self._send_step)
         self._tries: dict[str, Try] = {}  # under way, or given up while a rank still holds its pages
+        self._unsent: list[Try] = []  # of those the ones that wait for a prefill node to be joined, the oldest request's first
         self._running: dict[str, Try] = {}
         self._step: RunStep | None = None
         self._num_steps = 0
@@ -138,6 +143,7 @@ class DecodeRequests:
                 self._end(request, error)
         for a_try in tries:
             a_try.stage = Stage.GONE
+            self._stop_waiting(a_try)
             self._judge(a_try, Verdict.NOTHING, str(error))
             self._answer_reserve(a_try, str(error))
         self._tries.clear()
@@ -158,6 +164,7 @@ class DecodeRequests:
         end_ids: frozenset[int],
         cache_salt: str = "",
         span: Span | None = None,
+        may_wait: bool = True,
     ) -> Request:
         """Queue a generation.
 
@@ -165,10 +172,11 @@ class DecodeRequests:
             request_id: The client's; each try gets an id of its own that begins with it.
             cache_salt: It shares kept KV with requests of the same one only.
             span: Of the request, where it is traced; ended by whoever began it.
+            may_wait: For a prefill node to be joined, where none is.
 
         Raises:
             StagingError: The queue is full, or the pool can never hold prompt and new tokens.
-            PeerUnreachable: No prefill node is joined.
+            PeerUnreachable: No prefill node is joined, and it may not wait, or none can be waited for.
         """
         needed = len(token_ids) + max_new_tokens
         if (refusal := self._tiers.refusal(needed)) is not None:
@@ -176,7 +184,7 @@ class DecodeRequests:
         if self.num_queued >= self._max_queued:
             raise StagingError(f"decode queue is full ({self._max_queued} requests wait; limits.max_queued_requests)")
         peer = self._peers.pick(token_ids=token_ids, cache_salt=cache_salt)
-        if peer is None:
+        if peer is None and not (may_wait and self._join_timeout_s and self._peers.may_come()):
             raise PeerUnreachable(self._peers.why_none())
         request = Request(
             request_id=request_id,
@@ -192,8 +200,17 @@ class DecodeRequests:
         )
         if span is not None:
             span.set(request_id=request_id, prompt_tokens=len(token_ids))
-        self._begin(request, peer)
+        self._begin(request, peer, None)
         return request
+
+    def place_waiting(self) -> None:
+        """Prefill nodes have come or gone: send what waits for one, the oldest request first, each where it is best by then."""
+        for a_try in list(self._unsent):
+            peer = self._pick(a_try.request)
+            if peer is not None:
+                self._send(a_try, peer)
+            elif not self._may_come(a_try.request):
+                self._refuse(a_try)
 
     def abort(self, request_id: str, error: TransferError) -> bool:
         """Give up the request that has the try of that id; False when nothing of it is in flight for its caller any more."""
@@ -218,26 +235,55 @@ class DecodeRequests:
 
     # Tries
 
-    def _begin(self, request: Request, peer: PrefillPeer) -> Try:
-        """Try the request on that peer, which is joined."""
-        assert peer.instance is not None
-        a_try = Try(
-            transfer_id=self._name_try(request.request_id),
-            request=request,
-            peer=peer,
-            incarnation=peer.instance.incarnation,
-            permit=self._peers.begin(peer),
-            begun_s=time.monotonic(),
-        )
-        if request.span is not None:
-            a_try.span = request.span.begin("kvferry.try", transfer_id=a_try.transfer_id, prefill_node=peer.address)
+    def _begin(self, request: Request, peer: PrefillPeer | None, after: TransferError | None) -> None:
+        """Try the request on that peer, which is joined, or as soon as there is one.
+
+        Args:
+            after: What ended the try before this one.
+        """
+        a_try = Try(transfer_id=self._name_try(request.request_id), request=request, begun_s=time.monotonic(), after=after)
         request.tries.append(a_try)
         self._tries[a_try.transfer_id] = a_try
+        if peer is not None:
+            self._send(a_try, peer)
+            return
+        insort(self._unsent, a_try, key=lambda one: one.request.accepted_s)
+        wait_s = min(self._join_timeout_s, self._queue_left_s(a_try))
+        a_try.unsent = asyncio.get_running_loop().call_later(wait_s, self._refuse, a_try)
+        log.info("request_waits_for_prefill_node", request_id=a_try.transfer_id, reason=self._peers.why_none())
+
+    def _send(self, a_try: Try, peer: PrefillPeer) -> None:
+        """Have that peer compute its prompt."""
+        assert peer.instance is not None
+        self._stop_waiting(a_try)
+        request = a_try.request
+        a_try.peer, a_try.incarnation, a_try.permit = peer, peer.instance.incarnation, self._peers.begin(peer)
+        if request.span is not None:
+            a_try.span = request.span.begin("kvferry.try", transfer_id=a_try.transfer_id, prefill_node=peer.address)
         peer.outstanding_tokens += len(request.token_ids)
         self._peers.sent(peer, request.token_ids, request.cache_salt)
-        a_try.prefill = asyncio.get_running_loop().create_task(self._prefill(a_try))
-        a_try.prefill.add_done_callback(lambda task: self._on_prefill_over(a_try, task))
-        return a_try
+        a_try.prefill = asyncio.get_running_loop().create_task(self._prefill(a_try, peer))
+        a_try.prefill.add_done_callback(lambda task: self._on_prefill_over(a_try, peer, task))
+        if a_try.after is not None:
+            self._observer.on_retry()
+            log.warning(
+                "request_retried",
+                request_id=a_try.transfer_id,
+                given_up=request.tries[-2].transfer_id,
+                prefill_node=peer.address,
+                reason=str(a_try.after),
+            )
+
+    def _refuse(self, a_try: Try) -> None:
+        """No prefill node that could take it was joined in time, or none can be any more."""
+        self._fail(a_try.request, a_try.after or PeerUnreachable(self._peers.why_none()))
+
+    def _stop_waiting(self, a_try: Try) -> None:
+        """For a prefill node; no-op where it does not."""
+        if a_try.unsent is not None:
+            a_try.unsent.cancel()
+            a_try.unsent = None
+            self._unsent.remove(a_try)
 
     def _fail_transfer(self, a_try: Try, error: TransferError) -> None:
         """The prefill side gave it up or is gone: of no interest once the KV is whole, and until then the end of this try."""
@@ -247,32 +293,24 @@ class DecodeRequests:
         if isinstance(error, EngineError) and not error.spares_kv:
             self._distrust(a_try)  # prefill's engine may have met what it had loaded of the prompt
         self._judge(a_try, verdict_of(error), str(error))
-        peer = self._other_peer(a_try, error)
-        if peer is None:
+        # The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever try is under way.
+        may_retry = is_retried(error) and len(request.tries) <= self._prefill_retries and self._queue_left_s(a_try) > 0
+        peer = self._pick(request) if may_retry else None
+        if peer is None and not (may_retry and self._join_timeout_s and self._may_come(request)):
             self._fail(request, error)
             return
         self._record_given_up(a_try, error)
         self._give_up(a_try, error)
-        another = self._begin(request, peer)
-        self._observer.on_retry()
-        log.warning(
-            "request_retried",
-            request_id=another.transfer_id,
-            given_up=a_try.transfer_id,
-            prefill_node=peer.address,
-            reason=str(error),
-        )
+        self._begin(request, peer, error)
 
-    def _other_peer(self, a_try: Try, error: TransferError) -> PrefillPeer | None:
-        """Where to try the request next; None when it is not to be tried again, or nobody else is joined.
-
-        The caller's deadline needs no look: when it passes the caller's call ends, and gives up whatever try is under way.
-        """
-        request = a_try.request
-        if not is_retried(error) or len(request.tries) > self._prefill_retries or self._queue_left_s(a_try) <= 0:
-            return None
-        tried = frozenset(one.incarnation for one in request.tries)
+    def _pick(self, request: Request) -> PrefillPeer | None:
+        """Where to try the request now; None where only those are joined that had it."""
+        tried = frozenset(one.incarnation for one in request.tries if one.peer is not None)
         return self._peers.pick(tried=tried, token_ids=request.token_ids, cache_salt=request.cache_salt)
+
+    def _may_come(self, request: Request) -> bool:
+        """Whether another prefill node can be waited for. One that was lost with the request is not: it may be what kills it."""
+        return self._peers.may_come(tried=frozenset(one.peer for one in request.tries if one.peer is not None))
 
     def _queue_left_s(self, a_try: Try) -> float:
         waits_s = time.monotonic() - a_try.begun_s if a_try.stage is Stage.WAITING else 0.0
@@ -287,6 +325,7 @@ class DecodeRequests:
         if a_try.prefill is not None and a_try.prefill is not asyncio.current_task():
             a_try.prefill.cancel()
         if a_try.stage is Stage.WAITING:
+            self._stop_waiting(a_try)
             a_try.request.queue_left_s = self._queue_left_s(a_try)
             a_try.stage = Stage.GONE
             del self._tries[a_try.transfer_id]
@@ -309,19 +348,19 @@ class DecodeRequests:
     def _judge(self, a_try: Try, verdict: Verdict, reason: str = "") -> None:
         """Tell the peer's breaker, once, what came of the try."""
         permit, a_try.permit = a_try.permit, None
-        if permit is not None:
+        if permit is not None and a_try.peer is not None:
             self._peers.end(a_try.peer, permit, verdict, reason)
 
     # Prefill's side
 
-    async def _prefill(self, a_try: Try) -> None:
+    async def _prefill(self, a_try: Try, peer: PrefillPeer) -> None:
         """Follow the prefill node's call to its end."""
         request = a_try.request
-        deadline = asyncio.get_running_loop().call_later(request.queue_left_s, self._expire, a_try)
+        deadline = asyncio.get_running_loop().call_later(self._queue_left_s(a_try), self._expire, a_try)
         try:
-            may_skip = a_try.peer.can_start_late
+            may_skip = peer.can_start_late
             a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt, may_skip=may_skip)
-            call = a_try.peer.prefill(
+            call = peer.prefill(
                 a_try.transfer_id,
                 request.token_ids,
                 decode_incarnation=self._incarnation,
@@ -337,16 +376,16 @@ class DecodeRequests:
                         a_try.stats = event.sent.stats
                 self._run_if_whole(a_try)
             if not a_try.is_sent or a_try.stage is Stage.WAITING:
-                self._fail_transfer(a_try, PeerUnreachable(f"{a_try.peer.address} ended the call early"))
+                self._fail_transfer(a_try, PeerUnreachable(f"{peer.address} ended the call early"))
         except TransferError as error:
             self._fail_transfer(a_try, error)
         finally:
             deadline.cancel()
 
-    def _on_prefill_over(self, a_try: Try, task: asyncio.Task[None]) -> None:
+    def _on_prefill_over(self, a_try: Try, peer: PrefillPeer, task: asyncio.Task[None]) -> None:
         """However it ended, also before its first step."""
         request = a_try.request
-        a_try.peer.outstanding_tokens -= len(request.token_ids)
+        peer.outstanding_tokens -= len(request.token_ids)
         if a_try.span is not None:
             a_try.span.end()  # unless it has failed before
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -379,7 +418,8 @@ class DecodeRequests:
         a_try = self._tries.get(request_id)
         if a_try is None or a_try.prompt is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:
             raise TransportClosed(f"request {request_id} does not wait here for room")
-        if a_try.peer.instance is None or prefill_incarnation != a_try.incarnation:
+        peer = a_try.peer
+        if peer is None or peer.instance is None or prefill_incarnation != a_try.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         request = a_try.request
         check_num_chunks(plan, num_tokens=len(request.token_ids), num_layers=self._num_layers)
@@ -388,7 +428,7 @@ class DecodeRequests:
             a_try.prompt,
             max_new_tokens=request.max_new_tokens,
             chunk_tokens=plan.chunk_tokens,
-            may_skip=a_try.peer.can_start_late,
+            may_skip=peer.can_start_late,
         )
         if place is None:
             return None
@@ -532,7 +572,7 @@ class DecodeRequests:
         request.finish_reason = reason
         if request.span is not None:
             request.span.record("kvferry.decode", begun_s=request.accepted_s + request.ttft_s, ended_s=time.monotonic())
-            request.span.set(finish_reason=reason, cached_tokens=a_try.start_token, retries=len(request.tries) - 1)
+            request.span.set(finish_reason=reason, cached_tokens=a_try.start_token, retries=request.num_retries)
             request.span.set(generated_tokens=len(request.generated))
         # The tokens can be quicker than the last acks; the caller's statistics come with those.
         if a_try.prefill is None or a_try.prefill.done():
@@ -548,8 +588,8 @@ class DecodeRequests:
                 finish_reason=request.finish_reason,
                 stats=a_try.stats if a_try.stats is not None else pb.TransferStats(),
                 ttft_s=request.ttft_s,
-                prefill_node=a_try.peer.address,
-                retries=len(request.tries) - 1,
+                prefill_node=a_try.peer.address if a_try.peer is not None else "",
+                retries=request.num_retries,
                 cached_tokens=a_try.start_token,
             )
         )
@@ -604,6 +644,6 @@ class DecodeRequests:
         self._observer.on_given_up(error)
         if request.span is not None:
             self._record_given_up(request.current, error)
-            request.span.set(generated_tokens=len(request.generated), retries=len(request.tries) - 1)
+            request.span.set(generated_tokens=len(request.generated), retries=request.num_retries)
             request.span.end(str(error))
         log.info("request_failed", request_id=request.current.transfer_id, reason=str(error))

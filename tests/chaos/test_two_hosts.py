@@ -49,6 +49,7 @@ def apart(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two
         for role in ("prefill", "decode"):
             settings = reached_at(model, hosts.address(role), port)
             settings |= {"server.host": "0.0.0.0", "transport.ucx.lane": "net"}
+            settings |= {"limits.join_timeout_s": 2} if role == "decode" else {}  # what is refused is waited for here
             others = (f"{hosts.address('prefill')}:{port}",) if role == "decode" else ()
             environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DATA}
             launched.append(

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 from decode_node.rank_messages import RunStep
 from tests.decode.leader_world import OTHER_LIFE, World, has_room, turns
-from tests.runtime.instances import instance
 from transfer.errors import PeerUnreachable, TransferAborted
 
 MOVES = (
     *("submit", "turn", "reserve", "expected", "refused", "complete", "broken", "token", "sent", "call fails", "abort"),
-    *("step", "fail step", "release", "lose peer", "rejoin", "clock"),
+    *("step", "fail step", "release", "lose peer", "rejoin", "drain", "clock"),
 )
 
 
@@ -33,6 +32,7 @@ async def play(moves: Iterable[tuple[str, int]], world: World) -> None:
     for peer in (world.peer, world.other):
         if peer.instance is None:
             world.lose(peer)
+    world.let_nobody_come()
     await drained(world)
     assert not [message for message in world.sent if isinstance(message, RunStep) and not message.parts]
     await world.close()
@@ -50,13 +50,14 @@ async def move(world: World, kind: str, pick: int) -> None:
     rank = pick % 2
     live = [one.transfer_id for request in world.accepted for one in request.tries if one.transfer_id in world.leader._tries]
     started = [name for name in live if is_started(world, name)]
+    sent = [name for name in live if world.leader._tries[name].peer is not None]
     calls = [world.call(name) for name in live if any(name in peer.calls for peer in (world.peer, world.other))]
     match kind:
-        case "submit" if world.peers.pick() is not None:
+        case "submit" if world.peers.pick() is not None or (world.may_wait and world.peers.may_come()):
             world.submit(f"r{len(world.accepted)}", 1 + pick % 20, new=1 + pick % 4)
         case "turn":
             await turns()
-        case "reserve" if names := [name for name in live if name not in world.reserving and not has_ended(world, name)]:
+        case "reserve" if names := [name for name in sent if name not in world.reserving and not has_ended(world, name)]:
             world.reserve(names[pick % len(names)])
             await turns(2)
         case "expected" | "refused" if names := sorted(world.ranks[rank].unanswered):
@@ -84,6 +85,10 @@ async def move(world: World, kind: str, pick: int) -> None:
             for peer in (world.peer, world.other):
                 if peer.instance is None:
                     world.num_lives += 1
-                    peer.state, peer.instance = "joined", instance(OTHER_LIFE + world.num_lives)
+                    world.join(peer, OTHER_LIFE + world.num_lives)
+                elif peer.state == "draining":
+                    world.join(peer, peer.instance.incarnation)
+        case "drain" if pick % 4 == 0 and (world.peer if pick % 8 == 0 else world.other).state == "joined":
+            world.drain(world.peer if pick % 8 == 0 else world.other)
         case "clock":
             world.now_s += pick / 100

@@ -19,7 +19,7 @@ from decode_node.rank_messages import (
     StepFailed,
     TransferFailed,
 )
-from decode_node.request_state import Done, Observer, Request, Tokens
+from decode_node.request_state import Done, Observer, Request, Stage, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from tests.runtime.instances import instance
@@ -94,6 +94,7 @@ class Peer:
         self.outstanding_tokens = 0
         self.links: list[Link] = []
         self.unnamed_s: float | None = None
+        self.unfit = asyncio.Event()
         self.other: Peer | None = None
         self.calls: dict[str, Call] = {}
 
@@ -146,6 +147,7 @@ class World:
         *,
         max_queued: int = 100,
         queue_timeout_s: float = 60.0,
+        join_timeout_s: float = 0.0,
         step_timeout_s: float = 60.0,
         max_running: int = 4,
         prefill_retries: int = 0,
@@ -163,6 +165,7 @@ class World:
         self.queue_seconds: list[float] = []
         self.first_tokens: list[float] = []
         self.num_retries, self.max_retries = 0, prefill_retries
+        self.may_wait = join_timeout_s > 0
         self.accepted: list[Request] = []
         self.names: dict[str, int] = {}  # how many tries of a name there were
         self.reserving: dict[str, asyncio.Task[int | None]] = {}
@@ -176,6 +179,7 @@ class World:
             incarnation=DECODE_LIFE,
             max_queued=max_queued,
             queue_timeout_s=queue_timeout_s,
+            join_timeout_s=join_timeout_s,
             step_timeout_s=step_timeout_s,
             prefill_retries=prefill_retries,
             broadcast=self._broadcast,
@@ -192,8 +196,8 @@ class World:
 
     def _count_retry(self) -> None:
         self.num_retries += 1
-        newest = list(self.leader._tries.values())[-1]
-        assert not newest.request.generated, "its caller has a token of the try before"
+        waiting = [one.request for one in self.leader._tries.values() if one.stage is Stage.WAITING]
+        assert waiting and not any(request.generated for request in waiting), "its caller has a token of the try before"
 
     def _name(self, request_id: str) -> str:
         """The first try is called as the request is, which makes tests easy to read; the second "a.2"."""
@@ -201,8 +205,10 @@ class World:
         number = self.names[request_id]
         return request_id if number == 1 else f"{request_id}.{number}"
 
-    def submit(self, name: str, num_tokens: int = 3, *, new: int = 3, end_ids: frozenset[int] = frozenset()) -> Request:
-        request = self.leader.submit(name, tuple(range(num_tokens)), new, SamplingParams(), end_ids)
+    def submit(
+        self, name: str, num_tokens: int = 3, *, new: int = 3, end_ids: frozenset[int] = frozenset(), may_wait: bool = True
+    ) -> Request:
+        request = self.leader.submit(name, tuple(range(num_tokens)), new, SamplingParams(), end_ids, may_wait=may_wait)
         self.accepted.append(request)
         return request
 
@@ -246,6 +252,21 @@ class World:
             peer.breaker.lose()
         peer.state, peer.instance = "lost", None
         self.leader.on_peer_lost(cast(PrefillPeer, peer), "it is silent")
+        self.leader.place_waiting()
+
+    def join(self, peer: Peer, life: int) -> None:
+        """A life of a node is joined, or no longer drains."""
+        peer.state, peer.instance = "joined", instance(life)
+        self.leader.place_waiting()
+
+    def drain(self, peer: Peer) -> None:
+        peer.state = "draining"
+        self.leader.place_waiting()
+
+    def let_nobody_come(self) -> None:
+        for peer in (self.peer, self.other):
+            peer.unfit.set()
+        self.leader.place_waiting()
 
     # The ranks
 
@@ -310,7 +331,7 @@ class World:
     # Judgement
 
     def assert_nothing_is_left(self) -> None:
-        assert not self.leader._tries and not self.leader._running
+        assert not self.leader._tries and not self.leader._running and not self.leader._unsent
         assert (self.leader.num_queued, self.leader.num_running) == (0, 0)
         assert (self.admission.free_pages, self.admission.num_running) == (PageCounts((POOL_PAGES,)), 0)
         assert self.peer.outstanding_tokens == self.other.outstanding_tokens == 0
@@ -321,8 +342,9 @@ class World:
         for request in self.accepted:
             told = take(request)
             *before, last = told
-            lives = [one.incarnation for one in request.tries]
-            assert request.generated[:1] in ([], [first_token_of(lives[-1])]), "another try's"
+            lives = [one.incarnation for one in request.tries if one.peer is not None]
+            assert all(one.unsent is None for one in request.tries), "a timer that goes on"
+            assert not request.generated or request.generated[0] == first_token_of(lives[-1]), "another try's"
             assert len(lives) <= 1 + self.max_retries and len(set(lives)) == len(lives)
             assert not isinstance(last, Done) or last.retries == len(lives) - 1
             assert isinstance(last, Done | TransferError), told

@@ -144,3 +144,23 @@ async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
     assert [event async for event in events] == []
     async with asyncio.timeout(10):
         assert await draining == 0 == node.num_in_flight
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_node_that_drains_lets_nothing_new_wait_for_a_prefill_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    """Of what it had let in before; a call that comes later is refused anyway."""
+    monkeypatch.setattr(node_module, "TextCodec", lambda directory: None)
+    node = DecodeNode(DAEMON, decode_config(tmp_path))
+    asked: list[bool] = []
+
+    def submit(*_: object, may_wait: bool, **__: object) -> None:
+        asked.append(may_wait)
+
+    life = SimpleNamespace(max_context_tokens=9, vocab_size=9, eos_token_ids=frozenset(), requests=SimpleNamespace(submit=submit))
+    node._life = cast(Any, life)
+    if drains:
+        node._draining.begin()
+    await node._submit(cast(Any, life), pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), max_new_tokens=1))
+    assert asked == [not drains]

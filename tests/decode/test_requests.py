@@ -476,9 +476,15 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
 
 
 @settings(max_examples=400)
-@given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80), retries=st.integers(0, 3))
-def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]], retries: int) -> None:
-    asyncio.run(play(moves, World(prefill_retries=retries)))
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80),
+    retries=st.integers(0, 3),
+    join_timeout_s=st.sampled_from([0.0, 60.0]),
+)
+def test_every_request_ends_once_in_any_order_of_answers(
+    moves: list[tuple[str, int]], retries: int, join_timeout_s: float
+) -> None:
+    asyncio.run(play(moves, World(prefill_retries=retries, join_timeout_s=join_timeout_s)))
 
 
 async def test_the_store_is_not_looked_into_for_who_computes_all_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

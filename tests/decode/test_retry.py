@@ -449,7 +449,7 @@ async def test_the_end_of_a_life_ends_both_tries(world: World) -> None:
 
 OFTEN = (
     *("submit", "turn", "reserve", "expected", "complete", "token", "step", "release") * 4,
-    *("sent", "lose peer", "rejoin", "clock", "call fails", "refused", "abort", "broken"),
+    *("sent", "lose peer", "rejoin", "drain", "clock", "call fails", "refused", "abort", "broken"),
 )
 
 
@@ -458,7 +458,7 @@ async def test_every_request_ends_once_however_often_its_nodes_are_lost() -> Non
     tries: Counter[int] = Counter()
     for seed in range(150):
         chance = random.Random(seed)
-        world = World(prefill_retries=chance.choice((1, 2, 5)), max_running=8)
+        world = World(prefill_retries=chance.choice((1, 2, 5)), max_running=8, join_timeout_s=chance.choice((0.0, 60.0)))
         try:
             await play(((chance.choice(OFTEN), chance.randrange(1000)) for _ in range(200)), world)
         except BaseException as error:

@@ -147,6 +147,7 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("restart.max_backoff_s=0.5", "restart.max_backoff_s is 0.5; it must be at least backoff_s, 1.0"),
         ("breaker.max_pause_s=0.5", "breaker.max_pause_s is 0.5; it must be at least pause_s, 1.0"),
         ("limits.prefill_retries=-1", "limits.prefill_retries is -1 (from --set); it must be at least 0"),
+        ("limits.join_timeout_s=-1", "limits.join_timeout_s is -1 (from --set); it must be at least 0"),
     ],
 )
 def test_a_problem_is_one_line_with_path_value_source_and_what_is_right(override: str, line: str) -> None:
@@ -183,7 +184,8 @@ def test_retries_are_the_decode_nodes() -> None:
     config = decode("limits.max_running_requests=3", "limits.prefill_retries=0")
     assert (config.limits.prefill_retries, config.limits.max_running_requests) == (0, 3)
     assert decode().limits.prefill_retries == 1
-    for path in ("limits.prefill_retries", "breaker.pause_s"):
+    assert decode().limits.join_timeout_s == 10.0 and decode("limits.join_timeout_s=0").limits.join_timeout_s == 0.0
+    for path in ("limits.prefill_retries", "limits.join_timeout_s", "breaker.pause_s"):
         line = f"{path} is no setting (from --set) of prefill-node; it is one of decode-node"
         assert refused(PrefillNodeConfig, overrides=[f"{path}=1"]) == [line]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from transfer.config.section import Section
-from transfer.config.values import Count, CountOrZero, Host, Seconds, collector_url, listed, no_bool
+from transfer.config.values import Count, CountOrZero, Host, Seconds, SecondsOrZero, collector_url, listed, no_bool
 
 MIN_HEARTBEAT_S: Final = 0.05
 MAX_HEARTBEAT_S: Final = 10.0
@@ -44,6 +44,13 @@ class DecodeLimitsConfig(LimitsConfig):
         description=(
             "Times that a request is tried again on another prefill node, when its own is lost before its first token has been "
             "told; 0 never."
+        ),
+    )
+    join_timeout_s: SecondsOrZero = Field(
+        default=10.0,
+        description=(
+            "Longest that a request waits for a prefill node to be joined, where none is and one may come: it is being joined, "
+            "drains or does not answer. 0: refused at once."
         ),
     )
 

@@ -123,6 +123,7 @@ def _engine_name(value: str) -> str:
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=86_400)]
+SecondsOrZero = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=86_400)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Port = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=65_535)]
 Host = Annotated[str, AfterValidator(_host)]

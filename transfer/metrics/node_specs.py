@@ -89,7 +89,7 @@ REQUEST_METRICS: Final = (
     declare(
         "gauge",
         "queued_requests",
-        "Requests that wait for room.",
+        "Requests that wait for room, on a decode node also for a prefill node to be joined.",
         advice="Alarm when it grows, or nears limits.max_queued_requests.",
     ),
     declare(

@@ -83,6 +83,16 @@ class PeerChannel:
                 self._retire(old)
             return self._channel
 
+    def connect_anew(self) -> None:
+        """Have the next call connect at once. After connections that failed gRPC fails calls by itself, for as long as its own
+        back-off lasts; with TLS `ready()` makes a connection for each call. A connection that stands is left alone."""
+        failed = self._channel
+        if not isinstance(self._security, PlainText) or self._is_closed or failed is None:
+            return
+        if failed.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._retire(failed, after_s=0.0)
+
     async def close(self) -> None:
         """End every call and connection, one that is being made too."""
         self._is_closed = True
@@ -125,8 +135,8 @@ class PeerChannel:
             raise
         return channel
 
-    def _retire(self, channel: grpc.aio.Channel) -> None:
-        retiring = asyncio.ensure_future(_close_later(channel))
+    def _retire(self, channel: grpc.aio.Channel, *, after_s: float = RETIRE_S) -> None:
+        retiring = asyncio.ensure_future(_close_later(channel, after_s))
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retiring.discard)
 
@@ -135,7 +145,7 @@ def _checked_name(greeted: Greeted) -> tuple[tuple[str, str], ...]:
     return () if greeted.name is None else (("grpc.ssl_target_name_override", greeted.name),)
 
 
-async def _close_later(channel: grpc.aio.Channel) -> None:
+async def _close_later(channel: grpc.aio.Channel, after_s: float) -> None:
     with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.sleep(RETIRE_S)
+        await asyncio.sleep(after_s)
     await channel.close()

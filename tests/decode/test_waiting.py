@@ -1,0 +1,266 @@
+"""A request that finds no prefill node joined: it waits in the queue for one that may come, in the order of arrival."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from decode_node.request_state import Done
+from tests.decode.leader_world import OTHER_LIFE, World, take, turns
+from tests.decode.test_retry import LOST, cancelled, finish, give_room, outcome, receiving, release_all, waiting
+from tests.runtime.instances import instance, until
+from transfer.errors import PeerUnreachable, StagingError, TransferAborted, TransferError, TransportClosed
+
+NEVER_S = 60.0
+NOBODY = "no prefill node is joined"
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    one = alone(World(prefill_retries=1, join_timeout_s=NEVER_S))
+    yield one
+    await one.close()
+
+
+def alone(world: World) -> World:
+    """No prefill node is joined; both may come."""
+    for peer in (world.peer, world.other):
+        peer.state, peer.instance = "lost", None
+    return world
+
+
+async def served(world: World, name: str) -> None:
+    await give_room(world, name)
+    await finish(world, name)
+    await release_all(world)
+
+
+async def test_it_is_queued_and_sent_when_a_node_is_joined(world: World) -> None:
+    request = await waiting(world)
+    assert (world.leader.num_queued, world.leader.num_running) == (1, 0) and not take(request)
+    (view,) = world.leader.views()
+    assert (view.request_id, view.transfer_id, view.stage, view.peer, view.retries) == ("a", "a", "queued", "", 0)
+    assert world.leader.request_ids == ("a",)
+    with pytest.raises(TransportClosed, match="request a does not wait here for room"):
+        await world.reserve("a", prefill=OTHER_LIFE)
+    world.join(world.other, 30)
+    assert world.other.outstanding_tokens == 3, "sent at once"
+    await turns()
+    assert sorted(world.other.calls) == ["a"] and world.leader.num_queued == 1
+    assert world.leader.views()[0].peer == "prefill:2"
+    await served(world, "a")
+    done = outcome(request)
+    assert isinstance(done, Done) and (done.retries, done.prefill_node) == (0, "prefill:2") and world.num_retries == 0
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("state", ["joining", "lost", "draining"])
+async def test_a_node_in_any_state_that_it_can_come_out_of_is_waited_for(world: World, state: str) -> None:
+    world.peer.unfit.set()
+    world.other.state = state
+    await waiting(world)
+    assert world.leader.num_queued == 1
+
+
+async def test_a_node_that_drains_no_longer_is_used(world: World) -> None:
+    world.join(world.peer, 30)
+    world.drain(world.peer)
+    await waiting(world)
+    assert not world.peer.calls
+    world.join(world.peer, 30)
+    await turns()
+    assert sorted(world.peer.calls) == ["a"]
+
+
+@pytest.mark.parametrize("why", ["none fits", "an alias is no node", "none is named", "it may not", "the setting is 0"])
+async def test_where_none_can_be_waited_for_it_is_refused_at_once(why: str) -> None:
+    world = alone(World(join_timeout_s=0.0 if why == "the setting is 0" else NEVER_S))
+    match why:
+        case "none fits":
+            for peer in (world.peer, world.other):
+                peer.unfit.set()
+        case "an alias is no node":
+            world.peer.state = world.other.state = "alias"
+        case "none is named":
+            world.peers.peers.clear()
+    with pytest.raises(PeerUnreachable, match=NOBODY):
+        world.submit("a", may_wait=why != "it may not")
+    world.assert_nothing_is_left()
+    assert not world.outcomes
+
+
+async def test_the_wait_ends_with_the_reason_that_there_is_then() -> None:
+    world = alone(World(join_timeout_s=0.05))
+    request = await waiting(world)
+    await until(lambda: world.outcomes)
+    error = outcome(request)
+    assert type(error) is PeerUnreachable and str(error) == NOBODY
+    assert world.outcomes == ["failed"] and not world.peer.calls
+    world.assert_nothing_is_left()
+
+
+async def test_it_ends_at_once_when_none_can_come_any_more(world: World) -> None:
+    request = await waiting(world)
+    world.peer.unfit.set()
+    world.leader.place_waiting()
+    assert not take(request), "the other one may"
+    world.let_nobody_come()
+    error = outcome(request)
+    assert isinstance(error, PeerUnreachable) and str(error) == NOBODY
+    world.assert_nothing_is_left()
+
+
+async def test_the_time_in_the_queue_bounds_the_wait_and_the_wait_counts_as_time_in_the_queue() -> None:
+    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=0.05))
+    request = await waiting(world)
+    await until(lambda: world.outcomes)
+    assert str(outcome(request)) == NOBODY
+    world.assert_nothing_is_left()
+
+    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=100.0))
+    request = await waiting(world)
+    request.current.begun_s -= 99.95
+    world.join(world.peer, 30)
+    await until(lambda: world.outcomes)
+    assert str(outcome(request)) == "no room within 100 s (limits.queue_timeout_s)"
+    await turns()
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("how", ["abort", "its caller", "the life ends"])
+async def test_it_can_be_given_up(world: World, how: str) -> None:
+    request, other = await waiting(world), await waiting(world, "b")
+    error: TransferError = TransferAborted("enough")
+    if how == "abort":
+        assert world.leader.abort("a", error) and not world.leader.abort("a", error)
+    elif how == "its caller":
+        world.leader.give_up(request, error)
+        world.leader.give_up(request, error)
+    else:
+        error = PeerUnreachable("rank 0 died")
+        await world.leader.close(error)
+        assert outcome(other) is error
+    assert outcome(request) is error
+    world.join(world.peer, 30)
+    await turns()
+    assert sorted(world.peer.calls) == ([] if how == "the life ends" else ["b"])
+    if how != "the life ends":
+        await served(world, "b")
+    world.assert_nothing_is_left()
+
+
+async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None:
+    world = alone(World(max_queued=2, join_timeout_s=NEVER_S))
+    for name in ("a", "b"):
+        await waiting(world, name)
+    with pytest.raises(StagingError, match=r"decode queue is full \(2 requests wait; limits.max_queued_requests\)"):
+        world.submit("c")
+    assert world.leader.abort("a", TransferAborted("enough"))
+    await waiting(world, "c")
+    await world.close()
+
+
+async def test_they_are_sent_in_the_order_in_which_they_came(world: World) -> None:
+    for number in range(20):
+        await waiting(world, f"r{number}")
+    world.join(world.peer, 30)
+    await waiting(world, "later")
+    assert list(world.peer.calls) == [*(f"r{number}" for number in range(20)), "later"]
+
+
+async def test_each_is_placed_with_what_was_sent_before_it_counted(world: World) -> None:
+    """Both nodes drain, and are back at once, as far as the requests see: they are shared."""
+    for name, tokens in (("a", 8), ("b", 3), ("c", 3), ("d", 3)):
+        await waiting(world, name, num_tokens=tokens)
+    world.peer.state, world.peer.instance = "joined", instance(30)
+    world.join(world.other, 31)
+    await turns()
+    assert (list(world.peer.calls), list(world.other.calls)) == (["a"], ["b", "c", "d"])
+
+
+# Another try
+
+
+async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -> None:
+    world = World(prefill_retries=1, join_timeout_s=NEVER_S)
+    world.other.state = "joining"
+    request = await receiving(world)
+    world.lose(world.peer)
+    await turns()
+    assert cancelled(world) == ["a"] and not take(request) and world.num_retries == 0
+    assert (world.leader.num_queued, world.leader.num_running) == (1, 0)
+    assert world.leader.request_ids == ("a", "a.2") and world.leader.views()[0].retries == 0
+    await release_all(world)
+    assert world.leader.request_ids == ("a", "a.2"), "an abort by either id is heard"
+    world.join(world.other, 30)
+    await turns()
+    assert sorted(world.other.calls) == ["a.2"] and world.num_retries == 1
+    await served(world, "a.2")
+    done = outcome(request)
+    assert isinstance(done, Done) and (done.retries, done.prefill_node) == (1, "prefill:2")
+    world.assert_nothing_is_left()
+
+
+async def test_another_try_that_waits_in_vain_ends_with_what_ended_the_first() -> None:
+    world = World(prefill_retries=1, join_timeout_s=0.05)
+    world.other.state = "lost"
+    request = await waiting(world)
+    world.lose(world.peer)
+    assert not take(request)
+    await until(lambda: world.outcomes)
+    assert str(outcome(request)) == LOST and world.num_retries == 0 and world.outcomes == ["failed"]
+    world.assert_nothing_is_left()
+
+
+async def test_the_node_that_was_lost_with_a_request_is_not_waited_for_and_used_where_it_is_back_first() -> None:
+    """It may be the request that kills it; and its caller is told within the time in which a dead node is noticed."""
+    world = World(prefill_retries=1, join_timeout_s=NEVER_S)
+    world.other.unfit.set()
+    world.other.state = "lost"
+    request = await waiting(world)
+    world.lose(world.peer)
+    assert str(outcome(request)) == LOST
+
+    world.other.unfit.clear()
+    world.join(world.peer, 30)
+    request = await waiting(world, "b")
+    world.lose(world.peer)
+    assert not take(request), "the other one may come"
+    world.join(world.peer, 31)
+    await turns()
+    assert sorted(world.peer.calls) == ["a", "b", "b.2"]
+    await served(world, "b.2")
+    await turns()
+    assert isinstance(outcome(request), Done)
+
+
+async def test_the_life_that_had_it_is_not_used_again_and_stands_in_nobodys_way() -> None:
+    world = World(prefill_retries=1, join_timeout_s=NEVER_S)
+    world.other.state = "lost"
+    request = await waiting(world)
+    world.call("a").fail(PeerUnreachable("the connection broke"))
+    await turns()
+    assert not take(request) and sorted(world.peer.calls) == ["a"]
+    await waiting(world, "b")
+    assert sorted(world.peer.calls) == ["a", "b"], "who was not there goes there"
+    world.join(world.other, 30)
+    await turns()
+    assert sorted(world.other.calls) == ["a.2"]
+    await served(world, "a.2")
+    await served(world, "b")
+    world.assert_nothing_is_left()
+
+
+async def test_who_came_first_is_sent_first_also_on_another_try() -> None:
+    world = World(prefill_retries=1, join_timeout_s=NEVER_S)
+    world.other.state = "joining"
+    await waiting(world, "old")
+    world.drain(world.peer)
+    await waiting(world, "new")
+    world.lose(world.peer)
+    await turns()
+    world.join(world.other, 30)
+    await turns()
+    assert list(world.other.calls) == ["old.2", "new"]
+    await world.close()
