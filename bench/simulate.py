@@ -99,6 +99,10 @@ def _milliseconds(spread: Spread) -> str:
     return " / ".join(f"{value * 1e3:,.1f}" for value in (spread.p50, spread.p90, spread.p99))
 
 
+def _of_survivors(outcome: Outcome) -> str:
+    return f"[red]{1 - outcome.served / outcome.requests:.1%} failed: these times are of the requests that were served[/]"
+
+
 def print_outcome(console: Console, outcome: Outcome, settings: ClusterSettings, times: StageTimes) -> None:
     """One cluster under one load."""
     table = Table(show_header=False, box=None)
@@ -121,6 +125,8 @@ def print_outcome(console: Console, outcome: Outcome, settings: ClusterSettings,
         ("batch of a decode step", f"{outcome.batch:.1f}"),
         ("busiest prefill node", f"{outcome.imbalance:.2f} of the mean's prompt tokens"),
     ]
+    if outcome.is_of_survivors:
+        rows.insert(3, ("", _of_survivors(outcome)))
     for name, use in outcome.uses.items():
         most, mean, capacity = (_shown(name, value) for value in (use.most, use.mean, use.capacity))
         rows.append((name, f"most {most}, mean {mean}, of {capacity}"))
@@ -159,6 +165,9 @@ def print_sizings(console: Console, found: Sequence[tuple[int, Sizing | None]], 
             f"{busiest} {outcome.busy[busiest]:.0%}",
         )
     console.print(table)
+    for num_nodes, sizing in found:
+        if sizing is not None and sizing.outcome.is_of_survivors:
+            console.print(f"{num_nodes:,} nodes: {_of_survivors(sizing.outcome)}")
 
 
 def print_differing(console: Console, settings: ClusterSettings, *, but: Sequence[str] = ()) -> None:

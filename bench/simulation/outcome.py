@@ -13,7 +13,7 @@ from bench.simulation.decode import DecodeNode
 from bench.simulation.request import Request
 from bench.simulation.settings import ClusterSettings
 from bench.simulation.stage_times import StageTimes
-from kvferry.bench_serve.summary import Objectives, Spread
+from kvferry.bench_serve.summary import FEW_FAILED, Objectives, Spread
 from kvferry.bench_serve.workload import Planned
 
 
@@ -34,7 +34,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one load on one cluster. Requests of the warm-up are in no figure but `uses` and `busy`.
+    """Of one load on one cluster. Requests of the warm-up are in no figure but `uses` and `busy`. Times are of served requests.
 
     Args:
         offered_rate: Requests a second.
@@ -73,12 +73,21 @@ class Outcome:
         return self.good / self.requests if self.requests else 0.0
 
     @property
+    def is_of_survivors(self) -> bool:
+        """So many failed that the times, which are of served requests, say less of what was offered."""
+        return self.requests - self.served > FEW_FAILED * self.requests
+
+    @property
     def bottleneck(self) -> str:
         """The stage that is busy for the largest part of the time."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"attainment": self.attainment, "bottleneck": self.bottleneck}
+        return asdict(self) | {
+            "attainment": self.attainment,
+            "bottleneck": self.bottleneck,
+            "is_of_survivors": self.is_of_survivors,
+        }
 
 
 def simulate(

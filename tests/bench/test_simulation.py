@@ -410,6 +410,15 @@ def test_the_command_simulates_and_writes_what_it_found(tmp_path: Path, capsys: 
     assert StageTimes.of(content["stage_times"], where="x") == command.stage_times("h200-llama-3-8b")
 
 
+def test_the_command_says_whose_times_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    says = "failed: these times are of the requests that were served"
+    crowd = ["--requests", "600", "--decode-running", "4", "--rate"]
+    assert command.main([*crowd, "1"]) == 0
+    assert says not in capsys.readouterr().out
+    assert command.main([*crowd, "400"]) == 0
+    assert says in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
