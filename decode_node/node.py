@@ -261,7 +261,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateEvent]:
-        life = await self._life_or_end(context, is_new_work=True)
+        life = await self._life_for_request(context)
         span = None
         if self.tracer is not None:
             told = traceparent_in(context.invocation_metadata())
@@ -270,7 +270,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         try:
             accepted, request_id = await self._submit(life, request, span)
         except TransferError as error:
-            self.metrics.request_ended("refused")
+            self._count_refused(error)
             if span is not None:
                 span.end(str(error))
             await end_with(context, error)

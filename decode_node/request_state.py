@@ -176,7 +176,7 @@ class Observer:
         on_first_token: Seconds from acceptance.
         on_token: Seconds since the token before.
         on_retry: A request is tried on another prefill node.
-        on_given_up: A request has "failed", or was "aborted", with this error.
+        on_given_up: A request that was queued has ended with this error.
     """
 
     on_outcome: Callable[[str], None]

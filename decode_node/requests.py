@@ -41,11 +41,11 @@ from transfer.errors import (
     LocalProtocolError,
     PeerUnreachable,
     StagingError,
-    TransferAborted,
     TransferError,
     TransportClosed,
 )
 from transfer.messages import clip_reason
+from transfer.metrics import outcome_of
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span
 
@@ -640,7 +640,7 @@ class DecodeRequests:
     def _end(self, request: Request, error: TransferError) -> None:
         request.is_told = True
         request.progress.put_nowait(error)
-        self._observer.on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+        self._observer.on_outcome(outcome_of(error))
         self._observer.on_given_up(error)
         if request.span is not None:
             self._record_given_up(request.current, error)

@@ -46,6 +46,7 @@ from transfer.errors import (
     TransportClosed,
 )
 from transfer.messages import clip_reason
+from transfer.metrics import outcome_of
 
 BIND_WAIT_S: Final = 1.0
 """How long a question for room waits for the engine, which looks once a step, before it is answered "not yet"."""
@@ -71,6 +72,10 @@ MAX_NOTE_BYTES: Final = 1 << 20
 """Of what the other side's engine has to tell; an honest one sends no more."""
 
 log = structlog.get_logger(__name__)
+
+
+class _NotJoined(StagingError):
+    """The prompt's prefill node is not there in time: not tried again, as where there is no room, but somebody's fault."""
 
 
 class PromptState(Enum):
@@ -149,9 +154,9 @@ class TargetRequests:
         num_layers: Layers of the model.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         broadcast: Sends a message to every rank.
-        on_outcome: Called with "done", "failed" or "aborted" for each prompt.
+        on_outcome: Called with "done", "failed", "aborted" or "refused" for each prompt, once.
         on_retry: A prompt is tried again.
-        on_given_up: Called with the error of each that "failed" or was "aborted".
+        on_given_up: Called with the error of each that was not "done".
     """
 
     def __init__(
@@ -239,7 +244,7 @@ class TargetRequests:
         prompt.tables = tables
         prompt.bound.set()
         if before.state is PromptState.FAILED:
-            self._settle(prompt, before.failure)
+            self._settle(prompt, before.failure)  # which was counted when it failed
 
     def lacks_pages(self, name: str) -> None:
         """The engine has no pages for a prompt that is ready.
@@ -336,6 +341,7 @@ class TargetRequests:
                 try:
                     await self._try(prompt)
                     self._settle(prompt, "")
+                    self._on_outcome("done")
                     return
                 except TransferError as failure:
                     error = failure
@@ -420,7 +426,7 @@ class TargetRequests:
         Raises:
             TransferAborted: It is none of those that this side uses.
             LayoutError: It does not fit: another model, say.
-            StagingError: It is not joined in time.
+            _NotJoined: It is not joined in time.
         """
         peer = self._peers.find(prompt.source) if prompt.source else self._peers.pick()
         if peer is None and prompt.source:
@@ -445,7 +451,7 @@ class TargetRequests:
                 event.cancel()
         if peer.joined.is_set():
             return peer.other or peer
-        kind = LayoutError if peer.unfit.is_set() else StagingError
+        kind = LayoutError if peer.unfit.is_set() else _NotJoined
         raise kind(f"prefill node {peer.address} is {peer.state}: {peer.reason}")
 
     async def _follow(self, transfer: _Transfer) -> None:
@@ -590,6 +596,10 @@ class TargetRequests:
 
     def _give_up(self, prompt: _Prompt, error: TransferError) -> None:
         self._on_given_up(prompt.given_up or error)
+        if prompt.given_up is not None:
+            self._on_outcome("aborted")
+        else:
+            self._on_outcome("failed" if isinstance(error, _NotJoined) else outcome_of(error))
         if not prompt.is_wanted_again:
             self.decline(prompt.transfer_id, prompt.source, f"the decode side has given it up: {error}")
         if prompt.view.state is PromptState.BOUND:
@@ -597,18 +607,15 @@ class TargetRequests:
         elif prompt.given_up is not None:
             self._forget(prompt)
         else:
-            self._on_outcome("failed")
             prompt.view = PromptView(state=PromptState.FAILED, failure=str(error))
 
     def _settle(self, prompt: _Prompt, failure: str) -> None:
         if self._prompts.get(prompt.name) is not prompt:
             raise LocalProtocolError(f"prompt {prompt.name} is settled twice")
-        self._on_outcome(("aborted" if prompt.given_up is not None else "failed") if failure else "done")
         del self._prompts[prompt.name]
         self._broadcast(SettlePrompt(name=prompt.name, failure=clip_reason(failure), note=prompt.note or b""))
 
     def _forget(self, prompt: _Prompt) -> None:
-        self._on_outcome("aborted")
         self._prompts.pop(prompt.name, None)
 
     def _on_task_over(self, prompt: _Prompt, task: asyncio.Task[None]) -> None:

@@ -25,7 +25,7 @@ from node_runtime.rank_link import RankCodec
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankMemory
 from node_runtime.rank_setup import preloaded_modules
-from node_runtime.refusals import say_refused
+from node_runtime.refusals import say_refused, say_request_refused
 from node_runtime.reminders import Reminders
 from node_runtime.request_view import RequestView
 from node_runtime.role_service import RoleServices, service_of
@@ -254,11 +254,30 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
 
     async def _life_or_end(self, context: grpc.aio.ServicerContext[Any, Any], *, is_new_work: bool) -> LifeT:
         """The life that a call is for; without one, or where a draining node is asked for new work, the call ends."""
+        try:
+            return self._checked_life(is_new_work=is_new_work)
+        except TransferError as error:
+            await end_with(context, error)
+
+    async def _life_for_request(self, context: grpc.aio.ServicerContext[Any, Any]) -> LifeT:
+        """As `_life_or_end` for new work; what is turned away is a request, and counted as one."""
+        try:
+            return self._checked_life(is_new_work=True)
+        except TransferError as error:
+            self._count_refused(error)
+            await end_with(context, error)
+
+    def _checked_life(self, *, is_new_work: bool) -> LifeT:
         if self._life is None:
-            await end_with(context, PeerUnreachable(f"the {self.config.role} node is {self._daemon.state}"))
+            raise PeerUnreachable(f"the {self.config.role} node is {self._daemon.state}")
         if is_new_work and self._draining.is_on:
-            await end_with(context, NodeDraining(f"the {self.config.role} node is draining"))
+            raise NodeDraining(f"the {self.config.role} node is draining")
         return self._life
+
+    def _count_refused(self, error: TransferError) -> None:
+        """A request is turned away before it was queued."""
+        self.metrics.request_ended("refused")
+        say_request_refused(error, self._refused)
 
     def _render_metrics(self, peers: Mapping[str, int]) -> bytes:
         """The exposition text of leader and ranks; `peers`: their number by state."""

@@ -1,10 +1,12 @@
-"""Callers that a server with TLS has not let in: said once, and then once a minute."""
+"""What is turned away, callers that a server with TLS has not let in and requests: said once, and then once a minute."""
 
 from __future__ import annotations
 
 import structlog
 
 from node_runtime.reminders import Reminders
+from transfer.errors import TransferError
+from transfer.metrics import abort_reason
 from transfer.registry.guard import Refusal
 
 log = structlog.get_logger(__name__)
@@ -14,3 +16,10 @@ def say_refused(refusal: Refusal, said: Reminders) -> None:
     """Log a refused call, unless the same one was logged less than a minute ago."""
     if said.is_due((refusal.method, refusal.caller)):
         log.warning("call_refused", method=refusal.method, caller=refusal.caller, reason=refusal.reason)
+
+
+def say_request_refused(error: TransferError, said: Reminders) -> None:
+    """Log a request that was turned away with `error`, unless one was for the same kind of reason less than a minute ago."""
+    kind = abort_reason(error)
+    if said.is_due(("request", kind)):
+        log.warning("request_refused", kind=kind, reason=str(error))

@@ -226,7 +226,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillEvent]:
-        life = await self._life_or_end(context, is_new_work=True)
+        life = await self._life_for_request(context)
         span = None
         if self.tracer is not None and (told := traceparent_in(context.invocation_metadata())):
             # Only what a decode node traces; a trace of its own would tell half of a request.
@@ -234,6 +234,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         try:
             accepted = self._submit(life, request, span)
         except TransferError as error:
+            self._count_refused(error)
             if span is not None:
                 span.end(str(error))
             await end_with(context, error)

@@ -37,6 +37,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.messages import clip_reason
+from transfer.metrics import outcome_of
 from transfer.tracing import Span
 
 RETRY_RESERVE_S = 0.05
@@ -109,8 +110,8 @@ class PrefillRequests:
         broadcast: Sends a message to every rank.
         reserve: Asks the decode leader for room.
         on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
-        on_outcome: Called with "sent", "failed" or "aborted" for each request that ends.
-        on_given_up: Called with the error of each that "failed" or was "aborted".
+        on_outcome: Called with "sent", "failed", "aborted" or "refused" for each request that was queued and ends.
+        on_given_up: Called with the error of each that was not "sent".
         loads: Makes what looks for stored beginnings, given whom to tell of them; None: there is no store.
     """
 
@@ -368,7 +369,7 @@ class PrefillRequests:
         if not request.is_over:
             request.is_over = True
             request.progress.put_nowait(error)
-            self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+            self._on_outcome(outcome_of(error))
             self._on_given_up(error)
             if request.span is not None:
                 if not request.has_first_token:  # what it was at

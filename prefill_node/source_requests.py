@@ -41,6 +41,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.messages import clip_reason
+from transfer.metrics import outcome_of
 
 RETRY_RESERVE_S: Final = 0.02
 LOOK_S: Final = 0.01
@@ -131,8 +132,8 @@ class SourceRequests:
         reserve: Asks the decode leader for room; False is "not yet".
         compute: Has the engine given a prompt that it does not have, as `Transfer.engine_request`, and ends when that has been
             computed; cancelled when the transfer is over. None: it cannot be done.
-        on_outcome: Called with "sent", "failed" or "aborted" for each transfer that ends.
-        on_given_up: Called with the error of each that "failed" or was "aborted".
+        on_outcome: Called with "sent", "failed", "aborted" or "refused" for each transfer that ends.
+        on_given_up: Called with the error of each that was not "sent".
     """
 
     def __init__(
@@ -485,7 +486,7 @@ class SourceRequests:
         if not transfer.is_over:
             transfer.is_over = True
             transfer.progress.put_nowait(error)
-            self._on_outcome("aborted" if isinstance(error, TransferAborted) else "failed")
+            self._on_outcome(outcome_of(error))
             self._on_given_up(error)
 
     def _forget(self, transfer: Transfer) -> None:

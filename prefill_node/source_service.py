@@ -14,6 +14,8 @@ import structlog
 from node_runtime.draining import Draining
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello, RankReport
+from node_runtime.refusals import say_request_refused
+from node_runtime.reminders import Reminders
 from node_runtime.transfer_ids import is_try_of
 from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
@@ -78,6 +80,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         self._reports = reports
         self._started_s = time.monotonic()
         self._draining = Draining()
+        self._refused = Reminders()
         self._join_service = JoinService(security=security, draining=self._draining)
         self._reserve_client = ReserveClient(security)
         self.metrics = NodeMetrics(role="prefill")
@@ -173,6 +176,8 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         try:
             transfer = self._submit(request)
         except TransferError as error:
+            self.metrics.request_ended("refused")
+            say_request_refused(error, self._refused)
             await end_with(context, error)
         self.metrics.prompt_accepted(len(request.token_ids))
         try:

@@ -331,6 +331,15 @@ async def test_the_prefill_nodes_reason_comes_before_a_ranks(world: World) -> No
     assert [str(error) for error in take(request)] == ["prefill:1: the engine failed"]
 
 
+async def test_a_prefill_node_without_room_refuses_the_request_and_does_not_fail_it(world: World) -> None:
+    request = world.submit("a")
+    await turns()
+    world.call("a").fail(StagingError("prefill:1: prefill queue is full"))
+    await turns()
+    assert [str(error) for error in take(request)] == ["prefill:1: prefill queue is full"]
+    assert world.outcomes == ["refused"]
+
+
 @pytest.mark.parametrize("spares_kv", [False, True])
 async def test_kept_kv_is_forgotten_with_the_request_that_is_named_and_not_with_a_whole_step(
     world: World, monkeypatch: pytest.MonkeyPatch, spares_kv: bool
@@ -445,6 +454,7 @@ async def test_a_request_that_waits_too_long_is_refused() -> None:
     request = world.submit("a")
     await until(lambda: world.outcomes)
     assert [str(item) for item in take(request)] == ["no room within 0.05 s (limits.queue_timeout_s)"]
+    assert world.outcomes == ["refused"]
     await world.close()
     await turns()
     assert world.peer.outstanding_tokens == 0

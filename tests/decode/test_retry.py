@@ -405,7 +405,7 @@ async def test_the_wait_for_room_is_bounded_over_all_tries() -> None:
     world.lose(world.peer)
     assert 0 < request.queue_left_s <= 1.0
     await until(lambda: world.outcomes)
-    assert str(outcome(request)) == "no room within 100 s (limits.queue_timeout_s)"
+    assert str(outcome(request)) == "no room within 100 s (limits.queue_timeout_s)" and world.outcomes == ["refused"]
     await turns()
     world.assert_nothing_is_left()
     assert world.num_retries == 1

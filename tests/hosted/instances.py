@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -162,6 +163,16 @@ class Instance:
 
     def freed(self, name: str) -> Free:
         return self.heard(name, Free)
+
+    def outcomes(self, role: str) -> dict[str, int]:
+        """Requests that this side's leader has counted."""
+        opened = self.leader._opened
+        assert opened is not None
+        side = opened.source if role == "prefill" else opened.target
+        assert side is not None
+        page = side.metrics.render([]).decode()
+        found = re.findall(rf'^kvferry_requests_total\{{outcome="(\w+)",role="{role}"\}} (\S+)$', page, re.MULTILINE)
+        return {outcome: int(float(number)) for outcome, number in found if float(number)}
 
     def take_news(self) -> None:
         for rank, news in zip(self.ranks, self.news, strict=True):

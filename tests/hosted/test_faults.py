@@ -130,6 +130,28 @@ def test_a_prompt_that_the_prefill_engine_never_gets(pair: Pair) -> None:
     assert "engine was not given prompt nowhere within 0.2 s (limits.meet_timeout_s)" in decode.wait_until_failed("b")
     decode.leader.bind("b", [TO])  # an engine that would rather fail it than compute it
     assert "was not given prompt nowhere" in decode.settled("b").failure
+    assert source.outcomes("prefill") == {"refused": 1} and decode.outcomes("decode") == {"refused": 1}
+    hand_over(source, decode, "next")
+    wait_for(lambda: decode.outcomes("decode") == {"refused": 1, "done": 1}, "each prompt is counted once")
+
+
+def test_a_prompt_that_the_prefill_side_turns_away_is_counted_on_both(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.want("b", "t", source.leader.address, (*PROMPT, 1_000_000))  # a token that the model does not have
+    decode.wait_until_failed("b")
+    decode.leader.cancel("b", "computed here")
+    wait_for(lambda: decode.leader.view("b") is None, "forgotten")
+    assert source.outcomes("prefill") == {"refused": 1} and decode.outcomes("decode") == {"failed": 1}
+    hand_over(source, decode, "next")
+
+
+def test_a_prefill_node_that_is_not_there_in_time_fails_its_prompts(pair: Pair) -> None:
+    """It is somebody's fault, and no want of room."""
+    source, decode = pair({}, {"limits.meet_timeout_s": 0.2, "join_on_request": True})
+    decode.leader.want("b", "t", "127.0.0.1:9", PROMPT)
+    decode.wait_until_failed("b")
+    assert decode.outcomes("decode") == {"failed": 1}
+    decode.leader.cancel("b", "computed here")
     hand_over(source, decode, "next")
 
 

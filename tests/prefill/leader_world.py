@@ -26,7 +26,7 @@ from prefill_node.sender_events import SentStats
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
-from transfer.errors import StagingError, TransferError
+from transfer.errors import PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 
@@ -215,7 +215,7 @@ class World:
         assert not isinstance(last, Sent) or kinds == [Started, FirstToken]
 
     async def close(self) -> None:
-        await self.leader.close(StagingError("the test is over"))
+        await self.leader.close(PeerUnreachable("the test is over"))
 
 
 async def turns(count: int = 12) -> None:

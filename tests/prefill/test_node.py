@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -25,6 +27,7 @@ from transfer.pb import kvferry_pb2 as pb
 
 DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
 NOWHERE = "127.0.0.1:1"
+REFUSED = re.compile(r'kvferry_requests_total\{outcome="refused",role="prefill"\} 2(\.0)?\n')
 
 
 class Leader:
@@ -107,6 +110,16 @@ async def test_a_prompt_that_would_be_cut_into_too_many_chunks_is_refused_before
     with pytest.raises(LayoutError, match=r"2 tokens in chunks of \d+ tokens and .* layers are 2 chunks; a request can have 0"):
         leader.node._submit(leader.life, question)
     assert leader.life.requests.num_in_flight == 0
+
+
+async def test_a_prompt_that_is_not_queued_counts_as_refused(leader: Leader) -> None:
+    await leader.joined(1)
+    context = SimpleNamespace(abort=AsyncMock(side_effect=RuntimeError("the call is over")))
+    for token_ids, incarnation in (((1, 2), 999), ((), 101)):  # nobody has joined as that; nothing to compute
+        question = pb.PrefillRequest(request_id="a", token_ids=token_ids, decode_incarnation=incarnation)
+        with pytest.raises(RuntimeError, match="the call is over"):
+            await anext(aiter(leader.node.Prefill(question, cast(Any, context))))
+    assert REFUSED.search(leader.node.metrics.render([]).decode())
 
 
 @pytest.mark.parametrize("is_fatal", [True, False])

@@ -348,6 +348,7 @@ async def test_a_request_that_waits_too_long_is_refused() -> None:
     request = world.submit("a", 3)
     await until(lambda: world.outcomes)
     assert [str(item) for item in told(request)] == ["no room within 0.05 s (limits.queue_timeout_s)"]
+    assert world.outcomes == ["refused"]
     await world.close()
 
 

@@ -136,6 +136,28 @@ async def test_a_draining_leader_takes_no_new_work_and_goes_on_with_what_it_has(
         await leader._life_or_end(a_call(), is_new_work=False)
 
 
+async def test_requests_without_a_life_or_to_a_draining_node_count_as_refused_and_are_logged_once(
+    leader: Leader[PrefillNodeConfig, Life],
+) -> None:
+    assert await leader._life_for_request(a_call()) is leader._life
+    leader._draining.begin()
+    with capture_logs() as lines:
+        for _ in range(3):
+            with pytest.raises(ConnectionAbortedError, match="UNAVAILABLE: the prefill node is draining"):
+                await leader._life_for_request(a_call())
+    assert [(line["event"], line["kind"], line["reason"]) for line in lines] == [
+        ("request_refused", "lost", "the prefill node is draining")
+    ]
+    leader._draining.end()
+    leader._life = None
+    with pytest.raises(ConnectionAbortedError, match="UNAVAILABLE: the prefill node is starting"):
+        await leader._life_for_request(a_call())
+    with pytest.raises(ConnectionAbortedError, match="UNAVAILABLE: the prefill node is starting"):
+        await leader._life_or_end(a_call(), is_new_work=True)  # of a join, which is no request
+    page = leader.metrics.render([]).decode()
+    assert 'kvferry_requests_total{outcome="refused",role="prefill"} 4' in page.replace(".0\n", "\n")
+
+
 def test_a_status_says_what_is_there(leader: Leader[PrefillNodeConfig, Life]) -> None:
     said = leader._status(peers=[pb.PeerStatus(address="decode:1")], links=[])
     assert (said.role, said.state, said.restarts) == ("prefill", "starting", 4)

@@ -21,7 +21,9 @@ from transfer.errors import (
     IntegrityError,
     LayoutError,
     PeerUnreachable,
+    Preempted,
     RemoteProtocolError,
+    StagingError,
     TransferAborted,
     TransferError,
 )
@@ -36,6 +38,7 @@ from transfer.metrics import (
     NodeMetrics,
     RankMetrics,
     Series,
+    outcome_of,
 )
 from transfer.metrics.specs import STAGE_BUCKETS_S
 from transfer.storage.base import Outcome
@@ -434,6 +437,22 @@ def latencies(rank: RankMetrics) -> dict[tuple[str, str], float]:
     ]
     assert all(labels["decode_rank"] == labels["rank"] for labels, _ in found)
     return {(labels["prefill_rank"], labels["lane"]): number for labels, number in found}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (TransferAborted("the client went away"), "aborted"),
+        (Preempted("computed again later"), "aborted"),
+        (StagingError("no room within 9 s"), "refused"),
+        (ChunkTooLarge("the ring is too small for ever"), "failed"),
+        (PeerUnreachable("lost"), "failed"),
+        (IntegrityError("broken twice"), "failed"),
+        (EngineError("it failed"), "failed"),
+    ],
+)
+def test_a_queue_that_is_too_long_refuses_and_does_not_fail(error: TransferError, outcome: str) -> None:
+    assert outcome_of(error) == outcome
 
 
 def test_a_link_is_shown_for_as_long_as_a_session_has_it() -> None:

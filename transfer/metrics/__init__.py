@@ -7,7 +7,7 @@ plain values, to its leader; the leader's `NodeMetrics.render()` shows its own s
 with the label ``rank``.
 """
 
-from transfer.metrics.node import NodeMetrics
+from transfer.metrics.node import NodeMetrics, abort_reason, outcome_of
 from transfer.metrics.node_specs import NODE_METRICS
 from transfer.metrics.page import MetricFamily, exposition
 from transfer.metrics.rank import MAX_REASONS, RankMetrics
@@ -31,5 +31,7 @@ __all__ = [
     "RankMetrics",
     "Series",
     "StoreMetrics",
+    "abort_reason",
     "exposition",
+    "outcome_of",
 ]

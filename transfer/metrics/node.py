@@ -8,10 +8,12 @@ from typing import Any, Final
 
 import transfer
 from transfer.errors import (
+    ChunkTooLarge,
     ConfigError,
     EngineError,
     IntegrityError,
     LayoutError,
+    Preempted,
     ProtocolError,
     StagingError,
     TransferAborted,
@@ -41,6 +43,14 @@ def abort_reason(error: TransferError) -> str:
     if isinstance(error, TransferAborted):
         return "operator" if error.is_by_operator else "caller"
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "other")
+
+
+def outcome_of(error: TransferError) -> str:
+    """Of a request that was queued and has ended with `error`: "aborted", "refused" or "failed"."""
+    if isinstance(error, TransferAborted | Preempted):  # somebody's wish, or an engine's ordinary way
+        return "aborted"
+    is_no_room = isinstance(error, StagingError) and not isinstance(error, ChunkTooLarge)
+    return "refused" if is_no_room else "failed"
 
 
 class NodeMetrics:

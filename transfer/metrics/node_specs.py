@@ -23,14 +23,15 @@ REQUEST_METRICS: Final = (
     declare(
         "counter",
         "requests",
-        "Requests that ended, by outcome: sent is a prefill node's good end, done a decode node's.",
+        "Requests that ended, by outcome: sent is a prefill node's good end, done a decode node's. Refused: turned away by a queue"
+        " that is full, a node that drains or has no ranks or peers, or because they can never be served; or no room in time.",
         ("outcome", tuple(dict.fromkeys(outcome for outcomes in OUTCOMES.values() for outcome in outcomes))),
-        advice="The share of failed is the error rate of the tier; refused were never accepted.",
+        advice="The share of failed in all but aborted is the error rate of the tier; many refused: too few nodes, or none.",
     ),
     declare(
         "counter",
         "aborts",
-        "Requests that ended before they were whole, by why: their caller went away or gave them up, an operator aborted them,"
+        "Requests that were queued and ended before they were whole, by why: their caller went away or gave them up, an operator aborted them,"
         " no room in time, a rank or peer or the way to it was lost, the engine failed, bytes arrived broken twice, the two sides"
         " do not fit.",
         ("reason", ABORT_REASONS),
