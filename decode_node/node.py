@@ -212,7 +212,8 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             self._life.tiers.show()
         self.metrics.largest_piece(max((peer.largest_piece_bytes for peer in peers), default=0))
         self.metrics.breakers(Counter(peer.breaker.state.value for peer in peers))
-        self._show_discovery(self.discovery.view)
+        looks_again = self.config.finds_prefill_nodes
+        self._show_discovery(self.discovery.view, interval_s=self.config.discovery.interval_s if looks_again else 0.0)
         return self._render_metrics(Counter(peer.state for peer in peers))
 
     @property

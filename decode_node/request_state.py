@@ -172,7 +172,8 @@ class Observer:
 
     Args:
         on_outcome: "done", "failed", "aborted" or "refused".
-        on_queue_seconds: From a try's begin until room was reserved, which the prefill node asks for when it is about to compute.
+        on_queue_seconds: From a try's begin until room was reserved, which the prefill node asks for when it is about to compute;
+            or until the try was given up without.
         on_first_token: Seconds from acceptance.
         on_token: Seconds since the token before.
         on_retry: A request is tried on another prefill node.

@@ -327,6 +327,7 @@ class DecodeRequests:
         if a_try.stage is Stage.WAITING:
             self._stop_waiting(a_try)
             a_try.request.queue_left_s = self._queue_left_s(a_try)
+            self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
             a_try.stage = Stage.GONE
             del self._tries[a_try.transfer_id]
         else:

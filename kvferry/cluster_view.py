@@ -305,7 +305,7 @@ class Alerts:
             text = f"ring of {which}: {rank.ring_quarantined_bytes:,} bytes in quarantine"
             yield Alert(what=f"quarantine {which}", text=text)
         key = (node.address, rank.rank)
-        if not rank.ring_live_grants:
+        if not rank.ring_live_grants or rank.ring_quarantined_bytes:  # which holds the watermark, and others go around
             self._watermarks.pop(key, None)
             return
         position, since_s = self._watermarks.get(key, (rank.watermark_position, node.at_s))

@@ -37,7 +37,6 @@ class NodeState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    FAILED = "failed"
 
 
 class Role(Protocol):

@@ -300,8 +300,10 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         drains = self._draining.is_on and self._daemon.state is NodeState.READY
         return str(NodeState.DRAINING if drains else self._daemon.state)
 
-    def _show_discovery(self, view: DiscoveryView) -> None:
-        self.metrics.discovery(addresses=len(view.addresses), age_s=view.age_s, failures=view.failures, refused=view.refused)
+    def _show_discovery(self, view: DiscoveryView, *, interval_s: float) -> None:
+        self.metrics.discovery(
+            addresses=len(view.addresses), age_s=view.age_s, interval_s=interval_s, failures=view.failures, refused=view.refused
+        )
 
     def _status(
         self, *, peers: Iterable[pb.PeerStatus], links: Iterable[pb.LinkStatus], discovery: DiscoveryView | None = None

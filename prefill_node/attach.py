@@ -254,7 +254,7 @@ class DecodeSessions:
             raise PeerUnreachable(f"decode rank {decode_rank} at {address} was lost while its link was probed")
         peer.sessions[decode_rank] = number
         peer.ring_bytes = min(peer.ring_bytes or answer.ring_capacity_bytes, answer.ring_capacity_bytes)
-        self._sender.link_measured(number, link)
+        self._sender.link_measured(number, link, address)
         watch.report_link(link)
         return link
 

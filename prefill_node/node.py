@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -168,7 +169,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         joins = [join for join in life.joins if join.is_joined] if life is not None else []
         self.metrics.largest_piece(max(map(largest_piece_bytes, joins), default=0))
         if self.registration is not None:
-            self._show_discovery(self.registration.view)
+            self._show_discovery(self.registration.view, interval_s=self.registration.beat_s)
         return self._render_metrics({"joined": len(joins)})
 
     async def close(self) -> None:
@@ -254,6 +255,8 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
                         await end_with(context, failure)
         finally:
             life.requests.give_up(accepted, TransferAborted("the decode node gave the request up"))
+            if accepted.started_s is None:
+                self.metrics.queue_seconds(time.monotonic() - accepted.queued_s)
             if span is not None:
                 span.end()  # unless what failed it has ended it
 

@@ -36,6 +36,7 @@ from prefill_node.sender_events import (
     StartGather,
     StartWrite,
     Tick,
+    WaitGivenUp,
     WatermarkArrived,
     WriteFailed,
     WriteFinished,
@@ -160,6 +161,7 @@ class Sender:
                 if piece.stage in (Stage.WRITING, Stage.WRITTEN):
                     self._slots.free(piece)
                 if piece.stage not in (Stage.GATHERING, Stage.RELEASED):
+                    self._end_wait(piece)
                     piece.stage = Stage.DROPPED
             if request.failure is None:
                 self._fail(request, event.reason)
@@ -516,10 +518,16 @@ class Sender:
 
     def _give_up(self, piece: Piece) -> None:
         """Drop a piece that was not written; its grant, if it has one, is declined."""
+        self._end_wait(piece)
         piece.stage = Stage.DROPPED
         self._let_go(piece)
         if piece.grant is not None:
             self._decline(piece.route.session, piece.grant, attempt=piece.attempt)
+
+    def _end_wait(self, piece: Piece) -> None:
+        """Of a piece that is about to be dropped: tell how long it has waited for credit, if it has."""
+        if piece.stage is Stage.GRANTED and piece.ready_s is not None:
+            self._actions.append(WaitGivenUp(credit_wait_s=self._now_s - piece.ready_s))
 
     def _drop_written(self, piece: Piece) -> None:
         """Drop a piece whose bytes were sent: its keys are spent, its slot is free."""

@@ -235,6 +235,14 @@ class PieceReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitGivenUp:
+    """A piece that was computed and granted is dropped; its bytes of the ring have not become free for `credit_wait_s`. For the
+    metrics; there is nothing to do."""
+
+    credit_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SentStats:
     """Of one request on this rank; see TransferStats of the wire contract."""
 
@@ -285,6 +293,7 @@ Action = (
     | Decline
     | SourceReleased
     | PieceReleased
+    | WaitGivenUp
     | RequestSent
     | RequestFailed
     | CloseSession

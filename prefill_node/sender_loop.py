@@ -215,9 +215,9 @@ class SenderLoop:
         )
         self._pump.feed(opened)
 
-    def link_measured(self, number: int, link: Link) -> None:
-        """An open session's link was probed."""
-        self._metrics.link_measured(number, link)
+    def link_measured(self, number: int, link: Link, peer: str = "") -> None:
+        """An open session's link, to the decode rank at the address `peer`, was probed."""
+        self._metrics.link_measured(number, link, peer)
 
     def close_session(self, number: int, reason: str) -> None:
         """End a session: its transport first, so that nothing more of it is begun when the protocol hears of it."""
@@ -279,6 +279,8 @@ class SenderLoop:
             case protocol.SourceReleased():
                 self.copier.forget(action.request_id)
                 self._owner.on_source_released(action.request_id)
+            case protocol.WaitGivenUp():
+                self._metrics.credit_wait_seconds(action.credit_wait_s)
             case protocol.PieceReleased():
                 self._metrics.ack_seconds(action.ack_s)
             case protocol.RequestSent():

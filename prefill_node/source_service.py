@@ -200,6 +200,8 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
                         await end_with(context, failure)
         finally:
             self.requests.give_up(transfer, TransferAborted("the decode side gave the request up"))
+            if not transfer.is_started:
+                self.metrics.queue_seconds(time.monotonic() - transfer.asked_s)
 
     def _submit(self, request: pb.PrefillRequest) -> Transfer:
         for name, value, least in (("request_id", request.request_id, 1), ("engine_request", request.engine_request, 0)):

@@ -135,6 +135,11 @@ class StagingAllocator:
         return len(self._live)
 
     @property
+    def oldest_open(self) -> int | None:
+        """Where the oldest live grant begins that is not in quarantine; None: there is none."""
+        return next((begin for begin in self._live if begin not in self._quarantined), None)  # granted in order
+
+    @property
     def live_bytes(self) -> int:
         """Bytes of all unreleased grants; above `capacity_bytes` when overcommitted."""
         return self._live_bytes

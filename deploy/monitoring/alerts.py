@@ -44,8 +44,19 @@ NODES: Final = Group(
             lasts="15m",
             summary="{{ $labels.role }} node {{ $labels.instance }} has not been ready for 15 minutes.",
             description=(
-                "The {{ $labels.role }} node {{ $labels.instance }} answers scrapes, but is starting, drained or failed. It "
-                "takes no requests."
+                "The {{ $labels.role }} node {{ $labels.instance }} answers scrapes, but is starting or drained. It takes "
+                "no requests."
+            ),
+        ),
+        Alert(
+            name="KvferryNodeKeepsStarting",
+            severity=CRITICAL,
+            expr="changes(kvferry_start_time_seconds[30m]) >= 3",
+            lasts="0m",
+            summary="{{ $labels.role }} node {{ $labels.instance }} ends and is started again and again.",
+            description=(
+                "The process of the {{ $labels.role }} node {{ $labels.instance }} was started anew {{ $value }} times in 30 "
+                "minutes. It serves nobody while it starts, and what it had is lost each time."
             ),
         ),
         Alert(
@@ -112,16 +123,17 @@ NODES: Final = Group(
         Alert(
             name="KvferryDiscoveryFails",
             severity=WARNING,
+            # By age alone: where looks are rare few can fail, and one that hangs has not failed yet. 0: it does not look again.
             expr=(
-                "(increase(kvferry_discovery_failures_total[10m]) > 2) and "
-                "(kvferry_discovery_age_seconds > 120 or kvferry_discovery_age_seconds < 0)"
+                "(kvferry_discovery_age_seconds > 3 * kvferry_discovery_interval_seconds + 60 or "
+                "kvferry_discovery_age_seconds < 0) and kvferry_discovery_interval_seconds > 0"
             ),
             lasts="5m",
             summary="Discovery of {{ $labels.role }} node {{ $labels.instance }} fails.",
             description=(
-                "{{ $value | humanize }} looks of the {{ $labels.role }} node {{ $labels.instance }} at the file, the name or "
-                "etcd have failed in 10 minutes, and none was good for 2. It goes on with the nodes that it knows, and hears of "
-                "no new ones."
+                "What the {{ $labels.role }} node {{ $labels.instance }} reads from the file, the name or etcd was last good {{ "
+                "$value | humanizeDuration }} ago (-1s: never), though it looks more often. It goes on with the nodes that it "
+                "knows, and hears of no new ones."
             ),
         ),
         Alert(
@@ -139,10 +151,10 @@ NODES: Final = Group(
 )
 
 _RANK: Final = "job, role, instance, rank"
-_LINK: Final = f"{_RANK}, prefill_rank, decode_rank, lane"
 _PROBE_RATE: Final = "rate(kvferry_link_probe_seconds_total[5m])"
 _BUSY_RATE: Final = "rate(kvferry_link_busy_seconds_total[5m])"
-_LINK_SPEED: Final = f"sum by ({_LINK}) ({_PROBE_RATE}) / sum by ({_LINK}) ({_BUSY_RATE})"
+_SLOWEST: Final = f"min by ({_RANK}) (kvferry_slowest_link_ratio >= 0)"
+_FASTEST: Final = f"max by ({_RANK}) (kvferry_fastest_link_ratio)"
 
 TRANSFER: Final = Group(
     name="kvferry-transfer",
@@ -154,8 +166,8 @@ TRANSFER: Final = Group(
             lasts="1m",
             summary="The watermark of rank {{ $labels.rank }} of {{ $labels.instance }} stands still.",
             description=(
-                "Grants are open on rank {{ $labels.rank }} of the decode node {{ $labels.instance }}, and its watermark has not "
-                "moved for {{ $value | humanizeDuration }}. Writers that wait for bytes of its ring wait for the oldest grant."
+                "The oldest grant of rank {{ $labels.rank }} of the decode node {{ $labels.instance }} is open, and has been the "
+                "oldest for {{ $value | humanizeDuration }}. Writers that wait for bytes of its ring wait for it."
             ),
         ),
         Alert(
@@ -189,11 +201,11 @@ TRANSFER: Final = Group(
             name="KvferryLinkSlow",
             severity=WARNING,
             # All of a rank, or one link that is far behind the rank's best, which a card that many links fill does not explain.
+            # That one the rank finds itself: the counters of links to the same rank of several nodes are one series.
             expr=(
                 f"((sum by ({_RANK}) ({_PROBE_RATE}) / max by ({_RANK}) ({_BUSY_RATE}) < 0.2) and "
                 f"max by ({_RANK}) ({_BUSY_RATE}) > 0.2) or "
-                f"(min by ({_RANK}) (({_LINK_SPEED} < 0.2) and sum by ({_LINK}) ({_BUSY_RATE}) > 0.2) < "
-                f"max by ({_RANK}) ({_LINK_SPEED} and sum by ({_LINK}) ({_BUSY_RATE}) > 0.01) / 3)"
+                f"({_SLOWEST} < 0.2 and {_SLOWEST} < {_FASTEST} / 3)"
             ),
             lasts="10m",
             summary="Links of rank {{ $labels.rank }} of {{ $labels.instance }} are far slower than their probes.",
@@ -240,6 +252,9 @@ TRANSFER: Final = Group(
     ),
 )
 
+# Of those that clients did not give up, which says nothing of the node.
+_NOT_ABORTED: Final = 'sum by (job, role, instance) (rate(kvferry_requests_total{outcome!="aborted"}[5m]))'
+
 REQUESTS: Final = Group(
     name="kvferry-requests",
     alerts=(
@@ -262,14 +277,14 @@ REQUESTS: Final = Group(
             severity=WARNING,
             expr=(
                 '(sum by (job, role, instance) (rate(kvferry_requests_total{outcome="refused"}[5m])) / '
-                "sum by (job, role, instance) (rate(kvferry_requests_total[5m])) > 0.05) and "
+                f"{_NOT_ABORTED} > 0.05) and "
                 'sum by (job, role, instance) (increase(kvferry_requests_total{outcome="refused"}[15m])) > 2'
             ),
             lasts="5m",
             summary="{{ $labels.role }} node {{ $labels.instance }} refuses {{ $value | humanizePercentage }} of its requests.",
             description=(
                 "{{ $value | humanizePercentage }} of the requests to the {{ $labels.role }} node {{ $labels.instance }} are "
-                "turned away: it has no room, or they can never be served."
+                "turned away: it has no room, does not serve now, or they can never be served."
             ),
         ),
         Alert(
@@ -277,7 +292,7 @@ REQUESTS: Final = Group(
             severity=CRITICAL,
             expr=(
                 '(sum by (job, role, instance) (rate(kvferry_requests_total{outcome="failed"}[5m])) / '
-                "sum by (job, role, instance) (rate(kvferry_requests_total[5m])) > 0.05) and "
+                f"{_NOT_ABORTED} > 0.05) and "
                 'sum by (job, role, instance) (increase(kvferry_requests_total{outcome="failed"}[15m])) > 2'
             ),
             lasts="5m",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.monitoring.charts import Chart, Dashboard, Line, Row, Unit
-from deploy.monitoring.promql import mean, number, over, per_second, quantile, summed
+from deploy.monitoring.promql import lowest, mean, number, over, per_second, quantile, summed
 
 _LINK: Final = ("instance", "prefill_rank", "decode_rank", "lane")
 _LEGEND: Final = "{{instance}} {{prefill_rank}} to {{decode_rank}}, {{lane}}"
@@ -137,8 +137,8 @@ _USE: Final = Row(
         Chart(
             title="Writes, and what they stand for",
             description=(
-                "Bulk writes, and the descriptors that the same KV would have taken token by token, layer by layer. Their "
-                "proportion is what staging is for; near 1 it costs and gives nothing."
+                "Bulk writes, and the descriptors beyond them that the same KV would have taken token by token, layer by layer. "
+                "Avoided over writes is what staging is for: hundreds are ordinary; near 0 it costs and gives nothing."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(
@@ -196,6 +196,19 @@ _WAITS: Final = Row(
             lines=(
                 Line(expr=mean("kvferry_stage_seconds", "instance", where='stage="ack"'), legend="{{instance}}: ack"),
                 Line(expr=mean("kvferry_stage_seconds", "instance", where='stage="scatter"'), legend="{{instance}}: scatter"),
+            ),
+        ),
+        Chart(
+            title="Slowest and fastest link, of the probe",
+            description=(
+                "Of each prefill rank, every link by itself, over two minutes of use: what the slowest and the fastest make of "
+                "their probes. Slowest below 20 % and far below fastest: one link, which link_slow in the rank's log names. -1: "
+                "none is in use."
+            ),
+            unit=Unit.SHARE,
+            lines=(
+                Line(expr=lowest("kvferry_slowest_link_ratio", "instance", "rank"), legend="{{instance}} rank {{rank}}: slowest"),
+                Line(expr=lowest("kvferry_fastest_link_ratio", "instance", "rank"), legend="{{instance}} rank {{rank}}: fastest"),
             ),
         ),
         Chart(

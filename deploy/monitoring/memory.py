@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.monitoring.charts import Chart, Dashboard, Line, Row, Unit
-from deploy.monitoring.promql import change, highest, over, per_second, share, summed
+from deploy.monitoring.promql import change, highest, over, per_second, selector, share, summed
 
 _RANK: Final = ("instance", "rank")
 _LEGEND: Final = "{{instance}} rank {{rank}}"
+
+# Rank by rank, before the highest is taken: nodes of a tier may differ, and so may their plans.
+_REAL_OF_PLANNED: Final = over(
+    selector("kvferry_memory_real_bytes"),
+    f"({selector('kvferry_memory_planned_bytes')} > 0)",
+)
 
 _PLAN: Final = Row(
     title="Plan and reality",
@@ -26,17 +32,14 @@ _PLAN: Final = Row(
         Chart(
             title="Real, of what was planned",
             description=(
-                "What each line came to where it was measured, of its plan. Above 110 % and by more than 256 MiB: the alert "
-                "KvferryMemoryNotAsPlanned; lower memory.static_fraction by that much. Well below 100 %: there is room for a "
-                "larger pool."
+                "What each line came to where it was measured, of its plan, on the rank that is furthest above it. Above 110 % "
+                "and by more than 256 MiB: the alert KvferryMemoryNotAsPlanned; lower memory.static_fraction by that much. Well "
+                "below 100 %: there is room for a larger pool."
             ),
             unit=Unit.SHARE,
             lines=(
                 Line(
-                    expr=over(
-                        highest("kvferry_memory_real_bytes", "role", "line"),
-                        f"({highest('kvferry_memory_planned_bytes', 'role', 'line')} > 0)",
-                    ),
+                    expr=f"max by (role, line) ({_REAL_OF_PLANNED})",
                     legend="{{role}}: {{line}}",
                 ),
             ),
@@ -136,8 +139,8 @@ _RING: Final = Row(
         Chart(
             title="Watermark: standing still for",
             description=(
-                "Seconds in which grants were open and the watermark has not moved. As long as a chunk takes to compute is "
-                "ordinary. Beyond a minute a writer is stuck or in quarantine: the runbook of KvferryWatermarkStalled."
+                "Seconds for which the oldest open grant has been the oldest, those in quarantine left out. As long as a chunk "
+                "takes to compute is ordinary. Beyond a minute a writer is stuck: the runbook of KvferryWatermarkStalled."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=highest("kvferry_ring_watermark_stalled_seconds", *_RANK), legend=_LEGEND),),

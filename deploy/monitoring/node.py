@@ -37,6 +37,15 @@ _NODE: Final = Row(
             lines=(Line(expr=summed("kvferry_peers", "instance", "state"), legend="{{instance}}: {{state}}"),),
         ),
         Chart(
+            title="Time since the node started",
+            description=(
+                "Of its process. It falls to zero with each start; a saw is a node that ends again and again, and its last log "
+                "line says why: the runbook of KvferryNodeKeepsStarting."
+            ),
+            unit=Unit.SECONDS,
+            lines=(Line(expr=f"max by (instance) (time() - {selector('kvferry_start_time_seconds')})", legend="{{instance}}"),),
+        ),
+        Chart(
             title="Restarts of its ranks",
             description=(
                 "How often the node has started its ranks again since it began. A step is a rank that died or hung: the ranks' "

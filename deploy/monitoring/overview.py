@@ -80,7 +80,7 @@ _AT_A_GLANCE: Final = Row(
         Chart(
             title="Nodes ready, and not",
             description=(
-                "Nodes by whether they take requests: starting, draining and failed ones do not. Not ready for longer than a "
+                "Nodes by whether they take requests: starting and draining ones do not. Not ready for longer than a "
                 "start takes: the node dashboard, and the runbook of KvferryNodeNotServing."
             ),
             unit=Unit.NODES,
@@ -167,14 +167,14 @@ _BOTTLENECK: Final = Row(
         Chart(
             title="Requests and chunks in each stage",
             description=(
-                "How many are in a stage at a time, on average: requests that wait for room, chunks of KV in the stages of a "
-                "transfer. Under growing load the bottleneck grows first. Queues: that tier's pool or limits. Credit wait: the "
-                "ring is full, decode is behind. Gather: prefill's copies. Write: the link. Ack, which includes scatter: "
+                "Requests that wait for room now, and how many chunks of KV were in a stage at a time, on average, counted when "
+                "they leave it. Under growing load the bottleneck grows first. Queues: that tier's pool or limits. Credit wait: "
+                "the ring is full, decode is behind. Gather: prefill's copies. Write: the link. Ack, which includes scatter: "
                 "decode's copies, or acks that come late."
             ),
             unit=Unit.AT_A_TIME,
             lines=(
-                Line(expr=per_second("kvferry_queue_seconds_sum", "role"), legend="{{role}} queue"),
+                Line(expr=summed("kvferry_queued_requests", "role"), legend="{{role}} queue"),
                 Line(expr=per_second("kvferry_stage_seconds_sum", "stage", where='stage!~"total|exposed"'), legend="{{stage}}"),
             ),
             columns=12,
@@ -212,8 +212,9 @@ _BOTTLENECK: Final = Row(
         Chart(
             title="Seconds in a queue",
             description=(
-                "What requests waited for room, by tier. Decode includes what prefill lets them wait, for room is asked for when "
-                "prefill is about to begin. Growing on both: decode has no room. On prefill alone: too few prefill nodes."
+                "What requests waited for room, or until they were given up without, by tier. Decode includes what prefill lets "
+                "them wait, for room is asked for when prefill is about to begin. Growing on both: decode has no room. On "
+                "prefill alone: too few prefill nodes."
             ),
             unit=Unit.SECONDS,
             lines=(

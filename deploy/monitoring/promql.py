@@ -39,6 +39,11 @@ def highest(metric: str, *by: str, where: str = "") -> str:
     return f"max{_by(by)} ({selector(metric, where)})"
 
 
+def lowest(metric: str, *by: str, where: str = "") -> str:
+    """Lowest value of a gauge, by labels."""
+    return f"min{_by(by)} ({selector(metric, where)})"
+
+
 def mean_per_second(metric: str, *by: str, where: str = "") -> str:
     """Growth of a counter in a second, mean of the series that have these labels."""
     return f"avg{_by(by)} (rate({selector(metric, where)}[$__rate_interval]))"

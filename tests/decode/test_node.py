@@ -164,3 +164,13 @@ async def test_a_node_that_drains_lets_nothing_new_wait_for_a_prefill_node(
         node._draining.begin()
     await node._submit(cast(Any, life), pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), max_new_tokens=1))
     assert asked == [not drains]
+
+
+@pytest.mark.parametrize("looks_again", [False, True])
+async def test_how_often_discovery_looks_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_again: bool) -> None:
+    monkeypatch.setattr(node_module, "TextCodec", lambda directory: None)
+    daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
+    found = {"discovery": {"file": tmp_path / "nodes", "interval_s": 7}, "peers": {"prefill_nodes": []}} if looks_again else {}
+    node = DecodeNode(daemon, decode_config(tmp_path, **found))
+    shown = 7.0 if looks_again else 0.0
+    assert f'kvferry_discovery_interval_seconds{{role="decode"}} {shown}\n' in node.render_metrics().decode()

@@ -455,6 +455,7 @@ async def test_a_request_that_waits_too_long_is_refused() -> None:
     await until(lambda: world.outcomes)
     assert [str(item) for item in take(request)] == ["no room within 0.05 s (limits.queue_timeout_s)"]
     assert world.outcomes == ["refused"]
+    assert len(world.queue_seconds) == 1 and world.queue_seconds[0] >= 0.05, "also who found none has waited"
     await world.close()
     await turns()
     assert world.peer.outstanding_tokens == 0

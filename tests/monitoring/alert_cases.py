@@ -57,9 +57,21 @@ def _nodes(*, prefill: str = "1x60", decode: str = "1x60") -> dict[str, str]:
     return {f"kvferry_build_info{{{PREFILL}}}": prefill, f"kvferry_build_info{{{DECODE}}}": decode}
 
 
-def _links(*links: tuple[float, float]) -> dict[str, str]:
-    """Of one prefill rank: a link to each of the decode ranks, with what its probe and busy seconds grow by in a minute."""
-    series: dict[str, str] = {}
+def _links(*links: tuple[float, float], nodes: int = 1) -> dict[str, str]:
+    """Of one prefill rank: a link to each of the decode ranks, with what its probe and busy seconds grow by in a minute.
+
+    Args:
+        nodes: The links are those to the first ranks of so many nodes; one by one, then, they are the same series.
+    """
+    shares = [(busy_s / 60, probe_s / busy_s) for probe_s, busy_s in links if busy_s]
+    slowest = min((share for used, share in shares if used > 0.2), default=-1)
+    fastest = max((share for used, share in shares if used > 0.01), default=-1)
+    series = {
+        f'kvferry_slowest_link_ratio{{{PREFILL}, rank="0"}}': f"{slowest:g}x60",
+        f'kvferry_fastest_link_ratio{{{PREFILL}, rank="0"}}': f"{fastest:g}x60",
+    }
+    if nodes > 1:
+        links = ((sum(probe_s for probe_s, _ in links), min(60.0, sum(busy_s for _, busy_s in links))),)
     for decode_rank, (probe_s, busy_s) in enumerate(links):
         labels = f'{{{PREFILL}, rank="0", prefill_rank="0", decode_rank="{decode_rank}", lane="ucx/net"}}'
         series[f"kvferry_link_probe_seconds_total{labels}"] = f"100+{probe_s:g}x60"
@@ -73,8 +85,11 @@ def _peers(starting: str = "0x30", **states: str) -> dict[str, str]:
     return series | {f'kvferry_node_state{{{DECODE}, state="starting"}}': starting}
 
 
-def _discovery(failures: str, age: str) -> dict[str, str]:
-    return {f"kvferry_discovery_failures_total{{{DECODE}}}": failures, f"kvferry_discovery_age_seconds{{{DECODE}}}": age}
+def _discovery(age: str, *, interval_s: int = 5) -> dict[str, str]:
+    return {
+        f"kvferry_discovery_age_seconds{{{DECODE}}}": age,
+        f"kvferry_discovery_interval_seconds{{{DECODE}}}": f"{interval_s}x400",
+    }
 
 
 def _quarantine(values: str) -> dict[str, str]:
@@ -146,6 +161,19 @@ CASES: Final = (
         what="a node drains, ends and starts again",
         series={f'kvferry_node_state{{{DECODE}, state="ready"}}': "1x5 0x10 1x10"},
         at="20m",
+    ),
+    Case(
+        alert="KvferryNodeKeepsStarting",
+        what="a node starts for a minute, ends, and is away for another one",
+        series={f"kvferry_start_time_seconds{{{DECODE}}}": "0 _ 120 _ 240 _ 360 _ 480 _ 600 _ 720"},
+        at="7m",
+        fires=(Fires(labels=OF_DECODE, value="3"),),
+    ),
+    Case(
+        alert="KvferryNodeKeepsStarting",
+        what="a node is upgraded, and taken back a little later",
+        series={f"kvferry_start_time_seconds{{{DECODE}}}": "0x10 _x2 780x5 _x2 1260x20"},
+        at="30m",
     ),
     Case(
         alert="KvferryRanksRestart",
@@ -234,24 +262,39 @@ CASES: Final = (
     Case(
         alert="KvferryDiscoveryFails",
         what="etcd is away",
-        series=_discovery("0x5 0+12x20", "0x5 0+60x20"),
+        series=_discovery("0x5 0+60x20"),
         at="20m",
-        fires=(Fires(labels=OF_DECODE, value="120"),),
+        fires=(Fires(labels=OF_DECODE, value="14m 0s"),),
+    ),
+    Case(
+        alert="KvferryDiscoveryFails",
+        what="looks are an hour apart, and the last one hangs",
+        series=_discovery("0+60x300", interval_s=3600),
+        at="200m",
+        fires=(Fires(labels=OF_DECODE, value="3h 20m 0s"),),
+    ),
+    Case(
+        alert="KvferryDiscoveryFails",
+        what="looks are an hour apart, and good",
+        series=_discovery("0+60x59 0+60x59 0+60x59 0+60x59", interval_s=3600),
+        at="200m",
     ),
     Case(
         alert="KvferryDiscoveryFails",
         what="etcd was away already when the node started",
-        series=_discovery("0+12x20", "-1x20"),
+        series=_discovery("-1x20"),
         at="20m",
-        fires=(Fires(labels=OF_DECODE, value="120"),),
+        fires=(Fires(labels=OF_DECODE, value="-1s"),),
     ),
     Case(
         alert="KvferryDiscoveryFails",
         what="one look in three fails",
-        series=_discovery("0+4x30", "0 5 10 0 5 10 0 5 10 0 5 10 0 5 10 0 5 10 0 5 10 0 5 10"),
+        series=_discovery("0 5 10 0 5 10 0 5 10 0 5 10 0 5 10 0 5 10 0 5 10 0 5 10"),
         at="20m",
     ),
-    Case(alert="KvferryDiscoveryFails", what="a list that is looked at once", series=_discovery("0x30", "0+60x30"), at="20m"),
+    Case(
+        alert="KvferryDiscoveryFails", what="a list that is looked at once", series=_discovery("0+60x30", interval_s=0), at="20m"
+    ),
     Case(
         alert="KvferryJoinFaults",
         what="a join breaks",
@@ -267,7 +310,7 @@ CASES: Final = (
     ),
     Case(
         alert="KvferryWatermarkStalled",
-        what="a scatter never ends",
+        what="a scatter never ends, or a writer is stuck that is in no quarantine",
         series={f"kvferry_ring_watermark_stalled_seconds{{{RANK}}}": "0x5 0+60x30"},
         at="9m",
         fires=(Fires(labels=OF_RANK, value="3m 0s"),),
@@ -336,6 +379,13 @@ CASES: Final = (
         alert="KvferryLinkSlow",
         what="of four links with equal traffic one is ten times slower than its probe",
         series=_links((6, 60), (6, 6), (6, 7.5), (6, 10)),
+        at="20m",
+        fires=(Fires(labels=OF_PREFILL | {"rank": "0"}, value="10%"),),
+    ),
+    Case(
+        alert="KvferryLinkSlow",
+        what="of links to 18 nodes one is ten times slower than its probe",
+        series=_links((6, 60), *[(6, 6.5)] * 17, nodes=18),
         at="20m",
         fires=(Fires(labels=OF_PREFILL | {"rank": "0"}, value="10%"),),
     ),
@@ -441,6 +491,20 @@ CASES: Final = (
         series=_requests(done="0+90x30", refused="0x30", failed="0+10x30"),
         at="15m",
         fires=(Fires(labels=OF_DECODE, value="10%"),),
+    ),
+    Case(
+        alert="KvferryRequestsFail",
+        what="clients give most up, and of the others every fifth fails",
+        series=_requests(done="0+4x30", refused="0x30", aborted="0+95x30", failed="0+1x30"),
+        at="15m",
+        fires=(Fires(labels=OF_DECODE, value="20%"),),
+    ),
+    Case(
+        alert="KvferryRequestsRefused",
+        what="clients give most up, and of the others every fifth is turned away",
+        series=_requests(done="0+4x30", refused="0+1x30", aborted="0+95x30", failed="0x30"),
+        at="15m",
+        fires=(Fires(labels=OF_DECODE, value="20%"),),
     ),
     Case(
         alert="KvferryRequestsFail",

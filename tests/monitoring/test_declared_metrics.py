@@ -28,6 +28,7 @@ LATER: Final = {
     "kvferry_certificate_stale": "with certificates: tests/cluster/test_tls.py",
     "kvferry_discovery_addresses": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
     "kvferry_discovery_age_seconds": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
+    "kvferry_discovery_interval_seconds": "on prefill nodes that register themselves: tests/prefill/test_node.py",
     "kvferry_discovery_failures": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
     "kvferry_discovery_refused_entries": "once an entry could not be used: tests/registry/test_discovery.py",
     "kvferry_dropped_messages": "on prefill nodes once a message was dropped: tests/unit/test_metrics.py",

@@ -267,7 +267,7 @@ class Sender:
     def on_watermark(self, number: int, watermark: Watermark) -> None:
         pass
 
-    def link_measured(self, number: int, link: Link) -> None:
+    def link_measured(self, number: int, link: Link, peer: str = "") -> None:
         pass
 
 

@@ -90,8 +90,10 @@ async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_th
     assert leader.life.requests.request_ids == ("a",)
 
 
-async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader) -> None:
+async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     await leader.joined(1)
+    waits: list[float] = []
+    monkeypatch.setattr(leader.node.metrics, "queue_seconds", waits.append)
     question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101)
     reading = asyncio.ensure_future(anext(aiter(leader.node.Prefill(question, cast(Any, None)))))
     await turns()
@@ -99,6 +101,7 @@ async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     assert leader.life.requests.num_in_flight == 0
+    assert len(waits) == 1, "it has waited, and found no room"
 
 
 async def test_a_prompt_that_would_be_cut_into_too_many_chunks_is_refused_before_it_is_queued(
@@ -170,3 +173,10 @@ async def test_a_salt_goes_with_its_request_unless_it_is_too_long(leader: Leader
     question.request_id, question.cache_salt = "b", "t" * 129
     with pytest.raises(ConfigError, match="cache_salt has 129 characters; it can have at most 128"):
         leader.node._submit(leader.life, question)
+
+
+async def test_a_node_that_registers_itself_shows_how_often_it_beats(tmp_path: Path) -> None:
+    daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
+    etcd = {"kind": "etcd", "etcd_endpoints": ["http://127.0.0.1:1"], "lease_s": 9}
+    node = PrefillNode(daemon, prefill_config(tmp_path, discovery=etcd))
+    assert 'kvferry_discovery_interval_seconds{role="prefill"} 3.0\n' in node.render_metrics().decode()

@@ -241,6 +241,17 @@ def test_unused_grants_of_a_failed_request_are_declined_once() -> None:
     assert declined(sender.grant({0: cells(0, 2), 1: cells(2, 4)})) == []
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_piece_that_waited_for_credit_until_it_was_given_up_tells_how_long(is_lost: bool) -> None:
+    sender = SenderHand()
+    sender.start(num_tokens=8)
+    sender.grant({0: cells(8, 10)})  # the ring's second round: nothing of the first is released
+    sender.tell(tx.ChunkComputed(request_id="r", chunk=0, event=None), now_s=10.0)
+    sender.tell(tx.ChunkComputed(request_id="r", chunk=1, event=None), now_s=11.0)  # not granted: it does not wait for credit
+    end = tx.SessionLost(session=1, reason="gone") if is_lost else tx.RequestAborted(request_id="r", reason="no room in time")
+    assert of_type(sender.tell(end, now_s=40.0), tx.WaitGivenUp) == [tx.WaitGivenUp(credit_wait_s=30.0)]
+
+
 def test_grants_that_come_while_a_failed_request_drains_are_declined_once() -> None:
     sender = SenderHand()
     sender.to_writing(num_tokens=8)

@@ -132,6 +132,15 @@ def test_a_watermark_that_stands_while_grants_are_live_is_an_alert_and_one_that_
     assert begun(alerts, decode(at_s=101.0, ring_live_grants=1, watermark_position=501)) == [], "and begins anew"
 
 
+def test_a_watermark_that_quarantine_holds_is_told_as_quarantine_and_not_as_a_stall() -> None:
+    alerts, held = Alerts(), {"ring_live_grants": 2, "watermark_position": 500, "ring_quarantined_bytes": 10}
+    assert begun(alerts, decode(at_s=0.0, **held)) == ["quarantine d:1 #0"]
+    assert begun(alerts, decode(at_s=100.0, **held)) == []
+    after = held | {"ring_quarantined_bytes": 0}
+    assert begun(alerts, decode(at_s=101.0, **after)) == [], "and begins anew"
+    assert begun(alerts, decode(at_s=101.0 + STALLED_S, **after)) == ["stalled d:1 #0"]
+
+
 def test_a_link_far_below_its_probe_is_an_alert_once_it_has_been_for_several_looks() -> None:
     before = {"p:1": prefill()}
     slow, quick = (prefill(written=10**9, busy_s=1.0, probe_s=share) for share in (0.25, 0.75))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import msgpack
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 import transfer
 from transfer.errors import (
@@ -40,7 +42,9 @@ from transfer.metrics import (
     Series,
     outcome_of,
 )
+from transfer.metrics.rank import LINK_WINDOW_S
 from transfer.metrics.specs import STAGE_BUCKETS_S
+from transfer.ring import Grant, StagingAllocator
 from transfer.storage.base import Outcome
 
 STATUS = {
@@ -356,7 +360,7 @@ def test_of_links_with_the_same_labels_the_slowest_is_shown() -> None:
 class Ring:
     head: int = 0
     position: int = 0
-    num_live_grants: int = 0
+    oldest_open: int | None = None
 
 
 def test_a_watermark_stalls_only_while_grants_are_live() -> None:
@@ -373,16 +377,89 @@ def test_a_watermark_stalls_only_while_grants_are_live() -> None:
         return lag, stalled
 
     assert shown(after_s=50) == (0, 0)
-    ring.head, ring.num_live_grants = 8192, 1
+    ring.head, ring.oldest_open = 8192, 4096
     assert shown(after_s=50) == (4096, 0), "it was idle until now"
     assert shown(after_s=20) == (4096, 20)
     ring.head = 16384  # more is granted, and released above the watermark
     assert shown(after_s=5) == (12288, 25)
-    ring.position = 8192
+    ring.position = ring.oldest_open = 8192
     assert shown(after_s=5) == (8192, 0)
     assert shown(after_s=3) == (8192, 3)
-    ring.position, ring.num_live_grants = 16384, 0
+    ring.position, ring.oldest_open = 16384, None
     assert shown(after_s=3) == (0, 0)
+
+
+def test_a_grant_in_quarantine_around_which_others_go_is_no_stall_and_a_stuck_one_beside_it_is() -> None:
+    clock, ring = Clock(), StagingAllocator(1 << 20)
+    rank = RankMetrics(role="decode", rank=0, clock=clock)
+    rank.watch_ring(ring)
+
+    def stalled() -> float:
+        clock.now_s += 1
+        return value(page_of(rank), "ring_watermark_stalled_seconds", role="decode", rank="0")
+
+    ring.quarantine(ring.assign(4096))
+    live: deque[Grant] = deque()
+    shown = []
+    for _ in range(50):
+        live.extend(ring.assign(65536) for _ in range(4))
+        while len(live) > 4:
+            ring.release(live.popleft())
+        shown.append(stalled())
+    assert ring.position == 0 and max(shown) <= 1
+    clock.now_s += 88  # and now nobody writes
+    assert [stalled(), stalled()] == [89, 90]
+    while live:
+        ring.release(live.popleft())
+    assert stalled() == 0, "what is in quarantine is told by itself"
+
+
+def _link_to(rank: int) -> Link:
+    return Link(prefill_rank=0, decode_rank=rank, lane="ucx/net", latency_s=0.0, bandwidth_bytes_per_s=1e9)
+
+
+def test_one_slow_link_of_many_with_the_same_labels_is_seen_and_named_once() -> None:
+    """Of 18 decode nodes: their links are one series, in which a slow one is lost."""
+    clock = Clock()
+    rank = RankMetrics(role="prefill", rank=0, clock=clock)
+    for node in range(18):
+        rank.link_measured(node, _link_to(0), f"decode-{node}:7001")
+
+    def shown(*, slow_s: float) -> tuple[float, float]:
+        """After five minutes in which each link writes 0.1 GB a second; one of them takes so long for it."""
+        for _ in range(30):
+            clock.now_s += 10
+            for node in range(18):
+                rank.link_written(node, 10 * (slow_s if node == 7 else 0.11), 10**9)
+            page = page_of(rank, role="prefill")
+        return tuple(value(page, f"{name}_link_ratio", role="prefill", rank="0") for name in ("slowest", "fastest"))  # type: ignore[return-value]
+
+    with capture_logs() as lines:
+        slowest, fastest = shown(slow_s=1.0)
+        assert slowest == pytest.approx(0.1, rel=0.01) and fastest == pytest.approx(0.91, rel=0.01)
+        slowest, _ = shown(slow_s=0.4)  # a little above the bound: no end of it, and so no news when it is below again
+        assert slowest == pytest.approx(0.25, rel=0.01)
+        shown(slow_s=1.0)
+        assert shown(slow_s=0.11)[0] == -1, "none is in use so much"
+        shown(slow_s=1.0)
+    named = [(line["event"], line["peer"], line["decode_rank"], line["lane"]) for line in lines]
+    assert named == [("link_slow", "decode-7:7001", 0, "ucx/net")] * 2, "once for each time that it is slow"
+
+
+def test_links_that_fill_one_card_are_not_slow_and_a_new_link_is_nothing_yet() -> None:
+    clock = Clock()
+    rank = RankMetrics(role="prefill", rank=0, clock=clock)
+    for node in range(10):
+        rank.link_measured(node, _link_to(0), f"decode-{node}:7001")
+    ratios = []
+    with capture_logs() as lines:
+        for second in range(0, 200, 10):
+            clock.now_s += 10
+            for node in range(10):
+                rank.link_written(node, 10.0, 10**9)
+            ratios.append(value(page_of(rank, role="prefill"), "slowest_link_ratio", role="prefill", rank="0"))
+            assert (ratios[-1] == -1) is (second < LINK_WINDOW_S)
+    assert ratios[-1] == pytest.approx(0.1) and not lines
 
 
 def test_links_that_fell_back_count_while_they_are_open() -> None:

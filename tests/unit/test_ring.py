@@ -47,6 +47,19 @@ def test_grants_follow_each_other_and_are_rounded_up() -> None:
     assert (ring.head, ring.position, ring.live_bytes, ring.num_live_grants) == (3 * CELL, 0, 3 * CELL, 2)
 
 
+def test_the_oldest_open_grant_is_none_in_quarantine() -> None:
+    ring = ring_of(8)
+    assert ring.oldest_open is None
+    first, second, third = (ring.assign(CELL) for _ in range(3))
+    assert ring.oldest_open == first.begin
+    ring.quarantine(first)
+    assert ring.oldest_open == second.begin
+    ring.release(second)
+    assert ring.oldest_open == third.begin
+    ring.release(third)
+    assert ring.oldest_open is None and ring.num_live_grants == 1
+
+
 def test_a_grant_does_not_wrap_and_the_padding_is_free_at_once() -> None:
     ring = ring_of(4)
     first = ring.assign(3 * CELL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ from transfer.metrics.series import Series
 from transfer.metrics.specs import ABORT_REASONS, BREAKER_STATES, NODE_STATES, OUTCOMES, PEER_STATES
 from transfer.metrics.store import StoreMetrics
 from transfer.metrics.tiers import TierMetrics
+
+_STARTED_AT_S: Final = time.time()  # of the process, whatever becomes of its ranks and of its role
 
 _REASONS: Final = (
     (StagingError, "no_room"),
@@ -82,6 +85,7 @@ class NodeMetrics:
             self._series("join_faults")
             self._series("generated_tokens")
             self.breakers({})
+        self._series("start_time_seconds").set(_STARTED_AT_S)
         self._series("build_info", version=transfer.__version__, python=platform.python_version()).set(1)
         if role == "prefill":
             self._series("loaded_prompt_tokens")
@@ -130,8 +134,16 @@ class NodeMetrics:
         for name in BREAKER_STATES:
             self._series("breakers", state=name).set(states.get(name, 0))
 
-    def discovery(self, *, addresses: int, age_s: float | None, failures: int, refused: Mapping[str, int]) -> None:
-        """What discovery knows now, and how often it has failed since the node started; of a prefill node: its own entry."""
+    def discovery(
+        self, *, addresses: int, age_s: float | None, interval_s: float, failures: int, refused: Mapping[str, int]
+    ) -> None:
+        """What discovery knows now, and how often it has failed since the node started; of a prefill node: its own entry.
+
+        Args:
+            age_s: Since what it knows was last known to hold; None: it has heard nothing yet.
+            interval_s: Between two looks; 0: it does not look again.
+        """
+        self._series("discovery_interval_seconds").set(interval_s)
         self._series("discovery_addresses").set(addresses)
         self._series("discovery_age_seconds").set(-1 if age_s is None else age_s)
         self._reach("discovery_failures", failures)

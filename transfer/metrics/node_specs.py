@@ -23,17 +23,17 @@ REQUEST_METRICS: Final = (
     declare(
         "counter",
         "requests",
-        "Requests that ended, by outcome: sent is a prefill node's good end, done a decode node's. Refused: turned away by a queue"
-        " that is full, a node that drains or has no ranks or peers, or because they can never be served; or no room in time.",
+        "Requests that ended, by outcome: sent is a prefill node's good end, done a decode node's. Refused: turned away, by a"
+        " queue that is full, by a node that drains or has no ranks or peers, or for good; or without room for too long.",
         ("outcome", tuple(dict.fromkeys(outcome for outcomes in OUTCOMES.values() for outcome in outcomes))),
         advice="The share of failed in all but aborted is the error rate of the tier; many refused: too few nodes, or none.",
     ),
     declare(
         "counter",
         "aborts",
-        "Requests that were queued and ended before they were whole, by why: their caller went away or gave them up, an operator aborted them,"
-        " no room in time, a rank or peer or the way to it was lost, the engine failed, bytes arrived broken twice, the two sides"
-        " do not fit.",
+        "Requests that were queued and ended before they were whole, by why: their caller went away or gave them up, an operator"
+        " aborted them, no room in time, a rank or peer or the way to it was lost, the engine failed, bytes arrived broken twice,"
+        " the two sides do not fit.",
         ("reason", ABORT_REASONS),
         advice="caller is ordinary; lost comes with restarts; engine, data_loss and misfit want a look into the log.",
     ),
@@ -67,7 +67,7 @@ REQUEST_METRICS: Final = (
     declare(
         "histogram",
         "queue_seconds",
-        "Seconds that a request waited for room, each try by itself.",
+        "Seconds that a request waited for room, or until it was given up without, each try by itself.",
         buckets=STAGE_BUCKETS_S,
         advice="Growing on both tiers: decode has no room. On prefill nodes alone: they are too few.",
     ),
@@ -119,7 +119,13 @@ NODE_STATE_METRICS: Final = (
         "gauge",
         "discovery_age_seconds",
         "Seconds since what discovery names was last known to hold; -1 while nothing was heard yet.",
-        advice="Above a few times discovery.interval_s: the file, DNS or etcd is away; what was known goes on to be used.",
+        advice="Above a few times discovery_interval_seconds: the file, DNS or etcd is away; what was known goes on to be used.",
+    ),
+    declare(
+        "gauge",
+        "discovery_interval_seconds",
+        "Seconds between two looks of discovery, or two beats of a registration; 0: a list that is not looked at again.",
+        advice="What discovery_age_seconds is to be compared with.",
     ),
     declare(
         "counter",
@@ -194,6 +200,12 @@ NODE_STATE_METRICS: Final = (
         "certificate_stale",
         "1 while the node's certificate files have changed and cannot be used; 0 otherwise.",
         advice="Alarm at 1: the log says what is wrong with the files.",
+    ),
+    declare(
+        "gauge",
+        "start_time_seconds",
+        "When the node's process started, in seconds since 1970; a restart of its ranks or a change of its role is none.",
+        advice="Alarm when it changes again and again: changes(kvferry_start_time_seconds[30m]).",
     ),
     declare(
         "gauge",

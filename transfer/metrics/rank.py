@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
+
+import structlog
 
 from transfer.errors import ConfigError
 from transfer.instance import Link
@@ -16,11 +19,23 @@ from transfer.metrics.series import Series
 from transfer.metrics.specs import RANK_STAGES
 from transfer.metrics.store import StoreMetrics
 
+log = structlog.get_logger(__name__)
+
 MAX_REASONS: Final = 32
 """Reasons of dropped messages that have series of their own; more are counted as "other"."""
 
 LINK_METRICS: Final = ("link_latency_seconds", "link_bandwidth_bytes_per_second")
 LINK_USES: Final = ("written_bytes", "busy_seconds", "probe_seconds")
+
+LINK_WINDOW_S: Final = 120.0
+"""What a link makes of its probe is looked at over so long, when it has been open for as long."""
+LINK_MARK_S: Final = 10.0
+SLOW_SHARE: Final = 0.2
+"""A link is slow that is in use for more than this share of the time, at less than this share of its probe's speed ..."""
+SLOW_OF_BEST: Final = 1 / 3
+"""... and than this of the best link's: links that fill one card together are all far below their probes."""
+USED_SHARE: Final = 0.01
+"""A link that is in use for less of the time says nothing of what a link can make."""
 
 _REASON: Final = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -48,7 +63,7 @@ class Ring(Protocol):
     @property
     def position(self) -> int: ...
     @property
-    def num_live_grants(self) -> int: ...
+    def oldest_open(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +141,23 @@ class _LinkUse:
     num_bytes: int = 0  # of this session alone; the series may be those of others, too
     busy: _BusyTime = field(default_factory=_BusyTime)
     probe_s: float = 0.0
+    peer: str = ""
+    is_slow: bool = False
+    marks: deque[tuple[float, float, float]] = field(default_factory=deque)  # when, busy and probe seconds until then
+
+    def lately(self, now_s: float) -> tuple[float, float] | None:
+        """Shares of the last `LINK_WINDOW_S`, in which it was busy, and of its probe's speed meanwhile; None: idle, or new."""
+        self.busy.count_until(now_s)
+        marks = self.marks
+        if not marks or now_s - marks[-1][0] >= LINK_MARK_S:
+            marks.append((now_s, self.busy.seconds, self.probe_s))
+        while len(marks) > 1 and now_s - marks[1][0] >= LINK_WINDOW_S:
+            marks.popleft()
+        since_s, busy_s, probe_s = marks[0]
+        window_s, busy_s = now_s - since_s, self.busy.seconds - busy_s
+        if window_s < LINK_WINDOW_S or not busy_s:
+            return None
+        return busy_s / window_s, (self.probe_s - probe_s) / busy_s
 
     def count(self, num_bytes: int) -> None:
         """A write of so many bytes ended well."""
@@ -158,8 +190,8 @@ class RankMetrics:
         self._rank = rank
         self._clock = clock
         self._ring: Ring | None = None
-        self._watermark = 0  # where it was when it was looked at
-        self._moved_s: float | None = None  # when it was first seen there with live grants
+        self._oldest_open: int | None = None  # grant, when the ring was looked at
+        self._open_since_s = 0.0  # when it was first seen to be the oldest
         self._uses: dict[int, _LinkUse] = {}  # by session
         self._link_series: dict[frozenset[tuple[str, str]], _LinkSeries] = {}  # by labels
         self._fallen_back: set[int] = set()  # sessions
@@ -279,12 +311,13 @@ class RankMetrics:
         self._series("dropped_messages", reason="stranger").inc(max(0, total - self._num_strange))
         self._num_strange = max(total, self._num_strange)
 
-    def link_measured(self, session: int, link: Link) -> None:
+    def link_measured(self, session: int, link: Link, peer: str = "") -> None:
         """A session's link was measured, for the first time or again.
 
         Args:
             session: Any number that names it; it is no label.
             link: Ranks and lane become labels, so they must be what this side knows, not what a peer says.
+            peer: Address of its other end, for the log.
         """
         self._forget_link(session)
         self._links[session] = link
@@ -298,6 +331,7 @@ class RankMetrics:
                 latency_s=link.latency_s,
                 seconds_per_byte=1 / link.bandwidth_bytes_per_s if link.bandwidth_bytes_per_s else 0.0,
                 series=self._link_series[key],
+                peer=peer,
             )
 
     def link_fell_back(self, session: int) -> None:
@@ -354,23 +388,40 @@ class RankMetrics:
         now_s = self._clock()
         for series in self._link_series.values():  # with what is under way: a link may be busy for ever
             series.show(now_s)
+        if self._role == "prefill":
+            self._look_at_links(now_s)
         if self._ring is not None:
             self._look_at_ring(self._ring)
         return {"rank": self._rank, "families": {spec.name: text for spec, text in self._series.texts()}}
+
+    def _look_at_links(self, now_s: float) -> None:
+        """Each by itself, for series of links to many nodes hide a slow one; the log says which, once for as long as it is."""
+        lately = {session: found for session, use in self._uses.items() if (found := use.lately(now_s)) is not None}
+        best = max((share for used, share in lately.values() if used > USED_SHARE), default=None)
+        worst = min((share for used, share in lately.values() if used > SLOW_SHARE), default=None)
+        for name, share in (("fastest_link_ratio", best), ("slowest_link_ratio", worst)):
+            self._series(name).set(-1.0 if share is None else share)
+        for session, use in self._uses.items():
+            used, share = lately.get(session, (0.0, 1.0))
+            ease = 2.0 if use.is_slow else 1.0  # one that is about at a bound is not news each time that it crosses it
+            bound = min(SLOW_SHARE, SLOW_OF_BEST * (best or 0.0))
+            is_slow = used > SLOW_SHARE / ease and share < bound * ease
+            if is_slow and not use.is_slow:
+                link = self._links[session]
+                log.warning("link_slow", peer=use.peer, decode_rank=link.decode_rank, lane=link.lane, of_probe=round(share, 3))
+            use.is_slow = is_slow
 
     def watch_ring(self, ring: Ring) -> None:
         """The rank's ring, to be looked at with each snapshot."""
         self._ring = ring
 
     def _look_at_ring(self, ring: Ring) -> None:
-        now_s, position = self._clock(), ring.position
-        if not ring.num_live_grants:
-            self._moved_s = None
-        elif self._moved_s is None or position != self._watermark:
-            self._moved_s = now_s
-        self._watermark = position
-        self._series("ring_watermark_lag_bytes").set(ring.head - position)
-        self._series("ring_watermark_stalled_seconds").set(0.0 if self._moved_s is None else now_s - self._moved_s)
+        """A grant in quarantine stays for as long as its writer does, and others go around it: that alone is no stall."""
+        now_s, oldest = self._clock(), ring.oldest_open
+        if oldest != self._oldest_open:
+            self._oldest_open, self._open_since_s = oldest, now_s
+        self._series("ring_watermark_lag_bytes").set(ring.head - ring.position)
+        self._series("ring_watermark_stalled_seconds").set(0.0 if oldest is None else now_s - self._open_since_s)
 
     def _take_status(self, status: Mapping[str, Any]) -> None:
         for key, name in _GAUGES_OF_STATUS.items():

@@ -157,9 +157,10 @@ RING_METRICS: Final = (
     declare(
         "gauge",
         "ring_watermark_stalled_seconds",
-        "Seconds for which grants have been live and the watermark has not moved; 0 with no live grant. Looked at once a second.",
+        "Seconds for which the oldest live grant has been the oldest; 0 with no live grant. Grants in quarantine are left out:"
+        " others go around them. Looked at once a second.",
         roles=DECODE,
-        advice="Alarm above the longest time that one chunk takes to compute: a writer is stuck, or a grant is in quarantine.",
+        advice="Alarm above the longest time that one chunk takes to compute: a writer is stuck.",
     ),
 )
 
@@ -204,6 +205,21 @@ LINK_METRICS: Final = (
         *_LINK,
         roles=PREFILL,
         advice="Busy seconds of several times as many: the link is slower than it was when it was attached.",
+    ),
+    declare(
+        "gauge",
+        "slowest_link_ratio",
+        "Of the links that were in use for more than a fifth of the last two minutes, each by itself: the lowest share of its"
+        " probe's speed while busy; -1: there is none.",
+        roles=PREFILL,
+        advice="Below 0.2 and a third of fastest_link_ratio: link_slow in the rank's log names the peer.",
+    ),
+    declare(
+        "gauge",
+        "fastest_link_ratio",
+        "Likewise the highest, of the links that were in use for more than a hundredth of the time.",
+        roles=PREFILL,
+        advice="Low too: not one link is slow, but what all have in common is slow or full.",
     ),
     declare(
         "gauge",

@@ -32,7 +32,7 @@ OUTCOMES: Final = {
     "decode": ("done", "failed", "aborted", "refused"),
 }
 ABORT_REASONS: Final = ("caller", "operator", "no_room", "lost", "engine", "data_loss", "misfit", "other")
-NODE_STATES: Final = ("starting", "ready", "draining", "failed")
+NODE_STATES: Final = ("starting", "ready", "draining")
 PEER_STATES: Final = ("joining", "joined", "draining", "lost", "alias")
 REFUSED_ENTRIES: Final = ("malformed", "too_many", "plain_text")
 BREAKER_STATES: Final = ("closed", "open", "half-open")

@@ -54,6 +54,11 @@ class Registration:
         self._keeping: asyncio.Task[None] | None = None
 
     @property
+    def beat_s(self) -> float:
+        """Seconds between two beats of the lease."""
+        return self._beat_s
+
+    @property
     def view(self) -> DiscoveryView:
         """`addresses` has the node's own while it is registered, as far as it knows."""
         return DiscoveryView(
