@@ -126,6 +126,26 @@ async def test_a_node_that_comes_back_at_its_address_keeps_its_channel(names: Na
                 assert (await call(before, STATUS))[0] is grpc.StatusCode.OK
 
 
+async def test_whoever_is_in_a_hurry_has_another_channel(names: NameServer) -> None:
+    """Also while the name is being looked up: the one that failed must not be given to that caller, closed."""
+    names.says = ["127.0.0.1"]
+    async with node() as first:
+        port = first.port
+        async with channel(port) as peer:
+            before = await peer.ready()
+            await first.close()
+            while before.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                assert (await call(before, STATUS))[0] is grpc.StatusCode.UNAVAILABLE
+            async with node(port=port):
+                names.goes_on.clear()
+                looking = asyncio.ensure_future(peer.ready())
+                await asyncio.sleep(0.05)
+                peer.connect_anew()
+                names.goes_on.set()
+                after = await looking
+                assert after is not before and (await call(after, STATUS))[0] is grpc.StatusCode.OK
+
+
 async def test_the_first_address_that_takes_connections_is_used(names: NameServer) -> None:
     names.says = ["::1", "127.0.0.3", "127.0.0.1"]  # as localhost has, where a server listens on one of them only
     async with node() as server, channel(server.port) as peer:

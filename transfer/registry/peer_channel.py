@@ -87,11 +87,13 @@ class PeerChannel:
         """Have the next call connect at once. After connections that failed gRPC fails calls by itself, for as long as its own
         back-off lasts; with TLS `ready()` makes a connection for each call. A connection that stands is left alone."""
         failed = self._channel
-        if not isinstance(self._security, PlainText) or self._is_closed or failed is None:
+        if failed is None or self._is_closed or failed.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             return
-        if failed.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        if self._is_lasting:
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
             self._retire(failed, after_s=0.0)
+        else:
+            self._found = None  # `ready()`, which may be looking the name up just now, makes another one in its place
 
     async def close(self) -> None:
         """End every call and connection, one that is being made too."""
