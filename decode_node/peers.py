@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import grpc
 import structlog
 
-from decode_node.placement import Candidate, PrefixMemory, block_hashes, place
+from decode_node.placement import Candidate, PrefixMemory, block_hashes, place, told_tokens
 from node_runtime.reminders import Reminders
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
@@ -108,7 +108,8 @@ class PrefillPeer:
     links: list[Link] = field(default_factory=list)
     plan: ChunkPlan | None = None  # while it is joined: how requests are cut, as far as it has said
     largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
-    outstanding_tokens: int = 0
+    outstanding_tokens: int = 0  # of this node's own prompts
+    others_tokens: int | None = None  # while it is joined: of other decode nodes' prompts, as it told last
     joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it has an instance
     unfit: asyncio.Event = field(
         default_factory=asyncio.Event
@@ -429,7 +430,9 @@ class PrefillPeers:
         if len(choices) < 2:
             return choices[0] if choices else None
         held = {} if self._prefixes is None else self._prefixes.held(self._blocks(token_ids, cache_salt))
-        return choices[place([_candidate(peer) for peer in choices], held_tokens=held, prefix_tokens=self._prefix_tokens)]
+        candidates = [_candidate(peer) for peer in choices]
+        chooser = self._own.incarnation
+        return choices[place(candidates, chooser=chooser, held_tokens=held, prefix_tokens=self._prefix_tokens)]
 
     def may_come(self, *, tried: Collection[PrefillPeer] = ()) -> bool:
         """Whether one that takes no requests now may soon: it is being joined, drains, or is tried again after a pause.
@@ -631,6 +634,8 @@ class PrefillPeers:
                 elif event.HasField("undrained"):
                     peer.state, peer.reason = "joined", ""
                     self._on_change()
+                elif event.HasField("beat"):
+                    peer.others_tokens = told_tokens(event.beat.others_tokens) if event.beat.HasField("others_tokens") else None
         except grpc.aio.AioRpcError as error:
             raise error_of(error, peer=peer.address) from error
         finally:
@@ -717,7 +722,7 @@ class PrefillPeers:
         instance, peer.instance, peer.broken = peer.instance, None, None
         peer.joined.clear()
         peer.state, peer.reason, peer.links = "lost", reason, []
-        peer.plan, peer.largest_piece_bytes = None, 0
+        peer.plan, peer.largest_piece_bytes, peer.others_tokens = None, 0, None
         for one in self.peers:
             if one.other is peer:
                 one.other = None
@@ -731,6 +736,7 @@ def _candidate(peer: PrefillPeer) -> Candidate:
     return Candidate(
         incarnation=peer.instance.incarnation,
         outstanding_tokens=peer.outstanding_tokens,
+        others_tokens=peer.others_tokens,
         bandwidth_bytes_per_s=min((link.bandwidth_bytes_per_s for link in peer.links), default=0.0),
     )
 
@@ -786,4 +792,5 @@ def peer_status(peer: PrefillPeer) -> pb.PeerStatus:
         breaker_pause_s=peer.breaker.pause_left_s,
         outstanding_tokens=peer.outstanding_tokens,
         is_unnamed=peer.unnamed_s is not None,
+        others_tokens=peer.others_tokens,
     )

@@ -47,6 +47,7 @@ class JoinService:
         own: Instance,
         joins: Joins,
         is_idle: Callable[[Join], bool],
+        others_tokens: Callable[[Join], int],
     ) -> AsyncGenerator[pb.JoinEvent, None]:
         """The stream's events, from the join to its end; the caller closes the iterator (`contextlib.aclosing`).
 
@@ -54,6 +55,7 @@ class JoinService:
             own: The prefill instance.
             joins: Its joins.
             is_idle: Whether nothing of a join is in flight.
+            others_tokens: Prompt tokens of the other decode instances that are not sent yet; told with each beat.
         """
         if joins.is_held_otherwise(request.decode.incarnation, request.prefill_address):
             yield pb.JoinEvent(already_joined=pb.AlreadyJoined(incarnation=own.incarnation))
@@ -86,7 +88,7 @@ class JoinService:
             change = asyncio.ensure_future(self._draining.until(not told_draining))
             while not join.lost.done():
                 if self._draining.is_on == told_draining:
-                    yield pb.JoinEvent(beat=pb.Beat())
+                    yield pb.JoinEvent(beat=pb.Beat(others_tokens=others_tokens(join)))
                 elif not told_draining:
                     told_draining = True
                     yield pb.JoinEvent(draining=pb.Draining())
@@ -97,7 +99,7 @@ class JoinService:
                     joins.leave(join, PeerUnreachable("the node drains no more; join again"))
                     break
                 else:
-                    yield pb.JoinEvent(beat=pb.Beat())
+                    yield pb.JoinEvent(beat=pb.Beat(others_tokens=others_tokens(join)))
                 if change.done():  # also where it was undone before anybody looked
                     change = asyncio.ensure_future(self._draining.until(not told_draining))
                 waiting: set[asyncio.Future[Any]] = {join.lost, change}

@@ -219,7 +219,10 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         life = await self._life_or_end(context, is_new_work=True)
-        serving = self._join_service.events(request, context, own=life.instance, joins=life.joins, is_idle=life.requests.is_idle)
+        requests = life.requests
+        serving = self._join_service.events(
+            request, context, own=life.instance, joins=life.joins, is_idle=requests.is_idle, others_tokens=requests.others_tokens
+        )
         async with contextlib.aclosing(serving) as events:
             async for event in events:
                 yield event

@@ -193,6 +193,14 @@ class PrefillRequests:
         """Whether nothing of that decode instance is in flight."""
         return all(request.join is not join for request in self._requests.values())
 
+    def others_tokens(self, join: Join) -> int:
+        """Prompt tokens of requests of other decode instances, of which not all is sent: what that one does not know of."""
+        return sum(
+            len(request.token_ids)
+            for request in self._requests.values()
+            if not request.is_over and request.join.incarnation != join.incarnation
+        )
+
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(self._on_task_over)

@@ -173,6 +173,14 @@ class SourceRequests:
     def request_ids(self) -> tuple[str, ...]:
         return tuple(self._transfers)
 
+    def others_tokens(self, join: Join) -> int:
+        """Prompt tokens of transfers to other decode instances, of which not all is sent: what that one does not know of."""
+        return sum(
+            len(transfer.token_ids)
+            for transfer in self._transfers.values()
+            if not transfer.is_over and transfer.join.incarnation != join.incarnation
+        )
+
     # What the engine says
 
     def offer(self, name: str, transfer_id: str, token_ids: tuple[int, ...]) -> None:

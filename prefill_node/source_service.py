@@ -164,7 +164,12 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         if self._draining.is_on:
             await end_with(context, NodeDraining("the prefill side is draining"))
         events = self._join_service.events(
-            request, context, own=self._instance, joins=self._joins, is_idle=lambda join: not self.requests.num_transfers
+            request,
+            context,
+            own=self._instance,
+            joins=self._joins,
+            is_idle=lambda join: not self.requests.num_transfers,
+            others_tokens=self.requests.others_tokens,
         )
         async with contextlib.aclosing(events):
             async for event in events:

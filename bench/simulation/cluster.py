@@ -11,6 +11,7 @@ from bench.simulation.prefill import PrefillNode
 from bench.simulation.request import Request
 from bench.simulation.settings import ClusterSettings, Placement
 from bench.simulation.stage_times import StageTimes
+from decode_node.placement import Candidate, place
 from kvferry.bench_serve.workload import Planned
 
 
@@ -62,6 +63,13 @@ class Cluster:
         chance, indexes = random.Random(0), range(settings.num_prefill)
         has_orders = settings.placement is Placement.ORDER
         self._orders = [chance.sample(indexes, len(indexes)) for _ in self.decode] if has_orders else []
+        self._last_arrival_s = 0.0
+        self._chance = random.Random(0)
+        if settings.placement.is_told:
+            lives = [self._chance.getrandbits(64) for _ in self.prefill]
+            for decode in self.decode:
+                decode.life = self._chance.getrandbits(64)
+                decode.candidates = [self._new_candidate(life) for life in lives]
 
     def run(self, planned: Sequence[Planned]) -> list[Request]:
         """Put the load on it and go on until every request is over.
@@ -73,6 +81,12 @@ class Cluster:
             request = Request(index=index, arrived_s=one.at_s, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
             self.requests.append(request)
             self.clock.at(one.at_s, lambda request=request: self._on_arrival(request))  # type: ignore[misc]
+        self._last_arrival_s = planned[-1].at_s
+        if self.settings.placement.is_told:
+            for node in self.decode:
+                for prefill in range(self.settings.num_prefill):
+                    first_s = self._chance.random() * self.settings.heartbeat_s
+                    self.clock.at(first_s, lambda node=node, prefill=prefill: self._beat(node, prefill))  # type: ignore[misc]
         self.clock.run()
         self._check_end()
         return self.requests
@@ -97,7 +111,32 @@ class Cluster:
             self._other.submit(self.times.other_request_s, _nothing)
         self._cpu.run(self.times.request_s / 2, lambda: self.prefill[request.prefill].submit(request))
 
+    def _new_candidate(self, life: int) -> Candidate:
+        """A prefill node, as a decode node sees it over a link of its own."""
+        bandwidth = 1.0 if self.settings.placement is Placement.ALIKE else self._chance.random()
+        return Candidate(incarnation=life, outstanding_tokens=0, others_tokens=None, bandwidth_bytes_per_s=bandwidth)
+
+    def _candidates(self, node: DecodeNode) -> list[Candidate]:
+        """As the node knows them now."""
+        for index, (one, own, others) in enumerate(zip(node.candidates, node.outstanding, node.told, strict=True)):
+            if one.outstanding_tokens != own or one.others_tokens != others:
+                node.candidates[index] = Candidate(
+                    incarnation=one.incarnation,
+                    outstanding_tokens=own,
+                    others_tokens=others,
+                    bandwidth_bytes_per_s=one.bandwidth_bytes_per_s,
+                )
+        return node.candidates
+
+    def _beat(self, node: DecodeNode, prefill: int) -> None:
+        """A prefill node tells a decode node what the others have given it; after the last arrival nobody needs to know."""
+        node.told[prefill] = self._all_outstanding[prefill] - node.outstanding[prefill]
+        if (next_s := self.clock.now_s + self.settings.heartbeat_s) < self._last_arrival_s:
+            self.clock.at(next_s, lambda: self._beat(node, prefill))
+
     def _place(self, node: DecodeNode) -> int:
+        if node.candidates:
+            return place(self._candidates(node), chooser=node.life, held_tokens={}, prefix_tokens=0)
         known = self._all_outstanding if self.settings.placement is Placement.INFORMED else node.outstanding
         least = min(known)
         if self.settings.placement is Placement.FIRST:

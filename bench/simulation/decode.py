@@ -10,6 +10,7 @@ from bench.simulation.gauge import Gauge
 from bench.simulation.request import Piece, Request
 from bench.simulation.settings import ClusterSettings
 from bench.simulation.stage_times import StageTimes
+from decode_node.placement import Candidate
 from transfer.ring import Grant, StagingAllocator
 from transfer.ring_index import WaitingGrants
 
@@ -51,6 +52,9 @@ class DecodeNode:
         self.num_waiting = 0
         self.num_placed = 0
         self.outstanding: list[int] = [0] * settings.num_prefill
+        self.told: list[int | None] = [None] * settings.num_prefill
+        self.life = 0
+        self.candidates: list[Candidate] = []
         self.num_steps = 0
         self.busy_s = 0.0
         self.batch_area = 0

@@ -10,12 +10,23 @@ from transfer.ring import ALIGNMENT_BYTES
 
 
 class Placement(StrEnum):
-    """Which prefill node gets a request: the one with the fewest outstanding prompt tokens, as far as the decode node knows."""
+    """Which prefill node gets a request: the one with the fewest outstanding prompt tokens, as far as the decode node knows.
 
-    FIRST = "first"  # it knows its own requests, and takes the first of equal ones
-    ORDER = "order"  # the same, in an order of its own: that of its links' measured speed, as the nodes do
+    The first two are the nodes' own code (`decode_node.placement`), the others are there to compare it with.
+    """
+
+    TOLD = "told"  # it knows its own requests, and of others' what the last beat told; all links differ in speed
+    ALIKE = "alike"  # the same, and all links measure exactly alike
+    ORDER = (
+        "order"  # it knows its own requests, and takes the first of equal ones in an order of its own: nodes that were not told
+    )
+    FIRST = "first"  # the same, and all decode nodes in the same order
     TURNS = "turns"  # the same, and its own equal ones take turns
-    INFORMED = "informed"  # it knows of everybody's requests
+    INFORMED = "informed"  # it knows of everybody's requests at every moment
+
+    @property
+    def is_told(self) -> bool:
+        return self in (Placement.TOLD, Placement.ALIKE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,7 @@ class ClusterSettings:
         queue_timeout_s: ``limits.queue_timeout_s``.
         retry_s: After which a request that got no room asks again.
         placement: Among prefill nodes. Requests go to decode nodes by turns.
+        heartbeat_s: ``heartbeat.interval_s``: between two beats of a prefill node to a decode node.
     """
 
     num_prefill: int = 1
@@ -53,6 +65,7 @@ class ClusterSettings:
     queue_timeout_s: float = 60.0
     retry_s: float = 0.05
     placement: Placement = Placement.TURNS
+    heartbeat_s: float = 0.5
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -64,8 +77,9 @@ class ClusterSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.ring_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"ring_bytes is {self.ring_bytes}; it must be a multiple of {ALIGNMENT_BYTES}")
-        if not (self.queue_timeout_s > 0 and self.retry_s > 0):
-            raise ValueError(f"queue_timeout_s and retry_s are {self.queue_timeout_s} and {self.retry_s}; both must be above 0")
+        for name in ("queue_timeout_s", "retry_s", "heartbeat_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     @property
     def num_nodes(self) -> int:

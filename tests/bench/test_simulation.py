@@ -250,12 +250,30 @@ def test_equal_prefill_nodes_must_take_turns() -> None:
     """A decode node knows its own requests alone: where many have few each, the first prefill node would get nearly all."""
     many = replace(SETTINGS, num_prefill=8, num_decode=16)
     light = load(20, 800)
-    first, order, turns, informed = (simulate(TIMES, replace(many, placement=one), light) for one in Placement)
+    outcomes = {one: simulate(TIMES, replace(many, placement=one), light) for one in Placement}
+    first, order, turns, informed = (
+        outcomes[one] for one in (Placement.FIRST, Placement.ORDER, Placement.TURNS, Placement.INFORMED)
+    )
     assert first.imbalance > 5
     assert turns.imbalance < order.imbalance < first.imbalance
     assert turns.imbalance < 1.6
     assert informed.imbalance < 1.6
     assert turns.ttft_s.p90 < first.ttft_s.p90
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.1, 0.5])
+def test_what_prefill_nodes_tell_of_others_spreads_work_and_links_that_are_alike_do_no_harm(heartbeat_s: float) -> None:
+    """By the nodes' own placement; `first` is what came of links that were alike before decode nodes had orders of their own."""
+    many = replace(SETTINGS, num_prefill=20, num_decode=8, heartbeat_s=heartbeat_s)
+    busy = load(300, 3000, of=shape("lognormal:256:1.0:4096", "4"))
+    told, alike, order, first = (
+        simulate(TIMES, replace(many, placement=one), busy)
+        for one in (Placement.TOLD, Placement.ALIKE, Placement.ORDER, Placement.FIRST)
+    )
+    for one in (told, alike):
+        assert one.imbalance < 1.25 < order.imbalance < first.imbalance
+        assert one.ttft_s.p50 < order.ttft_s.p50 < first.ttft_s.p50
+        assert one.ttft_s.p90 < order.ttft_s.p90 < first.ttft_s.p90
 
 
 # Sizing

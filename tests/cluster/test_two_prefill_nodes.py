@@ -29,6 +29,7 @@ from transfer.pb import kvferry_pb2 as pb
 pytestmark = pytest.mark.timeout(240)
 
 LONG = 1500
+LESS = 1400  # so that whoever knows of one of these on one node, and not yet of that on the other, still gives each a LONG one
 SHORT = 600
 NOTICE_S = 3.0  # of a frozen rank: three beats and what a loaded machine adds
 RETRY_S = 2.0  # of a killed process
@@ -57,6 +58,9 @@ class Tiers:
                 for of in (self.decode, self.strict)
             ]
         )
+
+    async def is_working_on_both(self, of: ClusterNode) -> bool:
+        return all([(await self.peer(prefill.address, of)).outstanding_tokens for prefill in self.prefills])
 
     async def is_left(self, prefill: ClusterNode) -> bool:
         return (await self.peer(prefill.address)).state in ("lost", "joining")
@@ -128,10 +132,12 @@ async def kill_in_mid_transfer(tiers: Tiers, reference: Reference, victim: int) 
     """Kill a process of the first prefill node: every token is the reference's; who asked for no retries is told at once."""
     _, survivor = tiers.prefills
     prompts = [prompt(LONG, variant) for variant in range(3)]
+    strict_prompts = [prompt(LESS, variant) for variant in range(2)]
     before = await tiers.num_retries(tiers.decode)
     async with Caller(tiers.decode.address) as caller, Caller(tiers.strict.address) as strict:
+        strict_flights = [strict.begin(token_ids, 4) for token_ids in strict_prompts]
+        await until(lambda: tiers.is_working_on_both(tiers.strict), "the strict one has a request on each")
         flights = [caller.begin(token_ids, 4) for token_ids in prompts]
-        strict_flights = [strict.begin(token_ids, 4) for token_ids in prompts[:2]]
         await asyncio.gather(until_arriving(tiers.decode), until_arriving(tiers.strict))
         assert not any(task.done() for _, task in (*flights, *strict_flights))
         since_s = time.monotonic()
@@ -152,7 +158,7 @@ async def kill_in_mid_transfer(tiers: Tiers, reference: Reference, victim: int) 
     (lost,) = [answer for answer in strict_answers if answer.code is not grpc.StatusCode.OK]
     assert lost.code is grpc.StatusCode.UNAVAILABLE and lost.tokens == [], lost.details
     assert lost.ended_s - since_s < RETRY_S, f"{lost.details} took {lost.ended_s - since_s:.1f} s"
-    (whole,) = [(token_ids, one) for token_ids, one in zip(prompts, strict_answers, strict=False) if one is not lost]
+    (whole,) = [(token_ids, one) for token_ids, one in zip(strict_prompts, strict_answers, strict=True) if one is not lost]
     reference.check(*whole)
     assert await tiers.num_retries(tiers.strict) == 0
 
@@ -166,8 +172,9 @@ async def test_a_frozen_prefill_rank(tiers: Tiers, reference: Reference) -> None
     before = await tiers.num_retries(decode)
     async with Caller(decode.address) as caller, Caller(tiers.strict.address) as strict:
         prompts = [prompt(LONG, variant) for variant in range(2)]
+        strict_flights = [strict.begin(prompt(LESS, variant), 4)[1] for variant in range(2)]
+        await until(lambda: tiers.is_working_on_both(tiers.strict), "the strict one has a request on each")
         flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
-        strict_flights = [strict.begin(token_ids, 4)[1] for token_ids in prompts]
         await asyncio.gather(until_arriving(decode), until_arriving(tiers.strict))
         os.kill(pids[0], signal.SIGSTOP)
         try:

@@ -92,7 +92,9 @@ class Peer:
         self.breaker_reason = ""
         self.can_start_late = True
         self.outstanding_tokens = 0
-        self.links: list[Link] = []
+        self.others_tokens: int | None = None
+        # Of equal ones the oldest is taken: it has the fastest link.
+        self.links = [Link(prefill_rank=0, decode_rank=0, lane="x", latency_s=0.0, bandwidth_bytes_per_s=1e9 / life)]
         self.unnamed_s: float | None = None
         self.unfit = asyncio.Event()
         self.other: Peer | None = None
@@ -111,6 +113,7 @@ class Peers(PrefillPeers):
         self.peers = cast(list[PrefillPeer], list(peers))
         self.num_openings = 0
         self._on_breaker_opened = self._count
+        self._own = instance(DECODE_LIFE)
         self._prefixes = None
         self._prefix_tokens = 0
 

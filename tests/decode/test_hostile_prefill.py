@@ -96,6 +96,20 @@ async def test_every_field_of_a_join_as_no_honest_node_has_it(node: HostileNode)
     assert node.peer.instance is not None, "an honest one is joined until it ends"
 
 
+async def test_every_field_of_a_beat(node: HostileNode) -> None:
+    """The join goes on, and what it tells is nothing or can be; bytes that are no event end it with a reason."""
+    told: set[int | None] = set()
+    for hostile in hostile_messages(pb.JoinEvent(beat=pb.Beat(others_tokens=600))):
+        node.answers = [joined().SerializeToString(), hostile.payload]
+        with pytest.raises(TransferError) as caught:
+            await asyncio.wait_for(node.peers._join_once(node.peer), 20)
+        assert len(str(caught.value).splitlines()) == 1, f"{hostile}: {caught.value}"
+        told.add(node.peer.others_tokens)
+        node.peers._lose(node.peer, caught.value)
+        assert node.peer.others_tokens is None
+    assert told == {None, 0}
+
+
 async def test_more_links_than_there_can_be_are_not_read(node: HostileNode) -> None:
     event = joined()
     event.joined.links.extend([event.joined.links[0]] * 100_000)

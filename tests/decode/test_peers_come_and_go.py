@@ -18,7 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.cutting import Cut
 from prefill_node.joins import Joins
@@ -43,13 +43,14 @@ class Prefill:
         self.attach_s = 0.0
         self.num_joins = 0
         self.lost: list[str] = []
+        self.others_tokens = 0
         daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
         self.node = PrefillNode(daemon, prefill_config(folder))
         self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
         life = SimpleNamespace(
             joins=self.joins,
             instance=instance(incarnation, capabilities=frozenset({"one_join"})),
-            requests=SimpleNamespace(is_idle=lambda join: True),
+            requests=SimpleNamespace(is_idle=lambda join: True, others_tokens=lambda join: self.others_tokens),
         )
         self.node._life = cast(Any, life)
 
@@ -402,3 +403,54 @@ async def test_a_prompt_goes_where_its_beginning_was_and_else_where_there_is_lea
         one.peer(slow).outstanding_tokens = 500
         one.peers.use([fast])
         assert one.peers.pick(token_ids=longer) is one.peer(fast), "what is named comes first"
+
+
+async def test_what_a_node_tells_of_others_counts_until_it_is_lost(tmp_path: Path) -> None:
+    async with prefill(tmp_path, 11, 12) as nodes, tier() as one:
+        (first, _), (second, _) = [await node.open() for node in nodes]
+        one.peers.use([first, second])
+        await one.until(joined=2)
+        left, right = one.peer(first), one.peer(second)
+        nodes[0].others_tokens, nodes[1].others_tokens = 100, 50
+        await until(lambda: (left.others_tokens, right.others_tokens) == (100, 50))
+        assert one.peers.pick() is right
+        right.outstanding_tokens = 51  # sent since the beat
+        assert one.peers.pick() is left
+        assert [peer_status(peer).others_tokens for peer in (left, right)] == [100, 50]
+        nodes[0].others_tokens = 1 << 32
+        await until(lambda: left.others_tokens is None)
+        assert one.peers.pick() is left, "what cannot be is not told, and then no one's counts"
+        assert not peer_status(left).HasField("others_tokens") and left.state == "joined"
+        nodes[0].others_tokens = 100
+        await until(lambda: left.others_tokens == 100)
+
+        nodes[0].attach_s = 0.2
+        for join in nodes[0].joins:
+            nodes[0].joins.leave(join, PeerUnreachable("for the test"))
+        await until(lambda: left.instance is None)
+        assert left.others_tokens is None and not peer_status(left).HasField("others_tokens")
+        nodes[0].others_tokens = 3
+        await until(lambda: left.others_tokens == 3)
+        right.outstanding_tokens = 0
+
+
+async def test_a_node_of_an_older_release_tells_nothing_and_looks_no_more_idle_for_it(tmp_path: Path) -> None:
+    async with prefill(tmp_path, 11, 12) as nodes, tier() as one:
+        (old, _), (new, _) = [await node.open() for node in nodes]
+
+        async def older(*arguments: Any, **named: Any) -> AsyncIterator[pb.JoinEvent]:
+            async for event in events(*arguments, **named):
+                if event.HasField("beat"):
+                    event.beat.ClearField("others_tokens")
+                yield event
+
+        events = nodes[0].node._join_service.events
+        nodes[0].node._join_service = cast(Any, SimpleNamespace(events=older))
+        nodes[1].others_tokens = 10**6
+        one.peers.use([old, new])
+        await one.until(joined=2)
+        await until(lambda: one.peer(new).others_tokens == 10**6)
+        one.peer(old).outstanding_tokens = 2
+        one.peer(new).outstanding_tokens = 1
+        assert one.peers.pick() is one.peer(new) and one.peer(old).others_tokens is None
+        one.peer(old).outstanding_tokens = one.peer(new).outstanding_tokens = 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,28 +13,74 @@ from decode_node.placement import (
     BLOCK_TOKENS,
     MAX_BLOCKS_OF_A_PROMPT,
     MAX_HOLDERS,
+    MAX_TOLD_TOKENS,
     Candidate,
     PrefixMemory,
     block_hashes,
     place,
+    told_tokens,
 )
 
-
-def node(incarnation: int, outstanding_tokens: int = 0, bandwidth: float = 1e9) -> Candidate:
-    return Candidate(incarnation=incarnation, outstanding_tokens=outstanding_tokens, bandwidth_bytes_per_s=bandwidth)
+CHOOSER = 7
 
 
-def placed(*nodes: Candidate, held: dict[int, int] | None = None, prefix_tokens: int = 0) -> int:
-    return nodes[place(nodes, held_tokens=held or {}, prefix_tokens=prefix_tokens)].incarnation
+def node(incarnation: int, outstanding_tokens: int = 0, bandwidth: float = 1e9, others: int | None = None) -> Candidate:
+    return Candidate(
+        incarnation=incarnation,
+        outstanding_tokens=outstanding_tokens,
+        others_tokens=others,
+        bandwidth_bytes_per_s=bandwidth,
+    )
+
+
+def placed(*nodes: Candidate, held: dict[int, int] | None = None, prefix_tokens: int = 0, chooser: int = CHOOSER) -> int:
+    return nodes[place(nodes, chooser=chooser, held_tokens=held or {}, prefix_tokens=prefix_tokens)].incarnation
 
 
 def test_the_least_work_comes_first_whatever_the_links() -> None:
     assert placed(node(1, 101, 100e9), node(2, 100, 1e9)) == 2
 
 
-def test_of_equal_work_the_faster_links_and_then_whoever_is_known_for_longest() -> None:
+def test_of_equal_work_the_faster_links() -> None:
     assert placed(node(1, 7, 1e9), node(2, 7, 3e9), node(3, 7, 2e9)) == 2
-    assert placed(node(1), node(2)) == 1
+    assert placed(node(1, 7, 1e9, 3), node(2, 0, 3e9, 10), node(3, 8, 9e9, 3)) == 2, "whoever it is for"
+
+
+def test_what_others_have_given_a_node_counts_as_its_own_does() -> None:
+    assert placed(node(1, 0, 9e9, 101), node(2, 100, 1e9, 0)) == 2
+    assert placed(node(1, 50, others=50), node(2, 101, others=0)) == 1
+    assert placed(node(1, 0, others=512), node(2, others=0), held={1: 1024}, prefix_tokens=512) == 2
+    assert placed(node(1, 0, others=511), node(2, others=0), held={1: 1024}, prefix_tokens=512) == 1
+
+
+def test_where_one_does_not_tell_what_the_others_tell_does_not_count() -> None:
+    """A node of an older release would look idle to all decode nodes, and get everything."""
+    assert placed(node(1, 10, others=10**6), node(2, 11)) == 1
+    assert placed(node(1, 10, others=10**6), node(2, 9)) == 2
+    assert placed(node(1, 10, others=10**6), node(2, 11, others=0)) == 2
+
+
+def test_where_links_are_alike_each_decode_node_has_an_order_of_its_own_and_keeps_it() -> None:
+    nodes = [node(0x1000 + number, others=0) for number in range(8)]
+    first = Counter(placed(*nodes, chooser=chooser) for chooser in range(1, 8001))
+    assert set(first) == {one.incarnation for one in nodes}
+    assert all(850 < count < 1150 for count in first.values()), first
+    order = []
+    while nodes:
+        order.append(placed(*nodes))
+        assert placed(*reversed(nodes)) == order[-1], "in whatever order they are known"
+        nodes = [one for one in nodes if one.incarnation != order[-1]]
+    assert len(set(order)) == 8
+
+
+@pytest.mark.parametrize(("told", "counts"), [(0, 0), (5, 5), (MAX_TOLD_TOKENS, MAX_TOLD_TOKENS)])
+def test_what_is_told_counts(told: int, counts: int) -> None:
+    assert told_tokens(told) == counts
+
+
+@pytest.mark.parametrize("told", [-1, MAX_TOLD_TOKENS + 1, (1 << 64) - 1])
+def test_what_no_node_can_have_is_not_told(told: int) -> None:
+    assert told_tokens(told) is None
 
 
 def test_a_prefix_is_worth_as_much_waiting_as_it_saves_and_no_more_than_is_allowed() -> None:
@@ -42,15 +92,53 @@ def test_a_prefix_is_worth_as_much_waiting_as_it_saves_and_no_more_than_is_allow
     assert placed(node(1, 0, 1e9), node(2, 0, 9e9), held=held, prefix_tokens=512) == 1, "before bandwidth"
 
 
+LIVES = st.integers(1, (1 << 64) - 1)
+NODES = st.builds(
+    node,
+    st.integers(1, 9),
+    st.integers(0, 3000),
+    st.sampled_from([0.0, 1e9, 1e11]),
+    st.none() | st.integers(0, 3000) | st.just(MAX_TOLD_TOKENS),
+)
+
+
 @given(
-    st.lists(st.builds(node, st.integers(1, 9), st.integers(0, 3000), st.floats(0, 1e11)), min_size=1, max_size=6),
+    st.lists(NODES, min_size=1, max_size=6),
     st.dictionaries(st.integers(1, 9), st.integers(0, 4000)),
     st.integers(0, 1000),
+    LIVES,
 )
-def test_nobody_waits_longer_than_is_allowed(nodes: list[Candidate], held: dict[int, int], prefix_tokens: int) -> None:
-    chosen = nodes[place(nodes, held_tokens=held, prefix_tokens=prefix_tokens)]
-    least = min(one.outstanding_tokens for one in nodes)
-    assert chosen.outstanding_tokens - least <= min(prefix_tokens, held.get(chosen.incarnation, 0))
+def test_nobody_waits_longer_than_is_allowed(
+    nodes: list[Candidate], held: dict[int, int], prefix_tokens: int, chooser: int
+) -> None:
+    chosen = nodes[place(nodes, chooser=chooser, held_tokens=held, prefix_tokens=prefix_tokens)]
+    have_told = all(one.others_tokens is not None for one in nodes)
+    work = {id(one): one.outstanding_tokens + ((one.others_tokens or 0) if have_told else 0) for one in nodes}
+    assert work[id(chosen)] - min(work.values()) <= min(prefix_tokens, held.get(chosen.incarnation, 0))
+
+
+@given(st.lists(NODES, min_size=1, max_size=6, unique_by=lambda one: one.incarnation), LIVES, st.data())
+def test_the_order_in_which_nodes_are_known_does_not_count(nodes: list[Candidate], chooser: int, data: st.DataObject) -> None:
+    shuffled = data.draw(st.permutations(nodes))
+    assert placed(*nodes, chooser=chooser) == placed(*shuffled, chooser=chooser)
+
+
+@given(
+    st.lists(st.integers(1, 2000), min_size=1, max_size=40),
+    st.lists(st.integers(0, MAX_TOLD_TOKENS), min_size=2, max_size=5),
+    LIVES,
+)
+def test_whatever_is_told_each_prompt_goes_where_there_was_least_and_counts_there_at_once(
+    prompts: list[int], told: list[int], chooser: int
+) -> None:
+    """Between two beats: of nodes that got any, none ends up with more than a prompt more than any other has."""
+    nodes = [node(number, others=one) for number, one in enumerate(told, 1)]
+    for tokens in prompts:
+        index = place(nodes, chooser=chooser, held_tokens={}, prefix_tokens=0)
+        nodes[index] = replace(nodes[index], outstanding_tokens=nodes[index].outstanding_tokens + tokens)
+    work = [one.outstanding_tokens + (one.others_tokens or 0) for one in nodes]
+    given_any = [its_work for its_work, one in zip(work, nodes, strict=True) if one.outstanding_tokens]
+    assert max(given_any) - min(work) <= max(prompts)
 
 
 def prompt(num_blocks: int, first: int = 0, extra: int = 0) -> tuple[int, ...]:

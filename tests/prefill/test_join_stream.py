@@ -37,8 +37,11 @@ class Served:
         self.node = PrefillNode(daemon, prefill_config(folder, server={"host": "127.0.0.1"}, tls={"insecure": insecure}))
         self.lost: list[str] = []
         self.is_idle = False
+        self.others: dict[int, int] = {}  # by join
         self.joins = Joins(1, self._rank, lambda join, error: self.lost.append(str(error)), lambda join: CUT)
-        requests = SimpleNamespace(is_idle=lambda join: self.is_idle)
+        requests = SimpleNamespace(
+            is_idle=lambda join: self.is_idle, others_tokens=lambda join: self.others.get(join.incarnation, 0)
+        )
         self.node._life = cast(Any, SimpleNamespace(joins=self.joins, instance=instance(3), requests=requests))
         self.channel: grpc.aio.Channel
 
@@ -74,6 +77,26 @@ async def test_a_join_beats_until_the_decode_leader_leaves(served: Served) -> No
     call.cancel()
     await until(lambda: served.lost)
     assert served.lost == ["the decode leader has left"] and not list(served.joins)
+
+
+async def test_each_beat_tells_a_decode_instance_what_others_have_given_the_node(served: Served) -> None:
+    served.others = {LIFE: 300}
+    call = served.join()
+    assert await kind(call) == "joined"
+    async with asyncio.timeout(5):
+        event = await call.read()
+        assert event.beat.HasField("others_tokens") and event.beat.others_tokens == 300
+        served.others = {}
+        while event.beat.others_tokens:
+            event = await call.read()
+        assert event.beat.HasField("others_tokens"), "none is told, too"
+        served.node._draining.begin()
+        while not event.HasField("draining"):
+            event = await call.read()
+        served.others = {LIFE: 7}
+        while event.beat.others_tokens != 7:
+            event = await call.read()
+    call.cancel()
 
 
 async def test_the_end_of_an_old_stream_does_not_end_the_join_that_replaced_it(served: Served) -> None:

@@ -75,6 +75,26 @@ async def test_pages_that_are_back_do_not_end_what_still_travels(world: World) -
     world.assert_nothing_is_left()
 
 
+async def test_a_decode_instance_is_told_of_the_tokens_of_others_until_they_are_sent(world: World) -> None:
+    mine, other, again = new_join(5), new_join(6), new_join(6)
+
+    def others() -> list[int]:
+        return [world.leader.others_tokens(join) for join in (mine, other, again, new_join(9))]
+
+    assert others() == [0, 0, 0, 0]
+    world.answers["b"] = False
+    world.submit("a", 2 * CHUNK, join=mine)
+    waiting = world.submit("b", 3, join=other)
+    assert others() == [3, 16, 16, 19], "what is queued; a life that joins again knows its own"
+    await turns()
+    assert others() == [3, 16, 16, 19], "what is computed"
+    world.settle()
+    assert others() == [3, 0, 0, 3], "not what is sent"
+    world.leader.give_up(waiting, TransferAborted("given up"))
+    assert others() == [0, 0, 0, 0]
+    world.assert_nothing_is_left()
+
+
 async def test_not_yet_is_asked_again_and_another_one_starts_meanwhile(world: World) -> None:
     world.answers["a"] = False
     world.submit("a", 3)

@@ -143,8 +143,10 @@ class Joined(_message.Message):
     def __init__(self, prefill: _Optional[_Union[InstanceInfo, _Mapping]] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("others_tokens",)
+    OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    others_tokens: int
+    def __init__(self, others_tokens: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
@@ -695,7 +697,7 @@ class PoolStatus(_message.Message):
     def __init__(self, group: _Optional[str] = ..., pages: _Optional[int] = ..., reserved: _Optional[int] = ..., bound: _Optional[int] = ...) -> None: ...
 
 class PeerStatus(_message.Message):
-    __slots__ = ("address", "incarnation", "state", "reason", "chunk_plan", "largest_piece_bytes", "breaker", "breaker_reason", "breaker_pause_s", "outstanding_tokens", "is_unnamed")
+    __slots__ = ("address", "incarnation", "state", "reason", "chunk_plan", "largest_piece_bytes", "breaker", "breaker_reason", "breaker_pause_s", "outstanding_tokens", "is_unnamed", "others_tokens")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -707,6 +709,7 @@ class PeerStatus(_message.Message):
     BREAKER_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_UNNAMED_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: int
     state: str
@@ -718,7 +721,8 @@ class PeerStatus(_message.Message):
     breaker_pause_s: float
     outstanding_tokens: int
     is_unnamed: bool
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ..., breaker: _Optional[str] = ..., breaker_reason: _Optional[str] = ..., breaker_pause_s: _Optional[float] = ..., outstanding_tokens: _Optional[int] = ..., is_unnamed: bool = ...) -> None: ...
+    others_tokens: int
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., chunk_plan: _Optional[_Union[ChunkPlanInfo, _Mapping]] = ..., largest_piece_bytes: _Optional[int] = ..., breaker: _Optional[str] = ..., breaker_reason: _Optional[str] = ..., breaker_pause_s: _Optional[float] = ..., outstanding_tokens: _Optional[int] = ..., is_unnamed: bool = ..., others_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
     __slots__ = ("prefill_rank", "decode_rank", "lane", "latency_s", "bandwidth_bytes_per_s", "peer_incarnation")
