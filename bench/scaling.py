@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.simulation.outcome import Outcome, simulate
-from bench.simulation.settings import ClusterSettings
+from bench.simulation.settings import ClusterSettings, Placement
 from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment
 from kvferry.bench_serve.options import LoadOptions, shape_of
@@ -349,6 +349,7 @@ def predict(times: StageTimes, topology: tuple[int, int], rate: float, duration_
         decode_pool_tokens=32_768,
         ring_bytes=64 << 20,
         chunk_tokens=CHUNK_TOKENS,
+        placement=Placement.TOLD,  # as the nodes that it is compared with
     )
     return simulate(times, settings, same_requests(shape(), rate, duration_s))
 

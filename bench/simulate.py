@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         ("prefill-running", 64), ("decode-running", 128), ("prefill-pool-tokens", 800_000), ("decode-pool-tokens", 800_000),
     ):  # fmt: skip
         add(f"--{name}", type=int, default=default, help=f"as the nodes' setting; default {default}")
-    add("--placement", choices=[str(one) for one in Placement], default="turns", help="among prefill nodes")
+    add("--placement", choices=[str(one) for one in Placement], default="order", help="told is what nodes do, and slower")
     add("--json", type=Path, metavar="FILE", help="write settings, stage times and outcome there")
     return made
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import scaling
 from bench import simulate as command
 from bench.scaling import CHUNK_TOKENS, compare, fit
 from bench.simulation.clock import Clock, SharedCpu
@@ -383,6 +385,21 @@ def test_fitting_finds_the_stage_times_that_made_the_samples() -> None:
     assert times.gather_seconds(CHUNK_TOKENS * 4096) == pytest.approx(0.001)
     assert times.other_token_s == pytest.approx(0.0, abs=1e-4)
     assert found.request_cpu_s(512, 1) == pytest.approx(samples[9]["cpu_s"], rel=0.02)
+
+
+def test_what_is_compared_with_a_cluster_places_requests_as_nodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns, and knowing everything at every moment, are there to compare it with."""
+    given: list[ClusterSettings] = []
+
+    def noted(times: StageTimes, simulated: ClusterSettings, planned: Sequence[Planned]) -> Outcome:
+        given.append(simulated)
+        return simulate(times, simulated, planned[:20])
+
+    monkeypatch.setattr(scaling, "simulate", noted)
+    scaling.predict(TIMES, (2, 2), 4.0, 5.0)
+    (one,) = given
+    assert one.placement is Placement.TOLD
+    assert command.parser().get_default("placement") == Placement.ORDER, "what docs/scaling.md has, the nearest that is quick"
 
 
 def test_the_error_is_a_part_of_what_was_measured() -> None:
