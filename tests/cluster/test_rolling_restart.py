@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from transformers import AutoTokenizer
 
+from kvferry.cluster_spec import ROLES, Role
+from kvferry.demo_model import TRAINING_TEXT
 from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from kvferry.node_client import NodeClient
 from kvferry.router.serve import open_router
@@ -33,8 +35,13 @@ pytestmark = pytest.mark.timeout(300)
 
 NUM_REQUESTS = 200
 RATE_PER_S = 6.0
+MOST_IN_FLIGHT = 8  # a machine that has better things to do gets no pile of requests that outlasts a drain
 NEW_TOKENS = 8
 PROMPTS = [prompt(length, variant) for variant, length in enumerate((10, 40, 150, 300))]
+WORDS = TRAINING_TEXT.split()
+TEXTS = [" ".join(WORDS[first : first + number]) for first, number in ((0, 10), (100, 100))]
+LONG_TEXT = " ".join((WORDS * 4)[:1500])  # two seconds of a core: it comes where a node is ended, not all the time
+LONG_TEXT_TOKENS = 2000
 COMMAND_S = 60.0
 
 
@@ -48,64 +55,103 @@ def cluster(model: Path, start: Start) -> Iterator[LocalCluster]:
         yield cluster
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt, as token ids or as text, with what a right answer says."""
+
+    prompt: list[int] | str
+    num_tokens: int
+    expected: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Requests that come at random, whatever becomes of those before them.
+    """Requests that come at random, and while few are in flight whatever becomes of those before them. Every fourth one is text.
 
     Args:
         url: A router's.
-        expected: The text that each of `PROMPTS` goes on with.
+        ids, texts: What is asked, in turn.
         wrong: What was no right answer.
     """
 
     url: str
-    expected: list[str]
+    ids: list[Question]
+    texts: list[Question]
     wrong: list[str] = field(default_factory=list)
     num_sent: int = 0
     num_right: int = 0
+    _session: aiohttp.ClientSession | None = None
+    _group: asyncio.TaskGroup | None = None
 
     async def run(self, is_enough: asyncio.Event) -> None:
         """Until there have been `NUM_REQUESTS`, and `is_enough`, and all are answered."""
         gaps = random.Random(8)
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        async with aiohttp.ClientSession() as self._session, asyncio.TaskGroup() as self._group:
             while self.num_sent < NUM_REQUESTS or not is_enough.is_set():
-                group.create_task(self._ask(session, self.num_sent % len(PROMPTS)))
-                self.num_sent += 1
+                turn, which = divmod(self.num_sent, 4)
+                if self.num_sent - self.num_right - len(self.wrong) < MOST_IN_FLIGHT:
+                    self.send(self.ids[(turn + which) % len(self.ids)] if which else self.texts[turn % len(self.texts)])
                 await asyncio.sleep(gaps.expovariate(RATE_PER_S))
 
-    async def _ask(self, session: aiohttp.ClientSession, which: int) -> None:
-        body = {"prompt": list(PROMPTS[which]), "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    def send(self, question: Question) -> None:
+        """One more, now."""
+        assert self._group is not None
+        self._group.create_task(self._ask(question))
+        self.num_sent += 1
+
+    async def _ask(self, question: Question) -> None:
+        assert self._session is not None
+        body = {"prompt": question.prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        what = f"{'text' if isinstance(question.prompt, str) else 'ids'} of {question.num_tokens} tokens"
         try:
-            async with session.post(f"{self.url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(60)) as answer:
-                text = await answer.text()
+            async with self._session.post(f"{self.url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(60)) as answer:
+                said = await answer.text()
                 if answer.status != 200:
-                    self.wrong.append(f"{answer.status}: {text}")
-                elif (found := json.loads(text)["choices"][0]["text"]) != self.expected[which]:
-                    self.wrong.append(f"prompt {which}: {found!r} instead of {self.expected[which]!r}")
+                    self.wrong.append(f"{what}: {answer.status}: {said}")
+                    return
+                found = json.loads(said)
+                told = (found["choices"][0]["text"], found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"])
+                if told != (question.expected, question.num_tokens, NEW_TOKENS):
+                    self.wrong.append(f"{what}: {told} instead of {question.expected!r}")
                 else:
                     self.num_right += 1
         except (aiohttp.ClientError, TimeoutError) as error:
-            self.wrong.append(f"{type(error).__name__}: {error}")
+            self.wrong.append(f"{what}: {type(error).__name__}: {error}")
+
+
+def questions(model: Path, reference: Reference, prompts: Iterable[list[int] | str]) -> list[Question]:
+    """With the answers of one process, whose tokenizer is transformers' and no node's."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)  # type: ignore[no-untyped-call]
+
+    def question(prompt: list[int] | str) -> Question:
+        ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        expected = tokenizer.decode(reference.tokens(ids, NEW_TOKENS), skip_special_tokens=True)
+        return Question(prompt=prompt, num_tokens=len(ids), expected=expected)
+
+    assert tokenizer(TEXTS[0]).input_ids[0] == tokenizer.bos_token_id, "texts begin with a token of no text"
+    return [question(prompt) for prompt in prompts]
 
 
 async def test_every_node_is_restarted_under_load_and_no_request_fails(
     cluster: LocalCluster, model: Path, reference: Reference
 ) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)  # type: ignore[no-untyped-call]
-    expected = [tokenizer.decode(reference.tokens(ids, NEW_TOKENS), skip_special_tokens=True) for ids in PROMPTS]
+    ids, texts = questions(model, reference, map(list, PROMPTS)), questions(model, reference, TEXTS)
+    (long_text,) = questions(model, reference, [LONG_TEXT])
+    assert long_text.num_tokens >= LONG_TEXT_TOKENS
     addresses = tuple(node.address for node in cluster.decode_nodes)
     settings = RouterSettings(prefill=(), decode=addresses, are_nodes=True, port=0, health_interval_s=0.2)
     async with open_router(settings, PlainText()) as router:
         await until(lambda: router.backend.readiness().is_ready, "the router is ready")
-        load, all_restarted = Load(url=f"http://{router.address}", expected=expected), asyncio.Event()
+        load, all_restarted = Load(url=f"http://{router.address}", ids=ids, texts=texts), asyncio.Event()
         loading = asyncio.create_task(load.run(all_restarted))
         try:
+            await until(lambda: load.num_right > 0, "it is under load")
             lives = {node.name: node.incarnation for node in cluster.nodes}
-            for role in ("prefill", "decode"):
-                for index in range(2):
-                    await restart(cluster, role, index)
+            # Both tiers at once, neither of which waits for the other: nothing but `/readyz` says when the next one may go.
+            await asyncio.gather(*(roll_out(cluster, role, load, long_text) for role in ROLES))
             all_restarted.set()
             await loading
+            await cluster.wait_joined()
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
@@ -114,14 +160,27 @@ async def test_every_node_is_restarted_under_load_and_no_request_fails(
     await until_idle(*cluster.nodes)
 
 
-async def restart(cluster: LocalCluster, role: Any, index: int) -> None:
-    """As a service manager does it: SIGTERM, and again what was there; the next one not before this one is ready."""
+async def roll_out(cluster: LocalCluster, role: Role, load: Load, long_text: Question) -> None:
+    """One node of a tier after the other, each as soon as the one before is ready."""
+    for index in range(2):
+        if role == "decode":
+            load.send(long_text)
+            await asyncio.sleep(0.01)  # the router has it, a node perhaps not yet
+        await restart(cluster, role, index)
+
+
+async def restart(cluster: LocalCluster, role: Role, index: int) -> None:
+    """As a service manager does it: SIGTERM, and again what was there, until its `/readyz` says that it is ready."""
     node = (cluster.prefill_nodes if role == "prefill" else cluster.decode_nodes)[index]
     node.terminate()
     await until(lambda: node.exit_code is not None, f"{node.name} ended", within_s=60)
     assert node.exit_code == 0, node.log.tail()
-    cluster.launch(role, index)
-    await cluster.wait_joined()
+    again = cluster.launch(role, index)
+
+    async def is_ready() -> bool:
+        return (await again.readiness()).is_ready
+
+    await until(is_ready, f"{again.name} is ready", within_s=START_TIMEOUT_S)
 
 
 async def command(*words: str, target: ClusterNode) -> tuple[int, str, str]:
@@ -145,10 +204,10 @@ async def test_an_operator_drains_a_decode_node_and_thinks_better_of_it(cluster:
     async with Caller(node.address) as caller, NodeClient(node.address) as client:
         code, shown, _ = await command("requests", "--json", target=node)
         assert code == 0 and json.loads(shown) == {"requests": [], "total": 0}
-        answer, task = caller.begin(PROMPTS[1], 300, request_id="long")
+        answer, task = caller.begin(PROMPTS[1], 200, request_id="long")
         await until(lambda: len(answer.tokens) > 3, "some tokens")
         (one,) = (await client.list_requests()).requests
-        assert (one.request_id, one.stage, one.prompt_tokens, one.max_new_tokens) == ("long", "generating", 40, 300)
+        assert (one.request_id, one.stage, one.prompt_tokens, one.max_new_tokens) == ("long", "generating", 40, 200)
         assert one.generated_tokens > 3 and one.ranks_done == 1 and one.transfer_id.startswith("long.")
         assert one.peer in {other.address for other in cluster.prefill_nodes}
         assert await client.drain(budget_s=0.3) == 1
@@ -199,10 +258,12 @@ async def test_a_prefill_node_that_was_drained_is_used_again_by_those_that_had_j
 
 
 async def test_what_is_not_there_is_said(cluster: LocalCluster) -> None:
-    code, _, complaint = await command("abort", "nobody", target=cluster.decode)
-    assert code == 1 and "has no request nobody in flight" in complaint
-    code, _, complaint = await command("log-level", "loud", target=cluster.prefill)
-    assert code == 2 and "level is 'loud'; it must be one of debug, info, warning, error" in complaint
+    aborting = command("abort", "nobody", target=cluster.decode)
+    (code, _, nobody), (code_of_level, _, loud) = await asyncio.gather(
+        aborting, command("log-level", "loud", target=cluster.prefill)
+    )
+    assert code == 1 and "has no request nobody in flight" in nobody
+    assert code_of_level == 2 and "level is 'loud'; it must be one of debug, info, warning, error" in loud
 
 
 async def test_the_log_level_of_a_node_and_its_ranks_is_changed(cluster: LocalCluster) -> None:
