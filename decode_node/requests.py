@@ -276,7 +276,10 @@ class DecodeRequests:
 
     def _refuse(self, a_try: Try) -> None:
         """No prefill node that could take it was joined in time, or none can be any more."""
-        self._fail(a_try.request, a_try.after or PeerUnreachable(self._peers.why_none()))
+        if a_try.after is None:  # turned away, as one that may not wait
+            self._fail(a_try.request, PeerUnreachable(self._peers.why_none()), outcome="refused")
+        else:
+            self._fail(a_try.request, a_try.after)
 
     def _stop_waiting(self, a_try: Try) -> None:
         """For a prefill node; no-op where it does not."""
@@ -626,22 +629,22 @@ class DecodeRequests:
         if a_try.prompt is not None:
             self._tiers.damaged(a_try.prompt)
 
-    def _fail(self, request: Request, error: TransferError) -> None:
+    def _fail(self, request: Request, error: TransferError, *, outcome: str = "") -> None:
         """Tell the caller, and give up the try that is under way."""
         if request.is_over:
             return
         self._judge(request.current, verdict_of(error), str(error))
-        self._end(request, error)
+        self._end(request, error, outcome=outcome)
         self._give_up(request.current, error)
 
     def _answer_reserve(self, a_try: Try, reason: str) -> None:
         if a_try.expected is not None and not a_try.expected.done():
             a_try.expected.set_result(reason or "the request is over")
 
-    def _end(self, request: Request, error: TransferError) -> None:
+    def _end(self, request: Request, error: TransferError, *, outcome: str = "") -> None:
         request.is_told = True
         request.progress.put_nowait(error)
-        self._observer.on_outcome(outcome_of(error))
+        self._observer.on_outcome(outcome or outcome_of(error))
         self._observer.on_given_up(error)
         if request.span is not None:
             self._record_given_up(request.current, error)

@@ -96,7 +96,7 @@ async def test_the_wait_ends_with_the_reason_that_there_is_then() -> None:
     await until(lambda: world.outcomes)
     error = outcome(request)
     assert type(error) is PeerUnreachable and str(error) == NOBODY
-    assert world.outcomes == ["failed"] and not world.peer.calls
+    assert world.outcomes == ["refused"] and not world.peer.calls
     world.assert_nothing_is_left()
 
 
