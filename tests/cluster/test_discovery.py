@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(240)
 PREFIX = "clusters/demo/"
 LEASE_S = 2
 GRACE_S = 1.0
-LONG = 1500
+LONG = 800  # half a second of a core
 
 
 async def states(decode: ClusterNode) -> dict[str, str]:
