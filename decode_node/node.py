@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict
@@ -58,6 +59,9 @@ log = structlog.get_logger(__name__)
 
 CLIENT_WENT_AWAY: Final = "the client went away"
 
+READ_S: Final = 10.0
+"""How long a drain waits for a client that does not take the end of its answer. One that does not read for longer may never."""
+
 
 class _Life:
     """What exists only while the ranks live."""
@@ -88,7 +92,7 @@ class _Life:
             on_lost=self._on_peer_lost,
             on_breaker_opened=node.metrics.breaker_opened,
             on_fault=node.metrics.join_broke,
-            on_change=lambda: self.requests.place_waiting(),
+            on_change=lambda: self.requests.peers_changed(),
             grace_s=config.discovery.grace_s,
             view=(lambda: node.discovery.view) if config.finds_prefill_nodes else None,
             prefix_tokens=config.prefix_tokens,
@@ -160,7 +164,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         super().__init__(daemon, config, entry=run_decode_rank, codec=CODEC, on_rank_message=self._on_rank_message)
         self.discovery = open_discovery(config, self.security)  # of the node: every life of its ranks uses what it has found
         self.text = TextCodec(config.model)
-        self._in_flight: set[str] = set()  # request ids of clients
+        self._in_flight: dict[str, Request] = {}  # by the ids of clients, whose calls have not ended
         self._num_coming = 0  # calls that have been let in, and are not in the queue yet
         self._tokenising: set[asyncio.Future[tuple[int, ...]]] = set()
 
@@ -218,8 +222,10 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
 
     @property
     def num_in_flight(self) -> int:
-        """Also those whose text is being tokenised, and those whose client has not taken all its tokens: a drain waits."""
-        return max(self._num_coming + super().num_in_flight, len(self._in_flight))
+        """Also those whose text is being tokenised, and for `READ_S` those whose client has not taken all its tokens."""
+        oldest_s = time.monotonic() - READ_S
+        num_unread = sum(not request.is_told or request.told_s > oldest_s for request in self._in_flight.values())
+        return max(self._num_coming + super().num_in_flight, num_unread)
 
     # Ranks
 
@@ -312,7 +318,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
                     case TransferError() as failure:
                         await end_with(context, failure)
         finally:
-            self._in_flight.discard(request_id)
+            self._in_flight.pop(request_id, None)
             life.requests.give_up(accepted, TransferAborted(CLIENT_WENT_AWAY))
             if span is not None:
                 span.end()  # unless what failed it has ended it
@@ -357,7 +363,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             span=span,
             may_wait=not self._draining.is_on,
         )
-        self._in_flight.add(request_id)
+        self._in_flight[request_id] = accepted
         return accepted, request_id
 
     async def _tokenise(self, text: str, *, max_tokens: int) -> tuple[int, ...]:

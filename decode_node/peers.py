@@ -442,6 +442,8 @@ class PrefillPeers:
         Args:
             tried: Those are left out, because they were lost with the request.
         """
+        if self._view is not None and self._view().waiting:
+            return True  # named, and asked whether it serves: soon one of these
         return any(peer.state not in ("joined", "alias") and not peer.unfit.is_set() and peer not in tried for peer in self.peers)
 
     def sent(self, peer: PrefillPeer, token_ids: tuple[int, ...], cache_salt: str) -> None:

@@ -80,6 +80,7 @@ class Request:
     last_token_s: float = 0.0
     finish_reason: str = ""  # empty until the last token
     is_told: bool = False  # `Done` or an error is in `progress`
+    told_s: float = 0.0  # when, by the monotonic clock
     span: Span | None = None  # of its whole life, where it is traced
 
     @property

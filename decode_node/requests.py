@@ -11,6 +11,7 @@ import asyncio
 import time
 from bisect import insort
 from collections.abc import Callable
+from typing import Final
 
 import structlog
 
@@ -50,6 +51,12 @@ from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import Span
 
 log = structlog.get_logger(__name__)
+
+PLACE_AFTER_S: Final = 0.1
+"""From the first change of prefill nodes until requests that wait for one are placed: several often come within milliseconds."""
+
+PLACED_AT_ONCE: Final = 32
+"""Requests that waited, of one such moment: the first node that comes is not to have all, if others are on their way."""
 
 
 class DecodeRequests:
@@ -109,6 +116,7 @@ class DecodeRequests:
         tiers.listen(on_loaded=self._on_loaded, on_room=self._send_step)
         self._tries: dict[str, Try] = {}  # under way, or given up while a rank still holds its pages
         self._unsent: list[Try] = []  # of those the ones that wait for a prefill node to be joined, the oldest request's first
+        self._placing: asyncio.TimerHandle | None = None
         self._running: dict[str, Try] = {}
         self._step: RunStep | None = None
         self._num_steps = 0
@@ -146,6 +154,8 @@ class DecodeRequests:
             self._stop_waiting(a_try)
             self._judge(a_try, Verdict.NOTHING, str(error))
             self._answer_reserve(a_try, str(error))
+        if self._placing is not None:
+            self._placing.cancel()
         self._tries.clear()
         self._running.clear()
         self._step = None
@@ -203,10 +213,24 @@ class DecodeRequests:
         self._begin(request, peer, None)
         return request
 
+    def peers_changed(self) -> None:
+        """Prefill nodes have come or gone. What waits for one is placed a moment later: nodes that come together share it."""
+        if self._unsent and self._placing is None:
+            self._placing = asyncio.get_running_loop().call_later(PLACE_AFTER_S, self.place_waiting)
+
     def place_waiting(self) -> None:
-        """Prefill nodes have come or gone: send what waits for one, the oldest request first, each where it is best by then."""
+        """Send what waits for a prefill node, the oldest request first, each where it is best by then; `PLACED_AT_ONCE`, and the
+        rest a moment later."""
+        if self._placing is not None:
+            self._placing.cancel()
+            self._placing = None
+        num_placed = 0
         for a_try in list(self._unsent):
+            if num_placed == PLACED_AT_ONCE:
+                self.peers_changed()
+                return
             peer = self._pick(a_try.request)
+            num_placed += peer is not None
             if peer is not None:
                 self._send(a_try, peer)
             elif not self._may_come(a_try.request):
@@ -585,7 +609,7 @@ class DecodeRequests:
     def _say_done(self, request: Request) -> None:
         if request.is_told:
             return
-        request.is_told = True
+        request.is_told, request.told_s = True, time.monotonic()
         a_try = request.current
         request.progress.put_nowait(
             Done(
@@ -642,7 +666,7 @@ class DecodeRequests:
             a_try.expected.set_result(reason or "the request is over")
 
     def _end(self, request: Request, error: TransferError, *, outcome: str = "") -> None:
-        request.is_told = True
+        request.is_told, request.told_s = True, time.monotonic()
         request.progress.put_nowait(error)
         self._observer.on_outcome(outcome or outcome_of(error))
         self._observer.on_given_up(error)

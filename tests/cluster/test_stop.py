@@ -26,7 +26,8 @@ DRAINED, CUT_OFF = 0, 5
 @pytest.fixture(scope="module")
 def cluster(model: Path, start: Start) -> Iterator[LocalCluster]:
     tier = TierSpec(model=model, pool_tokens=POOL_TOKENS)
-    with start(ClusterSpec(prefill=tier, decode=tier, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)) as cluster:
+    decode = replace(tier, settings={"limits.join_timeout_s": 0})  # without a prefill node requests are refused at once
+    with start(ClusterSpec(prefill=tier, decode=decode, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)) as cluster:
         yield cluster
 
 

@@ -114,6 +114,7 @@ class Peers(PrefillPeers):
         self.num_openings = 0
         self._on_breaker_opened = self._count
         self._own = instance(DECODE_LIFE)
+        self._view = None
         self._prefixes = None
         self._prefix_tokens = 0
 

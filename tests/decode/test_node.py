@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -80,7 +81,7 @@ async def test_a_drain_waits_for_a_text_that_is_being_tokenised(
 
         def submit(self, request_id: str, token_ids: tuple[int, ...], *rest: Any, **more: Any) -> Any:
             self.num_queued = 1
-            return SimpleNamespace(token_ids=token_ids, progress=asyncio.Queue())
+            return SimpleNamespace(token_ids=token_ids, progress=asyncio.Queue(), is_told=False)
 
         def give_up(self, *_: Any) -> None:
             self.num_queued = 0
@@ -114,12 +115,13 @@ async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
 ) -> None:
     """The request is over for the node, and its last tokens wait for a connection that is slow."""
     progress: asyncio.Queue[Any] = asyncio.Queue()
+    accepted = SimpleNamespace(token_ids=(5, 6), progress=progress, is_told=False, told_s=0.0)
 
     class Requests:
         num_queued = num_running = 0
 
         def submit(self, request_id: str, token_ids: tuple[int, ...], *rest: Any, **more: Any) -> Any:
-            return SimpleNamespace(token_ids=token_ids, progress=progress)
+            return accepted
 
         def give_up(self, *_: Any) -> None:
             pass
@@ -136,10 +138,14 @@ async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
     progress.put_nowait(
         Done(finish_reason="length", stats=pb.TransferStats(), ttft_s=0.1, prefill_node="p:1", retries=0, cached_tokens=0)
     )
+    accepted.is_told, accepted.told_s = True, time.monotonic()
     draining = asyncio.ensure_future(node.drain())
     assert (await anext(events)).tokens.token_ids == [7]
     await asyncio.sleep(0.1)
     assert node.num_in_flight == 1 and not draining.done()
+    accepted.told_s -= node_module.READ_S
+    assert node.num_in_flight == 0, "who has not read for so long may never"
+    accepted.told_s += node_module.READ_S
     assert (await anext(events)).done.finish_reason == "length"
     assert [event async for event in events] == []
     async with asyncio.timeout(10):

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -149,6 +150,14 @@ async def test_a_node_that_is_named_is_joined_and_one_that_is_not_named_is_left_
         await until(lambda: one.states() == {second: "joined"})
         assert one.lost == [(first, 11, "it is named no longer")], "its ranks hear that they need it no more"
         await until(lambda: nodes[0].lost == ["the decode leader has left"])
+
+
+async def test_one_that_is_named_and_not_asked_yet_may_come() -> None:
+    """A request waits for it, also where the last one that was there is gone."""
+    async with tier() as decode:
+        assert not decode.peers.may_come()
+        decode.view = replace(decode.view, waiting={"10.0.0.1:7100": "it is asked whether it serves"})
+        assert decode.peers.may_come()
 
 
 async def test_one_that_is_named_again_in_time_was_never_away(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from decode_node import requests as requests_module
 from decode_node.request_state import Done
 from tests.decode.leader_world import OTHER_LIFE, World, take, turns
 from tests.decode.test_retry import LOST, cancelled, finish, give_room, outcome, receiving, release_all, waiting
@@ -264,3 +265,28 @@ async def test_who_came_first_is_sent_first_also_on_another_try() -> None:
     await turns()
     assert list(world.other.calls) == ["old.2", "new"]
     await world.close()
+
+
+async def test_nodes_that_come_together_share_what_waited(world: World) -> None:
+    """The first of two that are joined within milliseconds is not to have all of it."""
+    for name in "abcd":
+        await waiting(world, name)
+    for peer, life in ((world.peer, 30), (world.other, 31)):
+        peer.state, peer.instance = "joined", instance(life)
+        world.leader.peers_changed()
+    assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0, "a moment later"
+    await until(lambda: not world.leader._unsent)
+    assert world.peer.outstanding_tokens == world.other.outstanding_tokens > 0
+
+
+async def test_the_first_node_is_given_so_many_at_once_and_more_a_moment_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests_module, "PLACED_AT_ONCE", 2)
+    for name in "abc":
+        await waiting(world, name)
+    world.join(world.peer, 30)
+    assert len(world.leader._unsent) == 1
+    world.peer.state, world.other.state, world.other.instance = "draining", "joined", instance(31)
+    await until(lambda: not world.leader._unsent)
+    assert world.other.outstanding_tokens > 0
