@@ -66,8 +66,8 @@ def test_pool_to_pool_and_what_the_table_reads_of_it(tmp_path: Path) -> None:
     "cut",
     [
         ("--prefill-tp", "4", "--decode-tp", "2", "--decode-order", "HND"),
-        ("--prefill-page-size", "64", "--decode-page-size", "1", "--layers-per-group", "8"),
-        ("--asks-late",),
+        pytest.param(("--prefill-page-size", "64", "--decode-page-size", "1", "--layers-per-group", "8"), marks=pytest.mark.slow),
+        pytest.param(("--asks-late",), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -201,6 +201,7 @@ def test_the_table_of_offload(tmp_path: Path) -> None:
     assert record["reports"].keys() == {"offload_copies"}
 
 
+@pytest.mark.slow
 def test_decode_over_device_and_host_memory(tmp_path: Path) -> None:
     record = bench("bench.tiered_decode", tmp_path / "record.json", "--device", "cpu")
     check_rows(record)

@@ -21,6 +21,7 @@ STAGING = "sglang/srt/disaggregation/common/staging_buffer.py"
 POINTERS = "sglang/kernels/ops/memory/ptr_table.py"
 
 
+@pytest.mark.slow
 def test_parts_run_without_a_gpu_and_one_that_fails_costs_only_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

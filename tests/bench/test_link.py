@@ -33,6 +33,7 @@ def test_plan_has_every_size_up_to_the_largest() -> None:
     assert all(step.repetitions >= 7 for step in plan)
 
 
+@pytest.mark.slow
 def test_ucx_is_held_against_its_plain_use() -> None:
     report, is_failed = link.measure(small_run("copy", "ucx plain", "ucx/shm"), num_passes=2)
     assert not is_failed

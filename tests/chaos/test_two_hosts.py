@@ -98,7 +98,7 @@ async def is_ready(tiers: Tiers) -> bool:
     "how",
     [
         "both ways",
-        "towards prefill",
+        pytest.param("towards prefill", marks=pytest.mark.slow),
         pytest.param("towards decode", marks=pytest.mark.slow),
         pytest.param("refused", marks=pytest.mark.slow),
         pytest.param("unplugged", marks=pytest.mark.slow),

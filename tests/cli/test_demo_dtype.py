@@ -85,6 +85,7 @@ async def test_engine_and_reference_agree_in_float32_token_for_token(bfloat16_di
     ]
 
 
+@pytest.mark.slow
 async def test_the_reference_computes_in_the_models_own_dtype_when_asked(bfloat16_dir: Path) -> None:
     with ReferenceRun(bfloat16_dir, PROMPTS, NUM_TOKENS, child_environment(), dtype="bfloat16") as run:
         narrow = await run.results()
