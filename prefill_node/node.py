@@ -169,7 +169,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         joins = [join for join in life.joins if join.is_joined] if life is not None else []
         self.metrics.largest_piece(max(map(largest_piece_bytes, joins), default=0))
         if self.registration is not None:
-            self._show_discovery(self.registration.view, interval_s=self.registration.beat_s)
+            self._show_discovery(self.registration.view, interval_s=self.registration.interval_s)
         return self._render_metrics({"joined": len(joins)})
 
     async def close(self) -> None:

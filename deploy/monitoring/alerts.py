@@ -51,12 +51,13 @@ NODES: Final = Group(
         Alert(
             name="KvferryNodeKeepsStarting",
             severity=CRITICAL,
-            expr="changes(kvferry_start_time_seconds[30m]) >= 3",
+            # An hour: a slow load and a supervisor that backs off leave two starts in half of one.
+            expr="changes(kvferry_start_time_seconds[1h]) >= 3",
             lasts="0m",
             summary="{{ $labels.role }} node {{ $labels.instance }} ends and is started again and again.",
             description=(
-                "The process of the {{ $labels.role }} node {{ $labels.instance }} was started anew {{ $value }} times in 30 "
-                "minutes. It serves nobody while it starts, and what it had is lost each time."
+                "The process of the {{ $labels.role }} node {{ $labels.instance }} was started anew {{ $value }} times in an "
+                "hour. It serves nobody while it starts, and what it had is lost each time."
             ),
         ),
         Alert(

@@ -85,10 +85,11 @@ def _peers(starting: str = "0x30", **states: str) -> dict[str, str]:
     return series | {f'kvferry_node_state{{{DECODE}, state="starting"}}': starting}
 
 
-def _discovery(age: str, *, interval_s: int = 5) -> dict[str, str]:
+def _discovery(age: str, *, interval_s: int | str = 5, node: str = DECODE) -> dict[str, str]:
+    """Interval: one for all the time, or its values."""
     return {
-        f"kvferry_discovery_age_seconds{{{DECODE}}}": age,
-        f"kvferry_discovery_interval_seconds{{{DECODE}}}": f"{interval_s}x400",
+        f"kvferry_discovery_age_seconds{{{node}}}": age,
+        f"kvferry_discovery_interval_seconds{{{node}}}": interval_s if isinstance(interval_s, str) else f"{interval_s}x400",
     }
 
 
@@ -168,6 +169,19 @@ CASES: Final = (
         series={f"kvferry_start_time_seconds{{{DECODE}}}": "0 _ 120 _ 240 _ 360 _ 480 _ 600 _ 720"},
         at="7m",
         fires=(Fires(labels=OF_DECODE, value="3"),),
+    ),
+    Case(
+        alert="KvferryNodeKeepsStarting",
+        what="a node loads for ten minutes, ends, and is away for five: two starts in half an hour, each time",
+        series={f"kvferry_start_time_seconds{{{DECODE}}}": "0x9 _x4 900x9 _x4 1800x9 _x4 2700x9"},
+        at="50m",
+        fires=(Fires(labels=OF_DECODE, value="3"),),
+    ),
+    Case(
+        alert="KvferryNodeKeepsStarting",
+        what="three starts in two hours",
+        series={f"kvferry_start_time_seconds{{{DECODE}}}": "0x19 2400x39 4800x39 7200x39"},
+        at="125m",
     ),
     Case(
         alert="KvferryNodeKeepsStarting",
@@ -294,6 +308,26 @@ CASES: Final = (
     ),
     Case(
         alert="KvferryDiscoveryFails", what="a list that is looked at once", series=_discovery("0+60x30", interval_s=0), at="20m"
+    ),
+    Case(
+        alert="KvferryDiscoveryFails",
+        what="a prefill node loads for 20 minutes, registers, is drained for 20, and registers again",
+        series=_discovery("0x20 1x10 0x20 1x10", interval_s="0x20 3x10 0x20 3x10", node=PREFILL),
+        at="60m",
+    ),
+    Case(
+        alert="KvferryDiscoveryFails",
+        what="a prefill node has loaded, and never reaches etcd",
+        series=_discovery("0x10 -1x20", interval_s="0x10 3x20", node=PREFILL),
+        at="20m",
+        fires=(Fires(labels=OF_PREFILL, value="-1s"),),
+    ),
+    Case(
+        alert="KvferryDiscoveryFails",
+        what="a prefill node is drained while etcd is away, and cannot take its entry back",
+        series=_discovery("1x5 0+60x20", interval_s=3, node=PREFILL),
+        at="20m",
+        fires=(Fires(labels=OF_PREFILL, value="14m 0s"),),
     ),
     Case(
         alert="KvferryJoinFaults",

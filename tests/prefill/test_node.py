@@ -179,4 +179,16 @@ async def test_a_node_that_registers_itself_shows_how_often_it_beats(tmp_path: P
     daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
     etcd = {"kind": "etcd", "etcd_endpoints": ["http://127.0.0.1:1"], "lease_s": 9}
     node = PrefillNode(daemon, prefill_config(tmp_path, discovery=etcd))
-    assert 'kvferry_discovery_interval_seconds{role="prefill"} 3.0\n' in node.render_metrics().decode()
+    assert shown_of_discovery(node) == (0.0, 0.0), "it loads: nobody is to find it"
+    assert node.registration is not None
+    node.registration.want(True)
+    assert shown_of_discovery(node) == (3.0, -1.0)
+    node.registration.want(False)
+    assert shown_of_discovery(node) == (0.0, 0.0), "drained before it was registered"
+
+
+def shown_of_discovery(node: PrefillNode) -> tuple[float, float]:
+    """Seconds between two beats, and since the last one, as the node's metrics have them."""
+    lines = dict(line.rsplit(" ", 1) for line in node.render_metrics().decode().splitlines() if not line.startswith("#"))
+    interval, age = (lines[f'kvferry_discovery_{name}_seconds{{role="prefill"}}'] for name in ("interval", "age"))
+    return float(interval), float(age)

@@ -85,8 +85,10 @@ async def test_nodes_are_seen_as_they_come_and_go(shared: EtcdServer, prefix: st
             await until(lambda: len(discovery.addresses) == 2, within_s=5)
             assert discovery.addresses == ("127.0.0.1:7001", "127.0.0.1:7002") and not discovery.view.problem
             assert first.view.addresses == ("127.0.0.1:7001",) and not first.view.problem
+            assert first.interval_s == pytest.approx(LEASE_S / 3) and (first.view.age_s or 0) > 0
             first.want(False)
             await until(lambda: discovery.addresses == ("127.0.0.1:7002",), within_s=5)
+            await until(lambda: first.interval_s == 0 and first.view.age_s == 0, within_s=5)  # nothing that could grow old
             first.want(True)
             await until(lambda: len(discovery.addresses) == 2, within_s=5)
             await asyncio.sleep(1.5 * LEASE_S)

@@ -118,13 +118,14 @@ NODE_STATE_METRICS: Final = (
     declare(
         "gauge",
         "discovery_age_seconds",
-        "Seconds since what discovery names was last known to hold; -1 while nothing was heard yet.",
+        "Seconds since what discovery names was last known to hold; -1: nothing was heard yet, 0: nothing can grow old.",
         advice="Above a few times discovery_interval_seconds: the file, DNS or etcd is away; what was known goes on to be used.",
     ),
     declare(
         "gauge",
         "discovery_interval_seconds",
-        "Seconds between two looks of discovery, or two beats of a registration; 0: a list that is not looked at again.",
+        "Seconds between two looks of discovery, or two beats of a registration; "
+        "0: a list that is not looked at again, or a node that is not to be found: it loads, or was drained.",
         advice="What discovery_age_seconds is to be compared with.",
     ),
     declare(
@@ -205,7 +206,7 @@ NODE_STATE_METRICS: Final = (
         "gauge",
         "start_time_seconds",
         "When the node's process started, in seconds since 1970; a restart of its ranks or a change of its role is none.",
-        advice="Alarm when it changes again and again: changes(kvferry_start_time_seconds[30m]).",
+        advice="Alarm when it changes again and again: changes(kvferry_start_time_seconds[1h]).",
     ),
     declare(
         "gauge",

@@ -54,19 +54,27 @@ class Registration:
         self._keeping: asyncio.Task[None] | None = None
 
     @property
-    def beat_s(self) -> float:
-        """Seconds between two beats of the lease."""
-        return self._beat_s
+    def interval_s(self) -> float:
+        """Seconds between two beats of the lease; 0 where there is nothing to beat for: not wanted, and nothing registered."""
+        return 0.0 if self._is_at_rest else self._beat_s
+
+    @property
+    def _is_at_rest(self) -> bool:
+        return self._lease is None and not self._wanted.is_set()
 
     @property
     def view(self) -> DiscoveryView:
-        """`addresses` has the node's own while it is registered, as far as it knows."""
+        """`addresses` has the node's own while it is registered, as far as it knows.
+
+        Its age is 0 while nothing is wanted: what is not registered cannot be out of date.
+        """
+        age_s = None if self._heard_s is None else self._clock() - self._heard_s
         return DiscoveryView(
             where=self._members.where,
             addresses=(self._address,) if self._lease is not None else (),
             waiting={},
             problem=self._problem,
-            age_s=None if self._heard_s is None else self._clock() - self._heard_s,
+            age_s=0.0 if self._is_at_rest else age_s,
             failures=self._failures,
             refused={},
         )
@@ -111,7 +119,8 @@ class Registration:
         while True:
             if self._lease is None:
                 if not self._wanted.is_set():
-                    self._problem = ""  # what was wrong keeps nobody from being found any more
+                    # What was wrong keeps nobody from being found any more; and the next registration is a new one.
+                    self._problem, self._heard_s = "", None
                 await self._wanted.wait()
             try:
                 async with self._members.connected() as client:
