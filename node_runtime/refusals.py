@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from node_runtime.reminders import Reminders
-from transfer.errors import TransferError
+from transfer.errors import ConfigError, TransferError
 from transfer.metrics import abort_reason
 from transfer.registry.guard import Refusal
 
@@ -22,4 +22,6 @@ def say_request_refused(error: TransferError, said: Reminders) -> None:
     """Log a request that was turned away with `error`, unless one was for the same kind of reason less than a minute ago."""
     kind = abort_reason(error)
     if said.is_due(("request", kind)):
-        log.warning("request_refused", kind=kind, reason=str(error))
+        # What is wrong with a request quotes it: nothing of a prompt is to be found in a log.
+        reason = "the request is wrong; its caller was told what of it" if isinstance(error, ConfigError) else str(error)
+        log.warning("request_refused", kind=kind, reason=reason)
