@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import threading
 import time
@@ -17,18 +19,19 @@ from tests.registry.test_tls import call
 from transfer.errors import PeerUnreachable
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry import connecting
-from transfer.registry.connecting import addresses_of, connected
+from transfer.registry.connecting import MAX_ADDRESSES, Lookups, addresses_of, connected
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText
 from transfer.registry.server import RegistryServer, serve
 
-NAME = "prefill-0.example"
+DOMAIN = ".example"
+NAME = f"prefill-0{DOMAIN}"
 STATUS = "/grpc.health.v1.Health/Check"
 ANYWHERE = PlainText(insecure=2)
 
 
 class NameServer:
-    """What this process's resolver says of `NAME`: addresses, an error, or nothing for as long as `hangs` is clear."""
+    """What this process's resolver says of names under `DOMAIN`: addresses, an error, or nothing while `goes_on` is clear."""
 
     def __init__(self, resolve: Callable[..., Any]) -> None:
         self._resolve = resolve
@@ -38,11 +41,11 @@ class NameServer:
         self.asked = 0
 
     def __call__(self, host: str | None, port: object, *args: Any, **kwargs: Any) -> Any:
-        if host != NAME:
+        if host is None or not host.endswith(DOMAIN):
             return self._resolve(host, port, *args, **kwargs)
         self.asked += 1
-        says = self.says
         self.goes_on.wait(20)
+        says = self.says
         if isinstance(says, OSError):
             raise says
         return [info for address in says for info in self._resolve(address, port, *args, **kwargs)]
@@ -52,6 +55,7 @@ class NameServer:
 def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
     server = NameServer(socket.getaddrinfo)
     monkeypatch.setattr(connecting.socket, "getaddrinfo", server)
+    monkeypatch.setattr(connecting, "_lookups", Lookups())  # without those that hang in another test
     yield server
     server.goes_on.set()
 
@@ -152,23 +156,164 @@ async def test_the_first_address_that_takes_connections_is_used(names: NameServe
         assert (await call(await peer.ready(), STATUS))[0] is grpc.StatusCode.OK
 
 
+@contextlib.contextmanager
+def black_hole(host: str, port: int) -> Iterator[None]:
+    """An address that drops whoever connects, as a firewall does, or a route that leads nowhere."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        full.bind((host, port))
+        full.listen(0)
+        for _ in range(4):  # more than its queue holds
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((host, port))
+        yield
+
+
+async def test_an_address_that_drops_connections_does_not_hide_the_others(names: NameServer) -> None:
+    names.says = ["127.0.0.2", "127.0.0.3", "127.0.0.1"]
+    async with node() as server, channel(server.port) as peer:
+        with black_hole("127.0.0.2", server.port), black_hole("127.0.0.3", server.port):
+            assert (await call(await peer.ready(timeout_s=5), STATUS))[0] is grpc.StatusCode.OK
+
+
+async def test_attempts_that_were_slower_are_ended(names: NameServer) -> None:
+    def sockets() -> set[str]:
+        found = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        return {one for one in found if one.startswith("socket:")}
+
+    names.says = ["127.0.0.2", "127.0.0.1"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with black_hole("127.0.0.2", port):
+            before = sockets()
+            with await connected(f"{NAME}:{port}") as made:
+                assert made.getpeername() == ("127.0.0.1", port)
+            await asyncio.sleep(0.05)
+            assert sockets() <= before
+            names.says = ["127.0.0.2"]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await connected(f"{NAME}:{port}")
+            await asyncio.sleep(0.05)
+            assert sockets() <= before
+
+
+async def test_an_address_that_is_silent_to_grpc_comes_last_the_next_time(names: NameServer) -> None:
+    """It takes a connection, so nothing else than gRPC's own failure tells; and gRPC knows of no other address."""
+    names.says = ["127.0.0.2", "127.0.0.3", "127.0.0.1"]
+    async with node() as server, channel(server.port) as peer:
+        with socket.create_server(("127.0.0.2", server.port)), socket.create_server(("127.0.0.3", server.port)):
+            deadline_s = time.monotonic() + 20
+            tries = []
+            while not tries or tries[-1] is not grpc.StatusCode.OK:
+                assert time.monotonic() < deadline_s, tries
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        tries.append((await call(await peer.ready(), STATUS))[0])
+            asked = names.asked
+            assert (await call(await peer.ready(), STATUS))[0] is grpc.StatusCode.OK and names.asked == asked
+
+
+async def test_of_many_addresses_some_of_both_families_are_tried(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    names.says = [*(f"2001:db8::{last:x}" for last in range(1, 40)), "192.0.2.1", "192.0.2.2"]
+    tried = []
+
+    async def refuse(address: str, port: int) -> socket.socket:
+        tried.append(address)
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(connecting, "_attempt", refuse)
+    with pytest.raises(ConnectionRefusedError):
+        await connected(f"{NAME}:7100")
+    assert tried[:5] == ["2001:db8::1", "192.0.2.1", "2001:db8::2", "192.0.2.2", "2001:db8::3"]
+    assert len(tried) == len(set(tried)) == MAX_ADDRESSES
+    tried.clear()
+    with pytest.raises(ConnectionRefusedError):
+        await connected(f"{NAME}:7100", last=["192.0.2.1", "2001:db8::1"])
+    assert tried[:3] == ["2001:db8::2", "192.0.2.2", "2001:db8::3"] and "192.0.2.1" not in tried
+    names.says = ["192.0.2.1", "192.0.2.2", "192.0.2.3"]
+    tried.clear()
+    with pytest.raises(ConnectionRefusedError):
+        await connected(f"{NAME}:7100", last=["192.0.2.2", "192.0.2.1"])
+    assert tried == ["192.0.2.3", "192.0.2.2", "192.0.2.1"]
+
+
 async def test_a_name_server_that_says_nothing_holds_up_nobody_else(names: NameServer) -> None:
-    """A thread for each lookup: as many as an executor has would be taken by the first few names."""
+    """As many threads as an executor has would be taken by the first few names."""
     names.goes_on.clear()
     async with node() as server:
-        peers = [PeerChannel(f"{NAME}:{server.port}", ANYWHERE) for _ in range(64)]
+        own = [f"prefill-{index}{DOMAIN}:{server.port}" for index in range(48)]
+        peers = [PeerChannel(address, ANYWHERE) for address in own]
         began_s = time.monotonic()
         tries = [asyncio.ensure_future(peer.ready(timeout_s=0.5)) for peer in peers]
         async with channel(server.port, "localhost") as other:
             assert (await call(await other.ready(), STATUS))[0] is grpc.StatusCode.OK
         ends = await asyncio.gather(*tries, return_exceptions=True)
         assert time.monotonic() - began_s < 10
-        assert {str(end) for end in ends} == {f"{NAME}:{server.port}: no answer within 0.5 s"}
-        names.goes_on.set()
+        assert [str(end) for end in ends] == [f"{address}: no answer within 0.5 s" for address in own]
         names.says = ["127.0.0.1"]
+        names.goes_on.set()
         assert (await call(await peers[0].ready(), STATUS))[0] is grpc.StatusCode.OK
         for peer in peers:
             await peer.close()
+
+
+async def test_whoever_asks_for_one_name_waits_for_one_lookup(names: NameServer) -> None:
+    """A resolver can hang for minutes, and every caller tries again after seconds."""
+    names.goes_on.clear()
+    tries = [asyncio.ensure_future(addresses_of(NAME)) for _ in range(8)]
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await addresses_of(NAME)
+    assert names.asked == 1
+    tries[0].cancel()
+    names.says = ["127.0.0.1"]
+    names.goes_on.set()
+    assert await asyncio.gather(*tries[1:]) == [("127.0.0.1",)] * 7
+    assert await addresses_of(NAME) == ("127.0.0.1",) and names.asked == 2, "an answer is nobody's who asks later"
+
+
+async def test_lookups_take_a_bounded_number_of_threads(names: NameServer) -> None:
+    names.goes_on.clear()
+    lookups = Lookups(max_threads=2)
+    tries = [asyncio.ensure_future(lookups.ask(f"prefill-{index}{DOMAIN}")) for index in range(6)]
+    await asyncio.sleep(0.1)
+    assert names.asked == 2
+    tries[5].cancel()
+    await asyncio.sleep(0)
+    names.says = ["127.0.0.1"]
+    names.goes_on.set()
+    assert await asyncio.gather(*tries[:5]) == [("127.0.0.1",)] * 5
+    assert names.asked == 5, "nobody waits for the last one any more"
+    assert await lookups.ask(f"prefill-5{DOMAIN}") == ("127.0.0.1",)
+
+
+async def test_no_thread_for_a_lookup_is_an_error_of_the_peer(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    names.says = ["127.0.0.1"]
+    async with node() as server, channel(server.port) as peer:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(PeerUnreachable, match=rf"^{NAME}:\d+: its name cannot be looked up: can't start new thread$"):
+                await peer.ready()
+        assert (await call(await peer.ready(), STATUS))[0] is grpc.StatusCode.OK
+
+
+async def test_the_time_for_a_channel_covers_other_callers_tries(names: NameServer) -> None:
+    names.goes_on.clear()
+    async with channel(7100) as peer:
+        began_s = time.monotonic()
+        ends = await asyncio.gather(*(peer.ready(timeout_s=0.5) for _ in range(20)), return_exceptions=True)
+        assert time.monotonic() - began_s < 5
+        assert {str(end) for end in ends} == {f"{NAME}:7100: no answer within 0.5 s"}
 
 
 @pytest.mark.parametrize("address", ["host", "host:", "host:0", "host:65536", "host:x", "unix:/tmp/x", "", "a\0b:1", ":1"])

@@ -8,81 +8,196 @@ import ipaddress
 import os
 import socket
 import threading
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import chain, zip_longest
+from typing import Any, Final
 
 from transfer.plain_text import host_of
+
+MAX_LOOKUPS: Final = 64
+"""Threads that look names up. One that hangs holds up nobody until all do; 256 names whose server is away take no more either."""
+
+MAX_ADDRESSES: Final = 16
+"""Addresses of a name that are tried for one connection: whoever owns the name can give it thousands."""
+
+STAGGER_S: Final = 0.25
+"""Until the next address is tried beside one that says nothing. Source: RFC 8305, section 5."""
+
+
+class Lookups:
+    """Asks the system for the addresses of names: for each name once at a time, whoever waits for it, and for all of them in so
+    many threads at most. Further names wait in line. May be used by several loops.
+
+    A resolver can hang for as long as its own limits let it. Nobody waits for that at the end of the process, as it would for an
+    executor's threads.
+
+    Args:
+        max_threads: At once; there are none while nothing is looked up.
+    """
+
+    def __init__(self, max_threads: int = MAX_LOOKUPS) -> None:
+        self._max_threads = max_threads
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._line: deque[str] = deque()  # names that no thread has taken yet
+        self._waiting: dict[str, list[asyncio.Future[tuple[str, ...]]]] = {}  # names in line and under way; also without any
+
+    async def ask(self, host: str) -> tuple[str, ...]:
+        """Every address of a name.
+
+        Raises:
+            OSError: There is none, or there can be no thread to look it up; and why.
+        """
+        answer: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if host in self._waiting:
+                self._waiting[host].append(answer)
+            else:
+                self._begin(host, answer)
+        try:
+            return await answer
+        finally:
+            self._forget(host, answer)
+
+    def _begin(self, host: str, answer: asyncio.Future[tuple[str, ...]]) -> None:
+        if self._num_threads < self._max_threads:
+            try:
+                threading.Thread(target=self._work, name="resolve", daemon=True).start()
+            except RuntimeError as error:  # the system's limit, or that of the container
+                if self._num_threads == 0:  # otherwise one of them will come to it
+                    raise OSError(0, f"its name cannot be looked up: {error}") from None
+            else:
+                self._num_threads += 1
+        self._waiting[host] = [answer]
+        self._line.append(host)
+
+    def _forget(self, host: str, answer: asyncio.Future[tuple[str, ...]]) -> None:
+        """Nobody waits here any more. A lookup that is under way stays, for whoever asks next; one in line is not made."""
+        with self._lock:
+            waiting = self._waiting.get(host, [])
+            if answer in waiting:
+                waiting.remove(answer)
+                if not waiting and host in self._line:
+                    self._line.remove(host)
+                    del self._waiting[host]
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._line:
+                    self._num_threads -= 1
+                    return
+                host = self._line.popleft()
+            found = _looked_up(host)
+            with self._lock:
+                waiting = self._waiting.pop(host)
+            for answer in waiting:
+                with contextlib.suppress(RuntimeError):  # its loop is closed
+                    answer.get_loop().call_soon_threadsafe(_settle, answer, found)
+
+
+def _looked_up(host: str) -> tuple[str, ...] | Exception:
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return tuple(dict.fromkeys(str(address[0]) for *_, address in infos))
+    except ValueError as error:  # a label that is too long, or empty; a zero byte
+        return OSError(0, f"its host is no name: {error}")
+    except Exception as error:  # whoever waits gets it, whatever it is: the thread goes on with other names
+        return error
+
+
+def _settle(answer: asyncio.Future[tuple[str, ...]], found: tuple[str, ...] | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(found, Exception):
+        answer.set_exception(found)
+    else:
+        answer.set_result(found)
+
+
+_lookups = Lookups()
 
 
 async def addresses_of(host: str) -> tuple[str, ...]:
     """Every address of a name, IPv4 and IPv6, in the order in which the system would try them; an address is its own.
 
-    A resolver can hang for as long as its own limits let it; nobody waits for that at the end of the process, nor does it hold
-    up other lookups, as the few threads of an executor would.
-
     Raises:
-        OSError: There is none, and why.
+        OSError: There is none, or it cannot be looked up; and why.
     """
-    if is_literal(host):
-        return (host,)
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[tuple[str, ...]] = loop.create_future()
-
-    def settle(found: tuple[str, ...] | OSError) -> None:
-        if answer.done():
-            return
-        if isinstance(found, OSError):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
-
-    def ask() -> None:
-        found: tuple[str, ...] | OSError
-        try:
-            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            found = tuple(dict.fromkeys(str(address[0]) for *_, address in infos))
-        except OSError as error:
-            found = error
-        except ValueError as error:  # a label that is too long, or empty; a zero byte
-            found = OSError(0, f"its host is no name: {error}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, found)
-
-    threading.Thread(target=ask, name="resolve", daemon=True).start()
-    return await answer
+    return (host,) if is_literal(host) else await _lookups.ask(host)
 
 
-async def connected(address: str) -> socket.socket:
+async def connected(address: str, *, last: Sequence[str] = ()) -> socket.socket:
     """A TCP connection to host:port, for the caller to close: to the first address of the host that takes one.
 
+    An address that says nothing does not hide the others: the next one is tried beside it after `STAGGER_S`, or at once when one
+    fails. Families take turns, as one of them can have no way out at all. Source: RFC 8305.
+
+    Args:
+        last: Addresses that are tried after all others, in this order.
+
     Raises:
-        OSError: It is no host:port, the host has no address, or none of them takes it.
+        OSError: It is no host:port, the host has no address, or none of them (of the first `MAX_ADDRESSES`) takes it.
     """
     port = address.rpartition(":")[2]
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65_535):
         raise OSError(0, "it must be host:port with a port from 1 to 65535")
-    loop = asyncio.get_running_loop()
+    order = _in_order(await addresses_of(host_of(address)), last)
+    return await _first_connected(order[:MAX_ADDRESSES], int(port))
+
+
+def _in_order(addresses: Collection[str], last: Sequence[str]) -> list[str]:
+    is_first_v6 = ":" in next(iter(addresses), "")
+    same = [address for address in addresses if (":" in address) == is_first_v6]
+    other = [address for address in addresses if (":" in address) != is_first_v6]
+    in_turns = [address for address in chain.from_iterable(zip_longest(same, other)) if address is not None]
+    return sorted(in_turns, key=lambda address: last.index(address) if address in last else -1)
+
+
+async def _first_connected(addresses: Collection[str], port: int) -> socket.socket:
+    left = deque(addresses)
+    attempts: set[asyncio.Task[socket.socket]] = set()
     refused = OSError(0, "its host has no address")
-    for found in await addresses_of(host_of(address)):
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            found, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        )[0]
-        try:
-            made = socket.socket(family, kind, protocol)
-        except OSError as error:  # a machine without IPv6
-            refused = error
-            continue
-        try:
-            made.setblocking(False)
-            await loop.sock_connect(made, target)
-        except OSError as error:
-            made.close()
-            refused = error
-        except BaseException:
-            made.close()
-            raise
-        else:
-            return made
-    raise refused
+    try:
+        while left or attempts:
+            if left:
+                attempts.add(asyncio.ensure_future(_attempt(left.popleft(), port)))
+            done, _ = await asyncio.wait(attempts, timeout=STAGGER_S if left else None, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in done:
+                try:
+                    made = attempt.result()
+                except OSError as error:
+                    refused = error
+                    attempts.discard(attempt)
+                else:
+                    attempts.discard(attempt)
+                    return made
+        raise refused
+    finally:
+        for attempt in attempts:
+            attempt.add_done_callback(_close_unused)
+            attempt.cancel()
+
+
+async def _attempt(address: str, port: int) -> socket.socket:
+    family, kind, protocol, _, target = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    )[0]
+    made = socket.socket(family, kind, protocol)  # an error on a machine without IPv6
+    try:
+        made.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(made, target)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _close_unused(attempt: asyncio.Task[socket.socket]) -> None:
+    """Another address was faster."""
+    if not attempt.cancelled() and attempt.exception() is None:
+        attempt.result().close()
 
 
 def is_literal(host: str) -> bool:

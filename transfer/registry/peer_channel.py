@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Final
 
 import grpc
 
 from transfer.errors import LocalProtocolError, PeerUnreachable
 from transfer.plain_text import host_of
-from transfer.registry.connecting import address_of, connected, is_literal, text_of
+from transfer.registry.connecting import MAX_ADDRESSES, address_of, connected, is_literal, text_of
 from transfer.registry.greeting import Greeted, greet
 from transfer.registry.options import CHANNEL_OPTIONS
 from transfer.registry.security import MutualTls, PlainText, Security
 
 CONNECT_TIMEOUT_S: Final = 10.0
 """For finding out who answers, and again for gRPC to connect there."""
+
+SILENT_S: Final = 2.0
+"""An address that took a connection from here, and in so long none of gRPC's, is tried after the others of its name."""
 
 RETIRE_S: Final = 60.0
 """Calls that are still under way on a connection which takes no new ones may go on for so long."""
@@ -26,7 +30,8 @@ class PeerChannel:
     """Gives the channel for each call. Owned by one loop.
 
     A name is looked up before each new connection, and gRPC is given the address: once a lookup of its own has failed it makes
-    the next ones after pauses that grow to two minutes, and no option bounds them.
+    the next ones after pauses that grow to two minutes, and no option bounds them. As gRPC then knows none of the others, an
+    address that took a connection and was then silent comes last the next time.
 
     With TLS a channel lives as long as its connection: whoever answers is looked at again before each new one, with the
     certificates as they are then. A connection that stands goes on, whatever happens to the files.
@@ -47,6 +52,8 @@ class PeerChannel:
         self._retiring: set[asyncio.Task[None]] = set()
         self._channel: grpc.aio.Channel | None = None
         self._found: tuple[grpc.aio.Channel, str] | None = None  # in plain text: to which of a name's addresses a channel goes
+        self._given: tuple[str, float] | None = None  # the host that gRPC is to connect to, and since when (monotonic)
+        self._failed: list[str] = []  # addresses of the name with which gRPC had no success, the latest last
         self._is_closed = False
         self._is_lasting = isinstance(security, PlainText) and is_literal(host_of(address))
         if self._is_lasting:
@@ -62,26 +69,37 @@ class PeerChannel:
     async def ready(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> grpc.aio.Channel:
         """The channel to make a call on, at once.
 
+        Args:
+            timeout_s: For finding out who answers, other callers' tries included that this one waits for; with TLS gRPC has the
+                same time again to connect there.
+
         Raises:
             PeerUnreachable: With TLS, or of a name: there is no connection, and none can be made; says what is wrong.
         """
         if self._is_lasting:
             return self.current
-        async with self._lock:
-            old = self._channel
-            if old is not None and old.get_state() is grpc.ChannelConnectivity.READY:
-                return old
-            if isinstance(self._security, PlainText):
-                new = await self._find(old, timeout_s)
-            else:
-                new = await self._connect(self._security, timeout_s)
-            if self._is_closed:
-                await new.close()
-                raise PeerUnreachable(f"{self.address}: this side has closed the channel")
-            self._channel = new
-            if old is not None and old is not new:
-                self._retire(old)
-            return self._channel
+        try:
+            async with asyncio.timeout(timeout_s) as limit, self._lock:
+                return await self._ready(timeout_s, limit)
+        except TimeoutError:
+            raise PeerUnreachable(f"{self.address}: no answer within {timeout_s:g} s") from None
+
+    async def _ready(self, timeout_s: float, limit: asyncio.Timeout) -> grpc.aio.Channel:
+        old = self._channel
+        if old is not None and old.get_state() is grpc.ChannelConnectivity.READY:
+            self._given = None
+            return old
+        if isinstance(self._security, PlainText):
+            new = await self._find(old)
+        else:
+            new = await self._connect(self._security, timeout_s, limit)
+        if self._is_closed:
+            await new.close()
+            raise PeerUnreachable(f"{self.address}: this side has closed the channel")
+        self._channel = new
+        if old is not None and old is not new:
+            self._retire(old)
+        return self._channel
 
     def connect_anew(self) -> None:
         """Have the next call connect at once. After connections that failed gRPC fails calls by itself, for as long as its own
@@ -104,26 +122,37 @@ class PeerChannel:
         if self._channel is not None:
             await self._channel.close()
 
-    async def _find(self, old: grpc.aio.Channel | None, timeout_s: float) -> grpc.aio.Channel:
+    async def _find(self, old: grpc.aio.Channel | None) -> grpc.aio.Channel:
         """A channel in plain text to the first address of the name that takes connections: the old one, if it goes there."""
+        self._note_failure(old)
         try:
-            async with asyncio.timeout(timeout_s):
-                tried = await connected(self.address)
-        except TimeoutError:
-            raise PeerUnreachable(f"{self.address}: no answer within {timeout_s:g} s") from None
+            tried = await connected(self.address, last=self._failed)
         except OSError as error:
             raise PeerUnreachable(f"{self.address}: {text_of(error)}") from None
         with tried:
-            target = address_of(tried.getpeername())
+            peer = tried.getpeername()
+        target = address_of(peer)
+        if self._given is None or self._given[0] != peer[0]:
+            self._given = peer[0], time.monotonic()
         if old is not None and self._found == (old, target):
             return old
         new = grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, ("grpc.default_authority", self.address)])
         self._found = new, target
         return new
 
-    async def _connect(self, tls: MutualTls, timeout_s: float) -> grpc.aio.Channel:
+    def _note_failure(self, old: grpc.aio.Channel | None) -> None:
+        """That gRPC does not stand connected to where it was sent; it forgets a failure by itself, and may be trying still."""
+        if old is None or self._given is None:
+            return
+        host, since_s = self._given
+        if old.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE or time.monotonic() - since_s >= SILENT_S:
+            self._given = None
+            self._failed = [*(failed for failed in self._failed if failed != host), host][-MAX_ADDRESSES:]
+
+    async def _connect(self, tls: MutualTls, timeout_s: float, limit: asyncio.Timeout) -> grpc.aio.Channel:
         own = tls.files.current()
         greeted = await greet(self.address, own, allowed=tls.peer_names, timeout_s=timeout_s)
+        limit.reschedule(None)  # what follows has a limit of its own, and says more
         credentials = grpc.ssl_channel_credentials(greeted.authorities, own.key, own.chain)
         channel = grpc.aio.secure_channel(greeted.target, credentials, options=[*CHANNEL_OPTIONS, *_checked_name(greeted)])
         try:
