@@ -101,7 +101,7 @@ def tokens_of_steps(
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow), "deepseek_v3", "qwen3_next"])
 def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prompts, family: str) -> None:
     """Steps of 3, 2, 4 and 1 requests, padded to 4, 2, 4 and 2."""
     directory = family_dir(family)

@@ -75,7 +75,9 @@ def tokens_by(
     return found
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "qwen3_next"))]
+)
 def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prompts, family: str) -> None:
     shard = Shard(page_size=4)
     found = tokens_by(family_dir(family), prompts, shard, has_kernels=True)
@@ -86,7 +88,7 @@ def test_tokens_are_those_of_the_cpu_s_path(family_dir: Directory, prompts: Prom
     ("shard", "pages_per_block", "names"),
     [
         (Shard(page_size=16, order=TokenOrder.HND), 1, ("a", "b", "c")),
-        (Shard(page_size=4, order=TokenOrder.HND), 20, tuple(LENGTHS)),
+        pytest.param(Shard(page_size=4, order=TokenOrder.HND), 20, tuple(LENGTHS), marks=pytest.mark.slow),
         (Shard(page_size=1, dtype=DType.FLOAT16), 7, ("b", "c", "d")),
     ],
     ids=["HND, a page a block", "HND, all in one block", "narrower pool, pages of 1"],
@@ -104,7 +106,9 @@ def test_pools_and_blocks_of_other_kinds(
     [
         pytest.param("glm", ("b", "c", "a"), 12, [4] * (NUM_TOKENS - 1), id="replayed, padded"),
         pytest.param("deepseek_v3", ("c", "a"), 12, [2] * (NUM_TOKENS - 1), id="replayed, latents"),
-        pytest.param("gpt_oss", ("a", "b"), 12, [2] * (NUM_TOKENS - 1), id="replayed, with windows and sinks"),
+        pytest.param(
+            "gpt_oss", ("a", "b"), 12, [2] * (NUM_TOKENS - 1), id="replayed, with windows and sinks", marks=pytest.mark.slow
+        ),
         pytest.param("glm", ("b", "c", "a"), 3, [], id="more than both buffers hold, padded and launched"),
     ],
 )
