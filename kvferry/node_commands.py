@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from kvferry import exit_codes
 from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
-from transfer.errors import TransferError
+from transfer.errors import ConfigError, PeerUnreachable, TransferError
 
 if TYPE_CHECKING:
     from kvferry.node_client import NodeClient
@@ -38,11 +39,16 @@ def drain(
     """Take no new requests, and wait until those in flight are over; exit code 6 where some are left. The node stays drained."""
 
     async def work(client: NodeClient) -> int:
+        _check_timeout(timeout)
         remaining = await client.drain(budget_s=timeout)
         if remaining:
             print(f"{target} drains; {remaining} requests are still in flight after {timeout:g} s", file=sys.stderr)
             return exit_codes.TOO_LATE
-        status = await client.status()
+        try:
+            status = await client.status()
+        except PeerUnreachable:  # one that is being stopped ends with its last request
+            print(f"{target} is drained, and has ended")
+            return exit_codes.OK
         if not status.draining and status.state != "draining":
             print(
                 f"{target} has nothing in flight, and takes requests: its drain was undone meanwhile, or it is inside an engine, "
@@ -144,6 +150,7 @@ def switch_role(
     """Make a prefill node a decode node, or the other way about, where it has settings for that (other_role)."""
 
     async def work(client: NodeClient) -> int:
+        _check_timeout(timeout)  # 0 seconds mean to the node: as long as its own settings allow
         answer = await client.switch_role(role, budget_s=timeout)
         before = f"before: {answer.role_before}" if answer.role_before != answer.role else "as before"
         print(f"{target} is a {answer.role} node ({before}), incarnation {answer.incarnation:#018x}")
@@ -173,6 +180,12 @@ def log_level(
         return exit_codes.OK
 
     _run("log-level", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
+
+
+def _check_timeout(timeout_s: float) -> None:
+    """Raises ConfigError: It is no time to wait."""
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"--timeout is {timeout_s:g}; it must be a number of seconds above 0")
 
 
 def _run(

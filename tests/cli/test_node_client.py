@@ -20,6 +20,7 @@ from kvferry import exit_codes
 from kvferry.cluster_spec import child_environment
 from kvferry.generate import make_request, run_generate
 from kvferry.node_client import NodeClient
+from kvferry.node_commands import node_app
 from kvferry.signals import run_until_signalled
 from kvferry.status_view import run_status, status_to_json
 from tests.authority import Authority
@@ -218,6 +219,13 @@ class Drained(pb_grpc.PrefillControlServicer):
         return pb.NodeStatus(role="prefill", state=self.state)
 
 
+async def node_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``kvferry node ...`` in a process of its own."""
+    command = [sys.executable, "-m", "kvferry", "node", *arguments]
+    run = partial(subprocess.run, command, env=child_environment(), capture_output=True, text=True, timeout=60)
+    return await asyncio.to_thread(run)
+
+
 @pytest.mark.parametrize(("state", "exit_code"), [("draining", exit_codes.OK), ("ready", exit_codes.FAILED)])
 async def test_a_node_is_said_to_be_drained_only_if_it_takes_no_requests(
     state: str, exit_code: int, capsys: pytest.CaptureFixture[str]
@@ -225,15 +233,42 @@ async def test_a_node_is_said_to_be_drained_only_if_it_takes_no_requests(
     """An engine's side only waits; and a drain can be undone at the last moment."""
     server = await serve("127.0.0.1", 0, prefill_control=Drained(state))
     try:
-        arguments = ["node", "drain", "--insecure", "--target", f"127.0.0.1:{server.port}", "--timeout", "5"]
-        command = [sys.executable, "-m", "kvferry", *arguments]
-        run = partial(subprocess.run, command, env=child_environment(), capture_output=True, text=True, timeout=60)
-        result = await asyncio.to_thread(run)
+        result = await node_command("drain", "--insecure", "--target", f"127.0.0.1:{server.port}", "--timeout", "5")
     finally:
         await server.close(grace_s=0)
     assert result.returncode == exit_code, result.stderr
     assert ("is drained" in result.stdout) is (exit_code == exit_codes.OK)
     assert ("takes requests" in result.stderr) is (exit_code != exit_codes.OK)
+
+
+class Stopped(Drained):
+    """Has ended when it is asked how it is."""
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
+        return await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+async def test_a_node_that_ends_with_its_last_request_is_drained() -> None:
+    server = await serve("127.0.0.1", 0, prefill_control=Stopped("draining"))
+    try:
+        result = await node_command("drain", "--insecure", "--target", f"127.0.0.1:{server.port}", "--timeout", "5")
+    finally:
+        await server.close(grace_s=0)
+    assert result.returncode == exit_codes.OK, result.stderr
+    assert result.stdout.endswith(" is drained, and has ended\n")
+
+
+@pytest.mark.parametrize("command", [("drain",), ("switch-role", "decode")])
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf"])
+def test_a_timeout_that_is_no_time_is_refused(command: tuple[str, ...], timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 seconds would mean to a node that changes its role: as long as its own settings allow."""
+    with pytest.raises(SystemExit) as ended:
+        node_app([*command, "--insecure", "--target", "127.0.0.1:1", f"--timeout={timeout}"])
+    said = capsys.readouterr().err
+    assert ended.value.code == exit_codes.BAD_INPUT
+    *warnings, line = said.splitlines()
+    assert line == f"kvferry node {command[0]}: --timeout is {timeout}; it must be a number of seconds above 0"
+    assert all(": warning: " in warning for warning in warnings)
 
 
 async def test_status_of_either_role(capsys: pytest.CaptureFixture[str]) -> None:
