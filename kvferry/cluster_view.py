@@ -15,6 +15,8 @@ SLOW_SHARE: Final = 0.5
 """A link that is busy and slower than this share of its probe."""
 SLOW_LOOKS: Final = 3
 """In so many looks one after the other; a busy machine makes any link slow for a moment."""
+SILENT_LOOKS: Final = 2
+"""In so many looks one after the other without an answer."""
 STALLED_S: Final = 5.0
 """A watermark that stands for so long while grants are live."""
 
@@ -30,6 +32,7 @@ class Seen:
         error: Why it did not answer.
         at_s: Monotonic seconds of the answer.
         late_s: For so long it has been waited for in vain; what it said before is shown until it answers, or its time is over.
+        late_looks: In so many looks one after the other.
     """
 
     address: str
@@ -38,6 +41,7 @@ class Seen:
     error: str = ""
     at_s: float = 0.0
     late_s: float = 0.0
+    late_looks: int = 0
 
     @property
     def role(self) -> str:
@@ -59,9 +63,14 @@ class Seen:
         return self.error if self.status is None else self.status.not_ready_reason
 
     @property
+    def is_silent(self) -> bool:
+        """It does not answer at the moment; one that is only slow is late in one look, and has answered in the next."""
+        return self.late_s > 0 and (self.status is None or self.late_looks >= SILENT_LOOKS)
+
+    @property
     def shown_state(self) -> str:
         """`state`, or that it does not answer at the moment."""
-        return "silent" if self.late_s else self.state
+        return "silent" if self.is_silent else self.state
 
     @property
     def shown_reason(self) -> str:
@@ -157,7 +166,7 @@ def view_of(nodes: Sequence[Seen], before: Mapping[str, Seen] | None = None) -> 
 
     Args:
         nodes: As they are shown.
-        before: The same at an earlier look, by address: what has moved since tells how fast links are.
+        before: The answer before that which is shown, by address: what has moved since tells how fast links are.
     """
     return ClusterView(nodes=tuple(nodes), links=tuple(_links(nodes, before or {})), requests=tuple(_requests(nodes)))
 
@@ -193,7 +202,7 @@ def _uses(nodes: Sequence[Seen], before: Mapping[str, Seen]) -> dict[_Key, tuple
     found: dict[_Key, tuple[float, float | None]] = {}
     for node in nodes:
         earlier = before.get(node.address)
-        if node.status is None or node.late_s or earlier is None or earlier.incarnation != node.incarnation:
+        if node.status is None or earlier is None or earlier.incarnation != node.incarnation:
             continue
         was = dict(_use_counts(earlier))
         for key, use in _use_counts(node):
@@ -247,7 +256,11 @@ class Alert:
 
 
 class Alerts:
-    """Finds what is wrong in view after view; owned by whoever looks."""
+    """Finds what is wrong in view after view; owned by whoever looks.
+
+    A node does not say which of its grants holds the watermark. While bytes are in quarantine no watermark is found to stand, so
+    a writer that is stuck besides is not seen here; `kvferry_ring_watermark_stalled_seconds` has it.
+    """
 
     def __init__(self) -> None:
         self._watermarks: dict[tuple[str, int], tuple[int, float]] = {}  # position, and since when it is there
@@ -266,7 +279,9 @@ class Alerts:
         for node in view.nodes:
             yield from self._of_node(node)
         slow = {_name(link): link.share for link in view.links if link.share is not None and link.share < SLOW_SHARE}
-        self._slow = {which: self._slow.get(which, 0) + 1 for which in slow}
+        late = {node.address for node in view.nodes if node.late_s}  # what it says of its links was counted before
+        again = {_name(link) for link in view.links if link.prefill in late}
+        self._slow = {which: self._slow.get(which, 0) + (which not in again) for which in slow}
         for which, share in slow.items():
             if self._slow[which] >= SLOW_LOOKS:
                 yield Alert(what=f"slow {which}", text=f"link {which} has {share:.2f} of its probe's speed")

@@ -48,6 +48,7 @@ class ClusterWatch:
         self._asking: dict[str, tuple[asyncio.Task[Seen], float]] = {}  # and since when
         self._clients: dict[str, NodeClient] = {}
         self._seen: dict[str, Seen] = {}  # the newest of each address
+        self._earlier: dict[str, Seen] = {}  # the answer before that
         self._answered_s: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
@@ -88,7 +89,12 @@ class ClusterWatch:
             next_ones = next_ones[: max(0, MAX_NODES - len(asked))]  # all that were named are asked, however many
         await self._forget_old(found)
         self._seen = found
-        return view_of(_distinct(found.values()), before)
+        for address, seen in found.items():
+            last = before.get(address)
+            if last is not None and last.status is not None and last.at_s != seen.at_s:
+                self._earlier[address] = last
+        self._earlier = {address: seen for address, seen in self._earlier.items() if address in found}
+        return view_of(_distinct(found.values()), self._earlier)
 
     def client_of(self, address: str) -> NodeClient:
         """To call a node that was seen.
@@ -125,9 +131,9 @@ class ClusterWatch:
             return task.result()
         before, now_s = self._seen.get(address), time.monotonic()
         if before is None:
-            return Seen(address=address, at_s=now_s, late_s=now_s - since_s)
+            return Seen(address=address, at_s=now_s, late_s=now_s - since_s, late_looks=1)
         is_away = before.status is None and not before.late_s
-        return before if is_away else replace(before, late_s=now_s - since_s)
+        return before if is_away else replace(before, late_s=now_s - since_s, late_looks=before.late_looks + 1)
 
     async def _ask(self, address: str) -> Seen:
         try:

@@ -122,7 +122,7 @@ def age(seconds: float) -> str:
 def summary(view: ClusterView) -> str:
     """In one line."""
     tiers = ", ".join(f"{len(view.tier(role))} {role}" for role in ("prefill", "decode"))
-    silent = sum(node.late_s > 0 for node in view.nodes)
+    silent = sum(node.is_silent for node in view.nodes)
     away = sum(node.status is None and not node.late_s for node in view.nodes)
     for number, what in ((away, "unreachable"), (silent, "silent")):
         tiers += f", {number} {what}" if number else ""

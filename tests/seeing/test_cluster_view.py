@@ -46,6 +46,14 @@ def decode(*, at_s: float = 0.0, requests: tuple[pb.RequestStatus, ...] = (), **
     return Seen(address="d:1", status=status, requests=requests, at_s=at_s)
 
 
+def test_an_answer_that_is_shown_again_makes_no_link_slow() -> None:
+    slow, before = prefill(written=10**9, busy_s=1.0, probe_s=0.1), {"p:1": prefill()}
+    alerts = Alerts()
+    late = replace(slow, late_s=0.5, late_looks=1)
+    found = [begun(alerts, one, decode(), before=before) for one in (slow, late, late, slow, late, slow)]
+    assert found == [[], [], [], [], [], ["slow p:1 #0 -> d:1 #0"]]
+
+
 def test_a_link_that_both_ends_name_is_one_link() -> None:
     (link,) = view_of([prefill(), decode()]).links
     assert (link.prefill, link.decode, link.now_bytes_per_s, link.share) == ("p:1", "d:1", None, None)

@@ -13,18 +13,25 @@ import grpc
 import pytest
 
 from kvferry import cluster_watch
-from kvferry.cluster_view import Alerts
+from kvferry.cluster_view import Alerts, Seen
 from kvferry.cluster_watch import ClusterWatch
 from kvferry.top_view import node_cells, summary
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 
+SPEED = 1000.0
+"""Bytes a second of the link of a node that has one, by its answers."""
+
 
 class FakeNode(pb_grpc.NodeControlServicer):
-    """Says how often it was asked, as its number of requests; or nothing, for as long as `speaks` is not set."""
+    """Says how often it was asked, as its number of requests, and with an incarnation as bytes of a link.
 
-    def __init__(self, *peers: str) -> None:
+    Or nothing, for as long as `speaks` is not set.
+    """
+
+    def __init__(self, *peers: str, incarnation: int = 0) -> None:
         self.peers = peers
+        self.incarnation = incarnation
         self.num_asked = 0
         self.speaks = asyncio.Event()
         self.speaks.set()
@@ -34,7 +41,17 @@ class FakeNode(pb_grpc.NodeControlServicer):
         number = self.num_asked
         await self.speaks.wait()
         peers = [pb.PeerStatus(address=address, state="joined") for address in self.peers]
-        return pb.NodeStatus(role="decode", state="ready", ready=True, queued_requests=number, peers=peers)
+        use = pb.LinkUse(peer_incarnation=9, written_bytes=number * 1000, busy_s=number, probe_s=number)
+        return pb.NodeStatus(
+            role="prefill" if self.incarnation else "decode",
+            state="ready",
+            ready=True,
+            queued_requests=number,
+            peers=peers,
+            instance=pb.InstanceInfo(incarnation=self.incarnation),
+            ranks=[pb.RankStatus(link_uses=[use])] if self.incarnation else [],
+            links=[pb.LinkStatus(peer_incarnation=9)] if self.incarnation else [],
+        )
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
         await self.speaks.wait()
@@ -94,6 +111,29 @@ async def test_a_node_that_hangs_makes_no_other_row_old() -> None:
             while nodes[second].late_s:
                 nodes = {node.address: node for node in (await watch.look()).nodes}
         assert nodes[second].status is not None and nodes[second].status.queued_requests == 2
+
+
+async def test_a_node_that_is_slow_keeps_its_state_and_the_speeds_of_its_links() -> None:
+    slow = FakeNode(incarnation=7)
+    async with served(slow) as address, ClusterWatch([address], answer_s=30.0, patience_s=0.2) as watch:
+
+        async def look() -> tuple[Seen, list[float | None]]:
+            view = await watch.look()
+            return view.nodes[0], [link.now_bytes_per_s for link in view.links]
+
+        assert (await look())[1] == [None], "one answer tells no speed"
+        assert (await look())[1] == [SPEED]
+        for _ in range(3):
+            slow.speaks.clear()
+            node, speeds = await look()
+            assert node.late_s > 0 and (node.shown_state, speeds) == ("ready", [SPEED]), "as it was in its last two answers"
+            assert node_cells(node)[-1].plain.startswith("no answer for ")
+            slow.speaks.set()
+            await asyncio.wait([task for task, _ in watch._asking.values()], timeout=20)
+            node, speeds = await look()
+            assert (node.late_s, node.late_looks, node.shown_state, speeds) == (0, 0, "ready", [SPEED])
+        slow.speaks.clear()
+        assert [(await look())[0].shown_state for _ in range(3)] == ["ready", "silent", "silent"]
 
 
 async def test_a_node_that_never_speaks_is_unreachable_in_the_end_and_holds_nobody_up() -> None:
