@@ -66,7 +66,8 @@ def test_every_entry_is_used_once_or_refused(entries: list[object]) -> None:
     "entry",
     ["", "host", "host:", ":7100", "host:0", "host:65536", "host:7 100", "ho st:7100", "host:७", "::1:7100", "höst:1", 7100,
      None, {"address": "a:1"}, "host:7100\n", "a" * 100_000, "?:80", "a..b:80", "-a:80", "a/b:80", "[a]:80", "[127.0.0.1]:80",
-     "1.2.3:80", "1.2.3.400:80", f"{'a' * 64}:80", "host:" + "0" * 5000 + "80"],
+     "1.2.3:80", "1.2.3.400:80", "2130706433:80", "017700000001:80", "a.123456789012:80", f"{'1' * 64}:80",
+     f"{'a' * 64}:80", "host:" + "0" * 5000 + "80"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_and_named(entry: object) -> None:
     (refused,) = sort_entries([entry], anything_goes).refused
@@ -83,7 +84,15 @@ def test_what_grpc_takes_for_a_uri_is_refused(entry: str) -> None:
 
 @pytest.mark.parametrize(
     "entry",
-    ["a:1", "kvferry-prefill.kvferry.svc.cluster.local.:7100", "prefill_1:7100", "10.0.0.1:65535", "[fe80::1%eth0]:1", "[::1]:1"],
+    [
+        "a:1",
+        "123456789012:1",
+        "kvferry-prefill.kvferry.svc.cluster.local.:7100",
+        "prefill_1:7100",
+        "10.0.0.1:65535",
+        "[fe80::1%eth0]:1",
+        "[::1]:1",
+    ],
 )
 def test_names_and_addresses_of_every_kind_are_used(entry: str) -> None:
     assert sort_entries([entry], anything_goes).addresses == (entry,)

@@ -72,6 +72,9 @@ def listed(value: object) -> object:
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
+_LONG_NUMBER: Final = re.compile(r"[1-9][0-9]{10,}")
+"""The name of a container can be digits by chance; so many are no short form of an IPv4 address, which is below 2**32."""
+
 _SCHEMES: Final = frozenset(
     {"dns", "unix", "unix-abstract", "vsock", "ipv4", "ipv6", "xds", "google-c2p", "google-c2p-experimental"}
 )
@@ -90,7 +93,8 @@ def _is_host(host: str) -> bool:
     """Whether it looks like an IPv4 address, an IPv6 address in brackets, or a host name."""
     is_bracketed = host.startswith("[") and host.endswith("]")
     labels = host.removesuffix(".").split(".")
-    if not is_bracketed and not labels[-1].isdigit():  # no domain is a number
+    is_name = not labels[-1].isdigit() or _LONG_NUMBER.fullmatch(host) is not None  # no domain is a number
+    if not is_bracketed and is_name:
         return len(host) <= 254 and all(map(_LABEL.fullmatch, labels)) and host.lower() not in _SCHEMES
     try:
         ipaddress.IPv6Address(host[1:-1]) if is_bracketed else ipaddress.IPv4Address(host)
