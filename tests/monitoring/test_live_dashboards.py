@@ -77,6 +77,7 @@ AT_REST: Final = {
     "Ring in use",
     "Seconds until there was credit: {{instance}}: mean",
     "Sessions: {{instance}} rank {{rank}}: ending",
+    "Slowest and fastest link, of the probe",  # over two minutes; the load here lasts one
     "Staging slots in use",
     "Transfers not settled",
     "Watermark: bytes behind",
