@@ -194,6 +194,7 @@ def test_pages_to_and_from_host_memory(tmp_path: Path) -> None:
     assert held_against == {f"{side}, {order}" for side in ("save", "load") for order in ("in order", "in no order")}
 
 
+@pytest.mark.slow
 def test_the_table_of_offload(tmp_path: Path) -> None:
     record = bench("bench.offload", tmp_path / "record.json", "--only", "offload_copies")
     assert record["title"] == "kvferry: what KV offload must reach"

@@ -17,7 +17,10 @@ from tests.hosted.instances import FROM, PAGES, PROMPT, TO, Instance, prompt_of,
 Pair = Callable[..., tuple[Instance, Instance]]
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "page_size"), [(1, 1, 16), (2, 1, 24), (1, 2, 16), (4, 2, 8)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "page_size"),
+    [pytest.param(1, 1, 16, marks=pytest.mark.slow), (2, 1, 24), pytest.param(1, 2, 16, marks=pytest.mark.slow), (4, 2, 8)],
+)
 def test_a_prompt_that_is_fetched_while_it_is_computed(pair: Pair, prefill_tp: int, decode_tp: int, page_size: int) -> None:
     source, decode = pair({"tp_size": prefill_tp}, {"tp_size": decode_tp, "page_size": page_size})
     decode.leader.want("b", "t", source.leader.address, PROMPT)

@@ -438,7 +438,7 @@ def test_requests_of_others_are_left_alone(pair: Pair) -> None:
     assert source.leader.is_idle
 
 
-@pytest.mark.parametrize("transfer_id", [17, "x" * 97, ["a"]])
+@pytest.mark.parametrize("transfer_id", [17, *(pytest.param(one, marks=pytest.mark.slow) for one in ("x" * 97, ["a"]))])
 def test_a_transfer_id_that_cannot_be_is_not_taken(pair: Pair, transfer_id: Any, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = pair()
     prefill = Vllm(source)

@@ -140,7 +140,7 @@ def truncate(path: Path) -> None:
     ("damage", "rank"),
     [
         pytest.param(corrupt, 1, id="corrupt, of rank 1"),
-        pytest.param(truncate, 0, id="truncated, of rank 0"),
+        pytest.param(truncate, 0, id="truncated, of rank 0", marks=pytest.mark.slow),
         pytest.param(Path.unlink, 1, id="missing, of rank 1", marks=pytest.mark.slow),
         pytest.param(Path.unlink, 0, id="missing, of rank 0", marks=pytest.mark.slow),
     ],
@@ -291,6 +291,7 @@ async def test_killed_in_mid_backup(cluster: LocalCluster, reference: Reference,
     await until(lambda: not unfinished_files(directory), "what a killed writer left goes before the next one puts a page")
 
 
+@pytest.mark.slow
 async def test_killed_in_mid_fetch(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
     token_ids, files = await stored(cluster, reference, directory, 50)
     with hanging(of_rank(files, 1)[5]):
