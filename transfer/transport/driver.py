@@ -26,7 +26,7 @@ _MAX_TURN_S = 0.001  # and the time for them
 _EAGER_S = 50e-6
 _LOOK_SHARE = 1 / 40
 _MIN_PAUSE_S = 20e-6
-_MAX_PAUSE_S = 0.004
+_MAX_PAUSE_S = 0.01
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
