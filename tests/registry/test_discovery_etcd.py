@@ -243,6 +243,7 @@ async def test_etcd_away_at_the_start_and_later_and_restarted(tmp_path: Path, pr
             await server.start()
             await until(lambda: len(discovery.addresses) == 2, within_s=15)
             assert not discovery.view.problem and discovery.view.failures >= 1
+            await until(lambda: None not in [node._lease for node in nodes], within_s=5)
             leases = [node._lease for node in nodes]
 
             server.kill()
