@@ -40,6 +40,7 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
+from node_runtime.refusals import without_request
 from node_runtime.transfer_ids import check_request_id
 from transfer.breaker import BreakerSettings
 from transfer.config import DecodeNodeConfig
@@ -279,7 +280,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         except TransferError as error:
             self._count_refused(error)
             if span is not None:
-                span.end(str(error))
+                span.end(without_request(error))
             await end_with(context, error)
         except asyncio.CancelledError:  # while its text was tokenised: no request has been made that could tell of it
             gone = TransferAborted(CLIENT_WENT_AWAY)

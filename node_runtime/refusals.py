@@ -22,6 +22,9 @@ def say_request_refused(error: TransferError, said: Reminders) -> None:
     """Log a request that was turned away with `error`, unless one was for the same kind of reason less than a minute ago."""
     kind = abort_reason(error)
     if said.is_due(("request", kind)):
-        # What is wrong with a request quotes it: nothing of a prompt is to be found in a log.
-        reason = "the request is wrong; its caller was told what of it" if isinstance(error, ConfigError) else str(error)
-        log.warning("request_refused", kind=kind, reason=reason)
+        log.warning("request_refused", kind=kind, reason=without_request(error))
+
+
+def without_request(error: TransferError) -> str:
+    """Why a request was turned away, for logs and traces. What is wrong with one quotes it: nothing of a prompt may be there."""
+    return "the request is wrong; its caller was told what of it" if isinstance(error, ConfigError) else str(error)

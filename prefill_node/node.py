@@ -17,6 +17,7 @@ from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello
+from node_runtime.refusals import without_request
 from prefill_node.cutting import choose_cut
 from prefill_node.join_service import JoinService, largest_piece_bytes, peer_status
 from prefill_node.joins import Join, Joins, Reservation
@@ -240,7 +241,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         except TransferError as error:
             self._count_refused(error)
             if span is not None:
-                span.end(str(error))
+                span.end(without_request(error))
             await end_with(context, error)
         self.metrics.prompt_accepted(len(accepted.token_ids))
         try:

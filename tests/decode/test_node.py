@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from decode_node import node as node_module
 from decode_node.node import DecodeNode
@@ -180,3 +181,25 @@ async def test_how_often_discovery_looks_is_shown(tmp_path: Path, monkeypatch: p
     node = DecodeNode(daemon, decode_config(tmp_path, **found))
     shown = 7.0 if looks_again else 0.0
     assert f'kvferry_discovery_interval_seconds{{role="decode"}} {shown}\n' in node.render_metrics().decode()
+
+
+async def test_neither_log_nor_span_quotes_a_request_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    span = SimpleNamespace(end=ended.append, set=lambda **_: None)
+    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace())
+    node = DecodeNode(DAEMON, decode_config(tmp_path))
+    node._life = cast(Any, SimpleNamespace(max_context_tokens=64, vocab_size=1000, eos_token_ids=frozenset()))
+    node.tracer = cast(Any, SimpleNamespace(begin=lambda *_, **__: span))
+
+    class Context:
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        async def abort(self, code: Any, details: str, trailing_metadata: object = ()) -> None:
+            raise ConnectionAbortedError(details)
+
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 987_654]), max_new_tokens=4)
+    with capture_logs() as lines, pytest.raises(ConnectionAbortedError, match="987654"):  # its caller is told
+        await anext(node.Generate(request, cast(Any, Context())))
+    (line,) = [line for line in lines if line["event"] == "request_refused"]
+    assert ended == [line["reason"]] == ["the request is wrong; its caller was told what of it"]
