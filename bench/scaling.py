@@ -4,8 +4,8 @@
 
 A 1+1 cluster of the demo model is asked for one request at a time, of several lengths, and for several at once: from what they
 take, and from the processor time of all processes, come the stage times, as a simulation needs them whose nodes share this
-machine's cores. Then `kvferry bench serve` loads clusters of 1+1, 2+1, 1+2 and 2+2 nodes, and the simulation gets the same
-requests at the same moments. The record holds both, and the error.
+machine's cores. Then `kvferry bench serve` loads clusters of several splits, and the simulation gets the same requests at the
+same moments. The record holds both, and the error.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from rich.table import Table
 
 from bench.simulation.outcome import Outcome, simulate
 from bench.simulation.settings import ClusterSettings, Placement
+from bench.simulation.sizing import means_of
 from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment
 from kvferry.bench_serve.options import LoadOptions, shape_of
-from kvferry.bench_serve.summary import percentile
+from kvferry.bench_serve.summary import Objectives, percentile
 from kvferry.bench_serve.workload import Planned, Shape
 from kvferry.cluster_spec import child_environment
 from kvferry.demo_cache import cached_demo_model
@@ -46,9 +47,13 @@ from kvferry.node_client import NodeClient
 from transfer.pb import kvferry_pb2 as pb
 
 TOPOLOGIES = ((1, 1), (2, 1), (1, 2), (2, 2))
+MANY_CORES = 12
+MANY_TOPOLOGIES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+"""Where there are `MANY_CORES`: about two for each node that is busy."""
 LOADS = (0.3, 0.55, 0.75)
-"""Parts of what the cores could do."""
+"""Parts of what the cores, or the tier that is shorter, could do."""
 PROMPTS, OUTPUTS = "uniform:64:512", "uniform:8:32"
+MEAN_PROMPT, MEAN_OUTPUT = 288, 20
 CHUNK_TOKENS = 128
 VOCAB_SIZE = 768
 SEED = 7
@@ -290,12 +295,13 @@ def busy_seconds() -> float:
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - times.nice)
 
 
-async def loaded(cluster: LocalCluster, rate: float, duration_s: float) -> tuple[dict[str, Any], float]:
-    """What `kvferry bench serve` measures at that rate, and the cores that neither it nor the cluster took meanwhile."""
+async def loaded(cluster: LocalCluster, rate: float, duration_s: float) -> tuple[dict[str, Any], float, float]:
+    """What `kvferry bench serve` measures at that rate, the cores that it and the cluster took, and those that others took."""
     began_s, busy_s, ours_s = time.monotonic(), busy_seconds(), cpu_seconds(cluster) + _children_seconds()
     served = await serve(cluster, (rate,), duration_s)
     ours_s = cpu_seconds(cluster) + _children_seconds() - ours_s
-    return served["rates"][0], max(0.0, (busy_seconds() - busy_s - ours_s) / (time.monotonic() - began_s))
+    took_s = time.monotonic() - began_s
+    return served["rates"][0], ours_s / took_s, max(0.0, (busy_seconds() - busy_s - ours_s) / took_s)
 
 
 def _children_seconds() -> float:
@@ -339,10 +345,10 @@ def same_requests(drawn: Shape, rate: float, duration_s: float) -> tuple[Planned
     return options.runs()[0].planned
 
 
-def predict(times: StageTimes, topology: tuple[int, int], rate: float, duration_s: float) -> Outcome:
-    """The simulation of the very same requests."""
+def settings_of(topology: tuple[int, int]) -> ClusterSettings:
+    """Those of `spec`'s nodes."""
     num_prefill, num_decode = topology
-    settings = ClusterSettings(
+    return ClusterSettings(
         num_prefill=num_prefill,
         num_decode=num_decode,
         prefill_pool_tokens=16_384,
@@ -351,7 +357,19 @@ def predict(times: StageTimes, topology: tuple[int, int], rate: float, duration_
         chunk_tokens=CHUNK_TOKENS,
         placement=Placement.TOLD,  # as the nodes that it is compared with
     )
-    return simulate(times, settings, same_requests(shape(), rate, duration_s))
+
+
+def predict(times: StageTimes, topology: tuple[int, int], rate: float, duration_s: float) -> Outcome:
+    """The simulation of the very same requests."""
+    return simulate(times, settings_of(topology), same_requests(shape(), rate, duration_s))
+
+
+def most_requests(calibration: Calibration, topology: tuple[int, int], cores: float) -> float:
+    """Requests a second at which the cores, or one of the tiers, would have nothing left."""
+    means = means_of(calibration.times, settings_of(topology), shape(), Objectives())
+    num_prefill, num_decode = topology
+    of_cores = cores / calibration.request_cpu_s(MEAN_PROMPT, MEAN_OUTPUT)
+    return min(of_cores, num_prefill / means.prefill_s, num_decode / means.decode_s)
 
 
 def compare(measured: Mapping[str, Any], predicted: Outcome) -> dict[str, Any]:
@@ -380,7 +398,11 @@ async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, An
     """
     model = await cached_demo_model()
     load_before = os.getloadavg()[0]
-    topologies, duration_s, loads = (TOPOLOGIES[:1], 5.0, LOADS[:1]) if is_quick else (TOPOLOGIES, duration_s, LOADS)
+    own = len(os.sched_getaffinity(0))
+    topologies: Sequence[tuple[int, int]] = MANY_TOPOLOGIES if own >= MANY_CORES else TOPOLOGIES
+    loads: Sequence[float] = LOADS
+    if is_quick:
+        topologies, duration_s, loads = topologies[:1], 5.0, loads[:1]
     content: dict[str, Any] = {}
     calibration: Calibration | None = None
     rows: list[dict[str, Any]] = []
@@ -388,18 +410,20 @@ async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, An
         async with LocalCluster(spec(model, *topology)) as cluster:
             if calibration is None:
                 calibration = await calibrate(cluster, repetitions=2 if is_quick else 6)
-            idle, own = await idle_cores(cluster), len(os.sched_getaffinity(0))
-            mean_cpu_s = calibration.request_cpu_s(288, 20)
+            idle = await idle_cores(cluster)
+            most = most_requests(calibration, topology, own - idle)
             for load in loads:
-                rate = load * (own - idle) / mean_cpu_s
-                measured, others = await loaded(cluster, rate, duration_s)
+                rate = load * most
+                measured, used, others = await loaded(cluster, rate, duration_s)
                 times = replace(calibration.times, cores=max(own - idle - others, 0.1))
                 compared = compare(measured, predict(times, topology, rate, duration_s))
                 rows.append(
-                    {"prefill": topology[0], "decode": topology[1], "load": load, "idle_cores": idle, "others_cores": others}
+                    {"prefill": topology[0], "decode": topology[1], "load": load}
+                    | {"idle_cores": idle, "used_cores": used, "others_cores": others}
                     | compared
                 )
-                print(f"{topology[0]}+{topology[1]} at {rate:.2f}/s, others took {others:.2f} cores", file=sys.stderr, flush=True)
+                cores = f"took {used:.2f} cores, others {others:.2f}"
+                print(f"{topology[0]}+{topology[1]} at {rate:.2f}/s {cores}", file=sys.stderr, flush=True)
         content = {
             "title": "The simulation against real clusters on one machine",
             "environment": Environment.here().to_json(),
@@ -413,7 +437,7 @@ async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, An
                 "chunk_tokens": CHUNK_TOKENS,
             },
             "stage_times": calibration.times.to_json(),
-            "cpu_of_a_request_s": calibration.request_cpu_s(288, 20),
+            "cpu_of_a_request_s": calibration.request_cpu_s(MEAN_PROMPT, MEAN_OUTPUT),
             "calibration": calibration.samples,
             "rows": rows,
         }
@@ -458,7 +482,7 @@ def write_picture(content: Mapping[str, Any], file: Path) -> None:
                 names, [one["predicted"] * 1e3 for one in both], "_", color=colour, markersize=16, label=f"{share}, simulated"
             )
         axes.set_ylabel(title)
-        axes.set_xlabel("prefill + decode nodes, load as a part of what the cores could do")
+        axes.set_xlabel("prefill + decode nodes, load as a part of what the cores, or a tier, could do")
         axes.set_ylim(bottom=0)
         axes.tick_params(axis="x", labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
