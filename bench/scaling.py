@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,13 @@ from bench.simulation.sizing import means_of
 from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment
 from kvferry.bench_serve.options import LoadOptions, shape_of
-from kvferry.bench_serve.summary import Objectives, percentile
+from kvferry.bench_serve.summary import Objectives
 from kvferry.bench_serve.workload import Planned, Shape
 from kvferry.cluster_spec import child_environment
 from kvferry.demo_cache import cached_demo_model
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.node_client import NodeClient
+from node_runtime.rank_process import REPORT_S
 from transfer.pb import kvferry_pb2 as pb
 
 TOPOLOGIES = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -105,19 +106,38 @@ def cpu_seconds(cluster: LocalCluster) -> float:
     return total
 
 
-async def stage_means(cluster: LocalCluster) -> dict[str, tuple[float, int]]:
-    """Sum and number of each stage's seconds so far, over all nodes."""
-    found: dict[str, tuple[float, int]] = {}
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds that a stage has taken so far, and how often it was."""
+
+    seconds: float = 0.0
+    number: int = 0
+
+    def __add__(self, other: Taken) -> Taken:
+        return Taken(self.seconds + other.seconds, self.number + other.number)
+
+    def __sub__(self, other: Taken) -> Taken:
+        return Taken(self.seconds - other.seconds, self.number - other.number)
+
+    @property
+    def mean_s(self) -> float:
+        return self.seconds / max(1, self.number)
+
+
+async def taken(cluster: LocalCluster) -> dict[str, Taken]:
+    """What the nodes' metrics say of each stage, and of the "prefill step" and the "decode step"."""
+    found: dict[str, Taken] = {}
     for node in cluster.nodes:
         _, text = await node.http("/metrics")
         for family in text_string_to_metric_families(text):
-            if family.name != "kvferry_stage_seconds":
+            if family.name not in {"kvferry_stage_seconds", "kvferry_step_seconds"}:
                 continue
             for sample in family.samples:
-                if sample.name.endswith(("_sum", "_count")):
-                    seconds, number = found.get(sample.labels["stage"], (0.0, 0))
-                    is_sum = sample.name.endswith("_sum")
-                    found[sample.labels["stage"]] = (seconds + sample.value * is_sum, number + int(sample.value) * (not is_sum))
+                name = sample.labels.get("stage", f"{node.role} step")
+                if sample.name.endswith("_sum"):
+                    found[name] = found.get(name, Taken()) + Taken(sample.value, 0)
+                elif sample.name.endswith("_count"):
+                    found[name] = found.get(name, Taken()) + Taken(0.0, int(sample.value))
     return found
 
 
@@ -151,26 +171,25 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What one request at a time took, and the stage times of it.
+    """Stage times, and what they come from.
 
     Args:
-        prompt: Processor seconds of a prompt: for itself, for each step, each token, each pair of tokens.
-        new_token_s: And of a new token, a few requests at once.
+        piece_s: Of a piece, all its stages and messages.
+        new_token_s: Processor seconds of a new token, several requests at once.
         samples: What was fitted.
     """
 
     times: StageTimes
-    prompt: tuple[float, ...]
+    piece_s: float
     new_token_s: float
     samples: list[dict[str, float]]
 
-    def request_cpu_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        return _of(self.prompt, {"prompt_tokens": prompt_tokens}) + self.new_token_s * (output_tokens - 1)
-
-
-def _lower(values: Iterable[float]) -> float:
-    """The lower quartile: what else runs on the machine only ever adds."""
-    return percentile(sorted(values), 0.25)
+    def request_cpu_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Processor seconds of a request."""
+        times, num_steps = self.times, -(-prompt_tokens // CHUNK_TOKENS)
+        prompt_s = times.prompt_seconds(prompt_tokens, CHUNK_TOKENS) + num_steps * self.piece_s
+        beside_s = times.reserve_s + times.request_s + times.other_request_s
+        return prompt_s + beside_s + self.new_token_s * (output_tokens - 1)
 
 
 async def idle_cores(cluster: LocalCluster) -> float:
@@ -180,77 +199,110 @@ async def idle_cores(cluster: LocalCluster) -> float:
     return (cpu_seconds(cluster) - before) / (time.monotonic() - began_s)
 
 
+SAMPLES = (
+    # One at a time
+    (32, 1, 1), (128, 1, 1), (256, 1, 1), (512, 1, 1), (1024, 1, 1), (2048, 1, 1), (32, 64, 1), (1024, 64, 1),
+    # Several at once: steps of several prompts, and batches
+    (32, 1, 16), (128, 1, 16), (256, 1, 16), (512, 1, 8), (32, 64, 4), (32, 64, 16), (256, 64, 8), (512, 64, 4),
+)  # fmt: skip
+"""Tokens of the prompt and new ones, and requests at once, that `calibrate` asks for."""
+
+
 async def calibrate(cluster: LocalCluster, *, repetitions: int) -> Calibration:
-    """Stage times of a 1+1 cluster, from requests that have it to themselves."""
+    """Stage times of a 1+1 cluster that has nothing else to do."""
     samples: list[dict[str, float]] = []
     idle = await idle_cores(cluster)
     async with NodeClient(cluster.decode.address) as client:
         for salt in range(4):
-            await ask(client, 300, 8, salt=900 + salt)
-        before_stages = await stage_means(cluster)
-        for prompt_tokens, output_tokens, batch in (
-            (32, 1, 1), (128, 1, 1), (256, 1, 1), (512, 1, 1), (1024, 1, 1), (2048, 1, 1),
-            (32, 64, 1), (32, 64, 4), (32, 64, 8), (1024, 64, 1), (512, 64, 4),
-        ):  # fmt: skip
+            await asyncio.gather(*(ask(client, 300, 8, salt=900 + salt * 10 + one) for one in range(4)))
+        began = await _settled(cluster)
+        for prompt_tokens, output_tokens, batch in SAMPLES:
             answers: list[Answer] = []
-            cpu_before, began_s = cpu_seconds(cluster), time.monotonic()
-            for repetition in range(repetitions):
+            before, cpu_before, began_s = await _settled(cluster), cpu_seconds(cluster), time.monotonic()
+            for repetition in range(max(1, repetitions // 2) if batch > 1 else repetitions):
                 salts = (len(samples) * 1000 + repetition * 50 + one for one in range(batch))
                 answers += await asyncio.gather(*(ask(client, prompt_tokens, output_tokens, salt=salt) for salt in salts))
-            spent = cpu_seconds(cluster) - cpu_before - idle * (time.monotonic() - began_s)
+            spent_s = cpu_seconds(cluster) - cpu_before - idle * (time.monotonic() - began_s)
+            after = await _settled(cluster)
+            steps = {name: after[f"{name} step"] - before[f"{name} step"] for name in ("prefill", "decode")}
             samples.append(
                 {
                     "prompt_tokens": prompt_tokens,
                     "output_tokens": output_tokens,
                     "batch": batch,
-                    "cpu_s": spent / len(answers),
+                    "requests": len(answers),
+                    "cpu_s": spent_s / len(answers),
+                    "prefill_steps": steps["prefill"].number,
+                    "prefill_steps_s": steps["prefill"].seconds,
+                    "decode_steps": steps["decode"].number,
+                    "decode_steps_s": steps["decode"].seconds,
                     **{
-                        name: _lower(getattr(one, name) for one in answers)
+                        name: statistics.fmean(getattr(one, name) for one in answers)
                         for name in ("ttft_s", "node_ttft_s", "transfer_s", "exposed_s", "tpot_s", "num_bytes")
                     },
                 }
             )
-        after_stages = await stage_means(cluster)
-    stages = {
-        name: (seconds - before_stages.get(name, (0.0, 0))[0]) / max(1, number - before_stages.get(name, (0.0, 0))[1])
-        for name, (seconds, number) in after_stages.items()
-    }
+        ended = await _settled(cluster)
+    stages = {name: (one - began.get(name, Taken())).mean_s for name, one in ended.items()}
     return fit(samples, stages, cores=len(os.sched_getaffinity(0)) - idle)
+
+
+async def _settled(cluster: LocalCluster) -> dict[str, Taken]:
+    """`taken`, when the ranks have reported their last steps."""
+    await asyncio.sleep(2 * REPORT_S)
+    return {"prefill step": Taken(), "decode step": Taken()} | await taken(cluster)
 
 
 def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: float) -> Calibration:
     """Stage times of the samples.
 
-    On shared cores a stage is the work that it takes. That is the processor time, or the time that passes where that is less:
-    then some of the work, such as the client's, is done beside it.
+    Steps take what the nodes say that they took, alone and in batches. What a lone request took besides is in `request_s` as far
+    as a processor worked for it; what worked beside it, such as the client, is in `other_request_s`.
 
     Args:
         stages: Mean seconds of a piece in each stage, as the nodes' metrics have them.
         cores: That are left for requests.
     """
-    alone = [one for one in samples if one["output_tokens"] == 1]
+    alone = [one for one in samples if one["output_tokens"] == 1 and one["batch"] == 1]
     generating = [one for one in samples if one["output_tokens"] > 1]
     bytes_per_token = round(statistics.median(one["num_bytes"] / one["prompt_tokens"] for one in alone))
     piece_bytes = CHUNK_TOKENS * bytes_per_token
     gather_s, write_s, scatter_s = (max(stages.get(name, 0.0), 1e-6) for name in ("gather", "write", "scatter"))
-    rows = [[1.0, _steps(one), one["prompt_tokens"], one["prompt_tokens"] ** 2 / 2] for one in alone]
-    pieces_s = [_steps(one) * (gather_s + write_s + scatter_s + 2 * MESSAGE_S) for one in alone]
-    path = least_squares(rows, [min(one["ttft_s"], one["cpu_s"]) - piece_s for one, piece_s in zip(alone, pieces_s, strict=True)])
-    work = least_squares(rows, [one["cpu_s"] - piece_s for one, piece_s in zip(alone, pieces_s, strict=True)])
-    work[1] += gather_s + write_s + scatter_s + 2 * MESSAGE_S
-    request_s, step_s, token_s, attention_s = path
-    rows, path_s, work_s = [], [], []
-    for one in generating:
-        context = one["prompt_tokens"] + one["output_tokens"] / 2
-        spent_s = (one["cpu_s"] - _of(work, one)) / (one["output_tokens"] - 1) * one["batch"]
-        rows.append([1.0, one["batch"], one["batch"] * context])
-        work_s.append(max(spent_s, 1e-4))
-        path_s.append(max(min(one["tpot_s"], spent_s), 1e-4))
-    decode_step_s, decode_request_s, decode_context_s = least_squares(rows, path_s)
-    beside_s = [(all_s - on_path_s) / row[1] for all_s, on_path_s, row in zip(work_s, path_s, rows, strict=True)]
+    piece_s = gather_s + write_s + scatter_s + 2 * MESSAGE_S
+
+    rows = [(one["prefill_steps"], *(one["requests"] * part for part in _tokens(one))) for one in samples]
+    step_s, token_s, attention_s = least_squares(rows, [one["prefill_steps_s"] for one in samples])
+
+    rows = [
+        (one["decode_steps"], one["requests"] * _generated(one), one["requests"] * _generated(one) * _context(one))
+        for one in generating
+    ]
+    decode_step_s, decode_request_s, decode_context_s = least_squares(rows, [one["decode_steps_s"] for one in generating])
+
+    def steps_s(one: Mapping[str, float]) -> float:
+        """Of a request's own: the time that it waits for."""
+        tokens, pairs = _tokens(one)
+        return step_s * _steps(one) + token_s * tokens + attention_s * pairs
+
+    # Of short prompts, whose steps take least. A processor cannot have worked for longer than it did for all of it.
+    lone = [one for one in alone if _steps(one) <= 2]
+    own_s = [one["prefill_steps_s"] / one["requests"] for one in lone]
+    beside_s = [one["cpu_s"] - seconds - _steps(one) * piece_s for one, seconds in zip(lone, own_s, strict=True)]
+    waited_s = [one["ttft_s"] - seconds - piece_s for one, seconds in zip(lone, own_s, strict=True)]
+    request_s = max(0.0, statistics.median(map(min, waited_s, beside_s)))
+
+    def decoding_s(one: Mapping[str, float]) -> float:
+        """A request's share of its decode steps, for each new token."""
+        return one["decode_steps_s"] / (one["requests"] * _generated(one))
+
+    def prompt_cpu_s(one: Mapping[str, float]) -> float:
+        return steps_s(one) + _steps(one) * piece_s + request_s + other_request_s
+
+    other_request_s = max(0.0, statistics.median(beside_s) - request_s)
+    new_token_cpu_s = [max(0.0, one["cpu_s"] - prompt_cpu_s(one)) / _generated(one) for one in generating]
     times = StageTimes(
         name=f"demo model on {len(os.sched_getaffinity(0))} shared cores",
-        sources=("bench.scaling: one request at a time, and a few, on a 1+1 cluster",),
+        sources=("bench.scaling: one request at a time, and several, on a 1+1 cluster",),
         bytes_per_token=bytes_per_token,
         prefill_step_s=step_s,
         prefill_token_s=max(token_s, 1e-9),
@@ -270,23 +322,36 @@ def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: 
         reserve_s=request_s * 0.4,
         request_s=request_s * 0.6,
         cores=cores,
-        other_request_s=max(
+        other_request_s=other_request_s,
+        other_token_s=max(
             0.0,
-            statistics.fmean(work[0] - path[0] + (work[2] - path[2]) * one["prompt_tokens"] for one in alone if _steps(one) <= 4),
+            statistics.median(cpu_s - decoding_s(one) for cpu_s, one in zip(new_token_cpu_s, generating, strict=True)),
         ),
-        other_token_s=max(0.0, statistics.fmean(beside_s)),
     )
-    return Calibration(times=times, prompt=tuple(work), new_token_s=statistics.median(work_s) / 4, samples=samples)
+    return Calibration(
+        times=times,
+        piece_s=piece_s,
+        new_token_s=statistics.median(cpu_s for cpu_s, one in zip(new_token_cpu_s, generating, strict=True) if one["batch"] > 1),
+        samples=samples,
+    )
+
+
+def _generated(one: Mapping[str, float]) -> float:
+    return one["output_tokens"] - 1
+
+
+def _context(one: Mapping[str, float]) -> float:
+    """Mean tokens before a new one."""
+    return one["prompt_tokens"] + one["output_tokens"] / 2
+
+
+def _tokens(one: Mapping[str, float]) -> tuple[float, float]:
+    """Tokens of a prompt, and pairs of one and one before it."""
+    return one["prompt_tokens"], one["prompt_tokens"] ** 2 / 2
 
 
 def _steps(one: Mapping[str, float]) -> int:
     return -int(-one["prompt_tokens"] // CHUNK_TOKENS)
-
-
-def _of(found: Sequence[float], one: Mapping[str, float]) -> float:
-    """Seconds that least squares found for a prompt."""
-    tokens = one["prompt_tokens"]
-    return found[0] + found[1] * _steps(one) + found[2] * tokens + found[3] * tokens**2 / 2
 
 
 def busy_seconds() -> float:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import structlog
 
 from node_runtime import exit_codes
+from node_runtime.allocator import keep_freed_memory
 from node_runtime.collector import spare_what_lives
 from node_runtime.node_role import NodeRole, node_role
 from node_runtime.open_files import raise_open_files
@@ -134,6 +135,8 @@ def run_rank(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_open_files()
+    if spec.config.device == "cpu":
+        keep_freed_memory()
     configure_logging(spec.config.log, role=spec.config.role, rank=spec.rank, incarnation=spec.incarnation)
     code = exit_codes.FAILED
     try:

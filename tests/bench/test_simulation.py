@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bench import scaling
 from bench import simulate as command
-from bench.scaling import CHUNK_TOKENS, compare, fit
+from bench.scaling import CHUNK_TOKENS, Calibration, compare, fit
 from bench.simulation.clock import Clock, SharedCpu
 from bench.simulation.cluster import Cluster, largest_piece_bytes
 from bench.simulation.outcome import Outcome, simulate
@@ -364,15 +364,19 @@ def test_stage_times_are_read_as_they_are_written(tmp_path: Path) -> None:
 def test_fitting_finds_the_stage_times_that_made_the_samples() -> None:
     """Of a made-up machine: 3 ms a step, 0.4 ms a token, 10 ms a decode step and 2 ms a request of it, 30 ms a request."""
     samples = []
-    pieces_s = 0.001 + 0.002 + 0.003 + 2 * 0.0004
+    piece_s = 0.001 + 0.002 + 0.003 + 2 * 0.0004
     for prompt in (32, 128, 256, 512, 1024, 2048):
-        seconds = 0.03 + -(-prompt // CHUNK_TOKENS) * (0.003 + pieces_s) + 0.0004 * prompt + 1e-7 * prompt**2 / 2
-        for output, batch in ((1, 1), (65, 1), (65, 4)):
-            step_s = 0.01 + 0.002 * batch
+        own_steps = -(-prompt // CHUNK_TOKENS)
+        for output, batch in ((1, 1), (1, 4), (65, 1), (65, 4)):
+            steps = own_steps if prompt < CHUNK_TOKENS or batch == 1 else own_steps * batch // 2  # two prompts in a step
+            prefill_s = steps * 0.003 + batch * (0.0004 * prompt + 1e-7 * prompt**2 / 2)
+            decode_s = (output - 1) * (0.01 + 0.002 * batch)
+            request_s = prefill_s / batch + own_steps * piece_s + 0.03 + (output > 1) * decode_s / batch
             samples.append(
                 {
-                    "prompt_tokens": prompt, "output_tokens": output, "batch": batch, "ttft_s": seconds, "exposed_s": 0.0,
-                    "cpu_s": seconds + (output - 1) * step_s / batch, "tpot_s": step_s, "num_bytes": prompt * 4096.0,
+                    "prompt_tokens": prompt, "output_tokens": output, "batch": batch, "requests": batch, "exposed_s": 0.0,
+                    "prefill_steps": steps, "prefill_steps_s": prefill_s, "decode_steps": output - 1, "decode_steps_s": decode_s,
+                    "ttft_s": prefill_s + piece_s + 0.03, "cpu_s": request_s, "tpot_s": 0.0, "num_bytes": prompt * 4096.0,
                 }
             )  # fmt: skip
     found = fit(samples, {"gather": 0.001, "write": 0.002, "scatter": 0.003}, cores=1.9)
@@ -380,11 +384,21 @@ def test_fitting_finds_the_stage_times_that_made_the_samples() -> None:
     assert times.bytes_per_token == 4096
     assert times.prefill_step_s == pytest.approx(0.003, rel=0.02)
     assert times.prefill_token_s == pytest.approx(0.0004, rel=0.02)
+    assert times.prefill_attention_s == pytest.approx(1e-7, rel=0.02)
     assert times.request_s + times.reserve_s == pytest.approx(0.03, rel=0.02)
+    assert times.other_request_s == pytest.approx(0.0, abs=1e-4)
     assert times.decode_seconds(4, 0) == pytest.approx(0.018, rel=0.02)
     assert times.gather_seconds(CHUNK_TOKENS * 4096) == pytest.approx(0.001)
     assert times.other_token_s == pytest.approx(0.0, abs=1e-4)
-    assert found.request_cpu_s(512, 1) == pytest.approx(samples[9]["cpu_s"], rel=0.02)
+    assert found.request_cpu_s(512, 1) == pytest.approx(samples[12]["cpu_s"], rel=0.02)
+
+
+def test_no_load_is_more_than_the_cores_or_a_tier_can_do() -> None:
+    """A request takes a node of TIMES a while whatever the cores; with few cores they are what there is too little of."""
+    calibration = Calibration(times=TIMES, piece_s=0.0, new_token_s=0.0, samples=[])
+    one, two, both = (scaling.most_requests(calibration, topology, 1000.0) for topology in ((1, 1), (2, 1), (2, 2)))
+    assert one <= two <= both and both == pytest.approx(2 * one)
+    assert scaling.most_requests(calibration, (2, 2), 0.5) < both
 
 
 def test_what_is_compared_with_a_cluster_places_requests_as_nodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
