@@ -1,6 +1,7 @@
 """The simulation against real clusters on this machine: calibrates stage times, loads clusters, and says how far off it is.
 
     python -m bench.scaling [--json FILE] [--quick] [--plot FILE.png]
+    python -m bench.scaling --again RECORD.json       # no cluster: this version's simulation beside what a record measured
 
 A 1+1 cluster of the demo model is asked for one request at a time, of several lengths, and for several at once: from what they
 take, and from the processor time of all processes, come the stage times, as a simulation needs them whose nodes share this
@@ -174,12 +175,14 @@ class Calibration:
     """Stage times, and what they come from.
 
     Args:
+        stages: Mean seconds of a piece in each, as the nodes' metrics have them.
         piece_s: Of a piece, all its stages and messages.
         new_token_s: Processor seconds of a new token, several requests at once.
         samples: What was fitted.
     """
 
     times: StageTimes
+    stages: dict[str, float]
     piece_s: float
     new_token_s: float
     samples: list[dict[str, float]]
@@ -278,6 +281,10 @@ def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: 
         for one in generating
     ]
     decode_step_s, decode_request_s, decode_context_s = least_squares(rows, [one["decode_steps_s"] for one in generating])
+    # From one step's end to the next one's begin, through the leader.
+    between_s = statistics.median(
+        max(0.0, one["tpot_s"] - one["decode_steps_s"] / one["decode_steps"]) for one in generating if one["batch"] == 1
+    )
 
     def steps_s(one: Mapping[str, float]) -> float:
         """Of a request's own: the time that it waits for."""
@@ -301,13 +308,13 @@ def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: 
     other_request_s = max(0.0, statistics.median(beside_s) - request_s)
     new_token_cpu_s = [max(0.0, one["cpu_s"] - prompt_cpu_s(one)) / _generated(one) for one in generating]
     times = StageTimes(
-        name=f"demo model on {len(os.sched_getaffinity(0))} shared cores",
+        name=f"demo model on {round(cores)} shared cores",
         sources=("bench.scaling: one request at a time, and several, on a 1+1 cluster",),
         bytes_per_token=bytes_per_token,
         prefill_step_s=step_s,
         prefill_token_s=max(token_s, 1e-9),
         prefill_attention_s=attention_s,
-        decode_step_s=max(decode_step_s, 1e-6),
+        decode_step_s=max(decode_step_s + between_s, 1e-6),
         decode_request_s=decode_request_s,
         decode_context_s=decode_context_s,
         gather_s=0.0,
@@ -330,6 +337,7 @@ def fit(samples: list[dict[str, float]], stages: Mapping[str, float], *, cores: 
     )
     return Calibration(
         times=times,
+        stages=dict(stages),
         piece_s=piece_s,
         new_token_s=statistics.median(cpu_s for cpu_s, one in zip(new_token_cpu_s, generating, strict=True) if one["batch"] > 1),
         samples=samples,
@@ -437,21 +445,29 @@ def most_requests(calibration: Calibration, topology: tuple[int, int], cores: fl
     return min(of_cores, num_prefill / means.prefill_s, num_decode / means.decode_s)
 
 
-def compare(measured: Mapping[str, Any], predicted: Outcome) -> dict[str, Any]:
+def compare(measured: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
     """Both, and the error of the prediction as a part of what was measured."""
     row: dict[str, Any] = {
         "offered_rate": measured["offered_rate"],
         "served": measured["served"],
         "requests": measured["requests"],
+        "generator_late_p99_s": max(measured["lateness"]["sends_s"]["p99"], measured["lateness"]["loop_s"]["p99"]),
     }
-    for name in ("ttft_s", "tpot_s", "end_to_end_s"):
-        for share in ("p50", "p90", "mean"):
-            real, made = measured[name][share], getattr(getattr(predicted, name), share)
-            row[f"{name}.{share}"] = {"measured": real, "predicted": made, "error": made / real - 1 if real else 0.0}
-    row["busy"] = dict(predicted.busy)
-    row["ring bytes, most"] = predicted.uses["ring bytes"].most
-    row["generator_late_p99_s"] = max(measured["lateness"]["sends_s"]["p99"], measured["lateness"]["loop_s"]["p99"])
-    return row
+    times = {f"{name}.{share}": {"measured": measured[name][share]} for name in _COMPARED for share in _SHARES}
+    return predicted(row | times, outcome)
+
+
+_COMPARED, _SHARES = ("ttft_s", "tpot_s", "end_to_end_s"), ("p50", "p90", "mean")
+
+
+def predicted(row: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    """A row of a record with what the simulation says in place of what one said before."""
+    times = {}
+    for name in _COMPARED:
+        for share in _SHARES:
+            real, made = row[f"{name}.{share}"]["measured"], getattr(getattr(outcome, name), share)
+            times[f"{name}.{share}"] = {"measured": real, "predicted": made, "error": made / real - 1 if real else 0.0}
+    return {**row, **times, "busy": dict(outcome.busy), "ring bytes, most": outcome.uses["ring bytes"].most}
 
 
 async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -483,7 +499,7 @@ async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, An
                 times = replace(calibration.times, cores=max(own - idle - others, 0.1))
                 compared = compare(measured, predict(times, topology, rate, duration_s))
                 rows.append(
-                    {"prefill": topology[0], "decode": topology[1], "load": load}
+                    {"prefill": topology[0], "decode": topology[1], "load": load, "asked_rate": rate}
                     | {"idle_cores": idle, "used_cores": used, "others_cores": others}
                     | compared
                 )
@@ -503,11 +519,29 @@ async def run(*, is_quick: bool, duration_s: float, keep: Callable[[dict[str, An
             },
             "stage_times": calibration.times.to_json(),
             "cpu_of_a_request_s": calibration.request_cpu_s(MEAN_PROMPT, MEAN_OUTPUT),
+            "stages": calibration.stages,
             "calibration": calibration.samples,
             "rows": rows,
         }
         keep(content)
     return content
+
+
+def predicted_again(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with what this version simulates, from the samples and beside the measurements that it has."""
+    own, duration_s = content["environment"]["num_cores"], content["setting"]["duration_s"]
+    calibration = fit(content["calibration"], content["stages"], cores=content["stage_times"]["cores"])
+    rows = []
+    for row in content["rows"]:
+        times = replace(calibration.times, cores=max(own - row["idle_cores"] - row["others_cores"], 0.1))
+        outcome = predict(times, (row["prefill"], row["decode"]), row["asked_rate"], duration_s)
+        rows.append(predicted(row, outcome))
+    return {
+        **content,
+        "stage_times": calibration.times.to_json(),
+        "cpu_of_a_request_s": calibration.request_cpu_s(MEAN_PROMPT, MEAN_OUTPUT),
+        "rows": rows,
+    }
 
 
 def print_rows(console: Console, content: Mapping[str, Any]) -> None:
@@ -561,13 +595,18 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of measured and predicted")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds of each load")
     parser.add_argument("--quick", action="store_true", help="one topology and little load: to see that it runs")
+    parser.add_argument("--again", type=Path, metavar="RECORD.json", help="no cluster: simulate again what a record measured")
     arguments = parser.parse_args()
 
     def keep(content: dict[str, Any]) -> None:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
-    content = asyncio.run(run(is_quick=arguments.quick, duration_s=arguments.duration, keep=keep))
+    if arguments.again is not None:
+        content = predicted_again(json.loads(arguments.again.read_text()))
+        keep(content)
+    else:
+        content = asyncio.run(run(is_quick=arguments.quick, duration_s=arguments.duration, keep=keep))
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 200)

@@ -187,7 +187,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
             changed_message(message, rng)
             if isinstance(message, pb.InstanceInfo | pb.AttachRequest | pb.AttachResponse) and rng.random() < 0.9:
                 _told_truly(message)
-            return bytes([number]) + message.SerializeToString()
+            return bytes([number]) + message.SerializeToString(deterministic=True)
     return changed_bytes(data, rng)
 
 
@@ -215,7 +215,7 @@ TARGET = Target(
     check=check,
     refuses=(RemoteProtocolError, LayoutError, ConfigError),
     mutate=mutate,
-    seeds=lambda: [bytes([number]) + message.SerializeToString() for number, message in enumerate(_samples())],
+    seeds=lambda: [bytes([number]) + message.SerializeToString(deterministic=True) for number, message in enumerate(_samples())],
     max_bytes=16 * 1024,
     max_line_chars=5000,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench import simulate as command
+from bench.scaling import predicted_again
 from transfer.config import ChunkConfig, DecodeLimitsConfig, LimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig
 from transfer.memory.node_plan import ring_capacity_bytes
 
@@ -83,3 +84,28 @@ def test_what_a_setting_costs_is_what_was_simulated(setting: str, value: int, go
     found = outcome(num_prefill=46, num_decode=18, rate=295, **{setting: value})
     assert f"{found['attainment'] * 100:.1f} %" == good
     assert re.search(rf"^\| .* \| {re.escape(good)} \| .*\|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("sixteen-cores", 15), ("two-cores", 12)])
+def test_how_far_it_is_off_is_what_this_version_simulates(name: str, num_rows: int) -> None:
+    """The tables are the records', and a record's predictions those of the simulation as it is now."""
+    text = (ROOT / "bench" / "results" / f"2026-11-24-{name}-scaling.json").read_text(encoding="utf-8")
+    record = json.loads(text)
+    again = json.loads(json.dumps(predicted_again(record)))
+    for then, now in zip(record["rows"], again["rows"], strict=True):
+        for what in ("ttft_s.p50", "ttft_s.p90", "tpot_s.p50", "tpot_s.p90"):
+            assert now[what]["predicted"] == pytest.approx(then[what]["predicted"], rel=1e-3), (
+                then["prefill"],
+                then["decode"],
+                what,
+            )
+    table = PAGE[PAGE.index(f"results/2026-11-24-{name}-scaling.json)") :]
+    rows = re.findall(r"^\| (\d)\+(\d) \| (\d+) % \| ([\d.]+) \| (.*) \|$", table, re.MULTILINE)[:num_rows]
+    assert len(rows) == num_rows == len(record["rows"])
+    for told, row in zip(rows, record["rows"], strict=True):
+        assert told[:4] == (f"{row['prefill']}", f"{row['decode']}", f"{row['load'] * 100:.0f}", f"{row['asked_rate']:.1f}")
+        cells = []
+        for what, digits in (("ttft_s.p50", 0), ("ttft_s.p90", 0), ("tpot_s.p50", 1), ("tpot_s.p90", 1)):
+            measured, predicted = (f"{row[what][which] * 1e3:,.{digits}f}" for which in ("measured", "predicted"))
+            cells.append(f"{measured} -> {predicted} ({round(row[what]['error'] * 100):+d} %)")
+        assert told[4].split(" | ") == cells

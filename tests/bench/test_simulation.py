@@ -395,7 +395,7 @@ def test_fitting_finds_the_stage_times_that_made_the_samples() -> None:
 
 def test_no_load_is_more_than_the_cores_or_a_tier_can_do() -> None:
     """A request takes a node of TIMES a while whatever the cores; with few cores they are what there is too little of."""
-    calibration = Calibration(times=TIMES, piece_s=0.0, new_token_s=0.0, samples=[])
+    calibration = Calibration(times=TIMES, stages={}, piece_s=0.0, new_token_s=0.0, samples=[])
     one, two, both = (scaling.most_requests(calibration, topology, 1000.0) for topology in ((1, 1), (2, 1), (2, 2)))
     assert one <= two <= both and both == pytest.approx(2 * one)
     assert scaling.most_requests(calibration, (2, 2), 0.5) < both

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -163,3 +165,24 @@ def test_a_protocol_that_is_wrong_in_one_way_is_found(name: str, monkeypatch: py
             ],
         )
     assert search(target, executions=EXECUTIONS, inputs=target.seeds()) is not None
+
+
+SOME_INPUTS = """
+import hashlib, random
+from fuzz.target import load
+target, rng, seen = load("registry"), random.Random(0), hashlib.sha256()
+for data in target.seeds() * 40:
+    for _ in range(4):
+        data = target.mutate(data, rng)
+        seen.update(data)
+print(seen.hexdigest())
+"""
+
+
+def test_the_same_seed_makes_the_same_inputs_in_another_process() -> None:
+    """A map of protobuf has another order in each process."""
+    made = {
+        subprocess.run([sys.executable, "-c", SOME_INPUTS], capture_output=True, text=True, timeout=60, check=True).stdout
+        for _ in range(3)
+    }
+    assert len(made) == 1
