@@ -10,10 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from embedded_engine.paged_attention import StepPlan
+from transfer.errors import EngineError
+
+NEEDED_TRANSFORMERS = "5.21"
+"""The first release whose gated delta nets ask their cache for their states, and so can be given others'."""
 
 
 class _States:
@@ -101,7 +107,16 @@ class PooledDeltaNet:
 
 
 def hook_gated_delta_nets(model: PreTrainedModel) -> None:
-    """Have every gated delta net of a model keep its states in the pool."""
+    """Have every gated delta net of a model keep its states in the pool.
+
+    Raises:
+        EngineError: transformers is so old that its layers reach into a cache of its own for them.
+    """
+    if not hasattr(Cache, "get_conv_state"):
+        raise EngineError(
+            f"{type(model).__name__} has gated delta nets, which take transformers {NEEDED_TRANSFORMERS} or newer; "
+            f"{transformers.__version__} is installed: pip install 'transformers>={NEEDED_TRANSFORMERS}'"
+        )
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.forward = PooledDeltaNet(layer.linear_attn).forward

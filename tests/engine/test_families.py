@@ -275,3 +275,10 @@ def test_a_damaged_state_costs_its_own_request_only(family_dir: Directory, gener
     with pytest.raises(EngineError, match="request 64 are not finite") as fault:
         engine.decode(items)
     assert fault.value.tokens == {"17": generate(directory, prompts[17], 2)[1]}  # type: ignore[attr-defined]
+
+
+def test_gated_delta_nets_say_which_transformers_they_take(family_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step, which would fail in the middle of transformers."""
+    monkeypatch.delattr("transformers.cache_utils.Cache.get_conv_state")
+    with pytest.raises(EngineError, match=r"Qwen3Next\w* has gated delta nets.* 5\.21 or newer; \d+\.\d+.* is installed"):
+        make_engine(family_dir("qwen3_next"), Shard(page_size=4))
