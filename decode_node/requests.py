@@ -196,6 +196,8 @@ class DecodeRequests:
         peer = self._peers.pick(token_ids=token_ids, cache_salt=cache_salt)
         if peer is None and not (may_wait and self._join_timeout_s and self._peers.may_come()):
             raise PeerUnreachable(self._peers.why_none())
+        if may_wait and self._placing is not None and any(one.after is None for one in self._unsent):
+            peer = None  # it comes after those that wait already
         request = Request(
             request_id=request_id,
             token_ids=token_ids,
@@ -273,7 +275,7 @@ class DecodeRequests:
             return
         insort(self._unsent, a_try, key=lambda one: one.request.accepted_s)
         wait_s = min(self._join_timeout_s, self._queue_left_s(a_try))
-        a_try.unsent = asyncio.get_running_loop().call_later(wait_s, self._refuse, a_try)
+        a_try.unsent = asyncio.get_running_loop().call_later(wait_s, self._end_waiting, a_try)
         log.info("request_waits_for_prefill_node", request_id=a_try.transfer_id, reason=self._peers.why_none())
 
     def _send(self, a_try: Try, peer: PrefillPeer) -> None:
@@ -297,6 +299,16 @@ class DecodeRequests:
                 prefill_node=peer.address,
                 reason=str(a_try.after),
             )
+
+    def _end_waiting(self, a_try: Try) -> None:
+        """It has waited for as long as it may. Where a node has come meanwhile it was its turn soon."""
+        peer = self._pick(a_try.request)
+        if peer is None:
+            self._refuse(a_try)
+        elif self._queue_left_s(a_try) > 0:
+            self._send(a_try, peer)
+        else:
+            self._expire(a_try)
 
     def _refuse(self, a_try: Try) -> None:
         """No prefill node that could take it was joined in time, or none can be any more."""

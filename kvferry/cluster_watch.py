@@ -136,13 +136,19 @@ class ClusterWatch:
         return before if is_away else replace(before, late_s=now_s - since_s, late_looks=before.late_looks + 1)
 
     async def _ask(self, address: str) -> Seen:
+        error = ""
         try:
             client = self.client_of(address)
-            status, requests = await asyncio.gather(client.status(timeout_s=self._answer_s), self._requests(client))
-        except TransferError as error:
-            return Seen(address=address, error=" ".join(str(error).split()), at_s=time.monotonic())
-        self._answered_s[address] = time.monotonic()
-        return Seen(address=address, status=status, requests=requests, at_s=time.monotonic())
+            async with asyncio.TaskGroup() as both:
+                status = both.create_task(client.status(timeout_s=self._answer_s))
+                requests = both.create_task(self._requests(client))
+        except* TransferError as group:
+            error = " ".join(str(group.exceptions[0]).split())
+        now_s = time.monotonic()
+        if error:
+            return Seen(address=address, error=error, at_s=now_s)
+        self._answered_s[address] = now_s
+        return Seen(address=address, status=status.result(), requests=requests.result(), at_s=now_s)
 
     async def _requests(self, client: NodeClient) -> tuple[pb.RequestStatus, ...]:
         """In flight; none of a node that cannot tell: of version 0.1, or hosted by an engine."""

@@ -6,13 +6,14 @@ import ctypes
 from typing import Final
 
 # mallopt's parameters, malloc.h of glibc. Set together: either alone ends what glibc learns by itself of both, and is worse.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD: Final = 32 << 20  # glibc takes no larger one
 KEPT_BYTES: Final = 256 << 20
+"""At the heap's end. What is free below a block that lives is kept, however much it is: the most that steps had at one time."""
 
 
 def keep_freed_memory() -> bool:
-    """Keep up to `KEPT_BYTES` of freed memory for what is allocated next.
+    """Keep freed memory for what is allocated next; before other threads begin.
 
     Each step of a model on a CPU makes and frees tensors of some hundred KiB to some MiB, and those of the contexts grow from
     step to step. glibc gives them back to the system, and the next step gets new pages, each with a fault: 64 tokens of 24
@@ -25,5 +26,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, KEPT_BYTES))
+    # One heap for all threads: another thread's consists of parts of 64 MiB, and each part that is free is given back.
+    settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, KEPT_BYTES))
     return all([mallopt(name, value) == 1 for name, value in settings])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,11 +87,10 @@ class PeerLook:
         return {address: self._seen[address] for address in asked if address in self._seen}
 
     async def close(self) -> None:
-        for task in (self._asking, self._ending):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        tasks = [task for task in (self._asking, self._ending) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._keep([])
 
     async def _ask_all(self, addresses: Sequence[str]) -> None:

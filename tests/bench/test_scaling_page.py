@@ -103,9 +103,31 @@ def test_how_far_it_is_off_is_what_this_version_simulates(name: str, num_rows: i
     rows = re.findall(r"^\| (\d)\+(\d) \| (\d+) % \| ([\d.]+) \| (.*) \|$", table, re.MULTILINE)[:num_rows]
     assert len(rows) == num_rows == len(record["rows"])
     for told, row in zip(rows, record["rows"], strict=True):
-        assert told[:4] == (f"{row['prefill']}", f"{row['decode']}", f"{row['load'] * 100:.0f}", f"{row['asked_rate']:.1f}")
+        assert told[:4] == (f"{row['prefill']}", f"{row['decode']}", f"{row['load'] * 100:.0f}", f"{row['offered_rate']:.1f}")
         cells = []
         for what, digits in (("ttft_s.p50", 0), ("ttft_s.p90", 0), ("tpot_s.p50", 1), ("tpot_s.p90", 1)):
             measured, predicted = (f"{row[what][which] * 1e3:,.{digits}f}" for which in ("measured", "predicted"))
             cells.append(f"{measured} -> {predicted} ({round(row[what]['error'] * 100):+d} %)")
         assert told[4].split(" | ") == cells
+
+
+def test_what_the_page_says_of_the_errors_is_so() -> None:
+    records = {
+        name: json.loads((ROOT / "bench" / "results" / f"2026-11-24-{name}-scaling.json").read_text(encoding="utf-8"))
+        for name in ("sixteen-cores", "two-cores")
+    }
+    many, few = records["sixteen-cores"]["rows"], records["two-cores"]["rows"]
+    assert "14 of 15 medians are within 18 %, most of them too low, and so are their p90 within 25 %" in PAGE
+    near = [row for row in many if abs(row["ttft_s.p50"]["error"]) < 0.18]
+    assert len(near) == 14 and all(abs(row["ttft_s.p90"]["error"]) < 0.25 for row in near)
+    assert sum(row["ttft_s.p50"]["error"] < 0 for row in near) > 10
+    assert "too low, by a quarter on average on sixteen cores" in PAGE
+    assert 0.2 < -sum(row["tpot_s.p50"]["error"] for row in many) / len(many) < 0.3
+    assert "it says half of the\n  TTFT that is measured" in PAGE
+    busy = [row for row in few if (row["prefill"], row["decode"]) == (2, 2) and row["load"] > 0.5]
+    assert all(-0.6 < row["ttft_s.p50"]["error"] < -0.4 for row in busy)
+    assert "the cores that clusters took are within 15 % of those expected, for all 27 loads" in PAGE
+    for record in records.values():
+        for row in record["rows"]:
+            expected = row["busy"]["shared cores"] * record["stage_times"]["cores"] + row["idle_cores"]
+            assert abs(expected / row["used_cores"] - 1) < 0.15

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -290,3 +291,51 @@ async def test_the_first_node_is_given_so_many_at_once_and_more_a_moment_later(
     world.peer.state, world.other.state, world.other.instance = "draining", "joined", instance(31)
     await until(lambda: not world.leader._unsent)
     assert world.other.outstanding_tokens > 0
+
+
+async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time() -> None:
+    """What it is to be given is placed a moment later, and some of it later still; nobody is told that no node is joined."""
+    world = alone(World(join_timeout_s=0.15, max_queued=100))
+    requests = [await waiting(world, f"r{number}") for number in range(80)]
+    await asyncio.sleep(0.1)
+    world.peer.state, world.peer.instance = "joined", instance(30)
+    world.leader.peers_changed()
+    await until(lambda: not world.leader._unsent)
+    await turns()
+    assert not world.outcomes and len(world.peer.calls) == len(requests)
+    await world.close()
+
+
+async def test_the_end_of_the_wait_that_is_the_end_of_its_time_in_the_queue() -> None:
+    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=0.1))
+    request = await waiting(world)
+    world.peer.state, world.peer.instance = "joined", instance(30)  # and nobody has said so yet
+    await until(lambda: world.outcomes)
+    assert "no room within 0.1 s" in str(outcome(request)) and not world.peer.calls
+    world.assert_nothing_is_left()
+
+
+async def test_nobody_who_comes_later_overtakes_those_that_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the moment before they are placed, nor in those between."""
+    monkeypatch.setattr(requests_module, "PLACED_AT_ONCE", 2)
+    for name in "abcd":
+        await waiting(world, name)
+    world.peer.state, world.peer.instance = "joined", instance(30)
+    world.leader.peers_changed()
+    await waiting(world, "e")
+    await until(lambda: len(world.leader._unsent) == 3)
+    await waiting(world, "f")
+    await until(lambda: not world.leader._unsent)
+    await waiting(world, "g")
+    await turns()
+    assert list(world.peer.calls) == ["a", "b", "c", "d", "e", "f", "g"]
+
+
+async def test_one_that_may_not_wait_is_sent_at_once_where_a_node_is_joined(world: World) -> None:
+    await waiting(world, "a")
+    world.peer.state, world.peer.instance = "joined", instance(30)
+    world.leader.peers_changed()
+    world.submit("b", may_wait=False)
+    await turns()
+    assert list(world.peer.calls) == ["b"]
+    await until(lambda: not world.leader._unsent)

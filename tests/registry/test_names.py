@@ -18,7 +18,7 @@ import pytest
 from tests.registry.test_tls import call
 from transfer.errors import PeerUnreachable
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
-from transfer.registry import connecting
+from transfer.registry import connecting, peer_channel
 from transfer.registry.connecting import MAX_ADDRESSES, Lookups, addresses_of, connected
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText
@@ -330,3 +330,19 @@ async def test_what_is_no_address_is_an_error_of_the_peer(address: str) -> None:
 async def test_an_address_is_looked_up_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connecting.socket, "getaddrinfo", lambda *_, **__: pytest.fail("it needs no lookup"))
     assert await addresses_of("10.0.0.1") == ("10.0.0.1",) and await addresses_of("fe80::1") == ("fe80::1",)
+
+
+async def test_a_connection_that_is_reset_at_once_is_a_peer_that_is_unreachable(
+    names: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy takes connections for a node that is away; whoever asks tries again, and does not fall over."""
+    names.says = ["127.0.0.1"]
+
+    async def reset(address: str, *, last: object = ()) -> socket.socket:
+        return socket.socket()  # of no connection, as one is that has been reset since
+
+    monkeypatch.setattr(peer_channel, "connected", reset)
+    channel = PeerChannel(f"{NAME}:7000", ANYWHERE)
+    with pytest.raises(PeerUnreachable, match=f"^{NAME}:7000: "):
+        await channel.ready(timeout_s=2)
+    await channel.close()

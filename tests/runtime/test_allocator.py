@@ -5,6 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+GROWING, LARGE = "(500 + 20 * number, 6)", "(2 << 10, 60)"
+"""KiB of a step's blocks, and how many: of contexts that grow, and more than a part of a thread's own heap."""
+
 STEPS = """
 import resource, sys, threading
 from ctypes import CDLL, c_size_t, c_void_p, memset
@@ -12,9 +17,10 @@ from node_runtime.allocator import keep_freed_memory
 libc = CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = c_void_p, [c_size_t], [c_void_p]
 def steps():
-    for number in range(40):  # of contexts that grow
-        num_bytes = (500 + 20 * number) << 10
-        blocks = [libc.malloc(num_bytes) for _ in range(6)]
+    for number in range(20):
+        num_kib, num_blocks = eval(sys.argv[2])
+        num_bytes = num_kib << 10
+        blocks = [libc.malloc(num_bytes) for _ in range(num_blocks)]
         for block in blocks:
             memset(block, 1, num_bytes)
         for block in blocks:
@@ -27,13 +33,14 @@ thread.start()
 thread.join()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-PAGES_OF_THE_LAST_STEP = 6 * (500 + 20 * 39) // 4
 
 
-def faults(mode: str) -> int:
-    done = subprocess.run([sys.executable, "-c", STEPS, mode], capture_output=True, text=True, timeout=60, check=True)
+def faults(mode: str, blocks: str) -> int:
+    done = subprocess.run([sys.executable, "-c", STEPS, mode, blocks], capture_output=True, text=True, timeout=60, check=True)
     return int(done.stdout)
 
 
-def test_a_step_gets_the_memory_of_the_step_before() -> None:
-    assert faults("keep") < 2 * PAGES_OF_THE_LAST_STEP < 10 * PAGES_OF_THE_LAST_STEP < faults("leave")
+@pytest.mark.parametrize(("blocks", "pages"), [(GROWING, 6 * (500 + 20 * 19) // 4), (LARGE, 60 * 512)])
+def test_a_step_gets_the_memory_of_the_step_before(blocks: str, pages: int) -> None:
+    """`pages` are those of the last step of twenty."""
+    assert faults("keep", blocks) < 2 * pages < 10 * pages < faults("leave", blocks)

@@ -122,3 +122,15 @@ async def test_with_TLS_a_peer_may_ask_and_a_stranger_may_not(tmp_path: Path, mo
             await look.close()
             assert (seen.status is not None) is is_let_in, seen
             assert is_let_in or "may not call" in seen.error
+
+
+async def test_it_is_closed_whatever_an_ask_met(look: PeerLook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first thing that a leader closes: what comes behind it must be closed, too."""
+
+    async def broken(self: PeerLook, address: str) -> Any:
+        raise OSError("nobody expected that")
+
+    monkeypatch.setattr(PeerLook, "_ask", broken)
+    await look.look(["127.0.0.1:9"])
+    await look.close()
+    assert look._ending is not None and look._ending.done()

@@ -172,3 +172,26 @@ async def test_more_nodes_than_are_asked_may_be_named(monkeypatch: pytest.Monkey
         assert {node.address for node in (await watch.look()).nodes} == set(named)
         few = await stack.enter_async_context(ClusterWatch(named[:1], patience_s=None))
         assert {node.address for node in (await few.look()).nodes} == {named[0], others[0]}
+
+
+class HalfNode(FakeNode):
+    """Refuses to say how it is, and never says which requests it has."""
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        raise AssertionError
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
+        await asyncio.sleep(60)
+        return pb.ListRequestsResponse()
+
+
+async def test_a_look_that_failed_leaves_no_call_behind() -> None:
+    node = HalfNode()
+    async with served(node) as address:
+        before = asyncio.all_tasks()
+        async with ClusterWatch([address]) as watch:
+            (seen,) = (await watch.look()).nodes
+            assert seen.status is None and "not now" in seen.error
+            left = [task for task in asyncio.all_tasks() - before if "_requests" in repr(task.get_coro())]
+            assert not left

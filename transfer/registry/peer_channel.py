@@ -126,11 +126,10 @@ class PeerChannel:
         """A channel in plain text to the first address of the name that takes connections: the old one, if it goes there."""
         self._note_failure(old)
         try:
-            tried = await connected(self.address, last=self._failed)
+            with await connected(self.address, last=self._failed) as tried:
+                peer = tried.getpeername()  # of a connection that has been reset since there is none
         except OSError as error:
             raise PeerUnreachable(f"{self.address}: {text_of(error)}") from None
-        with tried:
-            peer = tried.getpeername()
         target = address_of(peer)
         if self._given is None or self._given[0] != peer[0]:
             self._given = peer[0], time.monotonic()
