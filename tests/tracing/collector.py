@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,12 +81,13 @@ class Collector(TraceServiceServicer):
     def trace(self, trace_id: str) -> list[Received]:
         return [span for span in self.all() if span.trace_id == trace_id]
 
-    def until(self, trace_id: str, names: set[str], *, within_s: float = 15.0) -> list[Received]:
-        """The trace, once it has spans of all these names, and of one with a root also all that others lie in."""
+    def until(self, trace_id: str, names: Iterable[str], *, within_s: float = 15.0) -> list[Received]:
+        """The trace, once it has spans of all these names, as often as each is named, and of one with a root also all that
+        others lie in."""
         ends_s = time.monotonic() + within_s
         while True:
             spans = self.trace(trace_id)
-            missing = names - {span.name for span in spans}
+            missing = set(Counter(names) - Counter(span.name for span in spans))
             if any(not span.parent_id for span in spans):  # what is from several processes comes in any order
                 missing |= {span.parent_id for span in spans if span.parent_id} - {span.span_id for span in spans}
             if not missing:
