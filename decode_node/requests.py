@@ -276,7 +276,8 @@ class DecodeRequests:
         insort(self._unsent, a_try, key=lambda one: one.request.accepted_s)
         wait_s = min(self._join_timeout_s, self._queue_left_s(a_try))
         a_try.unsent = asyncio.get_running_loop().call_later(wait_s, self._end_waiting, a_try)
-        log.info("request_waits_for_prefill_node", request_id=a_try.transfer_id, reason=self._peers.why_none())
+        reason = self._peers.why_none() if self._placing is None else "one is joined, and others wait for their turn"
+        log.info("request_waits_for_prefill_node", request_id=a_try.transfer_id, reason=reason)
 
     def _send(self, a_try: Try, peer: PrefillPeer) -> None:
         """Have that peer compute its prompt."""
