@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -293,11 +292,11 @@ async def test_the_first_node_is_given_so_many_at_once_and_more_a_moment_later(
     assert world.other.outstanding_tokens > 0
 
 
-async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time() -> None:
+async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is to be given is placed a moment later, and some of it later still; nobody is told that no node is joined."""
-    world = alone(World(join_timeout_s=0.15, max_queued=100))
-    requests = [await waiting(world, f"r{number}") for number in range(80)]
-    await asyncio.sleep(0.1)
+    monkeypatch.setattr(requests_module, "PLACE_AFTER_S", NEVER_S)
+    world = alone(World(join_timeout_s=1.0))
+    requests = [await waiting(world, name) for name in "abcd"]
     world.peer.state, world.peer.instance = "joined", instance(30)
     world.leader.peers_changed()
     await until(lambda: not world.leader._unsent)
