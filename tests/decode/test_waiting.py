@@ -306,11 +306,11 @@ async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(monkeypa
 
 
 async def test_the_end_of_the_wait_that_is_the_end_of_its_time_in_the_queue() -> None:
-    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=0.1))
+    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=0.5))
     request = await waiting(world)
     world.peer.state, world.peer.instance = "joined", instance(30)  # and nobody has said so yet
     await until(lambda: world.outcomes)
-    assert "no room within 0.1 s" in str(outcome(request)) and not world.peer.calls
+    assert "no room within 0.5 s" in str(outcome(request)) and not world.peer.calls
     world.assert_nothing_is_left()
 
 
