@@ -136,7 +136,7 @@ class ClusterWatch:
         return before if is_away else replace(before, late_s=now_s - since_s, late_looks=before.late_looks + 1)
 
     async def _ask(self, address: str) -> Seen:
-        error = ""
+        error: str | None = None
         try:
             client = self.client_of(address)
             async with asyncio.TaskGroup() as both:
@@ -145,7 +145,7 @@ class ClusterWatch:
         except* TransferError as group:
             error = " ".join(str(group.exceptions[0]).split())
         now_s = time.monotonic()
-        if error:
+        if error is not None:
             return Seen(address=address, error=error, at_s=now_s)
         self._answered_s[address] = now_s
         return Seen(address=address, status=status.result(), requests=requests.result(), at_s=now_s)
