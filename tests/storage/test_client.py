@@ -447,16 +447,15 @@ async def test_close_answers_everything_and_does_not_wait_for_a_store_that_hangs
 
 
 async def test_close_waits_for_what_the_store_is_doing_and_ends_the_threads() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # others' may end meanwhile, and are none of ours
     async with opened(MemoryStore(), threads=3) as (client, _, _):
-        assert threading.active_count() == before + 2 * 3 + 1, "to read, to write and to delete"
+        ours = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("store-")]
+        assert len(ours) == 2 * 3 + 1, "to read, to write and to delete"
         await client.put([("a", page(1))])
     await client.close()
-    for _ in range(100):
-        if threading.active_count() == before:
-            break
-        await asyncio.sleep(0.01)
-    assert threading.active_count() == before
+    for thread in ours:
+        await asyncio.to_thread(thread.join, 5)
+    assert not any(thread.is_alive() for thread in ours)
 
 
 def test_a_thread_that_comes_late_finds_the_loop_closed_and_says_nothing() -> None:
