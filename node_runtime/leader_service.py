@@ -115,6 +115,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
     ) -> None:
         self.config = config
         self.metrics = NodeMetrics(role=config.role)
+        self.metrics.limits(max_queued=config.limits.max_queued_requests, max_running=config.limits.max_running_requests)
         self.security = security_of(config)
         self.tracer = open_tracer(config)
         self._is_switching = False

@@ -67,6 +67,21 @@ _NODE: Final = Row(
             ),
         ),
         Chart(
+            title="Requests that run, of those that may",
+            description=(
+                "Of limits.max_running_requests, each node's own. At 100 % others wait, whatever the pool has free: raise it where "
+                "pool and time per token allow, or add nodes of the tier."
+            ),
+            unit=Unit.SHARE,
+            lines=(
+                Line(
+                    expr=over(summed("kvferry_running_requests", "instance"), summed("kvferry_max_running_requests", "instance")),
+                    legend="{{instance}}",
+                ),
+            ),
+            most=1.0,
+        ),
+        Chart(
             title="Requests, by outcome",
             description=(
                 "Requests that ended on this node. Failed on one prefill node alone: that one is at fault, and its breaker "

@@ -276,6 +276,7 @@ def test_the_tier_that_is_short_grows_and_the_other_one_does_not(load: str, tmp_
                     series[f'kvferry_pool_pages{{{labels},rank="{rank}",group="full",state="{state}"}}'] = f"{pages}x40"
             series[f"kvferry_queued_requests{{{labels}}}"] = f"{queued}x40"
             series[f"kvferry_running_requests{{{labels}}}"] = f"{running}x40"
+            series[f"kvferry_max_running_requests{{{labels}}}"] = "128x40"
     wanted = {
         f"{scaler}:{role}:{number}": (f"ceil(({query}) / {most:g} - 0.2)", role)  # the HPA lets a tenth pass
         for (scaler, role), found in targets().items()
@@ -309,17 +310,18 @@ def assert_holds(folder: Path, series: dict[str, str], queries: list[str], *, is
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-def test_the_decode_tier_grows_before_it_is_at_its_limit() -> None:
-    """A number in the scalers, for no metric has the limit: four fifths of what its nodes are given."""
-    limits = {
-        configured("two-tier", pod, container).limits.max_running_requests
-        for pod in pods("two-tier")
-        for container in pod.nodes
-        if role_of(container) == "decode"
-    }
-    for scaler in ("keda", "hpa"):
-        (most,) = [most for query, most in targets()[scaler, "decode"] if "kvferry_running_requests" in query]
-        assert {most // (0.8 * limit) for limit in limits} == {0} and most > 0.7 * max(limits)
+@pytest.mark.parametrize("limit", [32, 128])
+def test_the_decode_tier_grows_before_it_is_at_its_limit(limit: int, tmp_path: Path) -> None:
+    """Whatever limit its nodes are given, and not where they are three quarters full."""
+    for running, is_more in ((0.75, False), (0.9, True)):
+        series = {}
+        for node in range(2):
+            labels = f'role="decode",instance="10.0.0.{node}:7180",pod="decode-{node}"'
+            series[f"kvferry_running_requests{{{labels}}}"] = f"{running * limit:g}x40"
+            series[f"kvferry_max_running_requests{{{labels}}}"] = f"{limit}x40"
+        for scaler in ("keda", "hpa"):
+            ((query, most),) = [found for found in targets()[scaler, "decode"] if "kvferry_running_requests" in found[0]]
+            assert_holds(tmp_path, series, [f"ceil(({query}) / {most:g} - 0.2)"], is_more=is_more)
 
 
 @pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"])

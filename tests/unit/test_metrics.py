@@ -570,7 +570,10 @@ def test_the_leaders_own_series() -> None:
     node.time_to_first_token(0.2)
     node.time_per_output_token(0.01)
     node.node_state(state="ready", queued=2, running=3, peers={"joined": 1, "lost": 2}, restarts=1)
+    assert b"kvferry_max_" not in node.render([None]).replace(b"# ", b""), "a side that an engine hosts has no such limit"
+    node.limits(max_queued=256, max_running=32)
     page = node.render([None])
+    assert (value(page, "max_queued_requests", role="decode"), value(page, "max_running_requests", role="decode")) == (256, 32)
     assert value(page, "requests_total", role="decode", outcome="done") == 1
     assert value(page, "requests_total", role="decode", outcome="failed") == 1
     assert value(page, "requests_total", role="decode", outcome="aborted") == 0

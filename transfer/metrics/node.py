@@ -181,6 +181,11 @@ class NodeMetrics:
         """As requests are cut now, no part of a chunk that one rank sends to another is larger; 0: nothing is joined."""
         self._series("largest_piece_bytes").set(num_bytes)
 
+    def limits(self, *, max_queued: int, max_running: int) -> None:
+        """How many requests may wait, and how many may run; until then neither is shown."""
+        self._series("max_queued_requests").set(max_queued)
+        self._series("max_running_requests").set(max_running)
+
     def node_state(self, *, state: str, queued: int, running: int, peers: Mapping[str, int], restarts: int) -> None:
         """The node's state now; peers by their state."""
         for name in NODE_STATES:

@@ -91,13 +91,25 @@ REQUEST_METRICS: Final = (
         "gauge",
         "queued_requests",
         "Requests that wait for room, on a decode node also for a prefill node to be joined.",
-        advice="Alarm when it grows, or nears limits.max_queued_requests.",
+        advice="Alarm when it grows, or nears max_queued_requests.",
+    ),
+    declare(
+        "gauge",
+        "max_queued_requests",
+        "limits.max_queued_requests of the node. An engine that hosts its side has a queue of its own, and none of this.",
+        advice="What queued_requests is to be compared with: at it, requests are refused.",
     ),
     declare(
         "gauge",
         "running_requests",
         "Requests computed, transferred or generated.",
-        advice="At limits.max_running_requests others wait, whatever the pool has free.",
+        advice="At max_running_requests others wait, whatever the pool has free.",
+    ),
+    declare(
+        "gauge",
+        "max_running_requests",
+        "limits.max_running_requests of the node. An engine that hosts its side has a limit of its own, and none of this.",
+        advice="running_requests over it is how full a decode node is, whatever it was given: the autoscalers of deploy/ go by it.",
     ),
 )
 

@@ -80,7 +80,7 @@ VLLM: Final = (
     _same(
         ("vllm:num_requests_running", "vllm:num_requests_waiting"),
         "kvferry_running_requests, kvferry_queued_requests",
-        "The same.",
+        "The same; what they may grow to is in kvferry_max_running_requests and kvferry_max_queued_requests.",
     ),
     _same(
         "vllm:kv_cache_usage_perc",
