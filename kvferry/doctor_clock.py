@@ -11,7 +11,12 @@ from typing import Final
 from kvferry.finding import Finding, ok, warn
 
 NAME: Final = "clock"
-MAX_ERROR_S: Final = 0.1
+MAX_ERROR_S: Final = 2.0
+"""The kernel adds 0.5 ms for each second since the clock was set last (kernel/time/ntp.c, MAXFREQ), and timesyncd lets up to
+2,048 s pass (PollIntervalMaxSec), chrony 1,024 s: of a clock that is kept well it is up to 1.1 s. Above this its keeper has been
+silent for an hour."""
+
+MAX_OFFSET_S: Final = 0.1
 """Logs of two machines that are further apart tell another story than what happened: a transfer takes less."""
 _UNSYNCHRONISED: Final = 0x0040  # STA_UNSYNC
 _NANOSECONDS: Final = 0x2000  # STA_NANO: `offset` is in ns, not in us
@@ -76,7 +81,11 @@ def check_clock(found: ClockState | str) -> Finding:
     if found.max_error_s > MAX_ERROR_S:
         return warn(
             NAME,
-            f"{text}, by its keeper's own word",
-            "chronyc sources -v (or timedatectl timesync-status): take a nearer time server",
+            f"{text}: it has not been set for long",
+            "chronyc sources -v (or timedatectl timesync-status): is its time server still reached?",
+        )
+    if abs(found.offset_s) > MAX_OFFSET_S:
+        return warn(
+            NAME, text, "wait until it is there (chronyc tracking, or timedatectl timesync-status); times of logs and traces jump"
         )
     return ok(NAME, text)

@@ -69,8 +69,8 @@ _NODE: Final = Row(
         Chart(
             title="Requests that run, of those that may",
             description=(
-                "Of limits.max_running_requests, each node's own. At 100 % others wait, whatever the pool has free: raise it where "
-                "pool and time per token allow, or add nodes of the tier."
+                "Of limits.max_running_requests, each node's own. At 100 % others wait, whatever the pool has free: raise it "
+                "where pool and time per token allow, or add nodes of the tier."
             ),
             unit=Unit.SHARE,
             lines=(

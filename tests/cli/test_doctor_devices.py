@@ -180,7 +180,9 @@ def test_a_torch_that_fails_is_said_in_its_own_words(monkeypatch: pytest.MonkeyP
     ("found", "state", "said"),
     [
         (ClockState(is_synchronised=True, offset_s=0.000123, max_error_s=0.02), State.OK, "+0.123 ms, at most 20 ms wrong"),
-        (ClockState(is_synchronised=True, offset_s=0.0, max_error_s=0.2), State.WARN, "by its keeper's own word"),
+        (ClockState(is_synchronised=True, offset_s=0.0, max_error_s=1.1), State.OK, "at most 1,100 ms wrong"),
+        (ClockState(is_synchronised=True, offset_s=0.0, max_error_s=2.1), State.WARN, "not been set for long"),
+        (ClockState(is_synchronised=True, offset_s=-0.2, max_error_s=0.2), State.WARN, "moved by -200.000 ms"),
         (ClockState(is_synchronised=False, offset_s=0.0, max_error_s=16.0), State.WARN, "unsynchronised"),
         ("adjtimex: Operation not permitted", State.WARN, "not known"),
     ],

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import grpc
@@ -25,11 +26,14 @@ from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSp
 from kvferry.node_client import NodeClient
 from kvferry.router.serve import open_router
 from kvferry.router.settings import RouterSettings
-from tests.cluster.calls import Caller, Reference, prompt, until, until_idle
+from tests.cluster.calls import Caller, Reference, decode_control, prompt, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
 from transfer.errors import LayoutError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import PlainText
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,6 +47,7 @@ TEXTS = [" ".join(WORDS[first : first + number]) for first, number in ((0, 10), 
 LONG_TEXT = " ".join((WORDS * 4)[:1500])  # two seconds of a core: it comes where a node is ended, not all the time
 LONG_TEXT_TOKENS = 2000
 COMMAND_S = 60.0
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +66,24 @@ class Question:
 
     prompt: list[int] | str
     num_tokens: int
+    new_ids: tuple[int, ...]
     expected: str
 
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Requests that come at random, and while few are in flight whatever becomes of those before them. Every fourth one is text.
+    """Requests that come at random, and while few are in flight whatever becomes of those before them. Every fourth one is text,
+    and every fourth one goes past the router.
 
     Args:
         url: A router's.
+        direct: A plain gRPC client's stub.
         ids, texts: What is asked, in turn.
         wrong: What was no right answer.
     """
 
     url: str
+    direct: DecodeControlAsyncStub
     ids: list[Question]
     texts: list[Question]
     wrong: list[str] = field(default_factory=list)
@@ -90,14 +99,30 @@ class Load:
             while self.num_sent < NUM_REQUESTS or not is_enough.is_set():
                 turn, which = divmod(self.num_sent, 4)
                 if self.num_sent - self.num_right - len(self.wrong) < MOST_IN_FLIGHT:
-                    self.send(self.ids[(turn + which) % len(self.ids)] if which else self.texts[turn % len(self.texts)])
+                    question = self.ids[(turn + which) % len(self.ids)] if which else self.texts[turn % len(self.texts)]
+                    self.send(question, is_direct=which == 3)
                 await asyncio.sleep(gaps.expovariate(RATE_PER_S))
 
-    def send(self, question: Question) -> None:
+    def send(self, question: Question, *, is_direct: bool = False) -> None:
         """One more, now."""
         assert self._group is not None
-        self._group.create_task(self._ask(question))
+        self._group.create_task(self._ask_node(question) if is_direct else self._ask(question))
         self.num_sent += 1
+
+    async def _ask_node(self, question: Question) -> None:
+        ids = pb.TokenIds(ids=[] if isinstance(question.prompt, str) else question.prompt)
+        tokens: list[int] = []
+        try:
+            asked = pb.GenerateRequest(token_ids=ids, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            async for event in self.direct.Generate(asked, timeout=60):
+                tokens.extend(event.tokens.token_ids)
+        except grpc.aio.AioRpcError as error:
+            self.wrong.append(f"direct, {question.num_tokens} tokens: {error.code()}: {error.details()}")
+            return
+        if tuple(tokens) != question.new_ids:
+            self.wrong.append(f"direct, {question.num_tokens} tokens: {tokens} instead of {question.new_ids}")
+        else:
+            self.num_right += 1
 
     async def _ask(self, question: Question) -> None:
         assert self._session is not None
@@ -125,11 +150,18 @@ def questions(model: Path, reference: Reference, prompts: Iterable[list[int] | s
 
     def question(prompt: list[int] | str) -> Question:
         ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
-        expected = tokenizer.decode(reference.tokens(ids, NEW_TOKENS), skip_special_tokens=True)
-        return Question(prompt=prompt, num_tokens=len(ids), expected=expected)
+        new_ids = tuple(reference.tokens(ids, NEW_TOKENS))
+        expected = tokenizer.decode(new_ids, skip_special_tokens=True)
+        return Question(prompt=prompt, num_tokens=len(ids), new_ids=new_ids, expected=expected)
 
     assert tokenizer(TEXTS[0]).input_ids[0] == tokenizer.bos_token_id, "texts begin with a token of no text"
     return [question(prompt) for prompt in prompts]
+
+
+def service_config() -> str:
+    """What docs/operations.md has clients give to their channel."""
+    (block,) = re.findall(r"```json\n(.*?loadBalancingConfig.*?)```", OPERATIONS.read_text(encoding="utf-8"), re.DOTALL)
+    return str(block)
 
 
 async def test_every_node_is_restarted_under_load_and_no_request_fails(
@@ -140,9 +172,14 @@ async def test_every_node_is_restarted_under_load_and_no_request_fails(
     assert long_text.num_tokens >= LONG_TEXT_TOKENS
     addresses = tuple(node.address for node in cluster.decode_nodes)
     settings = RouterSettings(prefill=(), decode=addresses, are_nodes=True, port=0, health_interval_s=0.2)
-    async with open_router(settings, PlainText()) as router:
+    options = [("grpc.service_config", service_config()), ("grpc.max_reconnect_backoff_ms", 2000)]
+    async with (
+        open_router(settings, PlainText()) as router,
+        grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=options) as channel,
+    ):
         await until(lambda: router.backend.readiness().is_ready, "the router is ready")
-        load, all_restarted = Load(url=f"http://{router.address}", ids=ids, texts=texts), asyncio.Event()
+        load = Load(url=f"http://{router.address}", direct=decode_control(channel), ids=ids, texts=texts)
+        all_restarted = asyncio.Event()
         loading = asyncio.create_task(load.run(all_restarted))
         try:
             await until(lambda: load.num_right > 0, "it is under load")

@@ -85,7 +85,11 @@ class NodeConfig(ProcessConfig):
     log: LogConfig = Field(default_factory=LogConfig, description="The log.")
     tracing: TracingConfig = Field(default_factory=TracingConfig, description="Spans of requests.")
     drain_timeout_s: Seconds = Field(
-        default=30.0, description="On SIGTERM or Drain: time that requests in flight get before they are cut off."
+        default=30.0,
+        description=(
+            "On SIGTERM: time that requests in flight get before they are cut off. A change of role waits no longer than this for"
+            " them; the call Drain goes by its own deadline."
+        ),
     )
     other_role: Path | None = Field(
         default=None,

@@ -109,7 +109,7 @@ REQUEST_METRICS: Final = (
         "gauge",
         "max_running_requests",
         "limits.max_running_requests of the node. An engine that hosts its side has a limit of its own, and none of this.",
-        advice="running_requests over it is how full a decode node is, whatever it was given: the autoscalers of deploy/ go by it.",
+        advice="running_requests over it: how full a decode node is, whatever it was given. The autoscalers of deploy/ go by it.",
     ),
 )
 
