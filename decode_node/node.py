@@ -16,7 +16,8 @@ import structlog
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.open import LeaderTiers
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.peers import PrefillPeer, PrefillPeers, links_of, peer_status
+from decode_node.peers import PrefillPeers
+from decode_node.prefill_peer import PrefillPeer, links_of, peer_status
 from decode_node.rank import run_decode_rank
 from decode_node.rank_messages import (
     CODEC,

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import NoReturn
 
 import grpc
 import structlog
 
+from decode_node.join_client import first_event, next_event
 from decode_node.placement import Candidate, PrefixMemory, block_hashes, place, told_tokens
-from node_runtime.reminders import Reminders
+from decode_node.prefill_peer import ANY_TOKEN, PrefillPeer
 from transfer.breaker import Breaker, BreakerSettings, BreakerState, Permit, Verdict
 from transfer.chunk import ChunkPlan
-from transfer.engine_types import GREEDY, SamplingParams
 from transfer.errors import (
     ChunkTooLarge,
     EngineError,
@@ -32,38 +31,25 @@ from transfer.errors import (
     TransportTimeout,
 )
 from transfer.instance import Instance, Link, check_compatible
-from transfer.messages import clip_reason
 from transfer.pb import kvferry_pb2 as pb
-from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.piece_size import largest_piece_bytes
 from transfer.registry.beats import BeatWatch
 from transfer.registry.convert import (
     chunk_plan_from_proto,
-    chunk_plan_to_proto,
     instance_from_proto,
     instance_to_proto,
     link_from_proto,
-    link_to_proto,
-    sampling_to_proto,
 )
 from transfer.registry.discovery import DiscoveryView
 from transfer.registry.discovery.entries import MAX_FOUND
-from transfer.registry.malformed import readable
 from transfer.registry.peer_channel import PeerChannel
 from transfer.registry.security import PlainText, Security
-from transfer.registry.status import error_of, tier_error_of
-from transfer.tracing import TRACEPARENT
+from transfer.registry.status import error_of
 
-if TYPE_CHECKING:
-    from transfer.pb.kvferry_pb2_grpc import PrefillControlAsyncStub
-
-JOIN_TIMEOUT_S = 60.0  # every rank attaches and probes its links before the first event
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 2.0
 REASON_GRACE_S = 0.2
 """How long the prefill node's own reason for a loss is waited for before a decode rank's is taken, which only sees a link end."""
-
-GIVE_UP_TIMEOUT_S = 2.0
 
 MAX_ADDED = 256
 """Prefill nodes that requests have named. Each is one more join that is kept up, or tried again for ever."""
@@ -77,7 +63,6 @@ SWEEP_S = 0.5
 ALIAS_LOOK_S = 30.0
 """After which another address of a joined node is asked again whose it is."""
 
-ANY_TOKEN = 1 << 32
 MAX_LINKS = 1 << 14  # of two instances of 128 ranks each
 
 log = structlog.get_logger(__name__)
@@ -89,114 +74,6 @@ class _AlreadyJoined(Exception):
     def __init__(self, incarnation: int) -> None:
         super().__init__(f"{incarnation:#018x}")
         self.incarnation = incarnation
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PrefillPeer:
-    """One address of a prefill node. `state` is "joining", "joined", "draining", "lost" or "alias".
-
-    An alias is one more address of a node that is joined already.
-    """
-
-    address: str
-    channel: PeerChannel
-    breaker: Breaker
-    breaker_reason: str = ""  # why it opened last; empty once it is closed
-    state: str = "joining"
-    reason: str = "not tried yet"
-    instance: Instance | None = None
-    links: list[Link] = field(default_factory=list)
-    plan: ChunkPlan | None = None  # while it is joined: how requests are cut, as far as it has said
-    largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
-    outstanding_tokens: int = 0  # of this node's own prompts
-    others_tokens: int | None = None  # while it is joined: of other decode nodes' prompts, as it told last
-    joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it has an instance
-    unfit: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set while it is another model's, or cannot be joined as it is set
-    broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
-    vocab_size: int = ANY_TOKEN
-    reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
-    joining: asyncio.Task[None] | None = None  # for as long as it is one of those that are used
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # set: its pause before the next join is over
-    is_added: bool = False  # by a request, not by the settings
-    num_users: int = 0  # who would miss it, joined or not
-    unnamed_s: float | None = None  # since when discovery has not named it
-    other: PrefillPeer | None = None  # of an alias: by whom its node is joined
-    last_incarnation: int = 0  # of whom it was the address last
-    alias_of: int = 0  # the life of which it was last told to be one more address
-    over: asyncio.Future[None] | None = None  # while it is joined: done when it no longer is
-
-    @property
-    def can_start_late(self) -> bool:
-        """Whether it learns only when it asks for room which token the KV is needed from."""
-        return self.instance is not None and "late_start_token" in self.instance.capabilities
-
-    async def stub(self) -> PrefillControlAsyncStub:
-        """For a call at once.
-
-        Raises:
-            PeerUnreachable: The node cannot be connected to.
-        """
-        return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(await self.channel.ready()))
-
-    async def prefill(
-        self,
-        request_id: str,
-        token_ids: tuple[int, ...],
-        *,
-        decode_incarnation: int,
-        sampling: SamplingParams = GREEDY,
-        start_token: int = 0,
-        engine_request: str = "",
-        cache_salt: str = "",
-        traceparent: str = "",
-    ) -> AsyncIterator[pb.PrefillEvent]:
-        """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
-
-        Args:
-            start_token: First token whose KV is sent.
-            engine_request: Name of the prompt in the node's engine, which has it from elsewhere; empty: the node has it computed.
-            cache_salt: Stored KV is shared with requests of the same one only.
-            traceparent: Of the span that the call lies in; empty where it is not traced.
-
-        Raises:
-            TransferError: The call failed; see `transfer.registry.status`.
-        """
-        question = pb.PrefillRequest(
-            request_id=request_id,
-            token_ids=token_ids,
-            decode_incarnation=decode_incarnation,
-            sampling=sampling_to_proto(sampling),
-            start_token=start_token,
-            engine_request=engine_request,
-            cache_salt=cache_salt,
-        )
-        call = (await self.stub()).Prefill(question, metadata=((TRACEPARENT, traceparent),) if traceparent else None)
-        try:
-            async for answer in call:
-                event = readable(answer, method="Prefill")
-                if event.HasField("first_token") and event.first_token.token_id >= self.vocab_size:
-                    raise TransportError(
-                        f"{self.address}: first_token.token_id is {event.first_token.token_id}; ids are below the vocabulary's "
-                        f"{self.vocab_size}"  # the engine would refuse the step of every request, and end all ranks
-                    )
-                yield event
-        except grpc.aio.AioRpcError as error:
-            raise tier_error_of(error, peer=self.address) from error
-        except RemoteProtocolError as error:
-            raise TransportError(f"{self.address}: {error}") from error  # another node may do better
-        finally:
-            call.cancel()
-
-    async def give_up(self, engine_request: str, reason: str) -> bool:
-        """Tell the node that nobody will ask for the prompt of that name: it need not keep its KV; False: it was not reached."""
-        question = pb.AbortRequest(request_id=engine_request, reason=clip_reason(reason))
-        try:
-            await (await self.stub()).Abort(question, timeout=GIVE_UP_TIMEOUT_S)
-        except (TransferError, grpc.aio.AioRpcError):
-            return False
-        return True
 
 
 class PrefillPeers:
@@ -598,7 +475,7 @@ class PrefillPeers:
         question.prefill_address = peer.address
         call = (await peer.stub()).Join(question)
         try:
-            event = await self._first_event(call, peer)
+            event = await first_event(call, peer.address)
             if event.HasField("already_joined"):
                 raise _AlreadyJoined(event.already_joined.incarnation)
             peer.other = None
@@ -629,7 +506,7 @@ class PrefillPeers:
             )
             self._on_change()
             while True:
-                event = await self._next_event(call, BeatWatch(self._heartbeat_s), peer, broken)
+                event = await next_event(call, peer.address, beats=BeatWatch(self._heartbeat_s), broken=broken)
                 if event.HasField("draining"):
                     peer.state, peer.reason = "draining", "it drains"
                     self._hurry(peer)
@@ -678,33 +555,6 @@ class PrefillPeers:
                     f"{link.bandwidth_bytes_per_s:.3g} bytes/s; transport.min_bandwidth_bytes_per_s of the decode node is "
                     f"{self._min_bandwidth_bytes_per_s:.3g}"
                 )
-
-    async def _first_event(self, call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent], peer: PrefillPeer) -> pb.JoinEvent:
-        try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
-                return _event_of(await call.read(), peer)
-        except TimeoutError:
-            raise PeerUnreachable(f"{peer.address} is silent: nothing for {JOIN_TIMEOUT_S:g} s") from None
-
-    async def _next_event(
-        self,
-        call: grpc.aio.UnaryStreamCall[Any, pb.JoinEvent],
-        beats: BeatWatch,
-        peer: PrefillPeer,
-        broken: asyncio.Future[str],
-    ) -> pb.JoinEvent:
-        """The next event of a joined node. Ticks, not seconds, tell a silent one: this loop may have been busy meanwhile."""
-        reading = asyncio.ensure_future(call.read())
-        waiting: set[asyncio.Future[Any]] = {reading, broken}
-        try:
-            while not (await asyncio.wait(waiting, timeout=beats.tick_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-                if beats.tick():
-                    raise PeerUnreachable(f"{peer.address} is silent: {beats.describe()}")
-            if broken.done():
-                raise PeerUnreachable(f"{peer.address}: {broken.result()}")
-            return _event_of(reading.result(), peer)
-        finally:
-            reading.cancel()
 
     def _lose(self, peer: PrefillPeer, error: TransferError) -> None:
         is_leaving = peer.state == "draining"
@@ -762,37 +612,3 @@ def _log_failed_join(peer: PrefillPeer, error: TransferError) -> None:
 def _break(broken: asyncio.Future[str], reason: str) -> None:
     if not broken.done():
         broken.set_result(reason)
-
-
-def _event_of(read: object, peer: PrefillPeer) -> pb.JoinEvent:
-    if not isinstance(read, pb.JoinEvent):  # grpc.aio.EOF
-        raise PeerUnreachable(f"{peer.address} ended the join")
-    return read
-
-
-def links_of(peers: Iterable[PrefillPeer]) -> list[pb.LinkStatus]:
-    """What a node's status says of the links to them."""
-    return [
-        link_to_proto(link, peer_incarnation=peer.instance.incarnation)
-        for peer in peers
-        if peer.instance is not None
-        for link in peer.links
-    ]
-
-
-def peer_status(peer: PrefillPeer) -> pb.PeerStatus:
-    """What a node's status says of it."""
-    return pb.PeerStatus(
-        address=peer.address,
-        incarnation=peer.instance.incarnation if peer.instance is not None else 0,
-        state=peer.state,
-        reason=peer.reason,
-        chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
-        largest_piece_bytes=peer.largest_piece_bytes,
-        breaker=peer.breaker.state.value,
-        breaker_reason=peer.breaker_reason,
-        breaker_pause_s=peer.breaker.pause_left_s,
-        outstanding_tokens=peer.outstanding_tokens,
-        is_unnamed=peer.unnamed_s is not None,
-        others_tokens=peer.others_tokens,
-    )

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Final
 
 from decode_node.offload.tiers import Prompt
-from decode_node.peers import PrefillPeer
+from decode_node.prefill_peer import PrefillPeer
 from decode_node.text import TextStream
 from node_runtime.request_view import RequestView
 from transfer.breaker import Permit, Verdict

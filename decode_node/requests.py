@@ -16,7 +16,8 @@ from typing import Final
 import structlog
 
 from decode_node.offload.tiers import Tiers
-from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
+from decode_node.peers import REASON_GRACE_S, PrefillPeers
+from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import (
     CancelRequest,
     ExpectRequest,

@@ -17,7 +17,8 @@ from typing import Final
 
 import structlog
 
-from decode_node.peers import REASON_GRACE_S, PrefillPeer, PrefillPeers
+from decode_node.peers import REASON_GRACE_S, PrefillPeers
+from decode_node.prefill_peer import PrefillPeer
 from decode_node.request_state import is_retried, verdict_of
 from decode_node.target_messages import (
     CancelTransfer,

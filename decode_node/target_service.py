@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import structlog
 
-from decode_node.peers import PrefillPeer, PrefillPeers, links_of, peer_status
+from decode_node.peers import PrefillPeers
+from decode_node.prefill_peer import PrefillPeer, links_of, peer_status
 from decode_node.rank_messages import ForgetPrefill, LinkProbed, WriterLost
 from decode_node.target_messages import TransferBroken, TransferDrained, TransferExpected, TransferWhole
 from decode_node.target_requests import TargetRequests

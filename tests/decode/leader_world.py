@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import DeviceOnly
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import PrefillPeers
+from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import (
     CancelRequest,
     ExpectRequest,

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import PrefillPeers
+from decode_node.prefill_peer import PrefillPeer
 from tests.registry.hostile_messages import hostile_messages
 from tests.runtime.instances import instance
 from transfer.breaker import BreakerSettings

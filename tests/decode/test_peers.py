@@ -14,7 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
-from decode_node.peers import PrefillPeer, PrefillPeers
+from decode_node.peers import PrefillPeers
+from decode_node.prefill_peer import PrefillPeer
 from node_runtime import reminders
 from tests.runtime.instances import instance, until
 from transfer.breaker import BreakerSettings, BreakerState, Verdict
@@ -441,7 +442,7 @@ async def test_a_failed_call_is_an_error_of_ours() -> None:
 async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: object) -> int:
+    def broken(*_: object, **__: object) -> int:
         raise ZeroDivisionError("nobody expected this")
 
     with monkeypatch.context() as patched, capture_logs() as logs:
@@ -452,7 +453,7 @@ async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined
             patched.undo()
             await one.until("joined")
             assert not one.lost, "it had not been joined"
-            patched.setattr(peers_module, "_event_of", broken)  # and of one that has: its requests hear that it is lost
+            patched.setattr(peers_module, "next_event", broken)  # and of one that has: its requests hear that it is lost
             await until(lambda: bool(one.lost), within_s=5.0)
             patched.undo()
             await one.until("joined")

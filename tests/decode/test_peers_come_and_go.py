@@ -19,7 +19,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
-from decode_node.peers import PrefillPeer, PrefillPeers, peer_status
+from decode_node.peers import PrefillPeers
+from decode_node.prefill_peer import PrefillPeer, peer_status
 from node_runtime.daemon import Daemon, NodeState
 from prefill_node.cutting import Cut
 from prefill_node.joins import Joins

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from decode_node import requests as requests_module
-from decode_node.peers import PrefillPeer
+from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import play

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from decode_node import target_requests
-from decode_node.peers import PrefillPeer
+from decode_node.prefill_peer import PrefillPeer
 from decode_node.target_rank import Settled
 from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import SOURCE, TARGET

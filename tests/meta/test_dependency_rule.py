@@ -92,6 +92,7 @@ IMPURE_STDLIB = {
 NODES = ("node_runtime/*", "embedded_engine/*", "prefill_node/*", "decode_node/*", "kvferry/*")
 GRPC_FILES = (
     "transfer/registry/*", "prefill_node/node.py", "decode_node/node.py", "decode_node/peers.py",
+    "decode_node/prefill_peer.py",
     *(f"{node}/{name}" for node in ("node_runtime", "prefill_node", "decode_node", "kvferry")
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip

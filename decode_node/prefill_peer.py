@@ -1,0 +1,167 @@
+"""One prefill node, as a decode node sees it: what is known of it, and the calls that concern a single prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, cast
+
+import grpc
+
+from node_runtime.reminders import Reminders
+from transfer.breaker import Breaker
+from transfer.chunk import ChunkPlan
+from transfer.engine_types import GREEDY, SamplingParams
+from transfer.errors import RemoteProtocolError, TransferError, TransportError
+from transfer.instance import Instance, Link
+from transfer.messages import clip_reason
+from transfer.pb import kvferry_pb2 as pb
+from transfer.pb import kvferry_pb2_grpc as pb_grpc
+from transfer.registry.convert import chunk_plan_to_proto, link_to_proto, sampling_to_proto
+from transfer.registry.malformed import readable
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.status import tier_error_of
+from transfer.tracing import TRACEPARENT
+
+if TYPE_CHECKING:
+    from transfer.pb.kvferry_pb2_grpc import PrefillControlAsyncStub
+
+GIVE_UP_TIMEOUT_S: Final = 2.0
+ANY_TOKEN: Final = 1 << 32
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefillPeer:
+    """One address of a prefill node. `state` is "joining", "joined", "draining", "lost" or "alias".
+
+    An alias is one more address of a node that is joined already.
+    """
+
+    address: str
+    channel: PeerChannel
+    breaker: Breaker
+    breaker_reason: str = ""  # why it opened last; empty once it is closed
+    state: str = "joining"
+    reason: str = "not tried yet"
+    instance: Instance | None = None
+    links: list[Link] = field(default_factory=list)
+    plan: ChunkPlan | None = None  # while it is joined: how requests are cut, as far as it has said
+    largest_piece_bytes: int = 0  # of that plan: most bytes of a chunk that one rank sends to another
+    outstanding_tokens: int = 0  # of this node's own prompts
+    others_tokens: int | None = None  # while it is joined: of other decode nodes' prompts, as it told last
+    joined: asyncio.Event = field(default_factory=asyncio.Event)  # set while it has an instance
+    unfit: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # set while it is another model's, or cannot be joined as it is set
+    broken: asyncio.Future[str] | None = None  # while it is joined: set to the reason when a link to it is found lost
+    vocab_size: int = ANY_TOKEN
+    reminders: Reminders = field(default_factory=Reminders)  # of why joins failed since it was joined
+    joining: asyncio.Task[None] | None = None  # for as long as it is one of those that are used
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # set: its pause before the next join is over
+    is_added: bool = False  # by a request, not by the settings
+    num_users: int = 0  # who would miss it, joined or not
+    unnamed_s: float | None = None  # since when discovery has not named it
+    other: PrefillPeer | None = None  # of an alias: by whom its node is joined
+    last_incarnation: int = 0  # of whom it was the address last
+    alias_of: int = 0  # the life of which it was last told to be one more address
+    over: asyncio.Future[None] | None = None  # while it is joined: done when it no longer is
+
+    @property
+    def can_start_late(self) -> bool:
+        """Whether it learns only when it asks for room which token the KV is needed from."""
+        return self.instance is not None and "late_start_token" in self.instance.capabilities
+
+    async def stub(self) -> PrefillControlAsyncStub:
+        """For a call at once.
+
+        Raises:
+            PeerUnreachable: The node cannot be connected to.
+        """
+        return cast("PrefillControlAsyncStub", pb_grpc.PrefillControlStub(await self.channel.ready()))
+
+    async def prefill(
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        *,
+        decode_incarnation: int,
+        sampling: SamplingParams = GREEDY,
+        start_token: int = 0,
+        engine_request: str = "",
+        cache_salt: str = "",
+        traceparent: str = "",
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        """Have the node compute a prompt and send its KV; yields what it reports. Closing the iterator gives the request up.
+
+        Args:
+            start_token: First token whose KV is sent.
+            engine_request: Name of the prompt in the node's engine, which has it from elsewhere; empty: the node has it computed.
+            cache_salt: Stored KV is shared with requests of the same one only.
+            traceparent: Of the span that the call lies in; empty where it is not traced.
+
+        Raises:
+            TransferError: The call failed; see `transfer.registry.status`.
+        """
+        question = pb.PrefillRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            decode_incarnation=decode_incarnation,
+            sampling=sampling_to_proto(sampling),
+            start_token=start_token,
+            engine_request=engine_request,
+            cache_salt=cache_salt,
+        )
+        call = (await self.stub()).Prefill(question, metadata=((TRACEPARENT, traceparent),) if traceparent else None)
+        try:
+            async for answer in call:
+                event = readable(answer, method="Prefill")
+                if event.HasField("first_token") and event.first_token.token_id >= self.vocab_size:
+                    raise TransportError(
+                        f"{self.address}: first_token.token_id is {event.first_token.token_id}; ids are below the vocabulary's "
+                        f"{self.vocab_size}"  # the engine would refuse the step of every request, and end all ranks
+                    )
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise tier_error_of(error, peer=self.address) from error
+        except RemoteProtocolError as error:
+            raise TransportError(f"{self.address}: {error}") from error  # another node may do better
+        finally:
+            call.cancel()
+
+    async def give_up(self, engine_request: str, reason: str) -> bool:
+        """Tell the node that nobody will ask for the prompt of that name: it need not keep its KV; False: it was not reached."""
+        question = pb.AbortRequest(request_id=engine_request, reason=clip_reason(reason))
+        try:
+            await (await self.stub()).Abort(question, timeout=GIVE_UP_TIMEOUT_S)
+        except (TransferError, grpc.aio.AioRpcError):
+            return False
+        return True
+
+
+def links_of(peers: Iterable[PrefillPeer]) -> list[pb.LinkStatus]:
+    """What a node's status says of the links to them."""
+    return [
+        link_to_proto(link, peer_incarnation=peer.instance.incarnation)
+        for peer in peers
+        if peer.instance is not None
+        for link in peer.links
+    ]
+
+
+def peer_status(peer: PrefillPeer) -> pb.PeerStatus:
+    """What a node's status says of it."""
+    return pb.PeerStatus(
+        address=peer.address,
+        incarnation=peer.instance.incarnation if peer.instance is not None else 0,
+        state=peer.state,
+        reason=peer.reason,
+        chunk_plan=chunk_plan_to_proto(peer.plan) if peer.plan is not None else None,
+        largest_piece_bytes=peer.largest_piece_bytes,
+        breaker=peer.breaker.state.value,
+        breaker_reason=peer.breaker_reason,
+        breaker_pause_s=peer.breaker.pause_left_s,
+        outstanding_tokens=peer.outstanding_tokens,
+        is_unnamed=peer.unnamed_s is not None,
+        others_tokens=peer.others_tokens,
+    )
