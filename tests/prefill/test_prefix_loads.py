@@ -166,11 +166,17 @@ async def test_a_store_that_fails_costs_its_deadline_and_no_request(what: str) -
         begun_s = time.monotonic()
         for name in "abc":
             world.submit(name, 8)
-        await until(lambda: len(world.steps) == 2)
+        loads = world.leader._loads
+
+        def are_looked_up() -> bool:  # before that no rank has anything more to say of them
+            assert loads is not None
+            return sum(isinstance(message, StartRequest) for message in world.sent) == 3 and not loads.request_ids
+
+        await until(are_looked_up)
         assert time.monotonic() - begun_s < TIMEOUT_S + 2
 
         def is_over() -> bool:
-            world.settle()  # the look-ups of all three do not end in the same turn
+            world.settle()  # two steps at a time
             return world.outcomes == ["sent"] * 3
 
         await until(is_over)
