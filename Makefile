@@ -31,6 +31,10 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
+# Two for what starts processes and waits for them, which leaves two cores half idle, and one at low priority for tests of logic
+# alone, which takes that half (tests/conftest.py).
+WORKERS := --tx '2*popen' --tx popen//nice=10
+
 .PHONY: help setup demo demo-cluster test test-slow test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
@@ -56,7 +60,7 @@ demo-cluster: setup ## two nodes in each tier under load, watched by Prometheus 
 	@$(BIN)/kvferry demo-cluster $(DEMO_ARGS)
 
 test: setup ## every test but those marked slow
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not vllm" $(TEST_ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) --dist loadfile -m "not slow and not vllm" $(TEST_ARGS)
 
 test-slow: setup ## the tests marked slow: long ones, and those much like one that `make test` has
 	@$(BIN)/python -m pytest -m "slow and not vllm" $(TEST_ARGS)

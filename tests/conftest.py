@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -55,6 +56,9 @@ ROOMS_OF_THE_WORLD = (
     "transport",
 )
 OF_THE_WORLD = tuple(f"tests/{room}/" for room in ROOMS_OF_THE_WORLD)
+# No process, socket or clock decides what comes of these; but for the two that time what they call.
+ROOMS_OF_LOGIC = ("tests/unit/", "tests/protocol/", "tests/kernels/", "tests/engine/", "tests/fuzz/", "tests/mutation/")
+TIMED = ("tests/unit/test_messages.py", "tests/unit/test_model_shape.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,14 +68,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., None]) -> object | None:
-    """For ``--dist loadfile``: a file to a worker, and all of `CLUSTERS` to one, which so has one model and one `steady`."""
+    """For ``--dist loadfile``: a file to a worker, and all of `CLUSTERS` to one, which so has one model and one `steady`.
+
+    A worker of low priority (``--tx popen//nice=10``) gets files of `ROOMS_OF_LOGIC` only, and the others get those last: it
+    takes what the processors have left while tests wait for processes and clocks, and takes nothing from them.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return CLUSTERS[0] if nodeid.startswith(CLUSTERS) else nodeid.split("::", 1)[0]
 
+        def _assign_work_unit(self, node: Any) -> None:
+            logic = [scope for scope in self.workqueue if is_logic(scope)]
+            if node.gateway.spec.nice:
+                if not logic:
+                    node.shutdown()  # once it has done what it has
+                    return
+                self.workqueue.move_to_end(logic[0], last=False)
+            else:
+                for scope in logic:
+                    self.workqueue.move_to_end(scope)
+            super()._assign_work_unit(node)
+
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def is_logic(path: str) -> bool:
+    """Whether that file's tests give the same result on a machine that is as slow as you like."""
+    return path.startswith(ROOMS_OF_LOGIC) and path not in TIMED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
