@@ -71,7 +71,7 @@ class ClusterSettings:
         for name, least in (
             ("num_prefill", 1), ("num_decode", 1), ("prefill_pool_tokens", 1), ("decode_pool_tokens", 1), ("staging_slots", 2),
             ("chunk_tokens", 1), ("max_step_tokens", 1), ("layer_groups", 1), ("grants_ahead", 1), ("prefill_running", 1),
-            ("decode_running", 1), ("max_queued", 0), ("ring_bytes", ALIGNMENT_BYTES),
+            ("decode_running", 1), ("max_queued", 1), ("ring_bytes", ALIGNMENT_BYTES),
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")

@@ -151,7 +151,7 @@ def test_steps_that_are_leapt_over_are_those_that_are_made_one_by_one() -> None:
     groups=st.sampled_from([1, 2, 3]),
     running=st.integers(1, 8),
     pool_tokens=st.integers(300, 4000),
-    max_queued=st.integers(0, 20),
+    max_queued=st.integers(1, 20),
     cores=st.sampled_from([0.0, 1.5]),
     placement=st.sampled_from(list(Placement)),
 )

@@ -111,6 +111,7 @@ def test_a_config_is_immutable_and_travels_to_rank_processes() -> None:
         ("transport.name=rdma", "transport.name is rdma (from --set); it must be one of 'ucx', 'inproc', 'nixl' or 'cuda_ipc'"),
         ("pool.order=DHN", "pool.order is DHN (from --set); it must be one of 'NHD' or 'HND'"),
         ("server.port=70000", "server.port is 70000 (from --set); it must be at most 65535"),
+        ("limits.max_queued_requests=0", "limits.max_queued_requests is 0 (from --set); it must be at least 1"),
         ("limits.queue_timeout_s=0", "limits.queue_timeout_s is 0 (from --set); it must be above 0"),
         ("limits.queue_timeout_s=nan", "limits.queue_timeout_s is nan (from --set); it must be above 0"),
         (

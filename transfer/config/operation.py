@@ -18,7 +18,9 @@ MAX_HEARTBEAT_S: Final = 10.0
 class LimitsConfig(Section):
     """Bounds of what the node takes on."""
 
-    max_queued_requests: CountOrZero = Field(default=256, description="Requests that may wait; more are refused at once.")
+    max_queued_requests: Count = Field(
+        default=256, description="Requests that may wait, as each does at first; more are refused at once."
+    )
     max_running_requests: Count = Field(default=32, description="Requests computed, transferred or generated at once.")
     max_seq_len: Count | None = Field(
         default=None, description="Tokens of a request, prompt and generation together, at most; null is the model's context."
