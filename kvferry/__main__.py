@@ -14,7 +14,7 @@ from kvferry import exit_codes
 from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
 from kvferry.demo_kinds import ModelKind
 from kvferry.node_commands import node_app
-from transfer.errors import TransferError
+from transfer.errors import ConfigError, TransferError
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it."
@@ -119,17 +119,15 @@ def demo_cluster(
 def model_make(
     directory: Annotated[Path, typer.Argument(help="Where to; made if missing.")],
     kind: Annotated[ModelKind, typer.Option(help="What its layers keep.")] = ModelKind.LLAMA,
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo model in the directory.")] = False,
 ) -> None:
     """Make a small demo model: configuration, safetensors and tokenizer, the same bytes for the same kind and seed."""
-    if directory.is_dir() and any(directory.iterdir()) and not force:
-        message = f"{directory} is not empty; name another directory, or replace a demo model with --force"
-        print(f"kvferry model make: {message}", file=sys.stderr)
-        raise typer.Exit(exit_codes.BAD_INPUT)
-    from kvferry.demo_model import make_demo_model
-
     try:
+        if directory.is_dir() and any(directory.iterdir()) and not force:
+            raise ConfigError(f"{directory} is not empty; name another directory, or replace a demo model with --force")
+        from kvferry.demo_model import make_demo_model
+
         made = make_demo_model(directory, kind=kind, seed=seed)
     except TransferError as error:
         _fail("model make", error)

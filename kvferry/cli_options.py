@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
+
+from transfer.errors import ConfigError
+
+_LONGEST_S: Final = 86_400
+"""As of every setting in seconds; to gRPC a deadline of 1e300 s is one that has passed."""
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="gRPC address of a node.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with a section tls, as a node has it.")]
@@ -22,3 +27,13 @@ Insecure = Annotated[
     int, typer.Option("--insecure", count=True, help="Without TLS, on loopback addresses; twice: on any (tls.insecure).")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Whether a `--timeout` can be waited for.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise ConfigError(f"--timeout is {timeout_s:g}; it must be above 0 and at most {_LONGEST_S} seconds")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from kvferry.node_address import check_address
 from transfer.config import ENVIRONMENT_PREFIX, ClientConfig
 from transfer.load_config import load_config
 from transfer.plain_text import check_plain_text
@@ -32,14 +33,16 @@ def client_security(
 
     Args:
         command: Name of the command.
-        targets: host:port of each node.
+        targets: host:port of each node; looked at first.
         what: The option that names them.
         file: YAML file with a section ``tls``.
         cert, key, ca, peer_names, insecure: Its flags; None, empty and 0: not given.
 
     Raises:
-        ConfigError: A setting is wrong, or the node may not be called like this.
+        ConfigError: A target is no host:port, a setting is wrong, or the node may not be called like this.
     """
+    for target in targets:
+        check_address(what, target)
     environment = {name: value for name, value in os.environ.items() if name.startswith(_OWN_VARIABLES)}
     flags = {
         "tls.cert_file": cert,

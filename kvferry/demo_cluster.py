@@ -20,7 +20,7 @@ from rich.table import Table
 from kvferry import exit_codes
 from kvferry.bench_serve.command import put_load
 from kvferry.bench_serve.lengths import Lengths
-from kvferry.bench_serve.options import LoadOptions
+from kvferry.bench_serve.options import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, LoadOptions
 from kvferry.bench_serve.report import LoadReport, print_report
 from kvferry.bench_serve.summary import Objectives
 from kvferry.bench_serve.workload import Shape
@@ -64,9 +64,11 @@ class DemoClusterOptions:
         for name, value, most in (("--prefill", self.num_prefill, 16), ("--decode", self.num_decode, 16)):
             if not 1 <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be in [1, {most}]")
-        for name, number in (("--rate", self.rate), ("--seconds", self.seconds)):
-            if not 0 < number < float("inf"):
-                raise ConfigError(f"{name} is {number}; it must be above 0")
+        for name, number, largest in (("--rate", self.rate, MAX_RATE), ("--seconds", self.seconds, MAX_SECONDS)):
+            if not 0 < number <= largest:
+                raise ConfigError(f"{name} is {number:g}; it must be above 0 and at most {largest}")
+        if self.rate * self.seconds > MAX_REQUESTS:
+            raise ConfigError(f"--rate {self.rate:g} for --seconds {self.seconds:g} is over {MAX_REQUESTS} requests")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from decode_node.text import TextCodec
+from kvferry.bench_serve.options import MAX_REQUESTS
 from transfer.errors import ConfigError
 from transfer.memory import model_directory
 
@@ -43,10 +44,10 @@ def load_prompts(file: Path | None, num_requests: int | None) -> list[str]:
             are alike. None takes each once.
 
     Raises:
-        ConfigError: The file cannot be read or holds no prompt, or the number is not positive.
+        ConfigError: The file cannot be read or holds no prompt, or the number is out of range.
     """
-    if num_requests is not None and num_requests < 1:
-        raise ConfigError(f"--requests is {num_requests}; it must be at least 1")
+    if num_requests is not None and not 1 <= num_requests <= MAX_REQUESTS:
+        raise ConfigError(f"--requests is {num_requests}; it must be in [1, {MAX_REQUESTS}]")
     prompts = list(BUILT_IN) if file is None else _read(file)
     if num_requests is None:
         return prompts

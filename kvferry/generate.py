@@ -6,13 +6,17 @@ import contextlib
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, Final
 
 from kvferry import exit_codes
+from kvferry.cli_options import check_timeout
 from kvferry.node_client import NodeClient
 from transfer.errors import ConfigError, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.security import Security
+
+_MOST_DIGITS: Final = 20
+"""Of a token id, leading zeros and all; Python makes no number of some thousands."""
 
 
 def make_request(
@@ -61,7 +65,7 @@ def parse_token_ids(text: str) -> list[int]:
     """
     ids = []
     for part in text.replace(",", " ").split():
-        if not (part.isascii() and part.isdigit() and int(part) < 2**32):
+        if not (part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS and int(part) < 2**32):
             raise ConfigError(f"--token-ids has {part!r}; each must be a whole number from 0, for example 1,15,27")
         ids.append(int(part))
     return ids
@@ -75,8 +79,8 @@ async def run_generate(
     text = ""
     answer: dict[str, Any] = {}
     try:
-        if timeout_s is not None and not timeout_s > 0:
-            raise ConfigError(f"--timeout is {timeout_s}; it must be above 0")
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         async with (
             NodeClient(target, security=security) as client,
             contextlib.aclosing(client.generate(request, timeout_s=timeout_s)) as events,

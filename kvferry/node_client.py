@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import grpc
 
-from transfer.errors import ConfigError, PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
+from kvferry.node_address import check_address
+from transfer.errors import PeerUnreachable, RemoteProtocolError, TransferError, TransportTimeout
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.malformed import readable
@@ -40,9 +41,7 @@ class NodeClient:
     """
 
     def __init__(self, address: str, *, security: Security | None = None) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
-            raise ConfigError(f"target is {address!r}; it must be host:port with a port from 1 to 65535")
+        check_address("target", address)
         self.address = address
         security = PlainText() if security is None else security
         self._is_plain = isinstance(security, PlainText)

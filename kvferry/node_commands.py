@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import math
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvferry import exit_codes
-from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
-from transfer.errors import ConfigError, PeerUnreachable, TransferError
+from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey, check_timeout
+from transfer.errors import PeerUnreachable, TransferError
 
 if TYPE_CHECKING:
     from kvferry.node_client import NodeClient
@@ -39,7 +38,7 @@ def drain(
     """Take no new requests, and wait until those in flight are over; exit code 6 where some are left. The node stays drained."""
 
     async def work(client: NodeClient) -> int:
-        _check_timeout(timeout)
+        check_timeout(timeout)
         remaining = await client.drain(budget_s=timeout)
         if remaining:
             print(f"{target} drains; {remaining} requests are still in flight after {timeout:g} s", file=sys.stderr)
@@ -85,7 +84,7 @@ def undrain(
 @node_app.command()
 def requests(
     target: Target,
-    limit: Annotated[int, typer.Option(help="The oldest so many; 0: as many as an answer holds.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The oldest so many; 0: as many as an answer holds.")] = 0,
     json: JsonFlag = False,
     config: ConfigFile = None,
     tls_cert: TlsCert = None,
@@ -150,7 +149,7 @@ def switch_role(
     """Make a prefill node a decode node, or the other way about, where it has settings for that (other_role)."""
 
     async def work(client: NodeClient) -> int:
-        _check_timeout(timeout)  # 0 seconds mean to the node: as long as its own settings allow
+        check_timeout(timeout)  # 0 seconds mean to the node: as long as its own settings allow
         answer = await client.switch_role(role, budget_s=timeout)
         before = f"before: {answer.role_before}" if answer.role_before != answer.role else "as before"
         print(f"{target} is a {answer.role} node ({before}), incarnation {answer.incarnation:#018x}")
@@ -180,12 +179,6 @@ def log_level(
         return exit_codes.OK
 
     _run("log-level", target, work, config, tls_cert, tls_key, tls_ca, peer_name, insecure)
-
-
-def _check_timeout(timeout_s: float) -> None:
-    """Raises ConfigError: It is no time to wait."""
-    if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"--timeout is {timeout_s:g}; it must be a number of seconds above 0")
 
 
 def _run(

@@ -19,6 +19,8 @@ class LengthKind(StrEnum):
 
 FORMS: Final = "N, fixed:N, uniform:LEAST:MOST or lognormal:MEDIAN:SIGMA[:MOST]"
 _MOST: Final = 10_000_000
+_MOST_DIGITS: Final = 20
+"""Of a number, leading zeros and all; Python makes none of some thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class Lengths:
 
 
 def _tokens(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and 1 <= int(text) <= _MOST):
         raise ValueError(f"{text!r} is no number of tokens from 1 to {_MOST}")
     return int(text)
 

@@ -18,6 +18,8 @@ from kvferry.bench_serve.workload import Planned, Shape, number_within, plan_req
 from transfer.errors import ConfigError
 
 MAX_REQUESTS = 1_000_000
+MAX_RATE = 100_000
+MAX_SECONDS = 86_400
 _FRESH_SEEDS = 1 << 31
 
 _Name = TypeVar("_Name", bound=StrEnum)
@@ -102,14 +104,14 @@ class LoadOptions:
         if repeated := {one for one in self.targets if self.targets.count(one) > 1}:
             raise ConfigError(f"--target {min(repeated)} is given twice; one connection serves any load")
         for rate in self.rates:
-            if not (math.isfinite(rate) and 0 < rate <= 1e5):
-                raise ConfigError(f"--rate is {rate:g}; it must be above 0 and at most 100000 requests a second")
+            if not 0 < rate <= MAX_RATE:
+                raise ConfigError(f"--rate is {rate:g}; it must be above 0 and at most {MAX_RATE} requests a second")
         for name, value in (
             ("--duration", self.duration_s), ("--timeout", self.timeout_s), ("--slo-ttft", self.objectives.ttft_s),
             ("--slo-tpot", self.objectives.tpot_s), ("--max-lateness", self.max_lateness_s),
         ):  # fmt: skip
-            if value is not None and not (math.isfinite(value) and 0 < value <= 86_400):
-                raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most 86400 seconds")
+            if value is not None and not 0 < value <= MAX_SECONDS:
+                raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most {MAX_SECONDS} seconds")
         for name, number, least, most in (
             ("--requests", self.num_requests, 1, MAX_REQUESTS),
             ("--warmup", self.num_warm_up, 0, MAX_REQUESTS),

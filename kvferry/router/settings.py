@@ -11,6 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from transfer.config import parse_size
+from transfer.config.values import checked_host_port
 from transfer.errors import ConfigError
 
 _SERVER_SCHEMES: Final = ("http", "https")
@@ -196,9 +197,11 @@ def _server_url(option: str, url: str) -> str:
 
 def _node_address(option: str, url: str) -> str:
     address = url.partition("://")[2].rstrip("/")
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535) or set(address) & set("/?#@ "):
-        raise ConfigError(f"{option} is {url!r}; it must be grpc://host:port with a port from 1 to 65535")
+    try:
+        host, _, port = checked_host_port(address).rpartition(":")
+    except ValueError:
+        right = "grpc://host:port with a port from 1 to 65535, an IPv6 host in brackets"
+        raise ConfigError(f"{option} is {url!r}; it must be {right}") from None
     return f"{host.lower()}:{int(port)}"
 
 

@@ -56,6 +56,11 @@ def test_help_is_light_and_quick() -> None:
     assert best_s < 0.5
 
 
+LONG = "9" * 5000
+"""More digits than Python makes a number of."""
+CALLED = ("--insecure", "--target", "127.0.0.1:1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -79,6 +84,19 @@ def test_help_is_light_and_quick() -> None:
         (("generate", "--insecure", "--target", "localhost", "hi"), "'localhost'"),
         (("generate", "--insecure", "--target", "localhost:99999", "hi"), "'localhost:99999'"),
         (("status", "--insecure", "--insecure", "--target", ":50051"), "':50051'"),
+        (("generate", "--token-ids", LONG, *CALLED), f"--token-ids has '{LONG}'"),
+        (("generate", "hi", *CALLED, "--timeout", "inf"), "--timeout is inf; it must be above 0 and at most 86400 seconds"),
+        (("generate", "hi", *CALLED, "--timeout", "1e300"), "--timeout is 1e+300; it must be above 0"),
+        (("node", "drain", *CALLED, "--timeout", "1e300"), "--timeout is 1e+300; it must be above 0"),
+        (
+            ("bench", "serve", *CALLED, "--rate", "1", "--requests", "1", "--prompt-tokens", LONG),
+            f"'{LONG}' is no number of tokens",
+        ),
+        (("demo", "--requests", LONG[:30]), f"--requests is {LONG[:30]}; it must be in [1, 1000000]"),
+        (("demo-cluster", "--rate", "1e6"), "--rate is 1e+06; it must be above 0 and at most 100000"),
+        (("demo-cluster", "--seconds", "1e9"), "--seconds is 1e+09; it must be above 0 and at most 86400"),
+        (("demo-cluster", "--rate", "1000", "--seconds", "1001"), "--rate 1000 for --seconds 1001 is over 1000000 requests"),
+        (("model", "make", "x" * 5000), "cannot be written: File name too long"),
     ],
 )
 def test_wrong_argument_is_one_line_that_names_it(arguments: tuple[str, ...], named: str) -> None:
@@ -86,6 +104,44 @@ def test_wrong_argument_is_one_line_that_names_it(arguments: tuple[str, ...], na
     assert result.exit_code == exit_codes.BAD_INPUT
     lines = [line for line in result.stderr.splitlines() if ": warning: without TLS" not in line]
     assert len(lines) == 1 and named in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("generate", "hi"), "--target"),
+        (("status",), "--target"),
+        (("bench", "serve", "--rate", "1", "--requests", "1"), "--target"),
+        (("node", "drain"), "--target"),
+        (("node", "undrain"), "--target"),
+        (("node", "requests"), "--target"),
+        (("node", "abort", "r1"), "--target"),
+        (("node", "switch-role", "decode"), "--target"),
+        (("node", "log-level", "info"), "--target"),
+        (("doctor",), "--node"),
+        (("top", "--once"), "HOST:PORT"),
+    ],
+)
+@pytest.mark.parametrize("target", [f"127.0.0.1:{LONG}", "127.0.0.1:0", "::1:1", "[::1:1", "unix:80", "a b:1", "http://a:1"])
+def test_a_target_that_is_no_host_and_port_is_refused_before_it_is_called(
+    command: tuple[str, ...], option: str, target: str
+) -> None:
+    result = kvferry(*command, "--insecure", "--insecure", *((option,) if option.startswith("-") else ()), target)
+    assert result.exit_code == exit_codes.BAD_INPUT
+    (line,) = result.stderr.splitlines()
+    says = f"{option} is {target!r}; it must be host:port with a port from 1 to 65535, an IPv6 host in brackets"
+    assert line.startswith("kvferry ") and line.endswith(f": {says}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "most"),
+    [(("node", "requests", *CALLED), "--limit", 2**32 - 1), (("model", "make", "/nowhere/new"), "--seed", 2**63 - 1)],
+)
+def test_a_number_that_is_none_or_out_of_range_is_refused_by_its_name(arguments: tuple[str, ...], option: str, most: int) -> None:
+    for number in ("-5", str(most + 1), LONG, "x"):
+        result = kvferry(*arguments, option, number)
+        assert result.exit_code == exit_codes.BAD_INPUT
+        assert f"Invalid value for '{option}'" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [("generate", "hi"), ("status",), ("status", "--watch")])

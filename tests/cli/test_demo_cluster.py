@@ -50,7 +50,7 @@ def test_a_cluster_is_started_loaded_watched_and_summed_up(tmp_path: Path) -> No
     [
         ({"num_prefill": 0}, "--prefill is 0; it must be in [1, 16]"),
         ({"num_decode": 17}, "--decode is 17; it must be in [1, 16]"),
-        ({"rate": 0.0}, "--rate is 0.0; it must be above 0"),
+        ({"rate": 0.0}, "--rate is 0; it must be above 0"),
         ({"seconds": float("inf")}, "--seconds is inf; it must be above 0"),
     ],
 )

@@ -259,7 +259,7 @@ async def test_a_node_that_ends_with_its_last_request_is_drained() -> None:
 
 
 @pytest.mark.parametrize("command", [("drain",), ("switch-role", "decode")])
-@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf", "86401"])
 def test_a_timeout_that_is_no_time_is_refused(command: tuple[str, ...], timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     """0 seconds would mean to a node that changes its role: as long as its own settings allow."""
     with pytest.raises(SystemExit) as ended:
@@ -267,7 +267,7 @@ def test_a_timeout_that_is_no_time_is_refused(command: tuple[str, ...], timeout:
     said = capsys.readouterr().err
     assert ended.value.code == exit_codes.BAD_INPUT
     *warnings, line = said.splitlines()
-    assert line == f"kvferry node {command[0]}: --timeout is {timeout}; it must be a number of seconds above 0"
+    assert line == f"kvferry node {command[0]}: --timeout is {timeout}; it must be above 0 and at most 86400 seconds"
     assert all(": warning: " in warning for warning in warnings)
 
 

@@ -90,6 +90,12 @@ def settings(prefill: list[str], decode: list[str], **options: Any) -> RouterSet
         (["--decode", "grpc://n"], "it must be grpc://host:port"),
         (["--decode", "grpc://n:0"], "it must be grpc://host:port"),
         (["--decode", "grpc://n:7003/x"], "it must be grpc://host:port"),
+        (["--decode", f"grpc://n:{'9' * 5000}"], "it must be grpc://host:port"),
+        (["--decode", "grpc://unix:80"], "it must be grpc://host:port"),
+        (
+            ["--prefill", "grpc://::1:80", "--decode", D],
+            "it must be grpc://host:port with a port from 1 to 65535, an IPv6 host in",
+        ),
         (["--decode", N, "--flow", "sequential"], "--flow is sequential; it is for vLLM servers"),
         (["--decode", N], "TLS is not set up"),
         (["--decode", N, "--insecure"], "--decode is n:7003, which is no loopback address"),
