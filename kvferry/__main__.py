@@ -14,14 +14,15 @@ from kvferry import exit_codes
 from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey
 from kvferry.demo_kinds import ModelKind
 from kvferry.node_commands import node_app
+from kvferry.text_command import TextTyper
 from transfer.errors import ConfigError, TransferError
 
-app = typer.Typer(
+app = TextTyper(
     add_completion=False, no_args_is_help=True, help="Moves the KV cache of prompts from prefill to decode nodes, and shows it."
 )
-model_app = typer.Typer(no_args_is_help=True, help="Model directories.")
+model_app = TextTyper(no_args_is_help=True, help="Model directories.")
 app.add_typer(model_app, name="model")
-bench_app = typer.Typer(no_args_is_help=True, help="Load on a running cluster.")
+bench_app = TextTyper(no_args_is_help=True, help="Load on a running cluster.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(node_app, name="node")
 

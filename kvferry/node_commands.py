@@ -12,12 +12,13 @@ import typer
 
 from kvferry import exit_codes
 from kvferry.cli_options import ConfigFile, Insecure, JsonFlag, PeerName, Target, TlsCa, TlsCert, TlsKey, check_timeout
+from kvferry.text_command import TextTyper
 from transfer.errors import PeerUnreachable, TransferError
 
 if TYPE_CHECKING:
     from kvferry.node_client import NodeClient
 
-node_app = typer.Typer(
+node_app = TextTyper(
     no_args_is_help=True, help="Drain a node, look at its requests, abort one, change its role or its log level."
 )
 

@@ -21,6 +21,7 @@ from transfer.config import (
     settings,
 )
 from transfer.errors import ConfigError
+from transfer.utf8 import is_utf8
 
 _MAX_DEPTH: Final = 8  # deeper than any setting; an alias inside itself has no end
 
@@ -79,6 +80,7 @@ def load_config(
             continue
         found.put(path.strip(), _text_value(text), "--set")
     _drop_empty_sections(config_type, tree)
+    problems += _not_utf8(tree, sources)
     if not problems:
         try:
             return config_type.model_validate(tree)
@@ -127,6 +129,14 @@ def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int = 0) -> Iterator[tu
             yield from _leaves(value, f"{path}.", depth + 1)
         else:
             yield path, value
+
+
+def _not_utf8(tree: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
+    """One line for each value that is no UTF-8; pydantic fails on it by itself where an error about it quotes it."""
+    for path, value in _leaves(tree, ""):
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str | Path) and not is_utf8(str(text)):
+                yield f"{path} is {str(text)!r} (from {sources.get(path, 'code')}); it must be UTF-8"
 
 
 def _drop_empty_sections(section: type[BaseModel], tree: dict[str, Any]) -> None:

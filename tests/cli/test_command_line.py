@@ -10,8 +10,10 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import transfer
@@ -20,6 +22,7 @@ from kvferry.__main__ import app
 from kvferry.demo import DemoOptions
 from kvferry.demo_prompts import BUILT_IN, load_prompts
 from kvferry.generate import make_request, parse_token_ids
+from kvferry.text_command import TextCommand
 from transfer.errors import ConfigError
 from transfer.registry.convert import sampling_from_proto
 
@@ -58,6 +61,8 @@ def test_help_is_light_and_quick() -> None:
 
 LONG = "9" * 5000
 """More digits than Python makes a number of."""
+NO_TEXT = b"a\xff".decode(errors="surrogateescape")
+"""What Python makes of an argument that is not UTF-8."""
 CALLED = ("--insecure", "--target", "127.0.0.1:1")
 
 
@@ -131,6 +136,46 @@ def test_a_target_that_is_no_host_and_port_is_refused_before_it_is_called(
     (line,) = result.stderr.splitlines()
     says = f"{option} is {target!r}; it must be host:port with a port from 1 to 65535, an IPv6 host in brackets"
     assert line.startswith("kvferry ") and line.endswith(f": {says}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("node", "abort", NO_TEXT, *CALLED), "request_id"),
+        (("node", "abort", "r1", "--reason", NO_TEXT, *CALLED), "--reason"),
+        (("node", "switch-role", NO_TEXT, *CALLED), "role"),
+        (("node", "log-level", NO_TEXT, *CALLED), "level"),
+        (("generate", NO_TEXT, *CALLED), "prompt"),
+        (("generate", "hi", "--insecure", "--target", NO_TEXT), "--target"),
+        (("status", *CALLED, "--tls-cert", NO_TEXT), "--tls-cert"),
+        (("bench", "serve", *CALLED, "--target", NO_TEXT), "--target"),
+        (("doctor", "--insecure", "--node", "127.0.0.1:1", "--node", f"{NO_TEXT}:1"), "--node"),
+        (("top", "--insecure", "127.0.0.1:1", NO_TEXT), "host:port..."),
+        (("route", "--decode", f"http://{NO_TEXT}:1"), "--decode"),
+        (("model", "make", NO_TEXT), "directory"),
+        (("demo-cluster", "--json", NO_TEXT), "--json"),
+    ],
+)
+def test_an_argument_that_is_not_utf8_is_refused_by_its_name(arguments: tuple[str, ...], named: str) -> None:
+    result = kvferry(*arguments)
+    assert result.exit_code == exit_codes.BAD_INPUT
+    assert f"invalid value for '{named}': " in result.stderr.lower() and "a\\udcff" in result.stderr
+
+
+def test_every_command_refuses_what_is_not_utf8() -> None:
+    found: list[Any] = [get_command(app)]
+    for command in found:
+        inner = list(getattr(command, "commands", {}).values())
+        assert inner or isinstance(command, TextCommand), command.name
+        found += inner
+    assert len(found) > 15
+
+
+def test_bytes_that_are_not_utf8_are_refused_as_they_come_from_a_shell() -> None:
+    command = [sys.executable, "-m", "kvferry", "node", "abort", *CALLED, b"a\xff"]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert ended.returncode == exit_codes.BAD_INPUT
+    assert b"'a\\udcff' is not UTF-8" in ended.stderr and b"Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

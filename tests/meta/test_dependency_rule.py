@@ -49,6 +49,7 @@ L0 = (
     "transfer/instance.py",
     "transfer/engine_types.py",
     "transfer/breaker.py",
+    "transfer/utf8.py",
     *STORED_PAGES,
     *HOST_PAGES,
     "transfer/transport/base.py",

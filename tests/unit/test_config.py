@@ -286,6 +286,21 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, named: str) -> Non
     assert len(lines) == 1 and named in lines[0]
 
 
+def test_a_value_that_is_not_utf8_is_refused_whatever_it_is_and_wherever_it_comes_from(tmp_path: Path) -> None:
+    """The library that checks settings fails on it where it has to quote it."""
+    no_text = b"a\xff".decode(errors="surrogateescape")
+    says = "is 'a\\udcff' (from {}); it must be UTF-8"
+    file = yaml_file(tmp_path, 'engine: "a\\uDCFF"\n')
+    for sources, line in (
+        ({"file": file}, f"engine {says.format(file)}"),
+        ({"flags": {"tls.cert_file": Path(no_text)}}, f"tls.cert_file {says.format('flag')}"),
+        ({"flags": {"tls.peer_names": ("b", no_text)}}, f"tls.peer_names {says.format('flag')}"),
+        ({"environment": {"KVFERRY_STORAGE__URL": no_text}}, f"storage.url {says.format('KVFERRY_STORAGE__URL')}"),
+        ({"overrides": [f"server.host={no_text}"]}, f"server.host {says.format('--set')}"),
+    ):
+        assert refused(**sources) == [line]
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert refused(file=tmp_path / "absent.yaml") == [
         f"config file {tmp_path}/absent.yaml cannot be read: No such file or directory"

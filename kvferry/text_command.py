@@ -1,0 +1,42 @@
+"""A command line whose commands refuse arguments that are no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from transfer.utf8 import is_utf8
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class TextCommand(TyperCommand):
+    """A command that is given UTF-8 only.
+
+    With others it would end wherever it first sent or wrote them, in a traceback that names no argument.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it.
+
+        Raises:
+            typer.BadParameter: An argument is not UTF-8.
+        """
+        parameter: Any  # whose type Typer keeps to itself
+        for parameter in self.params:
+            given = ctx.params.get(parameter.name)
+            for value in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(value, str | Path) and not is_utf8(str(value)):
+                    raise typer.BadParameter(f"{str(value)!r} is not UTF-8; it must be", ctx=ctx, param=parameter)
+        return super().invoke(ctx)
+
+
+class TextTyper(typer.Typer):
+    """A `typer.Typer` that makes such commands."""
+
+    def command(self, name: str | None = None, *, cls: Any = TextCommand, **settings: Any) -> Callable[[_Function], _Function]:
+        return super().command(name, cls=cls, **settings)
