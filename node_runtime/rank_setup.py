@@ -49,8 +49,8 @@ def check_before_start(config: NodeConfig) -> None:
             the engine cannot be had.
         MemoryPlanError: The model does not fit the memory.
     """
-    if not (config.model / "config.json").is_file():
-        what = "it has no config.json" if config.model.is_dir() else "there is no such directory"
+    if not os.path.isfile(config.model / "config.json"):  # Path.is_file raises OSError for a name that is too long
+        what = "it has no config.json" if os.path.isdir(config.model) else "there is no such directory"
         raise ConfigError(f"model is {config.model}; {what}: it must be a Hugging Face model directory")
     if config.role == "decode" and not (config.model / "tokenizer.json").is_file():
         raise ConfigError(f"model is {config.model}; it has no tokenizer.json, which a decode node needs to give text")

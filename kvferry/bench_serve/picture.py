@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvferry.bench_serve.report import LoadReport
@@ -16,7 +17,7 @@ def check_picture(file: Path) -> None:
     """
     if file.suffix.lower() != ".png":
         raise ConfigError(f"--plot is {file}; its name must end in .png, for that is what is written")
-    if not file.parent.is_dir():
+    if not os.path.isdir(file.parent):  # Path.is_dir raises OSError for a name that is too long
         raise ConfigError(f"--plot is {file}; there is no folder {file.parent}")
     try:
         import matplotlib  # noqa: F401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path) -> None:
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # Path.is_dir raises OSError for a name that is too long
             raise ConfigError(f"--tokenizer is {directory}; it must be a Hugging Face directory with a tokenizer")
         from transformers import AutoTokenizer
 

@@ -392,6 +392,7 @@ def test_failures_are_counted_by_status() -> None:
         (("--target", "127.0.0.1:1", "--trace", "/nowhere", "--insecure"), "--trace is /nowhere; it cannot be read"),
         (("--target", "localhost", "--rate", "1", "--requests", "1", "--insecure"), "'localhost'"),
         (("--target", "127.0.0.1:1", "--rate", "1", "--requests", "1", "--insecure", "--plot", "a.svg"), "--plot is a.svg"),
+        (("--target", "127.0.0.1:1", "--rate", "1", "--requests", "1", "--insecure", "--plot", f"{'x' * 300}/a.png"), "folder"),
         (("--target", "127.0.0.1:1", "--rate", "1", "--requests", "1", "--insecure", "--json", "/proc/x"), "--json is /proc/x"),
     ],
 )  # fmt: skip

@@ -115,6 +115,7 @@ def settings(prefill: list[str], decode: list[str], **options: Any) -> RouterSet
         (["--prefill", P, "--decode", D, "--log-level", "loud"], "--log-level is 'loud'; it must be one of debug, info"),
         (["--prefill", P, "--decode", D, "--ready-file", "/nowhere/x", "--port", "0"], "--ready-file is /nowhere/x"),
         (["--decode", "grpc://127.0.0.1:1", "--insecure", "--tokenizer", "/nowhere"], "--tokenizer is /nowhere; it must be"),
+        (["--decode", "grpc://127.0.0.1:1", "--insecure", "--tokenizer", "x" * 5000], "x; it must be a Hugging Face directory"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(arguments: list[str], said: str) -> None:

@@ -158,6 +158,11 @@ def test_settings_that_are_right_are_called_so(app: Typer, model: Path, argument
     assert ended.stderr == f"{role}-node: warning: {NODE_WARNING}\n"
 
 
+def test_a_model_whose_name_is_too_long_is_not_there() -> None:
+    ended = check(decode_app, Path("x" * 5000))
+    assert ended.exit_code == exit_codes.BAD_CONFIG and "there is no such directory" in ended.stderr
+
+
 def test_a_decode_node_without_prefill_nodes_is_warned_of(model: Path) -> None:
     ended = check(decode_app, model)
     assert ended.exit_code == exit_codes.OK and ended.stdout == "decode: the settings are right\n"
