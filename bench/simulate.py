@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,20 +28,27 @@ from bench.simulation.settings import ClusterSettings, Placement
 from bench.simulation.sizing import Sizing, load_of, ratio_text, size
 from bench.simulation.stage_times import StageTimes
 from bench.timing import Environment, readable_bytes
-from kvferry.bench_serve.options import shape_of
+from kvferry.bench_serve.options import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, shape_of
 from kvferry.bench_serve.summary import Objectives, Spread
 from kvferry.bench_serve.workload import Shape
 from transfer.errors import ConfigError
 
 _TIMES = Path(__file__).parent / "simulation"
 _FEW, _PLENTY = 2000, 20_000
+_MOST_NODES = 4096
+_OF_NODES = {
+    "chunk-tokens": (2048, 1), "max-step-tokens": (4096, 1), "layer-groups": (2, 1), "staging-slots": (16, 2),
+    "ring-mib": (8192, 1), "prefill-running": (64, 1), "decode-running": (128, 1), "prefill-pool-tokens": (800_000, 1),
+    "decode-pool-tokens": (800_000, 1),
+}  # fmt: skip
+"""Flags of the nodes' settings: default and least."""
 
 
 def stage_times(name: str) -> StageTimes:
     """Of a file, or of one of this folder's by its name. Raises ValueError."""
     known = sorted(file.stem for file in _TIMES.glob("*.yaml"))
     file = _TIMES / f"{name}.yaml" if name in known else Path(name)
-    if not file.is_file():
+    if not os.path.isfile(file):  # Path.is_file raises OSError for a name that is too long
         raise ValueError(f"--times is {name}; it is no file, and none of {', '.join(known)}")
     return StageTimes.read(file)
 
@@ -63,14 +71,41 @@ def parser() -> argparse.ArgumentParser:
     add("--slo-tpot", type=float, default=0.025, help="seconds")
     add("--seed", type=int, default=0)
     add("--link-gb-per-s", type=float, help="10**9 bytes a second of a node's port, instead of that of the stage times")
-    for name, default in (
-        ("chunk-tokens", 2048), ("max-step-tokens", 4096), ("layer-groups", 2), ("staging-slots", 16), ("ring-mib", 8192),
-        ("prefill-running", 64), ("decode-running", 128), ("prefill-pool-tokens", 800_000), ("decode-pool-tokens", 800_000),
-    ):  # fmt: skip
+    for name, (default, _) in _OF_NODES.items():
         add(f"--{name}", type=int, default=default, help=f"as the nodes' setting; default {default}")
     add("--placement", choices=[str(one) for one in Placement], default="order", help="told is what nodes do, and slower")
     add("--json", type=Path, metavar="FILE", help="write settings, stage times and outcome there")
     return made
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raises ValueError for a number that cannot be."""
+    for name, number, least, most in (
+        ("--prefill", given.prefill, 1, _MOST_NODES), ("--decode", given.decode, 1, _MOST_NODES),
+        ("--requests", given.requests, 1, MAX_REQUESTS), ("--seed", given.seed, 0, (1 << 63) - 1),
+        ("--rounds", given.rounds, 1, 64), ("--around", given.around, 0, _MOST_NODES),
+    ):  # fmt: skip
+        if number is not None and not least <= number <= most:
+            raise ValueError(f"{name} is {number}; it must be in [{least}, {most}]")
+    for name, (_, least) in _OF_NODES.items():
+        if (number := getattr(given, name.replace("-", "_"))) < least:
+            raise ValueError(f"--{name} is {number}; it must be at least {least}")
+    for name, value, largest, unit in (
+        ("--rate", given.rate, MAX_RATE, "requests a second"), ("--lasts-s", given.lasts_s, MAX_SECONDS, "seconds"),
+        ("--slo-ttft", given.slo_ttft, MAX_SECONDS, "seconds"), ("--slo-tpot", given.slo_tpot, MAX_SECONDS, "seconds"),
+        ("--link-gb-per-s", given.link_gb_per_s, 1_000_000, "GB a second"),
+    ):  # fmt: skip
+        if value is not None and not 0 < value <= largest:
+            raise ValueError(f"{name} is {value:g}; it must be above 0 and at most {largest} {unit}")
+
+
+def _check_json(file: Path) -> None:
+    """Raises ValueError: It cannot be written."""
+    try:
+        with open(file, "ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--json is {file}; it cannot be written: {error.strerror}") from None
 
 
 def settings_of(arguments: argparse.Namespace) -> ClusterSettings:
@@ -186,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = max(console.width, 240)
     try:
+        check(given)
         times = stage_times(given.times)
         if given.link_gb_per_s is not None:
             times = replace(times, link_bytes_per_s=given.link_gb_per_s * 1e9)
@@ -194,6 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         objectives = Objectives(ttft_s=given.slo_ttft, tpot_s=given.slo_tpot)
         if (given.nodes is None) == (given.rate is None):
             raise ValueError("give either --nodes, to size so many, or --rate, for one load on --prefill and --decode nodes")
+        if given.json is not None:
+            _check_json(given.json)
         content = _one(console, given, times, settings, shape, objectives)
     except (ValueError, ConfigError) as error:
         made.error(str(error))
@@ -218,9 +256,8 @@ def _one(
     objectives: Objectives,
 ) -> dict[str, Any]:
     if given.rate is not None:
-        if not given.rate > 0:
-            raise ValueError(f"--rate is {given.rate:g}; it must be above 0")
-        load = load_of(shape, rate=given.rate, number=given.requests or _PLENTY, seed=given.seed)
+        number = _PLENTY if given.requests is None else given.requests
+        load = load_of(shape, rate=given.rate, number=number, seed=given.seed)
         outcome = simulate(times, settings, load, objectives=objectives)
         print_outcome(console, outcome, settings, times)
         print_differing(console, settings)
@@ -257,8 +294,8 @@ def _counts(text: str) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--nodes is {text!r}; give numbers with commas between them, as 2,8,64") from None
-    if min(counts) < 2 or max(counts) > 4096:
-        raise ValueError(f"--nodes is {text!r}; each must be from 2 to 4096")
+    if min(counts) < 2 or max(counts) > _MOST_NODES:
+        raise ValueError(f"--nodes is {text!r}; each must be from 2 to {_MOST_NODES}")
     return counts
 
 
