@@ -16,6 +16,8 @@ from transfer.errors import ConfigError
 
 _SERVER_SCHEMES: Final = ("http", "https")
 NODE_SCHEME: Final = "grpc"
+_LEAST_HEALTH_S: Final = 0.05
+"""Servers would be asked without a pause."""
 
 
 class FlowKind(StrEnum):
@@ -69,11 +71,12 @@ class RouterSettings:
                 raise ConfigError(f"{name} is {number}; it must be in [{least}, {most}]")
         for name, seconds in (
             ("--connect-timeout", self.connect_timeout_s),
-            ("--health-interval", self.health_interval_s),
             ("--lost-after", self.lost_after_s),
         ):
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{name} is {seconds}; it must be a number of seconds above 0")
+        if not _LEAST_HEALTH_S <= self.health_interval_s < math.inf:
+            raise ConfigError(f"--health-interval is {self.health_interval_s}; it must be at least {_LEAST_HEALTH_S} seconds")
         if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
             raise ConfigError(f"--drain-timeout is {self.drain_timeout_s}; it must be a number of seconds from 0")
 

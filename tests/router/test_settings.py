@@ -111,6 +111,7 @@ def settings(prefill: list[str], decode: list[str], **options: Any) -> RouterSet
         (["--prefill", P, "--decode", D, "--max-body", "1"], "--max-body is 1; it must be in [1024,"),
         (["--prefill", P, "--decode", D, "--connect-timeout", "0"], "--connect-timeout is 0.0"),
         (["--prefill", P, "--decode", D, "--health-interval", "nan"], "--health-interval is nan"),
+        (["--prefill", P, "--decode", D, "--health-interval", "1e-9"], "--health-interval is 1e-09; it must be at least 0.05"),
         (["--prefill", P, "--decode", D, "--drain-timeout", "-1"], "--drain-timeout is -1.0"),
         (["--prefill", P, "--decode", D, "--log-level", "loud"], "--log-level is 'loud'; it must be one of debug, info"),
         (["--prefill", P, "--decode", D, "--ready-file", "/nowhere/x", "--port", "0"], "--ready-file is /nowhere/x"),

@@ -9,10 +9,13 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from transfer.config.section import Section
-from transfer.config.values import HostPort, Seconds, checked_host_port, listed, no_bool
+from transfer.config.values import HostPort, checked_host_port, listed, no_bool
 
 _OWN_SETTINGS: Final = {"static": ("file",), "dns": ("dns_name",), "etcd": ("etcd_endpoints",)}
 """What a kind has that no other one can use; the rest of the settings of etcd say nothing by themselves."""
+
+_LEAST_LOOK_S: Final = 0.1
+"""Looks without a pause would take a core of the node, and ask a name server or etcd as fast as it answers."""
 
 _PREFIX: Final = re.compile(r"[!-~]{1,200}")
 
@@ -54,7 +57,7 @@ class DiscoveryConfig(Section):
     dns_name: HostPort | None = Field(
         default=None, description="dns: host:port of a name of which every address is a prefill node, such as a headless Service."
     )
-    interval_s: Seconds = Field(
+    interval_s: Annotated[float, BeforeValidator(no_bool), Field(ge=_LEAST_LOOK_S, le=86_400)] = Field(
         default=5.0,
         description="Seconds between two looks at the file or the name; etcd: until a silent watch is checked.",
     )

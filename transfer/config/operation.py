@@ -69,7 +69,9 @@ class RestartConfig(Section):
     """What happens when a rank process dies."""
 
     max_restarts: CountOrZero = Field(default=3, description="Times that the ranks are started again before the node gives up.")
-    backoff_s: Seconds = Field(default=1.0, description="Pause before the first restart; doubled at each further one.")
+    backoff_s: Annotated[float, BeforeValidator(no_bool), Field(ge=0.01, le=86_400)] = Field(
+        default=1.0, description="Pause before the first restart; doubled at each further one."
+    )
     max_backoff_s: Seconds = Field(default=30.0, description="Longest pause before a restart.")
 
     @model_validator(mode="after")
