@@ -29,6 +29,7 @@ from transfer.errors import ConfigError, PeerUnreachable, TransferError
 from transfer.logs import rename_process
 
 STEADY_LIFE_S = 300.0  # ranks that served this long were no failed restart
+_MOST_DOUBLINGS = 64  # from any pause to the longest there can be; 2**1024 is more than a float holds
 
 log = structlog.get_logger(__name__)
 
@@ -245,7 +246,8 @@ class Daemon:
 
     async def _pause(self, failures: int) -> None:
         """Before a restart; a stop cuts it short."""
-        backoff_s = min(self.config.restart.backoff_s * 2 ** (failures - 1), self.config.restart.max_backoff_s)
+        doublings = min(failures - 1, _MOST_DOUBLINGS)
+        backoff_s = min(self.config.restart.backoff_s * 2**doublings, self.config.restart.max_backoff_s)
         log.warning("restarting_ranks", restart=self.num_restarts, backoff_s=backoff_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), backoff_s)
