@@ -49,7 +49,7 @@ def test_extras_of_every_variant_are_those_of_the_package() -> None:
     known = set(PYPROJECT["project"]["optional-dependencies"])
     for extras in variants.values():
         assert set(extras.split(",")) <= known
-        assert {"s3", "etcd", "otel"} <= set(extras.split(","))
+        assert {"s3", "etcd", "otel", "top"} <= set(extras.split(","))
 
 
 def test_version_and_programs_are_those_of_the_package() -> None:
