@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,7 @@ CLIENT = {"kvferry-access": "client"}
 OPERATOR = {"kvferry-access": "operator"}
 PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
 STRANGER = {"app": "somebody-else"}
+ANYWHERE = {"ipBlock": {"cidr": "0.0.0.0/0"}}
 RANK_PORT = 43_210
 """One of those that the system gives out."""
 
@@ -164,7 +166,11 @@ def _ports_allow(rule: Manifest, port: int, protocol: str, named: dict[str, int]
 def _sides_allow(sides: list[Manifest] | None, labels: dict[str, str], *, is_same_namespace: bool) -> bool:
     if sides is None:
         return True
-    return any((is_same_namespace or "namespaceSelector" in one) and matches(one.get("podSelector", {}), labels) for one in sides)
+    return any(
+        (is_same_namespace or "namespaceSelector" in one) and matches(one.get("podSelector", {}), labels)
+        for one in sides
+        if "ipBlock" not in one  # of no pod
+    )
 
 
 def may_reach(
@@ -192,6 +198,27 @@ def may_call(
         for one in policies
         for rule in one.get("egress", [])
     )
+
+
+def may_call_address(variant: str, pod: Pod, address: str, port: int) -> bool:
+    """Whether the policies of a pod let it call, over TCP, what is no pod."""
+    policies = [one["spec"] for one in of_kind(variant, "NetworkPolicy") if matches(one["spec"]["podSelector"], pod.labels)]
+    rules = [rule for one in policies for rule in one.get("egress", []) if _ports_allow(rule, port, "TCP", {})]
+    cidrs = [side["ipBlock"]["cidr"] for rule in rules for side in rule.get("to", [ANYWHERE]) if "ipBlock" in side]
+    return any(ipaddress.ip_address(address) in ipaddress.ip_network(cidr) for cidr in cidrs)
+
+
+@pods_and_variants()
+def test_credentials_of_a_store_are_asked_for_where_the_cloud_has_them_and_only_with_a_store(variant: str) -> None:
+    """Of an instance's metadata and of EKS Pod Identity: https://docs.aws.amazon.com/eks/latest/userguide/pod-id-how-it-works.html."""
+    has_store = "s3-backup" in VARIANTS[variant][1]
+    for pod in pods(variant):
+        for address in ("169.254.169.254", "169.254.170.23"):
+            allowed = [port for port in (22, 80, 2703, RANK_PORT) if may_call_address(variant, pod, address, port)]
+            assert allowed == [80] * has_store
+        for address in ("169.254.169.253", "169.254.170.2", "10.0.0.9", "198.51.100.7"):
+            assert not may_call_address(variant, pod, address, 80)
+            assert may_call_address(variant, pod, address, 443) is has_store
 
 
 @pods_and_variants()
