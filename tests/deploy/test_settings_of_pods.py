@@ -25,6 +25,7 @@ from tests.deploy.kustomize import VARIANTS, Manifest, Pod, of_kind, pods, pods_
 from tests.monitoring.prometheus import program
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
+from transfer.metrics import NodeMetrics, RankMetrics
 
 APPS = {"prefill": prefill_app, "decode": decode_app}
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
@@ -292,7 +293,11 @@ def test_the_tier_that_is_short_grows_and_the_other_one_does_not(load: str, tmp_
 def assert_holds(folder: Path, series: dict[str, str], queries: list[str], *, is_more: bool) -> None:
     """Whether one of the queries, each how many nodes it asks for, is above two."""
     either = " or ".join(f"(({query}) > 2)" for query in queries)
-    expected = [{"labels": "{}", "value": 1}] if is_more else []
+    assert_answers(folder, series, {f"sum({either}) > bool 2": 1.0 if is_more else None})
+
+
+def assert_answers(folder: Path, series: dict[str, str], answers: dict[str, float | None]) -> None:
+    """What Prometheus answers to each query after eight minutes; None: nothing at all."""
     test = {
         "rule_files": [],
         "evaluation_interval": "15s",
@@ -300,7 +305,14 @@ def assert_holds(folder: Path, series: dict[str, str], queries: list[str], *, is
             {
                 "interval": "15s",
                 "input_series": [{"series": name, "values": values} for name, values in series.items()],
-                "promql_expr_test": [{"expr": f"sum({either}) > bool 2", "eval_time": "8m", "exp_samples": expected}],
+                "promql_expr_test": [
+                    {
+                        "expr": query,
+                        "eval_time": "8m",
+                        "exp_samples": [] if value is None else [{"labels": "{}", "value": value}],
+                    }
+                    for query, value in answers.items()
+                ],
             }
         ],
     }
@@ -322,6 +334,51 @@ def test_the_decode_tier_grows_before_it_is_at_its_limit(limit: int, tmp_path: P
         for scaler in ("keda", "hpa"):
             ((query, most),) = [found for found in targets()[scaler, "decode"] if "kvferry_running_requests" in found[0]]
             assert_holds(tmp_path, series, [f"ceil(({query}) / {most:g} - 0.2)"], is_more=is_more)
+
+
+def scraped(role: str, node: int, *, state: str = "ready", are_ranks_there: bool = True) -> dict[str, str]:
+    """Series of a node that has served nobody, as it tells them itself."""
+    leader, rank = NodeMetrics(role=role), RankMetrics(role=role, rank=0)
+    leader.limits(max_queued=256, max_running=128)
+    leader.node_state(state=state, queued=0, running=0, peers={}, restarts=0)
+    pools = {"pools": [{"group": "full", "pages": 100, "reserved": 0, "bound": 0}]}
+    page = leader.render([rank.snapshot(pools) if are_ranks_there else None]).decode()
+    found = re.findall(r"^(kvferry_\w+)\{(.*)\} ([0-9.e+-]+)$", page, re.M)
+    return {f'{name}{{{labels},instance="10.0.0.{node}:7180"}}': f"{value}x40" for name, labels, value in found}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_tier_without_work_answers_and_one_that_nobody_sees_does_not(role: str, tmp_path: Path) -> None:
+    """No answer is a failure to KEDA, which then keeps the nodes that there are; if not told so, it is a 0, and they go."""
+    queries = [query for query, _ in targets()["keda", role]]
+    assert_answers(tmp_path, {**scraped(role, 1), **scraped(role, 2)}, dict.fromkeys(queries, 0.0))
+    assert_answers(tmp_path, {}, dict.fromkeys(queries, None))
+    for one in of_kind("keda", "ScaledObject"):
+        assert one["spec"]["fallback"]["behavior"] == "currentReplicasIfHigher"
+        assert [trigger["metadata"]["ignoreNullValues"] for trigger in one["spec"]["triggers"]] == ["false"] * 2
+
+
+OF_0_1 = re.compile(r"kvferry_(step_seconds_\w+|max_(running|queued)_requests)\{")
+"""What nodes of version 0.1 do not have, of what autoscalers go by."""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_tier_that_is_half_upgraded_keeps_its_nodes(role: str, tmp_path: Path) -> None:
+    """Four nodes, three quarters busy, are to be four, of whichever version; one that still loads is not taken for a busy one."""
+    asked = [f"ceil(({query}) / {of_node:g} - 0.2)" for query, of_node in targets()["keda", role]]
+    series: dict[str, str] = {}
+    for node in range(4):
+        for name, values in scraped(role, node).items():
+            values = f"0+{0.75 * 15:g}x40" if name.startswith("kvferry_step_seconds_sum") else values
+            values = f"{0.75 * 128:g}x40" if name.startswith("kvferry_running_requests") else values
+            series[name] = values
+    told_apart = [f'label_replace({query}, "query", "{number}", "", "")' for number, query in enumerate(asked)]
+    most = f"max({' or '.join(told_apart)})"
+    assert_answers(tmp_path, series, {most: 4.0})
+    half = {name: values for name, values in series.items() if not (OF_0_1.match(name) and re.search(r"10\.0\.0\.[01]:", name))}
+    assert len(half) < len(series)
+    loading = scraped(role, 4, state="starting", are_ranks_there=False)
+    assert_answers(tmp_path, {**half, **loading}, {most: 4.0})
 
 
 @pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"])
