@@ -381,6 +381,19 @@ def test_a_tier_that_is_half_upgraded_keeps_its_nodes(role: str, tmp_path: Path)
     assert_answers(tmp_path, {**half, **loading}, {most: 4.0})
 
 
+@pods_and_variants()
+def test_pods_of_one_machine_do_not_try_what_only_one_pid_namespace_has(variant: str) -> None:
+    """They would go over the network all the same, and KvferryTransportFellBack would fire for as long as they are there."""
+    for pod in pods(variant):
+        if pod.spec.get("shareProcessNamespace"):
+            assert len(pod.nodes) == 2  # whatever joins these two is in the pod
+            continue
+        for container in pod.nodes:
+            transport = configured(variant, pod, container).transport
+            assert transport.name in ("ucx", "nixl")  # cuda_ipc needs one pid namespace
+            assert (transport.ucx.lane, transport.nixl.lane) == ("net", "net")
+
+
 @pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"])
 def test_rdma_that_is_not_there_is_no_slow_tcp(variant: str) -> None:
     for pod in pods(variant):
