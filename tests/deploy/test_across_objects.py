@@ -88,6 +88,28 @@ def test_services_lead_to_ports_that_are_there(variant: str) -> None:
 
 
 @pods_and_variants()
+def test_clients_find_in_the_certificate_the_name_that_they_call(variant: str) -> None:
+    """gRPC checks a server by the host of its target, and knows of no other name."""
+    certificates = {
+        one["metadata"]["name"]: one["spec"]["dnsNames"] for one in of_kind(variant, "Certificate") if "dnsNames" in one["spec"]
+    }
+    called = {
+        one["metadata"]["name"]
+        for one in of_kind(variant, "Service")
+        if one["spec"]["selector"]["app.kubernetes.io/component"] == "decode"
+    }
+    assert called == {"kvferry", "kvferry-decode"}
+    readme = (KUBERNETES.parent / "README.md").read_text(encoding="utf-8")
+    assert all(f"{target}`" in readme for target in ("`kvferry:7100", "`dns:///kvferry-decode:7100"))
+    if variant == "dev-tcp":
+        assert not certificates
+        return
+    assert set(certificates["kvferry-decode"]) == {"decode.kvferry.internal"} | called
+    assert certificates["kvferry-prefill"] == ["prefill.kvferry.internal"]
+    assert certificates["kvferry-client"] == ["client.kvferry.internal"]
+
+
+@pods_and_variants()
 def test_ports_of_a_pod_are_told_apart(variant: str) -> None:
     for pod in pods(variant):
         ports = [port for one in pod.spec["containers"] for port in one["ports"]]

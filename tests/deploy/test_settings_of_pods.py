@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import promql_parser
 import pytest
 import yaml
@@ -26,6 +28,7 @@ from tests.monitoring.prometheus import program
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
 from transfer.metrics import NodeMetrics, RankMetrics
+from transfer.peer_names import SubjectNames, first_match
 
 APPS = {"prefill": prefill_app, "decode": decode_app}
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}
@@ -135,13 +138,19 @@ def test_decode_nodes_look_for_prefill_nodes_where_they_are(variant: str) -> Non
                 assert not [one for one in of_kind(variant, "Service") if one["metadata"]["name"] == "kvferry-prefill"]
 
 
-@pods_and_variants()
-def test_each_tier_is_let_in_by_the_other_and_clients_by_both(variant: str) -> None:
-    names = {
-        one["metadata"]["name"].removeprefix("kvferry-"): one["spec"]["dnsNames"]
+def names_in_certificates(variant: str) -> dict[str, SubjectNames]:
+    """By whose they are: prefill, decode, client."""
+    return {
+        one["metadata"]["name"].removeprefix("kvferry-"): SubjectNames(dns=tuple(one["spec"]["dnsNames"]))
         for one in of_kind(variant, "Certificate")
         if "dnsNames" in one["spec"]
     }
+
+
+@pods_and_variants()
+def test_each_tier_is_let_in_by_the_other_and_clients_by_both(variant: str) -> None:
+    """And nobody by any other of their names, such as those of Services."""
+    names = names_in_certificates(variant)
     for pod in pods(variant):
         for container in pod.nodes:
             config, role = configured(variant, pod, container), role_of(container)
@@ -149,8 +158,29 @@ def test_each_tier_is_let_in_by_the_other_and_clients_by_both(variant: str) -> N
                 assert config.tls.insecure == 2 and not names
                 continue
             assert config.tls.insecure == 0
-            assert list(config.tls.peer_names) == names["decode" if role == "prefill" else "prefill"]
-            assert list(config.tls.client_names) == names["client"]
+            other = "decode" if role == "prefill" else "prefill"
+            for whose, found in names.items():
+                own = f"{whose}.kvferry.internal"
+                assert first_match(config.tls.peer_names, found) == (own if whose == other else None)
+                assert first_match(config.tls.client_names, found) == (own if whose == "client" else None)
+            assert (len(config.tls.peer_names), len(config.tls.client_names)) == (1, 1)
+
+
+@pytest.mark.parametrize("variant", ["two-tier", "single-node", "lws"])
+def test_any_grpc_client_connects_by_the_names_of_services(variant: str, authority: Authority) -> None:
+    """gRPC's own check of a server, with nothing said of its certificate; only the address is this machine's."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    chain, key = authority.issue(*names_in_certificates(variant)["decode"].dns)
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)], authority.pem, True))
+    server.start()
+    chain, key = authority.issue(*names_in_certificates(variant)["client"].dns)
+    credentials = grpc.ssl_channel_credentials(authority.pem, key, chain)
+    try:
+        for name in ("kvferry", "kvferry-decode"):
+            with grpc.secure_channel(f"127.0.0.1:{port}", credentials, [("grpc.ssl_target_name_override", name)]) as channel:
+                grpc.channel_ready_future(channel).result(timeout=10)
+    finally:
+        server.stop(None)
 
 
 def test_what_makes_the_demo_model_takes_its_arguments(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_two_pods_find_each_other_serve_and_drain(
 
 
 def generate(hosts: Hosts, variant: str, authority: Authority, folder: Path) -> subprocess.CompletedProcess[str]:
-    """By the Service's name, with the certificate that the manifests make for clients."""
+    """By the Service's name, which has to be in the node's certificate, and with the one that the manifests make for clients."""
     if variant == "dev-tcp":
         security = ["--insecure", "--insecure"]
     else:
@@ -145,7 +145,6 @@ def generate(hosts: Hosts, variant: str, authority: Authority, folder: Path) -> 
         chain, key = authority.issue(names["kvferry-client"])
         files.put(cert=chain, key=key, ca=authority.pem)
         security = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
-        security += ["--peer-name", names["kvferry-decode"]]
     command = [
         sys.executable,
         "-m",
