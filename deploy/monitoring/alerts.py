@@ -262,15 +262,17 @@ REQUESTS: Final = Group(
         Alert(
             name="KvferryQueueGrowing",
             severity=WARNING,
+            # A node younger than ten minutes has only the second half; a side that an engine hosts, without a limit, the first.
             expr=(
-                "(avg_over_time(kvferry_queued_requests[5m]) > 1.5 * avg_over_time(kvferry_queued_requests[5m] offset 10m) + 1) "
+                "(avg_over_time(kvferry_queued_requests[5m]) > 1.5 * avg_over_time(kvferry_queued_requests[5m] offset 10m) + 1 "
+                "or avg_over_time(kvferry_queued_requests[5m]) > 0.5 * kvferry_max_queued_requests) "
                 "and min_over_time(kvferry_queued_requests[5m]) > 0"
             ),
             lasts="5m",
             summary="Requests pile up on {{ $labels.role }} node {{ $labels.instance }}.",
             description=(
-                "{{ $value | humanize }} requests wait on the {{ $labels.role }} node {{ $labels.instance }}, half as many again "
-                "as 10 minutes ago. At limits.max_queued_requests it refuses more."
+                "{{ $value | humanize }} requests wait on the {{ $labels.role }} node {{ $labels.instance }}: half as many again "
+                "as 10 minutes ago, or more than half of limits.max_queued_requests, at which it refuses more."
             ),
         ),
         Alert(

@@ -53,6 +53,11 @@ class Case:
 _STEADY: Final = "50 54 49 51 50 47 52 51 55 48 53 50 49 54 50 52 51 50 55 49 53 50 51 52 50 49"
 
 
+def _queue(queued: str, most: str = "256x60") -> dict[str, str]:
+    """Requests that wait on a node, and how many may."""
+    return {f"kvferry_queued_requests{{{DECODE}}}": queued, f"kvferry_max_queued_requests{{{DECODE}}}": most}
+
+
 def _nodes(*, prefill: str = "1x60", decode: str = "1x60") -> dict[str, str]:
     return {f"kvferry_build_info{{{PREFILL}}}": prefill, f"kvferry_build_info{{{DECODE}}}": decode}
 
@@ -484,21 +489,55 @@ CASES: Final = (
     Case(
         alert="KvferryQueueGrowing",
         what="more come than are served",
-        series={f"kvferry_queued_requests{{{DECODE}}}": "0x10 2+2x30"},
+        series=_queue("0x10 2+2x30"),
         at="25m",
         fires=(Fires(labels=OF_DECODE, value="25"),),
     ),
     Case(
         alert="KvferryQueueGrowing",
-        what="a long queue that stays as it is",
-        series={f"kvferry_queued_requests{{{DECODE}}}": _STEADY},
+        what="more come than are served, and nobody knows how many may wait: an engine hosts the side",
+        series=_queue("0x10 2+2x30", most="_x60"),
         at="25m",
+        fires=(Fires(labels=OF_DECODE, value="25"),),
+    ),
+    Case(
+        alert="KvferryQueueGrowing",
+        what="a node that has started seven minutes ago, and more than half of its queue is taken",
+        series=_queue("160x7", most="256x7"),
+        at="7m",
+        fires=(Fires(labels=OF_DECODE, value="160"),),
+    ),
+    Case(
+        alert="KvferryQueueGrowing",
+        what="a queue that stays as it is, more than half full",
+        series=_queue("160x60"),
+        at="40m",
+        fires=(Fires(labels=OF_DECODE, value="160"),),
+    ),
+    Case(alert="KvferryQueueGrowing", what="a long queue that stays as it is", series=_queue(_STEADY), at="25m"),
+    Case(
+        alert="KvferryQueueGrowing",
+        what="a long queue that stays as it is where an engine hosts the side",
+        series=_queue("160x60", most="_x60"),
+        at="40m",
+    ),
+    Case(
+        alert="KvferryQueueGrowing",
+        what="a young node whose first requests wait a while",
+        series=_queue("200x3 40x4", most="256x7"),
+        at="7m",
     ),
     Case(
         alert="KvferryQueueGrowing",
         what="a wave of requests that is worked off",
-        series={f"kvferry_queued_requests{{{DECODE}}}": "0x12 40 30 20 10 0x30"},
+        series=_queue("0x12 40 30 20 10 0x30"),
         at="20m",
+    ),
+    Case(
+        alert="KvferryQueueGrowing",
+        what="a wave of requests that fills the queue, and is worked off",
+        series=_queue("0x12 250 190 100 40 0x30"),
+        at="17m",
     ),
     Case(
         alert="KvferryRequestsRefused",
