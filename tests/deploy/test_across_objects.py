@@ -348,7 +348,8 @@ def test_images_are_of_this_version_and_every_container_has_its_share(variant: s
     for _, container in containers(variant):
         name, _, tag = container["image"].partition(":")
         is_gpu = VARIANTS[variant][0] != "dev-tcp"
-        assert (name, tag) == ("kvferry", f"{transfer.__version__}{'-cu13' if is_gpu else ''}")
+        suffix = ("-cu13" if is_gpu else "") + ("-efa" if "efa" in VARIANTS[variant][1] else "")
+        assert (name, tag) == ("kvferry", f"{transfer.__version__}{suffix}")
         assert set(container["resources"]["requests"]) == {"cpu", "memory"}
         assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
 

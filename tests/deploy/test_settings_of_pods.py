@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import subprocess
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from node_runtime.health import HealthServer, Readiness
 from prefill_node.__main__ import app as prefill_app
 from tests.authority import Authority
 from tests.deploy.containers import POD_IP, Disk, environment
-from tests.deploy.kustomize import VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of
+from tests.deploy.kustomize import RDMA, ROOT, VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of
 from tests.monitoring.prometheus import program
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
@@ -424,10 +425,48 @@ def test_pods_of_one_machine_do_not_try_what_only_one_pid_namespace_has(variant:
             assert (transport.ucx.lane, transport.nixl.lane) == ("net", "net")
 
 
-@pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa", "everything", "lws-more"])
+BY_RDMA = {"rc", "ud", "srd"}
+"""What UCX calls the ways that leave a machine by RDMA; srd is EFA's."""
+
+
+def ucx_tls(variant: str) -> str:
+    """UCX_TLS of all nodes of a variant."""
+    (found,) = {one["value"] for pod in pods(variant) for node in pod.nodes for one in node["env"] if one["name"] == "UCX_TLS"}
+    return str(found)
+
+
+@pytest.mark.parametrize("variant", sorted(RDMA))
 def test_rdma_that_is_not_there_is_no_slow_tcp(variant: str) -> None:
     for pod in pods(variant):
         for container in pod.nodes:
             config = configured(variant, pod, container)
             assert config.transport.name == "nixl"  # the only one whose UCX has verbs
             assert config.transport.min_bandwidth_bytes_per_s >= 10**9
+            assert [one["name"] for one in container["env"]].count("UCX_TLS") == 1
+    ways = set(ucx_tls(variant).split(","))
+    assert ways & BY_RDMA and ways - BY_RDMA == {"cuda_copy", "self"}  # neither of which leaves the process
+
+
+OPEN = """
+from transfer.errors import ConfigError
+from transfer.transport.nixl import NixlTransport
+try:
+    NixlTransport(lane="net").close()
+except ConfigError as error:
+    print("refused:", error)
+else:
+    print("opened")
+"""
+
+
+@pytest.mark.parametrize("variant", ["rdma-shared", "rdma-sriov", "efa"])
+def test_ucx_takes_no_tcp_where_there_is_no_rdma(variant: str) -> None:
+    """Of a NIXL that is left the loopback device alone, and of one that may have TCP there."""
+
+    def said(tls: str) -> str:
+        env = {**os.environ, "UCX_TLS": tls, "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}
+        command = [sys.executable, "-c", OPEN]
+        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120).stdout
+
+    assert "refused: backend UCX of transport nixl refused the options" in said(ucx_tls(variant))
+    assert said(f"{ucx_tls(variant)},tcp") == "opened\n"
