@@ -177,19 +177,19 @@ class World:
         self.leader.on_pages_released(rank, name)
 
     def settle(self) -> None:
-        """Everything that the ranks still have to say, until they have nothing more to say."""
+        """Everything that the ranks still have to say, until they have nothing more to say; what is not computed is not sent."""
         for number, rank in enumerate(self.ranks):
             for name in sorted(rank.loading):
                 self.finish_load(number, name, 0)
         while self.steps:
             self.finish_step()
         for number, rank in enumerate(self.ranks):
-            for name in sorted(rank.unsent):
+            for name in sorted(rank.unsent & (rank.computed | rank.aborted)):
                 if name in rank.aborted:
                     self.fail_part(number, name)
                 else:
                     self.send_part(number, name)
-            for name in sorted(rank.holding):
+            for name in sorted(rank.holding - rank.unsent):
                 self.release(number, name)
 
     # Judgement
