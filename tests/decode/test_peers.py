@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -49,11 +50,13 @@ class PrefillNode(pb_grpc.PrefillControlServicer):
     def __init__(self) -> None:
         self.mood = "joined"
         self.num_joins = 0
+        self.joined_s: list[float] = []
         self.questions: list[pb.JoinRequest] = []
         self.is_call_over = asyncio.Event()
 
     async def Join(self, request: pb.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[pb.JoinEvent]:
         self.num_joins += 1
+        self.joined_s.append(time.monotonic())
         self.questions.append(request)
         match self.mood:
             case "refuses":
@@ -132,7 +135,7 @@ class Tier:
         return self.peers.peers[0]
 
     async def until(self, state: str) -> None:
-        await until(lambda: self.peer.state == state, within_s=5.0)
+        await until(lambda: self.peer.state == state)
 
 
 @asynccontextmanager
@@ -157,7 +160,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_node_with_a_slow_link_is_never_joined() -> None:
     async with tier("slow link") as one:
-        await until(lambda: one.node.num_joins >= 2, within_s=5.0)
+        await until(lambda: one.node.num_joins >= 2)
         assert one.peers.pick() is None and not one.lost, "it was not joined, so it cannot have been lost"
         assert (
             "link from prefill rank 1 to decode rank 0 makes 5e+08 bytes/s; "
@@ -170,7 +173,7 @@ async def test_a_node_with_a_slow_link_is_never_joined() -> None:
 
 async def test_a_node_whose_pieces_do_not_fit_the_ring_is_never_joined() -> None:
     async with tier("large pieces") as one:
-        await until(lambda: one.node.num_joins >= 2, within_s=5.0)
+        await until(lambda: one.node.num_joins >= 2)
         assert one.peers.pick() is None and one.peer.plan is None
         assert (
             f"ring.capacity_bytes is {RING_BYTES}; with chunks of 8 tokens and all layers one rank of prefill node "
@@ -197,7 +200,7 @@ async def test_every_requests_plan_must_fit_the_ring() -> None:
 
 async def test_a_node_that_does_not_fit_is_never_joined() -> None:
     async with tier("another model") as one:
-        await until(lambda: one.node.num_joins >= 2, within_s=5.0)
+        await until(lambda: one.node.num_joins >= 2)
         assert one.peers.pick() is None and "model weights: others != some" in one.peers.why_none()
 
 
@@ -233,14 +236,20 @@ async def test_a_node_that_goes_away_is_lost_once_and_joined_again(mood: str, re
         assert one.peer.instance is not None and one.peer.instance.incarnation > 101, "another join"
 
 
-async def test_the_nodes_own_reason_comes_before_that_of_a_lost_link() -> None:
+async def test_the_nodes_own_reason_comes_before_that_of_a_lost_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[tuple[Any, ...]] = []
     async with tier() as one:
         await one.until("joined")
-        one.peers.break_join(101, prefill_rank=1, decode_rank=0, reason="endpoint error")
+        with monkeypatch.context() as patched:  # the timer goes off when the node is joined again, and not before
+            patched.setattr(asyncio.get_running_loop(), "call_later", lambda *timer: timers.append(timer))
+            one.peers.break_join(101, prefill_rank=1, decode_rank=0, reason="endpoint error")
         one.node.mood = "ends"
         await until(lambda: one.lost)
         one.node.mood = "joined"
         await one.until("joined")
+        ((after_s, tell, *told),) = timers
+        assert after_s == peers_module.REASON_GRACE_S
+        tell(*told)
         await asyncio.sleep(0.3)
         assert one.peer.state == "joined" and "ended the join" in one.lost[0][2]
         assert not any("endpoint error" in reason for _, _, reason in one.lost), "the next join is not broken by it"
@@ -284,8 +293,9 @@ async def test_a_join_that_fails_says_why_and_is_tried_again(mood: str, reason: 
 
 async def test_a_node_that_does_not_fit_is_asked_rarely() -> None:
     async with tier("refuses") as one:
-        await asyncio.sleep(0.45)
-        assert 2 <= one.node.num_joins <= 6, "every 0.1 s, the longest pause, from the first refusal on"
+        await until(lambda: one.node.num_joins >= 5)
+        pauses_s = [later_s - earlier_s for earlier_s, later_s in itertools.pairwise(one.node.joined_s)]
+        assert min(pauses_s) >= 0.099, "every 0.1 s, the longest pause, from the first refusal on"
 
 
 @pytest.mark.parametrize(("mood", "event"), [("refuses", "prefill_node_refuses"), ("busy", "prefill_node_unreachable")])
@@ -448,13 +458,13 @@ async def test_a_bug_that_ends_a_join_is_said_and_counted_and_the_node_is_joined
     with monkeypatch.context() as patched, capture_logs() as logs:
         patched.setattr(peers_module, "largest_piece_bytes", broken)
         async with tier() as one:
-            await until(lambda: one.num_faults >= 3, within_s=5.0)
+            await until(lambda: one.num_faults >= 3)
             assert one.peer.reason.endswith("unexpected ZeroDivisionError; see the log of this node")
             patched.undo()
             await one.until("joined")
             assert not one.lost, "it had not been joined"
             patched.setattr(peers_module, "next_event", broken)  # and of one that has: its requests hear that it is lost
-            await until(lambda: bool(one.lost), within_s=5.0)
+            await until(lambda: bool(one.lost))
             patched.undo()
             await one.until("joined")
     said = [line for line in logs if line["event"] == "join_broke"]
