@@ -100,7 +100,7 @@ class Tier:
 
     async def until(self, **states: int) -> None:
         """Until so many peers are in each of these states, and no others are there."""
-        await until(lambda: Counter(self.states().values()) == Counter(states), within_s=5)
+        await until(lambda: Counter(self.states().values()) == Counter(states))
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +189,7 @@ async def test_the_last_joined_nodes_stay_until_one_that_is_named_takes_their_pl
         one.peers.use([new])
         await one.until(joined=2)
         one.now_s += 2 * GRACE_S
-        await until(lambda: one.states() == {new: "joined"}, within_s=5)
+        await until(lambda: one.states() == {new: "joined"})
         assert one.lost == [(old, 11, "it is named no longer")]
 
 
@@ -303,16 +303,16 @@ async def test_a_node_stays_named_by_its_other_address_while_that_is_asked_again
         one.peers.use([first, another])
         await one.until(joined=2)
         one.peers.use([first, second, another])
-        await until(lambda: one.states()[second] == "alias", within_s=5)
+        await until(lambda: one.states()[second] == "alias")
         one.peers.use([second, another])
         one.now_s += 2 * GRACE_S
         asked = slow.num_asked
-        await until(lambda: slow.num_asked >= asked + 3, within_s=5)
+        await until(lambda: slow.num_asked >= asked + 3)
         assert one.states()[first] == "joined" and not one.lost
         assert one.peers.find(second) is one.peer(first), "while it is asked, too"
         one.peers.use([another])
         one.now_s += 2 * GRACE_S
-        await until(lambda: one.states() == {another: "joined"}, within_s=5)
+        await until(lambda: one.states() == {another: "joined"})
 
 
 async def test_answers_that_change_and_change_do_not_have_ever_more_addresses_tried(
@@ -336,7 +336,7 @@ async def test_answers_that_change_and_change_do_not_have_ever_more_addresses_tr
             assert [peer.address for peer in one.peers.peers if peer.unnamed_s == one.now_s] == looks[-2][3:], (
                 "the latest of the others"
             )
-        await until(lambda: not one.peers._leaving, within_s=5)
+        await until(lambda: not one.peers._leaving)
         tasks = [task for task in asyncio.all_tasks() if "_keep_joined" in repr(task)]
         assert len(tasks) == 20
         busy.outstanding_tokens = 0
