@@ -246,11 +246,11 @@ async def test_a_store_that_hangs_costs_its_deadline_and_what_came_before_counts
     prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard()), MemoryStore()
     prefix = prompt.store(store, instance)
     page_bytes = sum(source.page_bytes for source in page_sources(PLAIN, instance.shard, instance.shard))
-    async with rank_of(instance, store, timeout_s=0.5, batch_bytes=2 * page_bytes) as rank:
+    async with rank_of(instance, store, timeout_s=2.0, batch_bytes=2 * page_bytes) as rank:
         store.hang_after = 3
         begun_s = time.monotonic()
         assert await rank.load(prefix) == 2 * 4 * 3
-        assert 0.3 < time.monotonic() - begun_s < 3
+        assert 1.5 < time.monotonic() - begun_s < 30
         prompt.check(rank.pool, instance, instance, rank.allocator.tables("a"), 24)
 
 
@@ -262,4 +262,4 @@ async def test_prompts_wait_for_each_other_no_longer_than_their_deadlines() -> N
         begun_s = time.monotonic()
         tables = [list(range(20))]
         assert await asyncio.gather(*(rank.loader.load(prefix, tables) for _ in range(5))) == [0] * 5
-        assert time.monotonic() - begun_s < 3
+        assert time.monotonic() - begun_s < 30
