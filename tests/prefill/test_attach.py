@@ -180,7 +180,7 @@ async def test_an_answer_that_is_of_no_use_leaves_nothing_open(
         with pytest.raises(error, match=complaint):
             await one.sessions.open(decode, (one.address, one.address), join=1)
         assert one.sessions.of(LIFE) is None and not one.sessions._open
-        await until(lambda: len(closed) == 2, within_s=5.0)
+        await until(lambda: len(closed) == 2)
         assert sorted(closed) == ["channel", "session"] and len(sessions) == 1
 
 
