@@ -235,7 +235,7 @@ async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader may know nothing: a frozen rank tells nobody."""
-    monkeypatch.setattr(requests_module, "REASON_GRACE_S", 0.02)
+    monkeypatch.setattr(requests_module, "REASON_GRACE_S", 0.5)
     request = await receiving(world)
     for rank in range(2):
         world.broken(rank, "a", is_data_loss=False)
