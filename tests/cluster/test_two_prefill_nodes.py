@@ -102,9 +102,7 @@ async def tiers(launched: Tiers) -> AsyncIterator[Tiers]:
 
             await until(is_trusted, "every breaker closed")
     yield launched
-    await until_idle(
-        launched.decode, launched.strict, *(node for node in launched.prefills if node.exit_code is None), within_s=10
-    )
+    await until_idle(launched.decode, launched.strict, *(node for node in launched.prefills if node.exit_code is None))
 
 
 async def comes_back(tiers: Tiers, node: ClusterNode, reference: Reference) -> None:
@@ -125,7 +123,8 @@ async def comes_back(tiers: Tiers, node: ClusterNode, reference: Reference) -> N
         assert (await tiers.peer(node.address)).breaker == "closed"
         answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in (prompt(200, variant) for variant in range(6))))
     served = Counter(answer.done.prefill_node for answer in answers if answer.done is not None)
-    assert served == {prefill.address: 3 for prefill in tiers.prefills}
+    # Not always three each: a prompt may have been sent, and count no more, before the last of them are placed.
+    assert served.total() == 6 and all(served[prefill.address] >= 2 for prefill in tiers.prefills), served
 
 
 async def kill_in_mid_transfer(tiers: Tiers, reference: Reference, victim: int) -> None:
@@ -162,7 +161,7 @@ async def kill_in_mid_transfer(tiers: Tiers, reference: Reference, victim: int) 
     reference.check(*whole)
     assert await tiers.num_retries(tiers.strict) == 0
 
-    await until_idle(tiers.decode, tiers.strict, survivor, within_s=10)
+    await until_idle(tiers.decode, tiers.strict, survivor)
 
 
 async def test_a_frozen_prefill_rank(tiers: Tiers, reference: Reference) -> None:
