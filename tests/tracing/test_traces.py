@@ -17,6 +17,7 @@ from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from node_runtime.tracing_client import OtelTracer
 from tests.cluster.calls import decode_control, prompt, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start
+from tests.decode.test_peers_hurry import held_port
 from tests.tracing.collector import Collector, Received, listening
 from transfer.config import TracingConfig
 from transfer.pb import kvferry_pb2 as pb
@@ -50,8 +51,8 @@ class Traced:
 @pytest.fixture(scope="module")
 def traced(model: Path, start: Start) -> Iterator[Traced]:
     collector = Collector()
-    with contextlib.ExitStack() as life:
-        port = life.enter_context(listening(collector))
+    with held_port() as port, contextlib.ExitStack() as life:  # nobody takes it while the collector is away
+        life.enter_context(listening(collector, port))
         settings = {"tracing.endpoint": f"http://127.0.0.1:{port}", "tracing.sample_ratio": 0}
         spec = ClusterSpec(
             prefill=TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=2048, settings=settings),
