@@ -434,7 +434,7 @@ def _with(config: Mapping[str, Any], path: str, value: object) -> dict[str, Any]
 
 
 def _is_read_or_refused(config: Mapping[str, Any]) -> None:
-    start = time.monotonic()
+    start_s = time.process_time()
     try:
         shape = read_model_shape(config)
         shape.layout(DType.FLOAT16)
@@ -447,7 +447,7 @@ def _is_read_or_refused(config: Mapping[str, Any]) -> None:
         assert str(error).startswith("config.json: ") and " must be " in str(error) and len(str(error)) < 1000
     else:
         assert all(math.isfinite(float(size)) for size in sizes), "numbers that a plan can reckon with"
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start_s < 5
 
 
 ALL_CONFIGS = {case: _config(case) for case in CASES} | {path.stem: published(path.stem) for path in CONFIGS.glob("*.json")}
