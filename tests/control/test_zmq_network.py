@@ -27,7 +27,7 @@ from transfer.control.zmq_doorkeeper import Arrivals, new_key_pair
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.messages import MAX_MESSAGE_BYTES
 
-DEADLINE_S = 8.0
+DEADLINE_S = 20.0
 FRAME_BYTES = 36  # of a payload of one byte on the way, encrypted
 SERVER_KEYS = new_key_pair()
 KEYS = new_key_pair()
@@ -394,13 +394,13 @@ def test_strangers_are_not_heard_do_not_grow_memory_and_are_counted(server: ZmqC
         growth = resident_bytes() - before - 2 * 40_000_000  # theirs waits in their own queues, in this process
         assert not server.has_pending() and server.num_dropped == 0
         assert growth < 30 << 20, f"the server keeps {growth} bytes of strangers"
-        for stranger in raw:
-            stranger.close()
     wait_for(server, client, b"after")
     begin = time.monotonic()
     while server.num_refused < len(raw) + 2:
         assert time.monotonic() - begin < 3 * REFUSED_AFTER_S, f"{server.num_refused} refusals were counted"
         time.sleep(0.1)
+    for stranger in raw:  # only now: a server that was not run meanwhile has no connection of one that is gone again
+        stranger.close()
     client.close()
 
 
