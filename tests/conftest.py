@@ -36,13 +36,15 @@ FIRST = (
     "tests/protocol/test_world.py",
     "tests/bench/",
 )
-# Real processes, sockets, signals and clocks, on a machine that may stand still for seconds: in CI a test that fails has a second
-# run, and the first failure is printed even when that one passes. Tests of logic have one run everywhere, and these too at home.
+# Real processes, threads, sockets, signals and clocks, on a machine that may stand still for seconds: in CI a test that fails has
+# a second run, and the first failure is printed even when that one passes. Tests of logic have one run everywhere, and these too
+# at home.
 ROOMS_OF_THE_WORLD = (
     "bench",
     "chaos",
     "cli",
     "cluster",
+    "compatibility",
     "control",
     "engine",
     "hosted",
@@ -53,9 +55,26 @@ ROOMS_OF_THE_WORLD = (
     "router",
     "runtime",
     "seeing",
+    "storage",
     "transport",
 )
-OF_THE_WORLD = tuple(f"tests/{room}/" for room in ROOMS_OF_THE_WORLD)
+# Of rooms that are logic for the most part.
+FILES_OF_THE_WORLD = (
+    "tests/decode/test_peers",
+    "tests/deploy/test_two_pods.py",
+    "tests/offload/test_nothing_is_left.py",
+    "tests/offload/test_prefill_skips.py",
+    "tests/offload/test_prefixes.py",
+    "tests/offload/test_refused_offload.py",
+    "tests/offload/test_store_faults.py",
+    "tests/offload/test_tokens.py",
+    "tests/prefill/test_attach.py",
+    "tests/prefill/test_join_stream.py",
+    "tests/prefill/test_prefix_loader.py",
+    "tests/prefill/test_prefix_loads.py",
+    "tests/tracing/test_traces.py",
+)
+OF_THE_WORLD = (*(f"tests/{room}/" for room in ROOMS_OF_THE_WORLD), *FILES_OF_THE_WORLD)
 # No process, socket or clock decides what comes of these; but for the two that time what they call.
 ROOMS_OF_LOGIC = ("tests/unit/", "tests/protocol/", "tests/kernels/", "tests/engine/", "tests/fuzz/", "tests/mutation/")
 TIMED = ("tests/unit/test_messages.py", "tests/unit/test_model_shape.py")
