@@ -56,6 +56,7 @@ ROOMS_OF_THE_WORLD = (
     "runtime",
     "seeing",
     "storage",
+    "tracing",
     "transport",
 )
 # Of rooms that are logic for the most part.
@@ -72,7 +73,7 @@ FILES_OF_THE_WORLD = (
     "tests/prefill/test_join_stream.py",
     "tests/prefill/test_prefix_loader.py",
     "tests/prefill/test_prefix_loads.py",
-    "tests/tracing/test_traces.py",
+    "tests/vllm/test_servers.py",
 )
 OF_THE_WORLD = (*(f"tests/{room}/" for room in ROOMS_OF_THE_WORLD), *FILES_OF_THE_WORLD)
 # No process, socket or clock decides what comes of these; but for the two that time what they call.
