@@ -305,6 +305,7 @@ class WriterSessions:
             "ring_quarantined_bytes": ring.quarantined_bytes,
             "ring_live_grants": ring.num_live_grants,
             "watermark_position": ring.position,
+            "ring_oldest_open": ring.oldest_open,
             "sessions": self._receiver.num_sessions,
             "ending_sessions": self._receiver.num_ending,
             "pending_transfers": self._receiver.driver.num_watches,

@@ -256,14 +256,10 @@ class Alert:
 
 
 class Alerts:
-    """Finds what is wrong in view after view; owned by whoever looks.
-
-    A node does not say which of its grants holds the watermark. While bytes are in quarantine no watermark is found to stand, so
-    a writer that is stuck besides is not seen here; `kvferry_ring_watermark_stalled_seconds` has it.
-    """
+    """Finds what is wrong in view after view; owned by whoever looks."""
 
     def __init__(self) -> None:
-        self._watermarks: dict[tuple[str, int], tuple[int, float]] = {}  # position, and since when it is there
+        self._oldest: dict[tuple[str, int], tuple[int, float]] = {}  # of each ring's open grants, and since when it is
         self._slow: dict[str, int] = {}  # looks in a row
         self.now: dict[str, Alert] = {}
 
@@ -319,19 +315,26 @@ class Alerts:
         if rank.ring_quarantined_bytes:
             text = f"ring of {which}: {rank.ring_quarantined_bytes:,} bytes in quarantine"
             yield Alert(what=f"quarantine {which}", text=text)
-        key = (node.address, rank.rank)
-        if not rank.ring_live_grants or rank.ring_quarantined_bytes:  # which holds the watermark, and others go around
-            self._watermarks.pop(key, None)
+        key, oldest = (node.address, rank.rank), _oldest_open(rank)
+        if oldest is None:
+            self._oldest.pop(key, None)
             return
-        position, since_s = self._watermarks.get(key, (rank.watermark_position, node.at_s))
-        if position != rank.watermark_position:
+        before, since_s = self._oldest.get(key, (oldest, node.at_s))
+        if before != oldest:
             since_s = node.at_s
-        self._watermarks[key] = (rank.watermark_position, since_s)
+        self._oldest[key] = (oldest, since_s)
         if node.at_s - since_s >= STALLED_S:
-            text = (
-                f"ring of {which}: the watermark stands at {rank.watermark_position:,} with {rank.ring_live_grants} live grants"
-            )
+            text = f"ring of {which}: the grant at {oldest:,} is not written, of {rank.ring_live_grants} live ones"
             yield Alert(what=f"stalled {which}", text=text, is_bad=True)
+
+
+def _oldest_open(rank: pb.RankStatus) -> int | None:
+    """Where the oldest grant begins that may be written, in a ring; None: there is none, or it cannot be told."""
+    if rank.HasField("ring_oldest_open"):
+        return rank.ring_oldest_open
+    if rank.ring_live_grants and not rank.ring_quarantined_bytes:  # version 0.1: then it is what holds the watermark
+        return rank.watermark_position
+    return None
 
 
 def _name(link: LinkView) -> str:

@@ -21,7 +21,14 @@ async def test_the_ring_is_full(tiers: Chaos, reference: Reference) -> None:
         status = await status_of(tiers.decode)
         assert status is not None
         before = {rank.rank: rank.watermark_position for rank in status.ranks}
-        await scene.over([scene.begin(num_tokens, 8) for num_tokens in (1100, 900, 1000, 600)])
+        flights = [scene.begin(num_tokens, 8) for num_tokens in (1100, 900, 1000, 600)]
+
+        async def is_open_grant_told() -> bool:
+            status = await status_of(tiers.decode)
+            return status is not None and any(rank.HasField("ring_oldest_open") for rank in status.ranks)
+
+        await until(is_open_grant_told, "a rank tells its oldest open grant")
+        await scene.over(flights)
         status = await status_of(tiers.decode)
         assert status is not None
         for rank in status.ranks:

@@ -149,6 +149,15 @@ def test_a_watermark_that_quarantine_holds_is_told_as_quarantine_and_not_as_a_st
     assert begun(alerts, decode(at_s=101.0 + STALLED_S, **after)) == ["stalled d:1 #0"]
 
 
+def test_a_writer_that_is_stuck_beside_what_is_in_quarantine_is_an_alert() -> None:
+    alerts, held = Alerts(), {"watermark_position": 500, "ring_quarantined_bytes": 10}
+    assert begun(alerts, decode(at_s=0.0, ring_live_grants=2, ring_oldest_open=510, **held)) == ["quarantine d:1 #0"]
+    assert begun(alerts, decode(at_s=STALLED_S, ring_live_grants=2, ring_oldest_open=900, **held)) == [], "others go around"
+    stuck = decode(at_s=2 * STALLED_S, ring_live_grants=2, ring_oldest_open=900, **held)
+    assert begun(alerts, stuck) == ["stalled d:1 #0"] and "the grant at 900" in alerts.now["stalled d:1 #0"].text
+    assert begun(alerts, decode(at_s=3 * STALLED_S, ring_live_grants=1, **held)) == [] and len(alerts.now) == 1
+
+
 def test_a_link_far_below_its_probe_is_an_alert_once_it_has_been_for_several_looks() -> None:
     before = {"p:1": prefill()}
     slow, quick = (prefill(written=10**9, busy_s=1.0, probe_s=share) for share in (0.25, 0.75))

@@ -615,7 +615,7 @@ class MemoryLine(_message.Message):
     def __init__(self, name: _Optional[str] = ..., planned_bytes: _Optional[int] = ..., formula: _Optional[str] = ..., inside: _Optional[str] = ..., real_bytes: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages", "pools", "refused_connections", "pending_transfers", "ending_sessions", "open_files", "threads", "resident_bytes", "idle_checks", "link_uses")
+    __slots__ = ("rank", "pid", "pool_pages", "pool_pages_reserved", "pool_pages_bound", "ring_capacity", "ring_live_bytes", "ring_peak_bytes", "ring_quarantined_bytes", "ring_live_grants", "watermark_position", "staging_slots", "staging_slots_used", "requests", "sessions", "watermark_acks", "dropped_messages", "pools", "refused_connections", "pending_transfers", "ending_sessions", "open_files", "threads", "resident_bytes", "idle_checks", "link_uses", "ring_oldest_open")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -642,6 +642,7 @@ class RankStatus(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     IDLE_CHECKS_FIELD_NUMBER: _ClassVar[int]
     LINK_USES_FIELD_NUMBER: _ClassVar[int]
+    RING_OLDEST_OPEN_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     pool_pages: int
@@ -668,7 +669,8 @@ class RankStatus(_message.Message):
     resident_bytes: int
     idle_checks: int
     link_uses: _containers.RepeatedCompositeFieldContainer[LinkUse]
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pool_pages: _Optional[int] = ..., pool_pages_reserved: _Optional[int] = ..., pool_pages_bound: _Optional[int] = ..., ring_capacity: _Optional[int] = ..., ring_live_bytes: _Optional[int] = ..., ring_peak_bytes: _Optional[int] = ..., ring_quarantined_bytes: _Optional[int] = ..., ring_live_grants: _Optional[int] = ..., watermark_position: _Optional[int] = ..., staging_slots: _Optional[int] = ..., staging_slots_used: _Optional[int] = ..., requests: _Optional[int] = ..., sessions: _Optional[int] = ..., watermark_acks: _Optional[int] = ..., dropped_messages: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., refused_connections: _Optional[int] = ..., pending_transfers: _Optional[int] = ..., ending_sessions: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_checks: _Optional[int] = ..., link_uses: _Optional[_Iterable[_Union[LinkUse, _Mapping]]] = ...) -> None: ...
+    ring_oldest_open: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pool_pages: _Optional[int] = ..., pool_pages_reserved: _Optional[int] = ..., pool_pages_bound: _Optional[int] = ..., ring_capacity: _Optional[int] = ..., ring_live_bytes: _Optional[int] = ..., ring_peak_bytes: _Optional[int] = ..., ring_quarantined_bytes: _Optional[int] = ..., ring_live_grants: _Optional[int] = ..., watermark_position: _Optional[int] = ..., staging_slots: _Optional[int] = ..., staging_slots_used: _Optional[int] = ..., requests: _Optional[int] = ..., sessions: _Optional[int] = ..., watermark_acks: _Optional[int] = ..., dropped_messages: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., refused_connections: _Optional[int] = ..., pending_transfers: _Optional[int] = ..., ending_sessions: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_checks: _Optional[int] = ..., link_uses: _Optional[_Iterable[_Union[LinkUse, _Mapping]]] = ..., ring_oldest_open: _Optional[int] = ...) -> None: ...
 
 class LinkUse(_message.Message):
     __slots__ = ("peer_incarnation", "decode_rank", "written_bytes", "busy_s", "probe_s")
