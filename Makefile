@@ -31,9 +31,9 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-# For two cores: three for what starts processes and waits for them, one of which has the clusters, and one at low priority for tests
-# of logic alone, which takes what the others leave (tests/conftest.py).
-WORKERS := --tx '3*popen' --tx popen//nice=10
+# Two for what starts processes and waits for them, which leaves two cores half idle, and one at low priority for tests of logic
+# alone, which takes that half (tests/conftest.py).
+WORKERS := --tx '2*popen' --tx popen//nice=10
 
 .PHONY: help setup demo demo-cluster test test-slow test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
 
