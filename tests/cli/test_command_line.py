@@ -56,7 +56,7 @@ def test_help_is_light_and_quick() -> None:
         assert f"'{heavy}'" not in output
     for command in ("demo", "generate", "status", "doctor", "model"):
         assert command in output
-    assert best_s < 1.0
+    assert best_s < 0.5
 
 
 LONG = "9" * 5000

@@ -207,8 +207,8 @@ def leftovers(status: pb.NodeStatus | None) -> list[str]:
     return held
 
 
-async def until_idle(*nodes: ClusterNode, within_s: float = 20.0) -> None:
-    """Wait until nothing of any request is left on the nodes; names what is. A leak stays, however long one waits."""
+async def until_idle(*nodes: ClusterNode, within_s: float = 5.0) -> None:
+    """Wait until nothing of any request is left on the nodes; names what is."""
     held: dict[str, list[str]] = {}
 
     async def is_idle() -> bool:

@@ -120,7 +120,7 @@ async def test_prefill_nodes_come_and_go(tmp_path: Path, model: Path, reference:
             first.reap(30)
             assert first.exit_code == exit_codes.OK
             await until(lambda: tiers.are_joined(two), "who has gone is left", within_s=10)
-        await until_idle(decode, second)
+        await until_idle(decode, second, within_s=10)
 
 
 RESOLVER = """
@@ -201,7 +201,7 @@ async def test_a_name_with_two_addresses_one_of_which_hangs(tmp_path: Path, mode
 
             await until(is_all_well, "who is named no longer is not waited for", within_s=10)
             assert await is_found()
-        await until_idle(decode, prefill)
+        await until_idle(decode, prefill, within_s=10)
 
 
 @pytest.mark.slow
@@ -229,4 +229,4 @@ async def test_etcd_dies_and_a_node_is_killed(tmp_path: Path, model: Path, refer
             reference.check(prompt(70), await caller.ask(prompt(70)))
             tiers.nodes.relaunch(second)
             await until(lambda: tiers.are_joined(one, two), "a node that was started anew is joined", within_s=60)
-        await until_idle(decode, first)
+        await until_idle(decode, first, within_s=10)

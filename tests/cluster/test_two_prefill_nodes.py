@@ -102,7 +102,9 @@ async def tiers(launched: Tiers) -> AsyncIterator[Tiers]:
 
             await until(is_trusted, "every breaker closed")
     yield launched
-    await until_idle(launched.decode, launched.strict, *(node for node in launched.prefills if node.exit_code is None))
+    await until_idle(
+        launched.decode, launched.strict, *(node for node in launched.prefills if node.exit_code is None), within_s=10
+    )
 
 
 async def comes_back(tiers: Tiers, node: ClusterNode, reference: Reference) -> None:
@@ -161,7 +163,7 @@ async def kill_in_mid_transfer(tiers: Tiers, reference: Reference, victim: int) 
     reference.check(*whole)
     assert await tiers.num_retries(tiers.strict) == 0
 
-    await until_idle(tiers.decode, tiers.strict, survivor)
+    await until_idle(tiers.decode, tiers.strict, survivor, within_s=10)
 
 
 async def test_a_frozen_prefill_rank(tiers: Tiers, reference: Reference) -> None:

@@ -250,7 +250,7 @@ async def test_a_store_that_hangs_costs_its_deadline_and_what_came_before_counts
         store.hang_after = 3
         begun_s = time.monotonic()
         assert await rank.load(prefix) == 2 * 4 * 3
-        assert 1.5 < time.monotonic() - begun_s < 30
+        assert 1.5 < time.monotonic() - begun_s < 4.5
         prompt.check(rank.pool, instance, instance, rank.allocator.tables("a"), 24)
 
 
@@ -262,4 +262,4 @@ async def test_prompts_wait_for_each_other_no_longer_than_their_deadlines() -> N
         begun_s = time.monotonic()
         tables = [list(range(20))]
         assert await asyncio.gather(*(rank.loader.load(prefix, tables) for _ in range(5))) == [0] * 5
-        assert time.monotonic() - begun_s < 30
+        assert time.monotonic() - begun_s < 3

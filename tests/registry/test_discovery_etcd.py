@@ -323,9 +323,9 @@ async def test_an_etcd_that_is_frozen_is_noticed(tmp_path: Path, prefix: str) ->
         await server.start()
         config = settings(server, prefix=prefix, interval_s=0.5)
         async with found(config) as discovery, registered(config, "127.0.0.1:7001"):
-            await until(lambda: discovery.addresses, within_s=60)
+            await until(lambda: discovery.addresses, within_s=10)
             server.signal(signal.SIGSTOP)
-            await until(lambda: discovery.view.problem, within_s=80)
+            await until(lambda: discovery.view.problem, within_s=40)
             assert discovery.addresses
             server.signal(signal.SIGCONT)
-            await until(lambda: not discovery.view.problem and discovery.addresses, within_s=80)
+            await until(lambda: not discovery.view.problem and discovery.addresses, within_s=40)

@@ -19,7 +19,7 @@ from tests.storage.writer import key_of, page_of
 from transfer.breaker import BreakerSettings, BreakerState
 from transfer.errors import ConfigError
 from transfer.storage.base import USED_STEP_NS, Outcome, Store
-from transfer.storage.client import JOB_BYTES, JOB_KEYS, KEY_BYTES, SILENT_FRACTION, StoreClient, StoreClientSettings
+from transfer.storage.client import CLOSE_S, JOB_BYTES, JOB_KEYS, KEY_BYTES, SILENT_FRACTION, StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
 
 BREAKER = BreakerSettings(failures=3, window_s=60.0, pause_s=5.0, max_pause_s=20.0)
@@ -131,7 +131,7 @@ async def test_a_store_that_hangs_is_not_waited_for(op: str) -> None:
     async with opened(store, put_timeout_s=0.05, get_timeout_s=0.05) as (client, seen, _):
         begun_s = time.monotonic()
         assert await OPERATIONS[op](client, page(1)) == [False]
-        assert time.monotonic() - begun_s < 30
+        assert time.monotonic() - begun_s < 2
         assert seen.operations == [(op, (Outcome.TIMEOUT,))]
         assert client.num_queued == 0
 
@@ -151,7 +151,7 @@ async def test_a_store_that_hangs_is_blamed_by_callers_that_have_little_time_too
             assert await client.get([("a", page(1))], timeout_s=left_s) == [False]
         assert client.state is BreakerState.OPEN
         assert await client.exists(["a"], timeout_s=60.0) == [False]
-        assert time.monotonic() - begun_s < 30
+        assert time.monotonic() - begun_s < 2
         assert seen.operations[0] == ("get", (Outcome.TIMEOUT,))
 
 
@@ -453,7 +453,7 @@ async def test_close_answers_everything_and_does_not_wait_for_a_store_that_hangs
         assert await asyncio.to_thread(store.entered.acquire, timeout=5)
         begun_s = time.monotonic()
         await client.close()
-        assert time.monotonic() - begun_s < 30
+        assert time.monotonic() - begun_s < CLOSE_S + 1
         assert await call == [False]
         assert await client.put([("a", page(1))]) == [False]
         assert {outcomes for _, outcomes in seen.operations} == {(Outcome.REFUSED,)}

@@ -408,7 +408,7 @@ def test_a_lock_that_is_never_let_go_of_is_not_waited_for(tmp_path: Path, monkey
         assert put(store, 3) == [FAILED], "there is no room for it, and none can be made"
         assert get(store, 1) is OK
         assert store.delete([key_of(0)]) == [OK]
-        assert time.monotonic() - begun_s < 30
+        assert time.monotonic() - begun_s < 2
     assert put(store, 3) == [OK]
     assert counted(store) == num_bytes(store) <= 3 * FILE_BYTES
     assert not [path for path in files(store) if path.name.startswith(WRITING)]

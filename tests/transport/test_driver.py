@@ -89,7 +89,7 @@ async def test_deadline(pair: Pair) -> None:
     begun = time.monotonic()
     with pytest.raises(TransportTimeout, match=r"0\.05 s"):
         await driver.wait(pair.target, receive, deadline_s=0.05)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 1.0
     # The handle stays usable.
     waiting = asyncio.ensure_future(driver.wait(pair.target, receive, deadline_s=5))
     write = pair.writer.write(pair.source_memory, rng(0, 8), rng(0, 8), 1)
