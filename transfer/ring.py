@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, RemoteProtocolError
-from transfer.ring_index import SortedPositions
+from transfer.ring_index import CoveredOffsets, SortedPositions
 
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
 MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; when there are more, they take turns
@@ -111,6 +111,7 @@ class StagingAllocator:
         self._position = 0
         self._live: dict[int, int] = {}  # begin -> end; less to touch than grants, with thousands of them
         self._quarantined: dict[int, Grant] = {}
+        self._suspect = CoveredOffsets(capacity_bytes)  # covered by quarantined grants
         # Released ranges above the watermark, apart: found by either end, so that a release joins its neighbours at once.
         self._end_of: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
@@ -174,29 +175,14 @@ class StagingAllocator:
         return grant
 
     def _place(self, size: int) -> int:
-        """Where a grant of `size` begins: not across the ring's end, and around quarantined bytes while there is a way."""
+        """Return where a grant of `size` begins: never across the end of the ring, and around quarantined bytes if possible."""
         capacity = self.capacity_bytes
-        begin = self._head
-        if begin % capacity + size > capacity:
-            begin += capacity - begin % capacity
-        plain, limit = begin, begin + 2 * capacity
-        while begin < limit:
-            offset = begin % capacity
-            if offset + size > capacity:
-                begin += capacity - offset
-                continue
-            blocker = next(
-                (
-                    g
-                    for g in self._quarantined.values()
-                    if g.begin % capacity < offset + size and offset < _end_offset(g, capacity)
-                ),
-                None,
-            )
-            if blocker is None:
-                return begin
-            begin += _end_offset(blocker, capacity) - offset
-        return plain  # no way around: the grant waits, as any overcommitted one does, until the quarantine ends
+        offset = self._head % capacity
+        gap = self._suspect.first_gap(offset, size) if self._quarantined else None
+        if gap is not None:
+            return self._head + (gap - offset) % capacity
+        # Without a way around, the grant waits until the quarantine ends, as any overcommitted grant waits.
+        return self._head if offset + size <= capacity else self._head + capacity - offset
 
     def release(self, grant: Grant) -> None:
         """Give the grant's bytes back; the watermark moves as far as it can.
@@ -213,6 +199,7 @@ class StagingAllocator:
         self._live_bytes -= size
         if self._quarantined.pop(grant.begin, None) is not None:
             self._quarantined_bytes -= size
+            self._suspect.remove(grant.begin % self.capacity_bytes, _end_offset(grant, self.capacity_bytes))
         self._add_released(grant.begin, grant.end)
 
     def quarantine(self, grant: Grant) -> None:
@@ -222,6 +209,7 @@ class StagingAllocator:
         if grant.begin not in self._quarantined:
             self._quarantined[grant.begin] = grant
             self._quarantined_bytes += grant.end - grant.begin
+            self._suspect.add(grant.begin % self.capacity_bytes, _end_offset(grant, self.capacity_bytes))
 
     def is_writable(self, grant: Grant) -> bool:
         """Whether the grant's bytes are free of every earlier grant (what a writer would find with perfect knowledge)."""
@@ -275,6 +263,10 @@ class StagingAllocator:
             self._quarantined_bytes == sum(g.end - g.begin for g in self._quarantined.values()),
             "quarantined bytes are counted right",
         )
+        suspect = CoveredOffsets(self.capacity_bytes)
+        for grant in self._quarantined.values():
+            suspect.add(grant.begin % self.capacity_bytes, _end_offset(grant, self.capacity_bytes))
+        _require(suspect.runs() == self._suspect.runs(), "new grants step around the quarantined bytes")
         live = (Grant(begin, end) for begin, end in self._live.items())
         writable = sorted((g.begin % self.capacity_bytes, g.begin, g) for g in live if self.is_writable(g))
         for (_, _, first), (offset, _, second) in itertools.pairwise(writable):

@@ -1,4 +1,4 @@
-"""Finding a position among thousands: sorted positions, and the grants that wait for bytes.
+"""Finding a position among thousands: sorted positions, the grants that wait for bytes, and the bytes to step around.
 
 What a ring, its writers and its receiver ask of thousands of live grants must cost as much as of ten. Pure.
 """
@@ -190,3 +190,66 @@ class WaitingGrants(Generic[_S, _T]):
         else:
             self._blockers[grant.begin] = blocker
             self._blocked.add(blocker, grant.begin)
+
+
+class CoveredOffsets:
+    """The offsets of a ring that intervals cover, and the gaps between them.
+
+    Intervals may overlap: an offset is covered until every interval on it is removed. The offsets are kept as runs which equally
+    many intervals cover, so intervals side by side are one run, and an operation costs as much as the runs that it passes.
+
+    Args:
+        capacity_bytes: Size of the ring. Intervals lie within [0, capacity_bytes).
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._edges: list[int] = [0, capacity_bytes]  # run i is [edges[i], edges[i + 1])
+        self._counts: list[int] = [0]  # intervals on each run; neighbours differ
+        self._no_gap_bytes = capacity_bytes + 1  # the smallest size for which a search found no gap
+
+    def add(self, begin: int, end: int) -> None:
+        """Cover [begin, end) once more."""
+        self._count(begin, end, 1)
+
+    def remove(self, begin: int, end: int) -> None:
+        """Remove an interval that was added."""
+        self._count(begin, end, -1)
+        self._no_gap_bytes = self._edges[-1] + 1
+
+    def first_gap(self, offset: int, size: int) -> int | None:
+        """Return where the first `size` uncovered bytes begin, or None if no gap has that size.
+
+        The search begins at `offset` and continues at 0 after the end of the ring; a gap does not cross that end.
+        """
+        if size >= self._no_gap_bytes:
+            return None
+        edges, counts = self._edges, self._counts
+        first = bisect_right(edges, offset) - 1
+        if not counts[first] and offset + size <= edges[first + 1]:
+            return offset
+        for run in itertools.chain(range(first + 1, len(counts)), range(first + 1)):
+            if not counts[run] and edges[run] + size <= edges[run + 1]:
+                return edges[run]
+        self._no_gap_bytes = size
+        return None
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return where each run begins and how many intervals cover it, in ascending order."""
+        return list(zip(self._edges, self._counts, strict=False))
+
+    def _count(self, begin: int, end: int, step: int) -> None:
+        """Add `step` to the number of intervals on [begin, end)."""
+        first, behind = self._cut(begin), self._cut(end)
+        for run in range(first, behind):
+            self._counts[run] += step
+        for run in (behind, first):  # only here can neighbours have become equal; the upper one first, which moves no index
+            if 0 < run < len(self._counts) and self._counts[run] == self._counts[run - 1]:
+                del self._edges[run], self._counts[run]
+
+    def _cut(self, offset: int) -> int:
+        """Make `offset` an edge and return its index."""
+        at = bisect_left(self._edges, offset)
+        if self._edges[at] != offset:
+            self._edges.insert(at, offset)
+            self._counts.insert(at, self._counts[at - 1])
+        return at

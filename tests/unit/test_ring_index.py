@@ -7,7 +7,7 @@ import random
 import pytest
 
 from transfer.ring import ALIGNMENT_BYTES, Grant, StagingAllocator
-from transfer.ring_index import PositionIndex, SortedPositions, WaitingGrants
+from transfer.ring_index import CoveredOffsets, PositionIndex, SortedPositions, WaitingGrants
 
 CELL = ALIGNMENT_BYTES
 
@@ -166,3 +166,30 @@ def test_each_of_thousands_that_wait_is_looked_at_no_more_than_twice() -> None:
     assert looks <= 2 * 10_000
     ring.check_invariants()
     assert ring.position == ring.head
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gaps_between_intervals_agree_with_counts_of_every_byte(seed: int) -> None:
+    chance = random.Random(seed)
+    capacity = chance.randrange(1, 40)
+    covered, counts, intervals = CoveredOffsets(capacity), [0] * capacity, list[tuple[int, int]]()
+    for _ in range(500):
+        if intervals and chance.random() < 0.5:
+            begin, end = intervals.pop(chance.randrange(len(intervals)))
+            covered.remove(begin, end)
+            step = -1
+        else:
+            begin = chance.randrange(capacity)
+            end = chance.randrange(begin, capacity) + 1
+            covered.add(begin, end)
+            intervals.append((begin, end))
+            step = 1
+        for offset in range(begin, end):
+            counts[offset] += step
+        edges = [offset for offset in range(capacity) if offset == 0 or counts[offset] != counts[offset - 1]]
+        assert covered.runs() == [(offset, counts[offset]) for offset in edges]
+        for _ in range(4):
+            start, size = chance.randrange(capacity), chance.randrange(1, capacity + 1)
+            order = [*range(start, capacity), *range(start)]
+            free = (at for at in order if at + size <= capacity and not any(counts[at : at + size]))
+            assert covered.first_gap(start, size) == next(free, None)
