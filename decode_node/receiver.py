@@ -163,7 +163,7 @@ class Receiver:
             for route in request.routes.values():
                 route.is_drained = route.incoming.session not in self._sessions
             self._fail(request, f"session {lost[0]:#x} with a prefill rank is lost")
-        elif not request.missing:
+        elif request.is_whole:
             self._complete(request)
 
     def _complete(self, request: Request) -> None:
@@ -291,7 +291,7 @@ class Receiver:
         if request.failure is not None and not route.is_drained:
             self._ask_to_drain(request, route)
             return
-        problem = request.failure or self._problem_of(request, message)
+        problem = request.failure or self._problem_of(request, route, message)
         if problem is not None:
             self._refuse(session, message, problem)
             return
@@ -303,11 +303,11 @@ class Receiver:
             return
         self._issue(route.incoming, request.request_id, pieces)
 
-    def _problem_of(self, request: Request, message: GrantRequest) -> str | None:
+    def _problem_of(self, request: Request, route: RouteState, message: GrantRequest) -> str | None:
         """Why the request for grants cannot be served, whole; None when it can."""
         for wanted in message.chunks:
-            size = request.sizes.get((message.route, wanted.chunk))
-            if size is None:
+            size = route.expected.size_of(wanted.chunk)
+            if not size:
                 return f"chunk {wanted.chunk} is not part of request {message.request_id} on route {message.route}"
             if size != wanted.num_bytes:
                 return f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
@@ -316,7 +316,7 @@ class Receiver:
     def _piece_for(self, request: Request, route: RouteState, chunk: int) -> Piece:
         """The piece that was granted before, or a new one: the answer to a repeated request is the same grant (R3)."""
         key = (route.incoming.route.index, chunk)
-        return request.pieces.get(key) or self._grant(request, route, request.chunks[chunk], request.sizes[key])
+        return request.pieces.get(key) or self._grant(request, route, request.chunks[chunk], route.expected.size_of(chunk))
 
     def _issue(self, route: IncomingRoute, request_id: str, pieces: list[Piece]) -> None:
         grants = tuple(IssuedGrant(chunk=p.chunk.index, begin=p.grant.begin, end=p.grant.end) for p in pieces)
@@ -432,7 +432,7 @@ class Receiver:
         route.is_drained = True
         if request.failure is not None:
             self._settle(request)
-        elif any(index == message.route for index, _ in request.missing):
+        elif not route.is_whole:
             self._fail(request, "the prefill rank gave the request up")
         # Otherwise the writer has sent all of its part, and has forgotten the request that others are still sending.
 
@@ -472,10 +472,10 @@ class Receiver:
             self._on_broken(piece, "digest mismatch")
             return
         self._release(piece)  # rule 5: only now
-        request.missing.discard((piece.route.route.index, piece.chunk.index))
+        request.routes[piece.route.route.index].scattered.add(piece.chunk.index)
         if request.failure is not None:
             self._settle(request)
-        elif not request.missing:
+        elif request.is_whole:
             self._complete(request)
 
     def _on_broken(self, piece: Piece, reason: str) -> None:

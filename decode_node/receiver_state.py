@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
-from transfer.chunk import Chunk, pieces_of_request, split_into_chunks
+from transfer.chunk import Chunk, Chunks, Pieces, split_into_chunks
 from transfer.messages import ChunkReady
 from transfer.ring import Grant
 
@@ -44,8 +44,15 @@ class RouteState:
     """How far a request's writer on one route has got with going away."""
 
     incoming: IncomingRoute
+    expected: Pieces  # all that has to come
+    scattered: set[int] = field(default_factory=set)  # chunk indexes: of those, the pieces that lie in the pool
     is_drained: bool = False  # the writer said, or its session's end proves, that nothing more will come
     asked_s: float = 0.0  # when the abort was last sent
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every expected piece was scattered; none is scattered that is not expected."""
+        return len(self.scattered) == len(self.expected)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,28 +60,32 @@ class Request:
     """One request's transfer into this rank."""
 
     incoming: IncomingRequest
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks
     routes: dict[int, RouteState]
-    sizes: dict[tuple[int, int], int]  # (route index, chunk index) -> payload in bytes, of all that has to come
-    missing: set[tuple[int, int]]  # of those, not yet scattered
-    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)  # by (route index, chunk index): those that were granted
     failure: str | None = None
     has_drained: bool = False  # RequestDrained was said
 
     @classmethod
     def of(cls, incoming: IncomingRequest) -> Request:
         """The request before anything of it was granted; pieces of no bytes are left out."""
-        plan, layout, num_tokens, start_token = incoming.plan, incoming.layout, incoming.num_tokens, incoming.start_token
-        chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token)
-        sizes = {
-            (route.route.index, chunk.index): size
-            for route in incoming.routes
-            for chunk, size in pieces_of_request(
-                plan, layout, route.route, num_tokens=num_tokens, start_token=start_token, dtype=incoming.wire_dtype
+        layout, num_tokens = incoming.layout, incoming.num_tokens
+        chunks = split_into_chunks(
+            incoming.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=incoming.start_token
+        )
+        routes = {
+            route.route.index: RouteState(
+                incoming=route,
+                expected=Pieces(chunks, layout, route.route, num_tokens=num_tokens, dtype=incoming.wire_dtype),
             )
+            for route in incoming.routes
         }
-        routes = {route.route.index: RouteState(incoming=route) for route in incoming.routes}
-        return cls(incoming=incoming, chunks=chunks, routes=routes, sizes=sizes, missing=set(sizes))
+        return cls(incoming=incoming, chunks=chunks, routes=routes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the set of its pieces has been scattered (rule 7)."""
+        return all(route.is_whole for route in self.routes.values())
 
     @property
     def request_id(self) -> str:

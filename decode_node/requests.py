@@ -35,7 +35,7 @@ from node_runtime.request_view import RequestView
 from node_runtime.step_watch import StepWatch
 from node_runtime.transfer_ids import new_transfer_id
 from transfer.breaker import Verdict
-from transfer.chunk import ChunkPlan, check_num_chunks
+from transfer.chunk import ChunkPlan, check_num_pieces
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
@@ -46,6 +46,7 @@ from transfer.errors import (
     TransferError,
     TransportClosed,
 )
+from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
 from transfer.pb import kvferry_pb2 as pb
@@ -67,9 +68,7 @@ class DecodeRequests:
         tiers: Decide what of each request lies where.
         peers: Prefill nodes.
         text: Between text and tokens.
-        num_ranks: Ranks of this instance.
-        num_layers: Layers of the model.
-        incarnation: This life of theirs.
+        own: This instance.
         max_queued: Requests that may wait.
         queue_timeout_s: How long one may.
         join_timeout_s: How long of that it may for a prefill node to be joined; 0: not at all.
@@ -87,9 +86,7 @@ class DecodeRequests:
         tiers: Tiers,
         peers: PrefillPeers,
         text: TextCodec,
-        num_ranks: int,
-        num_layers: int,
-        incarnation: int,
+        own: Instance,
         max_queued: int,
         queue_timeout_s: float,
         join_timeout_s: float,
@@ -103,9 +100,7 @@ class DecodeRequests:
         self._tiers = tiers
         self._peers = peers
         self._text = text
-        self._num_ranks = num_ranks
-        self._num_layers = num_layers
-        self._incarnation = incarnation
+        self._own = own
         self._max_queued = max_queued
         self._queue_timeout_s = queue_timeout_s
         self._join_timeout_s = join_timeout_s
@@ -142,7 +137,7 @@ class DecodeRequests:
     def views(self) -> list[RequestView]:
         """Of all requests in flight."""
         now_s = time.monotonic()
-        return [request.view(now_s, num_ranks=self._num_ranks) for request in self._requests]
+        return [request.view(now_s, num_ranks=self._own.shard.num_ranks) for request in self._requests]
 
     async def close(self, error: TransferError) -> None:
         """End every request with `error`, without the ranks: they are gone, or about to be."""
@@ -405,7 +400,7 @@ class DecodeRequests:
             call = peer.prefill(
                 a_try.transfer_id,
                 request.token_ids,
-                decode_incarnation=self._incarnation,
+                decode_incarnation=self._own.incarnation,
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 traceparent="" if a_try.span is None else a_try.span.traceparent,
@@ -458,13 +453,18 @@ class DecodeRequests:
             LayoutError: The plan cuts it into too many chunks, or into such that it can never have room here.
         """
         a_try = self._tries.get(request_id)
-        if a_try is None or a_try.prompt is None or a_try.stage is not Stage.WAITING or decode_incarnation != self._incarnation:
+        if (
+            a_try is None
+            or a_try.prompt is None
+            or a_try.stage is not Stage.WAITING
+            or decode_incarnation != self._own.incarnation
+        ):
             raise TransportClosed(f"request {request_id} does not wait here for room")
         peer = a_try.peer
         if peer is None or peer.instance is None or prefill_incarnation != a_try.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         request = a_try.request
-        check_num_chunks(plan, num_tokens=len(request.token_ids), num_layers=self._num_layers)
+        check_num_pieces(plan, self._own.layout, peer.instance.shard, self._own.shard, num_tokens=len(request.token_ids))
         place = self._tiers.place(
             request_id,
             a_try.prompt,
@@ -480,9 +480,9 @@ class DecodeRequests:
             request.span.record("kvferry.queue", begun_s=a_try.begun_s, ended_s=time.monotonic())
         request.queue_left_s = self._queue_left_s(a_try)
         a_try.stage = Stage.RECEIVING
-        a_try.holding = set(range(self._num_ranks))
-        a_try.answering = set(range(self._num_ranks))
-        a_try.receiving = set(range(self._num_ranks))
+        a_try.holding = set(range(self._own.shard.num_ranks))
+        a_try.answering = set(range(self._own.shard.num_ranks))
+        a_try.receiving = set(range(self._own.shard.num_ranks))
         a_try.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
             ExpectRequest(

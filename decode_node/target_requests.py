@@ -31,7 +31,7 @@ from decode_node.target_messages import (
 )
 from node_runtime.transfer_ids import new_transfer_id
 from transfer.breaker import Permit, Verdict
-from transfer.chunk import ChunkPlan, check_num_chunks
+from transfer.chunk import ChunkPlan, check_num_pieces
 from transfer.config import HostedLimitsConfig
 from transfer.config.values import checked_host_port
 from transfer.errors import (
@@ -46,6 +46,7 @@ from transfer.errors import (
     TransferError,
     TransportClosed,
 )
+from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
 
@@ -101,7 +102,7 @@ class _Transfer:
     transfer_id: str
     prompt: _Prompt
     peer: PrefillPeer
-    incarnation: int  # of the prefill instance
+    prefill: Instance
     permit: Permit | None
     begun_s: float
     has_asked: bool = False  # the prefill side has pages for it, and has asked for room
@@ -150,9 +151,7 @@ class TargetRequests:
     Args:
         peers: Prefill nodes.
         limits: Bounds.
-        incarnation: Of this instance.
-        num_ranks: Ranks of this instance.
-        num_layers: Layers of the model.
+        own: This instance.
         may_join: Whether a prompt may name a prefill node that is not known yet.
         broadcast: Sends a message to every rank.
         on_outcome: Called with "done", "failed", "aborted" or "refused" for each prompt, once.
@@ -165,9 +164,7 @@ class TargetRequests:
         *,
         peers: PrefillPeers,
         limits: HostedLimitsConfig,
-        incarnation: int,
-        num_ranks: int,
-        num_layers: int,
+        own: Instance,
         may_join: bool,
         broadcast: Callable[[object], None],
         on_outcome: Callable[[str], None],
@@ -176,9 +173,7 @@ class TargetRequests:
     ) -> None:
         self._peers = peers
         self._limits = limits
-        self._incarnation = incarnation
-        self._num_ranks = num_ranks
-        self._num_layers = num_layers
+        self._own = own
         self._may_join = may_join
         self._broadcast = broadcast
         self._on_outcome = on_outcome
@@ -379,7 +374,7 @@ class TargetRequests:
             transfer_id=new_transfer_id(prompt.transfer_id or prompt.name),
             prompt=prompt,
             peer=peer,
-            incarnation=peer.instance.incarnation,
+            prefill=peer.instance,
             permit=self._peers.begin(peer),
             begun_s=time.monotonic(),
             outcome=asyncio.get_running_loop().create_future(),
@@ -461,7 +456,7 @@ class TargetRequests:
         call = transfer.peer.prefill(
             transfer.transfer_id,
             prompt.token_ids,
-            decode_incarnation=self._incarnation,
+            decode_incarnation=self._own.incarnation,
             start_token=prompt.start_token,
             engine_request=prompt.transfer_id,
         )
@@ -489,14 +484,21 @@ class TargetRequests:
             LayoutError: The plan cuts it into too many chunks.
         """
         transfer = self._transfers.get(request_id)
-        if transfer is None or transfer.outcome.done() or decode_incarnation != self._incarnation:
+        if transfer is None or transfer.outcome.done() or decode_incarnation != self._own.incarnation:
             raise TransportClosed(f"request {request_id} does not wait here for room")
-        if prefill_incarnation != transfer.incarnation:
+        if prefill_incarnation != transfer.prefill.incarnation:
             raise TransportClosed(f"request {request_id} was given to another life of the prefill node")
         transfer.has_asked = True
         prompt = transfer.prompt
         num_tokens = len(prompt.token_ids)
-        check_num_chunks(plan, num_tokens=num_tokens, num_layers=self._num_layers, start_token=prompt.start_token)
+        check_num_pieces(
+            plan,
+            self._own.layout,
+            transfer.prefill.shard,
+            self._own.shard,
+            num_tokens=num_tokens,
+            start_token=prompt.start_token,
+        )
         if prompt.view.state is PromptState.WAITING:
             prompt.view = PromptView(state=PromptState.READY)
         try:
@@ -514,14 +516,14 @@ class TargetRequests:
 
     def _expect(self, prompt: _Prompt, transfer: _Transfer, plan: ChunkPlan) -> None:
         assert prompt.tables is not None
-        ranks = set(range(self._num_ranks))
+        ranks = set(range(self._own.shard.num_ranks))
         transfer.answering, transfer.receiving, transfer.draining = set(ranks), set(ranks), set(ranks)
         transfer.expected = asyncio.get_running_loop().create_future()
         self._broadcast(
             ExpectTransfer(
                 transfer_id=transfer.transfer_id,
                 name=prompt.name,
-                prefill_incarnation=transfer.incarnation,
+                prefill_incarnation=transfer.prefill.incarnation,
                 num_tokens=len(prompt.token_ids),
                 start_token=prompt.start_token,
                 plan=plan,

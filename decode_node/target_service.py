@@ -96,9 +96,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         self.requests = TargetRequests(
             peers=self.peers,
             limits=config.limits,
-            incarnation=self._instance.incarnation,
-            num_ranks=len(hellos),
-            num_layers=self._instance.layout.num_layers,
+            own=self._instance,
             may_join=config.join_on_request,
             broadcast=self._broadcast,
             on_outcome=self.metrics.request_ended,

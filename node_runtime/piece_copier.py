@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from node_runtime.request_tables import DeviceTable, RequestTables
-from transfer.chunk import Chunk, ChunkPlan, pieces_of, split_into_chunks
+from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
 from transfer.kernels import (
     CopyPlan,
     Digest,
@@ -269,7 +269,7 @@ class PieceCopier:
         for tail in _TAILS:
             num_tokens = plan.chunk_tokens + tail
             chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers)
-            for chunk, _ in pieces_of(chunks, layout, route, num_tokens=num_tokens, dtype=dtype):
+            for chunk, _ in Pieces(chunks, layout, route, num_tokens=num_tokens, dtype=dtype):
                 piece = copier._piece(route, chunk, heads=heads, num_tokens=num_tokens, dtype=dtype, scales=scales)
                 piece.make_ready(_AnyWire(wire_alignment, piece.num_wire_bytes), is_gather=is_gather, has_digest=True)
 

@@ -39,7 +39,7 @@ from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillReque
 from prefill_node.reserve_client import ReserveClient
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
-from transfer.chunk import check_num_chunks
+from transfer.chunk import check_num_pieces
 from transfer.config import PrefillNodeConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
@@ -279,8 +279,9 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         if join is None:
             # Perhaps it had, a moment ago: it joins again by itself, so this is no misfit.
             raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill node")
-        check_num_chunks(
-            join.plan, num_tokens=len(token_ids), num_layers=life.instance.layout.num_layers, start_token=request.start_token
+        own, decode = life.instance, join.instance
+        check_num_pieces(
+            join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
         )
         return life.requests.submit(
             request.request_id,

@@ -137,8 +137,8 @@ class Sender:
             if self._requests.get(piece.request.request_id) is not piece.request:
                 raise LocalProtocolError(f"invariant broken: slot {slot} is held for a request that is over")
         for request in self._requests.values():
-            gathers = sum(not piece.gathered for piece in request.pieces())
-            releases = sum(piece.stage is not Stage.RELEASED for piece in request.pieces())
+            gathers = request.num_pieces - sum(piece.gathered for piece in request.pieces())
+            releases = request.num_pieces - sum(piece.stage is Stage.RELEASED for piece in request.pieces())
             if request.failure is None and (gathers, releases) != (request.to_gather, request.to_release):
                 raise LocalProtocolError(f"invariant broken: counts of request {request.request_id}")
 
@@ -154,10 +154,10 @@ class Sender:
         self._sessions.pop(event.session, None)  # said twice, it changes nothing
         self._eager.pop(event.session, None)
         for request in list(self._requests.values()):
-            lost = [piece for piece in request.pieces() if piece.route.session == event.session]
+            lost = [route for route in request.routes.values() if route.outgoing.session == event.session and len(route.expected)]
             if not lost:
                 continue
-            for piece in lost:
+            for piece in (piece for route in lost for piece in route.pieces.values()):
                 if piece.stage in (Stage.WRITING, Stage.WRITTEN):
                     self._slots.free(piece)
                 if piece.stage not in (Stage.GATHERING, Stage.RELEASED):
@@ -220,8 +220,7 @@ class Sender:
 
     def _ask(self, request: Request, route: RouteState) -> None:
         """Ask for the route's next grants, as far as `grants_ahead` allows."""
-        count = min(len(route.unasked), self._settings.grants_ahead - route.num_outstanding)
-        fresh = [route.unasked.popleft() for _ in range(count)]
+        fresh = request.next_pieces(route, max(0, self._settings.grants_ahead - route.num_outstanding))
         route.num_outstanding += len(fresh)
         self._send_grant_request(request, route, fresh)
 
@@ -510,7 +509,7 @@ class Sender:
             return
         request.failure = reason
         for piece in request.pieces():
-            if piece.stage in (Stage.UNASKED, Stage.ASKED, Stage.GRANTED):
+            if piece.stage in (Stage.ASKED, Stage.GRANTED):
                 self._give_up(piece)
             elif piece.stage is Stage.WRITTEN:
                 self._drop_written(piece)

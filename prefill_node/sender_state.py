@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SentStats
-from transfer.chunk import Chunk, pieces_of_request, split_into_chunks
+from transfer.chunk import Chunk, Pieces, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layout import wire_slices
@@ -21,9 +21,8 @@ from transfer.ring_index import PositionIndex, WaitingGrants
 
 
 class Stage(Enum):
-    """Where a piece stands."""
+    """Where a piece stands that was asked for."""
 
-    UNASKED = auto()
     ASKED = auto()
     GRANTED = auto()
     GATHERING = auto()
@@ -41,7 +40,7 @@ class Piece:
     route: OutgoingRoute
     chunk: Chunk
     num_bytes: int
-    stage: Stage = Stage.UNASKED
+    stage: Stage = Stage.ASKED
     grant: Grant | None = None
     slot: int | None = None
     digest: int = 0
@@ -79,8 +78,9 @@ class RouteState:
     """A request's pieces of one route."""
 
     outgoing: OutgoingRoute
-    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index, in the order of computation
-    unasked: deque[Piece] = field(default_factory=deque)
+    expected: Pieces
+    unasked: Iterator[tuple[Chunk, int]]  # of those, with their bytes, in the order of computation
+    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index: those that were asked for
     asked: dict[int, Piece] = field(default_factory=dict)  # by chunk index: those without an answer, and some with one
     num_outstanding: int = 0  # asked for and not released
 
@@ -112,25 +112,38 @@ class Request:
 
     @classmethod
     def of(cls, outgoing: OutgoingRequest) -> Request:
-        """Every piece of it, not asked for yet; pieces of no bytes are left out."""
-        plan, layout, num_tokens, start_token = outgoing.plan, outgoing.layout, outgoing.num_tokens, outgoing.start_token
-        chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token)
+        """The request before any piece of it is asked for; pieces of no bytes are left out."""
+        layout, num_tokens = outgoing.layout, outgoing.num_tokens
+        chunks = split_into_chunks(
+            outgoing.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=outgoing.start_token
+        )
         request = cls(outgoing=outgoing, num_chunks=len(chunks))
         for route in outgoing.routes:
-            state = request.routes[route.route.index] = RouteState(outgoing=route)
-            for chunk, size in pieces_of_request(
-                plan, layout, route.route, num_tokens=num_tokens, start_token=start_token, dtype=outgoing.wire_dtype
-            ):
-                state.pieces[chunk.index] = Piece(request=request, route=route, chunk=chunk, num_bytes=size)
-            state.unasked.extend(state.pieces.values())
-        request.to_gather = request.to_release = sum(len(state.pieces) for state in request.routes.values())
+            expected = Pieces(chunks, layout, route.route, num_tokens=num_tokens, dtype=outgoing.wire_dtype)
+            request.routes[route.route.index] = RouteState(outgoing=route, expected=expected, unasked=iter(expected))
+        request.to_gather = request.to_release = request.num_pieces
         return request
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the request, asked for or not."""
+        return sum(len(route.expected) for route in self.routes.values())
 
     @property
     def request_id(self) -> str:
         return self.outgoing.request_id
 
+    def next_pieces(self, route: RouteState, count: int) -> list[Piece]:
+        """Make the next `count` pieces of the route, or as many as are left, to be asked for."""
+        fresh = [
+            Piece(request=self, route=route.outgoing, chunk=chunk, num_bytes=num_bytes)
+            for chunk, num_bytes in itertools.islice(route.unasked, count)
+        ]
+        route.pieces.update((piece.chunk.index, piece) for piece in fresh)
+        return fresh
+
     def pieces(self) -> Iterator[Piece]:
+        """The pieces that were asked for."""
         return (piece for route in self.routes.values() for piece in route.pieces.values())
 
     def route_of(self, session: int, route_index: int) -> RouteState | None:

@@ -28,7 +28,7 @@ from prefill_node.source_messages import (
     TransferNotSent,
     TransferSent,
 )
-from transfer.chunk import Chunk, split_into_chunks
+from transfer.chunk import Chunks, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
@@ -93,7 +93,7 @@ class _Source:
 class _Transfer:
     """A try to send it."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks
     num_told: int = 0  # of them; they are in the order of their tokens
     reason: str = ""  # why it was ended here
     is_preempted: bool = False

@@ -25,7 +25,7 @@ from prefill_node.reserve_client import ReserveClient
 from prefill_node.sender_events import SentStats
 from prefill_node.source_messages import SourceIdle, TransferNotSent, TransferSent
 from prefill_node.source_requests import FirstToken, Note, Sent, SourceRequests, Started, Transfer
-from transfer.chunk import check_num_chunks
+from transfer.chunk import check_num_pieces
 from transfer.config import HostedConfig
 from transfer.errors import (
     ConfigError,
@@ -219,8 +219,9 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         join = self._joins.find(request.decode_incarnation)
         if join is None:
             raise PeerUnreachable(f"decode instance {request.decode_incarnation:#018x} has not joined this prefill side")
-        check_num_chunks(
-            join.plan, num_tokens=len(token_ids), num_layers=self._instance.layout.num_layers, start_token=request.start_token
+        own, decode = self._instance, join.instance
+        check_num_pieces(
+            join.plan, own.layout, own.shard, decode.shard, num_tokens=len(token_ids), start_token=request.start_token
         )
         sampling = sampling_from_proto(request.sampling)
         return self.requests.submit(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -46,7 +47,7 @@ from prefill_node.scheduler import page_needs
 from prefill_node.sender_events import OutgoingRequest, OutgoingRoute, SenderSettings, SentStats
 from prefill_node.sender_loop import SenderLoop
 from prefill_node.stored_prefix import StoredPrefix
-from transfer.chunk import Chunk, split_into_chunks
+from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
 from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, TransferError
@@ -70,7 +71,7 @@ class _Request:
 
     num_tokens: int
     sampling: SamplingParams
-    chunks: dict[int, list[Chunk]]  # cell of the chunk grid -> its chunks, first layers first
+    chunks: Chunks
     steps_under_way: int = 0  # a load of its beginning counts as one
     num_prepared: int = 0  # tokens that have pages because they were to be loaded
     is_begun: bool = False  # its first step was sent
@@ -93,7 +94,6 @@ class PrefillWorker:
         self._engine_lane = engine.lane
         self._requests: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # attaches and loads
-        self._chunk_tokens = spec.config.chunk.chunk_tokens  # of every request's plan
         self._engine: PrefillEngine
         self._instance: Instance
         self._allocator: GroupAllocator
@@ -235,11 +235,8 @@ class PrefillWorker:
         chunks = split_into_chunks(
             message.plan, num_tokens=message.num_tokens, num_layers=layout.num_layers, start_token=message.start_token
         )
-        cells: dict[int, list[Chunk]] = {}
-        for chunk in chunks:
-            cells.setdefault(chunk.tokens.begin // self._chunk_tokens, []).append(chunk)
         self._reserve(message.request_id, message.num_tokens)
-        self._requests[message.request_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling, chunks=cells)
+        self._requests[message.request_id] = _Request(num_tokens=message.num_tokens, sampling=message.sampling, chunks=chunks)
         peer = self._sessions.of(message.decode_incarnation)
         if peer is None:
             self.on_source_released(message.request_id)
@@ -292,7 +289,7 @@ class PrefillWorker:
             # Windows have no pages for what was to be loaded, and now they need them: as if nothing had been prepared.
             self._allocator.release(request_id)
             self._reserve(request_id, request.num_tokens)
-        for chunk in (chunk for cell in request.chunks.values() for chunk in cell if chunk.tokens.end <= first_token):
+        for chunk in itertools.takewhile(lambda chunk: chunk.tokens.end <= first_token, request.chunks):
             request.reported.add(chunk.index)
             self._sender.chunk_computed(request_id, chunk.index, None)
 
@@ -340,7 +337,7 @@ class PrefillWorker:
             request = self._requests.get(part.request_id)
             if request is None:
                 continue
-            for chunk in request.chunks.get(part.first_token // self._chunk_tokens, []):
+            for chunk in request.chunks.beside(part.first_token):
                 if min(chunk.layers.end, mine.end) <= end_layer and chunk.index not in request.reported:
                     request.reported.add(chunk.index)
                     self._sender.chunk_computed(part.request_id, chunk.index, event)

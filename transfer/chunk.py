@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Final
+from typing import Final, overload
 
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, Route, Span, wire_bytes
+from transfer.layout import DType, KVLayout, Route, Shard, Span, first_travelling_token, most_routes, wire_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,83 +38,140 @@ class ChunkPlan:
             raise LayoutError(f"layers_per_group is {self.layers_per_group}; it must be 0 (all layers) or more")
 
 
-MAX_CHUNKS: Final = 1 << 15
-"""Chunks of one request. To prepare one costs each rank some 30 us on its loop, and the plan of a decode rank is its peer's."""
+MAX_PIECES: Final = 1 << 16
+"""Pieces (chunks x routes) of one request on one rank: 1,048,576 tokens in chunks of 128 tokens on 8 routes.
+
+A rank keeps some 500 bytes for each piece until the request is over, and goes through them when the request fails. The plan of a
+decode rank is the choice of its peer, so it must be bounded.
+"""
 
 
-def check_num_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> None:
-    """Refuse a plan that cuts tokens [start_token, num_tokens) into more chunks than a rank can prepare at once.
+def check_num_pieces(
+    plan: ChunkPlan, layout: KVLayout, prefill: Shard, decode: Shard, *, num_tokens: int, start_token: int = 0
+) -> None:
+    """Reject a plan that divides a request into more pieces than one rank of either instance can keep.
+
+    Args:
+        prefill, decode: The shards of any rank of the instances.
 
     Raises:
-        LayoutError: There are more than `MAX_CHUNKS`; the numbers are named.
+        LayoutError: There are more than `MAX_PIECES`; the numbers are named.
     """
-    num_ranges = -(-num_tokens // plan.chunk_tokens) - start_token // plan.chunk_tokens
-    num_groups = -(-num_layers // (plan.layers_per_group or num_layers))
-    if num_ranges * num_groups > MAX_CHUNKS:
+    num_routes = most_routes(layout, prefill, decode)
+    num_chunks = len(split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token))
+    if num_chunks * num_routes > MAX_PIECES:
         raise LayoutError(
             f"{num_tokens - start_token} tokens in chunks of {plan.chunk_tokens} tokens and {plan.layers_per_group or 'all'} "
-            f"layers are {num_ranges * num_groups} chunks; a request can have {MAX_CHUNKS}: raise chunk.chunk_tokens, "
-            "chunk.piece_bytes or chunk.layers_per_group of the prefill node"
+            f"layers are {num_chunks} chunks; a request on {num_routes} routes can have {MAX_PIECES // num_routes}: "
+            "raise chunk.chunk_tokens, chunk.piece_bytes or chunk.layers_per_group of the prefill node"
         )
 
 
-def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> tuple[Chunk, ...]:
-    """Cut tokens [start_token, num_tokens) x all layers into chunks, in the order in which prefill computes them.
+class Chunks(Sequence[Chunk]):
+    """The chunks of one request, in the order in which prefill computes them; each is made when it is asked for."""
+
+    def __init__(self, plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int) -> None:
+        if not 0 <= start_token < num_tokens:
+            raise LayoutError(f"start_token is {start_token}, num_tokens is {num_tokens}; need 0 <= start_token < num_tokens")
+        if num_layers < 1:
+            raise LayoutError(f"num_layers is {num_layers}; it must be at least 1")
+        self._plan, self._num_tokens, self._start_token = plan, num_tokens, start_token
+        self._first_range = start_token // plan.chunk_tokens
+        self.num_ranges = -(-num_tokens // plan.chunk_tokens) - self._first_range
+        group = plan.layers_per_group or num_layers
+        self.groups = tuple(Span(begin=first, end=min(num_layers, first + group)) for first in range(0, num_layers, group))
+        """Layers of the chunks of each token range, in their order."""
+
+    def __len__(self) -> int:
+        return self.num_ranges * len(self.groups)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
+        if isinstance(index, slice):
+            return [self._make(at) for at in range(*index.indices(len(self)))]
+        return self._make(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self._make, range(len(self)))
+
+    def range_of(self, token: int) -> int:
+        """Return the number of the token range that ends after `token`: 0 for the first one, `num_ranges` if there is none."""
+        return max(0, token // self._plan.chunk_tokens - self._first_range) if token < self._num_tokens else self.num_ranges
+
+    def beside(self, token: int) -> list[Chunk]:
+        """Return the chunks of the token range in which `token` lies, one for each group of layers, or none outside."""
+        at = token // self._plan.chunk_tokens - self._first_range
+        first = at * len(self.groups)
+        return [self._make(index) for index in range(first, first + len(self.groups))] if 0 <= at < self.num_ranges else []
+
+    def _make(self, index: int) -> Chunk:
+        at, group = divmod(index, len(self.groups))
+        begin = (self._first_range + at) * self._plan.chunk_tokens
+        end = min(self._num_tokens, begin + self._plan.chunk_tokens)
+        return Chunk(index=index, tokens=Span(begin=max(begin, self._start_token), end=end), layers=self.groups[group])
+
+
+def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int = 0) -> Chunks:
+    """Divide tokens [start_token, num_tokens) x all layers into chunks.
 
     Every (token, layer) lies in exactly one chunk; `Chunk.index` counts from 0.
 
     Raises:
         LayoutError: The token range is empty or negative, or there are no layers.
     """
-    return _split(plan, num_tokens, num_layers, start_token)
+    return Chunks(plan, num_tokens=num_tokens, num_layers=num_layers, start_token=start_token)
 
 
-@lru_cache(maxsize=32)  # of one request every part of a rank asks, and many requests are equally long
-def _split(plan: ChunkPlan, num_tokens: int, num_layers: int, start_token: int) -> tuple[Chunk, ...]:
-    if not 0 <= start_token < num_tokens:
-        raise LayoutError(f"start_token is {start_token}, num_tokens is {num_tokens}; need 0 <= start_token < num_tokens")
-    if num_layers < 1:
-        raise LayoutError(f"num_layers is {num_layers}; it must be at least 1")
-    group = plan.layers_per_group or num_layers
-    chunks: list[Chunk] = []
-    begin = start_token
-    while begin < num_tokens:
-        end = min(num_tokens, (begin // plan.chunk_tokens + 1) * plan.chunk_tokens)
-        for first in range(0, num_layers, group):
-            layers = Span(begin=first, end=min(num_layers, first + group))
-            chunks.append(Chunk(index=len(chunks), tokens=Span(begin=begin, end=end), layers=layers))
-        begin = end
-    return tuple(chunks)
+class Pieces:
+    """The parts of a request's chunks that travel on one route, with their payload. Both sides count with this.
 
-
-def pieces_of(
-    chunks: Iterable[Chunk], layout: KVLayout, route: Route, *, num_tokens: int, dtype: DType
-) -> Iterator[tuple[Chunk, int]]:
-    """The chunks of which something travels on `route`, each with that payload in bytes. Both sides count with this.
+    Nothing is made before it is asked for: a long prompt has tens of thousands of pieces, and a rank takes a request in within
+    one turn of its loop.
 
     Args:
+        chunks: All chunks of the request.
         num_tokens: Tokens of the whole prompt.
         dtype: Element type on the wire.
     """
-    for chunk in chunks:
-        size = wire_bytes(layout, route, tokens=chunk.tokens, layers=chunk.layers, num_tokens=num_tokens, dtype=dtype)
-        if size:
-            yield chunk, size
 
+    def __init__(self, chunks: Chunks, layout: KVLayout, route: Route, *, num_tokens: int, dtype: DType) -> None:
+        self._chunks, self._layout, self._route, self._num_tokens, self._dtype = chunks, layout, route, num_tokens, dtype
+        # What travels of a group of layers begins at one token: its pieces are the chunks from that token range on.
+        self._first_ranges = [
+            chunks.range_of(first_travelling_token(layout, route, layers=layers, num_tokens=num_tokens, dtype=dtype))
+            for layers in chunks.groups
+        ]
+        self._len = sum(chunks.num_ranges - first for first in self._first_ranges)
 
-def pieces_of_request(
-    plan: ChunkPlan, layout: KVLayout, route: Route, *, num_tokens: int, start_token: int, dtype: DType
-) -> tuple[tuple[Chunk, int], ...]:
-    """`pieces_of` the chunks of tokens [start_token, num_tokens)."""
-    return _pieces(plan, layout, route, num_tokens, start_token, dtype)
+    def __len__(self) -> int:
+        return self._len
 
+    def __iter__(self) -> Iterator[tuple[Chunk, int]]:
+        for index in range(min(self._first_ranges) * len(self._first_ranges), len(self._chunks)):
+            if self._is_piece(index):
+                chunk = self._chunks[index]
+                yield chunk, self._size_of(chunk)
 
-@lru_cache(maxsize=64)
-def _pieces(
-    plan: ChunkPlan, layout: KVLayout, route: Route, num_tokens: int, start_token: int, dtype: DType
-) -> tuple[tuple[Chunk, int], ...]:
-    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token)
-    return tuple(pieces_of(chunks, layout, route, num_tokens=num_tokens, dtype=dtype))
+    def size_of(self, index: int) -> int:
+        """Payload of the chunk of that index, in bytes; 0 if nothing of it travels here, or there is no such chunk."""
+        return self._size_of(self._chunks[index]) if self._is_piece(index) else 0
+
+    def _is_piece(self, index: int) -> bool:
+        at, group = divmod(index, len(self._first_ranges))
+        return self._first_ranges[group] <= at < self._chunks.num_ranges
+
+    def _size_of(self, chunk: Chunk) -> int:
+        return wire_bytes(
+            self._layout,
+            self._route,
+            tokens=chunk.tokens,
+            layers=chunk.layers,
+            num_tokens=self._num_tokens,
+            dtype=self._dtype,
+        )
 
 
 def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route], dtype: DType) -> int:
@@ -128,5 +184,5 @@ def largest_wire_bytes(plan: ChunkPlan, layout: KVLayout, routes: Iterable[Route
     """
     # A prompt of one full chunk: every later chunk of a longer prompt has the same pieces, or smaller ones behind a window.
     chunks = split_into_chunks(plan, num_tokens=plan.chunk_tokens, num_layers=layout.num_layers)
-    sizes = (size for route in routes for _, size in pieces_of(chunks, layout, route, num_tokens=plan.chunk_tokens, dtype=dtype))
+    sizes = (size for route in routes for _, size in Pieces(chunks, layout, route, num_tokens=plan.chunk_tokens, dtype=dtype))
     return max(sizes, default=0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -358,6 +359,14 @@ def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]
     return tuple(found)
 
 
+@lru_cache(maxsize=64)  # of few pairs of instances, and asked for each request
+def most_routes(layout: KVLayout, prefill: Shard, decode: Shard) -> int:
+    """Return the most routes that one rank of either instance has."""
+    every = routes(layout, prefill, decode)
+    counts = Counter((False, route.prefill_rank) for route in every) + Counter((True, route.decode_rank) for route in every)
+    return max(counts.values())
+
+
 def _spans_of_equal_heads(layout: KVLayout, layers: Span) -> dict[int, Span]:
     """For each number of KV heads, in the order of their first layers: from the first to behind the last layer that has it."""
     spans: dict[int, Span] = {}
@@ -471,45 +480,80 @@ def wire_buffers(
 
 def wire_bytes(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
     """Payload of the grant for this part of a chunk, in bytes; 0 where chunk and route share nothing."""
-    # Without the buffers, for both machines ask this for every chunk.
-    each = _each_token(layout, route, layers, dtype)
-    if each is not None:
-        return len(tokens) * each.num_bytes
-    size = 0
-    for layer in route.layers_in(layout, layers):
-        spec = layout.layers[layer]
-        num_elements = len(_travelling_tokens(spec, tokens, num_tokens)) * (spec.k_head_dim + spec.v_head_dim)
-        if num_elements:
-            element = (spec.dtype or dtype).num_bytes
-            size = -(-size // element) * element + num_elements * route.heads.count * element
-    return size
+    rates = _rates(layout, route, layers, dtype)
+    if rates.num_states and tokens.end == num_tokens:
+        buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype)
+        return buffers[-1].offset_bytes + buffers[-1].num_bytes
+    return sum(rate.count(tokens, num_tokens) * rate.token_bytes for rate in rates.windows)
 
 
 def wire_slices(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, num_tokens: int, dtype: DType) -> int:
     """Writes that this part of a chunk would take as token x layer x K/V slices; what a window leaves out is none."""
-    each = _each_token(layout, route, layers, dtype)
-    if each is not None:
-        return len(tokens) * each.num_buffers
-    buffers = wire_buffers(layout, route, tokens=tokens, layers=layers, num_tokens=num_tokens, dtype=dtype)
-    return sum(len(buffer.tokens) for buffer in buffers)
+    rates = _rates(layout, route, layers, dtype)
+    num_states = rates.num_states if tokens.end == num_tokens else 0
+    return num_states + sum(rate.count(tokens, num_tokens) * rate.token_buffers for rate in rates.windows)
+
+
+def first_travelling_token(layout: KVLayout, route: Route, *, layers: Span, num_tokens: int, dtype: DType) -> int:
+    """Return the first token of a prompt of which something travels on `route`; `num_tokens` if nothing does.
+
+    From that token on each token range has a payload: a window reaches to the end of the prompt, and a recurrent state travels
+    with the last token.
+    """
+    rates = _rates(layout, route, layers, dtype)
+    return min((rate.first_token(num_tokens) for rate in rates.windows), default=num_tokens - bool(rates.num_states))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _EachToken:
-    """What every token of a chunk adds to it on one route."""
+class _WindowRate:
+    """Payload of the layers that keep the same last tokens of a prompt.
 
-    num_bytes: int
-    num_buffers: int
+    Args:
+        window_tokens: Tokens that the layers can still read; 0 means all.
+        token_bytes: Bytes of one token in these layers.
+        token_buffers: Buffers of these layers.
+    """
+
+    window_tokens: int
+    token_bytes: int
+    token_buffers: int
+
+    def first_token(self, num_tokens: int) -> int:
+        """The first token that travels, of a prompt of `num_tokens`."""
+        return max(0, num_tokens - self.window_tokens) if self.window_tokens else 0
+
+    def count(self, tokens: Span, num_tokens: int) -> int:
+        """How many of `tokens` travel."""
+        return max(0, tokens.end - max(tokens.begin, self.first_token(num_tokens)))
 
 
-@lru_cache(maxsize=1024)
-def _each_token(layout: KVLayout, route: Route, layers: Span, dtype: DType) -> _EachToken | None:
-    """None where tokens are unlike: a window leaves some out, or a recurrent state has none."""
-    specs = [layout.layers[layer] for layer in route.layers_in(layout, layers)]
-    if any(spec.kind in (LayerKind.SLIDING_WINDOW, LayerKind.RECURRENT_STATE) for spec in specs):
-        return None
-    num_elements = sum(spec.k_head_dim + spec.v_head_dim for spec in specs) * route.heads.count
-    return _EachToken(num_bytes=num_elements * dtype.num_bytes, num_buffers=sum(spec.num_buffers for spec in specs))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rates:
+    """Payload of some layers on one route: for each distinct window, and the recurrent states beside."""
+
+    windows: tuple[_WindowRate, ...]
+    num_states: int
+
+
+@lru_cache(maxsize=1024)  # by layers of a group: asked for each piece of each request
+def _rates(layout: KVLayout, route: Route, layers: Span, dtype: DType) -> _Rates:
+    of_window: dict[int, list[LayerSpec]] = {}
+    num_states = 0
+    for layer in route.layers_in(layout, layers):
+        spec = layout.layers[layer]
+        if spec.kind is LayerKind.RECURRENT_STATE:
+            num_states += 1
+        else:
+            of_window.setdefault(spec.window_tokens, []).append(spec)
+    windows = tuple(
+        _WindowRate(
+            window_tokens=window_tokens,
+            token_bytes=sum(spec.k_head_dim + spec.v_head_dim for spec in specs) * route.heads.count * dtype.num_bytes,
+            token_buffers=sum(spec.num_buffers for spec in specs),
+        )
+        for window_tokens, specs in of_window.items()
+    )
+    return _Rates(windows=windows, num_states=num_states)
 
 
 def _travelling_tokens(spec: LayerSpec, tokens: Span, num_tokens: int) -> Span:

@@ -30,7 +30,7 @@ from fuzz.histories import (
     routes_of,
 )
 from fuzz.target import Target, require
-from transfer.chunk import pieces_of_request
+from transfer.chunk import Pieces, split_into_chunks
 from transfer.messages import (
     AbortTransfer,
     ChunkReady,
@@ -110,9 +110,9 @@ class World:
             routes=mine,
             digest="xxh3-64",
         )
+        chunks = split_into_chunks(PLAN, num_tokens=num_tokens, num_layers=LAYOUT.num_layers, start_token=start_token)
         self.pieces[request_id] = sum(
-            len(pieces_of_request(PLAN, LAYOUT, each, num_tokens=num_tokens, start_token=start_token, dtype=LAYOUT.dtype))
-            for each in self.routes
+            len(Pieces(chunks, LAYOUT, each, num_tokens=num_tokens, dtype=LAYOUT.dtype)) for each in self.routes
         )
         self.kept.add(request_id)
         self.tell(rx.RequestExpected(request=request))
@@ -193,7 +193,7 @@ class World:
 
     def _check_bounds(self, num_actions: int) -> None:
         """What a peer says cannot make this side keep, or do, more than the requests that are expected."""
-        most = sum(len(pieces.sizes) for pieces in self.machine._requests.values())
+        most = sum(len(route.expected) for request in self.machine._requests.values() for route in request.routes.values())
         require(num_actions <= 200 + 8 * most + 8 * sum(self.pieces.values()), "endless actions")
         require(self.ring.num_live_grants <= most, "more grants than pieces")
         require(self.ring.num_ranges <= most + 1, "endless ranges")
@@ -276,7 +276,8 @@ def _message(name: str, step: Step, world: World) -> Message:
 def _size(world: World, head: dict[str, Any], chunk: int) -> int:
     """What the chunk really has, which an honest writer knows."""
     request = world.machine._requests.get(head["request_id"])
-    return (request.sizes.get((head["route"], chunk)) if request is not None else None) or 256
+    route = request.routes.get(head["route"]) if request is not None else None
+    return (route.expected.size_of(chunk) if route is not None else 0) or 256
 
 
 def _begin(world: World, head: dict[str, Any], chunk: int) -> int:

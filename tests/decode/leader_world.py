@@ -34,7 +34,6 @@ from transfer.layout import DType, KVLayout
 from transfer.pb import kvferry_pb2 as pb
 
 POOL_PAGES, PAGE_SIZE, NUM_RANKS = 8, 4, 2
-NUM_LAYERS = 3
 GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
 NEEDS = page_needs(GROUPS, PAGE_SIZE)
 PREFILL_LIFE, OTHER_LIFE, DECODE_LIFE = 11, 12, 22
@@ -179,9 +178,7 @@ class World:
             tiers=DeviceOnly(self.admission),
             peers=self.peers,
             text=cast(TextCodec, Text()),
-            num_ranks=NUM_RANKS,
-            num_layers=NUM_LAYERS,
-            incarnation=DECODE_LIFE,
+            own=instance(DECODE_LIFE, tp_size=NUM_RANKS),
             max_queued=max_queued,
             queue_timeout_s=queue_timeout_s,
             join_timeout_s=join_timeout_s,

@@ -197,14 +197,17 @@ async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill:
     await drained(world)
 
 
-async def test_a_plan_of_too_many_chunks_is_refused_before_a_rank_hears_of_it(
+async def test_a_plan_of_too_many_pieces_is_refused_before_a_rank_hears_of_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank prepares every chunk on its loop: the plan of a prefill node could have it stand still for minutes."""
-    monkeypatch.setattr(chunk_module, "MAX_CHUNKS", 8)
+    """A rank keeps every piece until the request is over, and the plan is its peer's choice."""
+    monkeypatch.setattr(chunk_module, "MAX_PIECES", 8)
     world.submit("a", num_tokens=3)
     await turns()
-    with pytest.raises(LayoutError, match=r"3 tokens in chunks of 1 tokens and 1 layers are 9 chunks; a request can have 8"):
+    with pytest.raises(
+        LayoutError,
+        match=r"3 tokens .* 1 layers are 6 chunks; a request on 2 routes can have 4",
+    ):
         await world.reserve("a", plan=ChunkPlan(chunk_tokens=1, layers_per_group=1))
     assert not any(isinstance(message, ExpectRequest) for message in world.sent)
     world.reserve("a")

@@ -15,7 +15,7 @@ from tests.kernels.kernel_cases import Case, assert_agrees, cases
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
 from tests.runtime.scattered_tiers import HYBRID
 from tests.runtime.test_piece_copier import carry_over, pages_of
-from transfer.chunk import ChunkPlan, pieces_of, split_into_chunks
+from transfer.chunk import ChunkPlan, Pieces, split_into_chunks
 from transfer.errors import LayoutError
 from transfer.kernels import add_digest, copier, device_page_mover, head_slice
 from transfer.kernels.copy_kernel import copy_pieces
@@ -241,7 +241,7 @@ def test_what_has_been_warmed_is_all_that_prompts_take(
         assert known
         for num_tokens in range(1, 90, 4):
             chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=num_tokens // 3)
-            for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=on_wire):
+            for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=on_wire):
                 tables = pages.allocator.tables("a")
                 piece = copier.prepare(HYBRID, route, chunk, request_id="a", num_tokens=num_tokens, tables=tables, **what)
                 wire = torch.zeros(num_bytes, dtype=torch.uint8)

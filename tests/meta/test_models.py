@@ -32,7 +32,8 @@ def enum_of(model: str, kind: str) -> list[str]:
 
 def test_the_models_have_the_stages_the_messages_and_the_attempts_of_the_code() -> None:
     text = MODELS["transfer"]
-    assert enum_of("transfer", "sender") == [stage.name for stage in sender_state.Stage]
+    # The code makes a piece when it asks for its grant; the model needs a stage for those before that.
+    assert enum_of("transfer", "sender") == ["UNASKED", *(stage.name for stage in sender_state.Stage)]
     assert enum_of("transfer", "receiver") == ["T_NONE", *(f"T_{stage.name}" for stage in receiver_state.Stage)]
     plane = text.split("/* The control plane")[1].split("#define send(m)")[0]
     assert set(re.findall(r"#define (\w+)\(", plane)) == {kind.__name__ for kind in MESSAGE_TYPES}

@@ -32,13 +32,12 @@ def test_a_chunk_is_computed_with_the_last_of_its_layers_here(
     stages: int, stage: int, layers_per_group: int, told: dict[int, list[int]]
 ) -> None:
     plan = ChunkPlan(chunk_tokens=16, layers_per_group=layers_per_group)
-    chunks = [chunk for chunk in split_into_chunks(plan, num_tokens=16, num_layers=8)]
+    chunks = split_into_chunks(plan, num_tokens=16, num_layers=8)
     heard: list[int] = []
     worker = SimpleNamespace(
         _engine=SimpleNamespace(shard=Shard(pp_size=stages, pp_rank=stage), layout=LAYOUT),
-        _chunk_tokens=16,
         _sender=SimpleNamespace(chunk_computed=lambda request_id, chunk, event: heard.append(chunk)),
-        _requests={"r": SimpleNamespace(chunks={0: chunks}, reported=set())},
+        _requests={"r": SimpleNamespace(chunks=chunks, reported=set())},
     )
     seen: dict[int, list[int]] = {}
     for layers_done in range(1, 8 // stages + 1):

@@ -112,7 +112,7 @@ class Rank:
 
     def start(self, *, start_token: int = 0) -> None:
         plan = ChunkPlan(chunk_tokens=CHUNK_TOKENS, layers_per_group=2)
-        self.chunks: tuple[Chunk, ...] = split_into_chunks(
+        self.chunks: Sequence[Chunk] = split_into_chunks(
             plan, num_tokens=NUM_TOKENS, num_layers=self.prompt.layout.num_layers, start_token=start_token
         )
         start = StartRequest(

@@ -104,13 +104,16 @@ async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader
     assert len(waits) == 1, "it has waited, and found no room"
 
 
-async def test_a_prompt_that_would_be_cut_into_too_many_chunks_is_refused_before_it_is_queued(
+async def test_a_prompt_of_too_many_pieces_is_refused_before_it_is_queued(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await leader.joined(1)
-    monkeypatch.setattr(chunk_module, "MAX_CHUNKS", 0)
+    monkeypatch.setattr(chunk_module, "MAX_PIECES", 0)
     question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101)
-    with pytest.raises(LayoutError, match=r"2 tokens in chunks of \d+ tokens and .* layers are 2 chunks; a request can have 0"):
+    with pytest.raises(
+        LayoutError,
+        match=r"2 tokens .* layers are 2 chunks; a request on 1 routes can have 0",
+    ):
         leader.node._submit(leader.life, question)
     assert leader.life.requests.num_in_flight == 0
 

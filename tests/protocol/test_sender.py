@@ -74,7 +74,9 @@ def test_slices_are_counted_where_they_travel(layout: KVLayout, num_slices: int)
         start_token=0,
         routes=tuple(tx.OutgoingRoute(route=route, session=1) for route in routes(layout, Shard(), Shard())),
     )
-    assert sum(piece.num_slices for piece in Request.of(outgoing).pieces()) == num_slices
+    request = Request.of(outgoing)
+    pieces = [piece for route in request.routes.values() for piece in request.next_pieces(route, 99)]
+    assert sum(piece.num_slices for piece in pieces) == num_slices
 
 
 def test_the_times_of_a_transfer() -> None:
@@ -312,7 +314,8 @@ def test_a_grant_that_was_not_asked_for_is_not_taken() -> None:
     sender.start(num_tokens=8)
     sender.compute(0)
     sender.compute(1)
-    assert sender.grant({1: cells(2, 4)}) == []  # chunk 1 is beyond the window
+    (dropped,) = sender.grant({1: cells(2, 4)})  # chunk 1 is beyond the window
+    assert dropped == tx.MessageDropped(session=1, reason="unknown_chunk")
     sender.grant({0: cells(0, 2)})
     sender.gathered(0)
     sender.written(0)
@@ -652,8 +655,9 @@ def test_chunks_that_a_window_has_passed_have_no_piece() -> None:
     values |= {"num_tokens": 20, "start_token": 0}
     outgoing = tx.OutgoingRequest(routes=(tx.OutgoingRoute(route=route, session=1),), **values)
     incoming = rx.IncomingRequest(routes=(rx.IncomingRoute(route=route, session=1),), **values)
-    asked = sorted(piece.chunk.index for piece in Request.of(outgoing).pieces())
-    assert asked == sorted(index for _, index in IncomingState.of(incoming).sizes)
+    (source,), (target,) = Request.of(outgoing).routes.values(), IncomingState.of(incoming).routes.values()
+    asked = [chunk.index for chunk, _ in source.unasked]
+    assert asked == [chunk.index for chunk, _ in target.expected]
     assert 0 not in asked and 4 in asked
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from node_runtime.piece_copier import PieceCopier
 from tests.runtime.scattered_tiers import HYBRID, GroupPages
-from transfer.chunk import Chunk, ChunkPlan, pieces_of, split_into_chunks
+from transfer.chunk import Chunk, ChunkPlan, Pieces, split_into_chunks
 from transfer.kernels import CopyPlan, Digest
 from transfer.kernels.digest import DIGEST_WORDS, DIGEST_XXH3, HostDigest, digest
 from transfer.kernels.reference import ReferenceCopier
@@ -77,7 +77,7 @@ def carry_over(
     chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers)
     for route in routes(HYBRID, prefill, decode):
         source, target, heads = sources[route.prefill_rank], targets[route.decode_rank], route.heads
-        for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
+        for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
             wire = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
             what: dict[str, Any] = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}
             sent, found = empty_digest(algorithm, has_kernels), empty_digest(algorithm, has_kernels)
@@ -154,7 +154,7 @@ def test_what_was_prepared_for_one_prompt_is_right_for_the_next(
         chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=HYBRID.num_layers, start_token=start % num_tokens)
         for route in routes(HYBRID, shard, shard):
             heads = Span(begin=0, end=route.heads.count)
-            for chunk, num_bytes in pieces_of(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
+            for chunk, num_bytes in Pieces(chunks, HYBRID, route, num_tokens=num_tokens, dtype=dtype):
                 wire = torch.zeros(num_bytes, dtype=torch.uint8)
                 tables = pages.allocator.tables("a")
                 what: dict[str, Any] = {"num_tokens": num_tokens, "dtype": dtype, "request_id": "a"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from itertools import product
 
 import pytest
@@ -7,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer import chunk as chunk_module
-from transfer.chunk import Chunk, ChunkPlan, check_num_chunks, largest_wire_bytes, pieces_of, pieces_of_request, split_into_chunks
+from transfer.chunk import Chunk, ChunkPlan, Pieces, check_num_pieces, largest_wire_bytes, split_into_chunks
 from transfer.errors import LayoutError
-from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, routes, wire_bytes
+from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, most_routes, routes, wire_buffers, wire_bytes
 
 
 @given(
@@ -41,16 +42,26 @@ def test_every_token_of_every_layer_is_in_one_chunk(
         assert chunk.tokens.end % chunk_tokens == 0 or chunk.tokens.end == num_tokens
         assert len(chunk.tokens) <= chunk_tokens
         assert not layers_per_group or len(chunk.layers) <= layers_per_group
-    assert chunks == tuple(sorted(chunks, key=lambda chunk: (chunk.tokens.begin, chunk.layers.begin)))
+    assert list(chunks) == sorted(chunks, key=lambda chunk: (chunk.tokens.begin, chunk.layers.begin))
+    token = data.draw(st.integers(0, num_tokens + chunk_tokens))
+    cell = token // chunk_tokens
+    assert chunks.beside(token) == [chunk for chunk in chunks if chunk.tokens.begin // chunk_tokens == cell]
+    later = [chunk.index for chunk in chunks if chunk.tokens.end > token]
+    assert chunks.range_of(token) * len(chunks.groups) == min(later, default=len(chunks))
 
 
 def test_the_order_in_which_prefill_computes() -> None:
     plan = ChunkPlan(chunk_tokens=4, layers_per_group=2)
     found = split_into_chunks(plan, num_tokens=9, num_layers=3, start_token=2)
-    assert found == tuple(
+    expected = [
         Chunk(index=index, tokens=Span(begin=tokens[0], end=tokens[1]), layers=Span(begin=layers[0], end=layers[1]))
         for index, (tokens, layers) in enumerate(product(((2, 4), (4, 8), (8, 9)), ((0, 2), (2, 3))))
-    )
+    ]
+    assert list(found) == expected
+    assert (found[1], found[-1], found[2:4]) == (expected[1], expected[-1], expected[2:4])
+    for index in (-7, 6):
+        with pytest.raises(IndexError):
+            found[index]
 
 
 def test_a_prefix_moves_no_boundary() -> None:
@@ -119,10 +130,6 @@ def test_no_piece_of_any_request_is_larger_than_the_largest(
     num_tokens = data.draw(st.integers(1, 60))
     start = data.draw(st.integers(0, num_tokens - 1))
     assert max(pieces(num_tokens, start)) <= largest
-    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start)
-    for route in found:
-        remembered = pieces_of_request(plan, LAYOUT, route, num_tokens=num_tokens, start_token=start, dtype=dtype)
-        assert list(remembered) == list(pieces_of(chunks, LAYOUT, route, num_tokens=num_tokens, dtype=dtype))
     assert max(pieces(chunk_tokens, 0)) == largest
 
 
@@ -131,23 +138,73 @@ def test_without_routes_there_is_no_largest_piece() -> None:
 
 
 @given(
+    chunk_tokens=st.integers(1, 20),
+    layers_per_group=st.integers(0, 6),
+    prefill_tp=st.integers(1, 6),
+    dtype=st.sampled_from((DType.FLOAT32, DType.FLOAT16, DType.FLOAT8_E4M3)),
+    data=st.data(),
+)
+def test_the_pieces_of_a_route_are_its_chunks_with_a_payload(
+    chunk_tokens: int, layers_per_group: int, prefill_tp: int, dtype: DType, data: st.DataObject
+) -> None:
+    plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
+    num_tokens = data.draw(st.integers(1, 60))
+    start = data.draw(st.integers(0, num_tokens - 1))
+    chunks = split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start)
+    for route in routes(LAYOUT, Shard(tp_size=prefill_tp), Shard(tp_size=2, pp_size=2)):
+        sizes = {}
+        for chunk in chunks:
+            parts = {"tokens": chunk.tokens, "layers": chunk.layers, "num_tokens": num_tokens, "dtype": dtype}
+            buffers = wire_buffers(LAYOUT, route, **parts)
+            sizes[chunk.index] = buffers[-1].offset_bytes + buffers[-1].num_bytes if buffers else 0
+        pieces = Pieces(chunks, LAYOUT, route, num_tokens=num_tokens, dtype=dtype)
+        assert [(chunk.index, size) for chunk, size in pieces] == [(index, size) for index, size in sizes.items() if size]
+        assert len(pieces) == sum(1 for size in sizes.values() if size)
+        assert all(pieces.size_of(index) == size for index, size in sizes.items())
+        assert pieces.size_of(len(chunks)) == pieces.size_of(-1) == 0
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(8, 1), (1, 8)])
+def test_a_long_prompt_costs_no_more_than_a_short_one(prefill_tp: int, decode_tp: int) -> None:
+    """A million tokens of a model with sliding windows: their pieces were once counted layer by layer, for seconds."""
+    window = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=16, k_head_dim=128, v_head_dim=128, window_tokens=1024)
+    whole = LayerSpec(num_kv_heads=16, k_head_dim=128, v_head_dim=128)
+    layout = KVLayout(layers=tuple(whole if layer % 6 == 5 else window for layer in range(62)), dtype=DType.BFLOAT16)
+    found = routes(layout, Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp))
+    num_tokens = 1 << 20
+    began_s = time.process_time()
+    chunks = split_into_chunks(ChunkPlan(chunk_tokens=128), num_tokens=num_tokens, num_layers=62)
+    pieces = [Pieces(chunks, layout, route, num_tokens=num_tokens, dtype=DType.BFLOAT16) for route in found]
+    assert sum(map(len, pieces)) == 8 * 8192
+    assert time.process_time() - began_s < 0.05
+
+
+@given(
     chunk_tokens=st.integers(1, 9),
     layers_per_group=st.integers(0, 6),
     num_tokens=st.integers(1, 40),
-    num_layers=st.integers(1, 6),
+    prefill_tp=st.integers(1, 6),
+    decode_tp=st.integers(1, 6),
     start=st.integers(0, 39),
 )
-def test_more_chunks_than_a_rank_can_prepare_are_refused_before_they_are_cut(
-    chunk_tokens: int, layers_per_group: int, num_tokens: int, num_layers: int, start: int
+def test_a_plan_of_more_pieces_than_a_rank_can_keep_is_refused(
+    chunk_tokens: int, layers_per_group: int, num_tokens: int, prefill_tp: int, decode_tp: int, start: int
 ) -> None:
-    """The count is that of the chunks, so a plan is refused exactly where it makes one too many."""
+    """The bound holds for chunks x routes, on the rank of either side that has the most routes."""
     plan = ChunkPlan(chunk_tokens=chunk_tokens, layers_per_group=layers_per_group)
+    prefill, decode = Shard(tp_size=prefill_tp), Shard(tp_size=decode_tp)
     start_token = min(start, num_tokens - 1)
-    request = {"num_tokens": num_tokens, "num_layers": num_layers, "start_token": start_token}
-    count = len(split_into_chunks(plan, **request))
+    count = len(split_into_chunks(plan, num_tokens=num_tokens, num_layers=6, start_token=start_token))
+    every = routes(LAYOUT, prefill, decode)
+    num_routes = max(
+        max(sum(route.prefill_rank == rank for route in every) for rank in range(prefill_tp)),
+        max(sum(route.decode_rank == rank for route in every) for rank in range(decode_tp)),
+    )
+    assert most_routes(LAYOUT, prefill, decode) == num_routes
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(chunk_module, "MAX_CHUNKS", count)
-        check_num_chunks(plan, **request)
-        patched.setattr(chunk_module, "MAX_CHUNKS", count - 1)
-        with pytest.raises(LayoutError, match=f"are {count} chunks; a request can have {count - 1}"):
-            check_num_chunks(plan, **request)
+        patched.setattr(chunk_module, "MAX_PIECES", count * num_routes)
+        check_num_pieces(plan, LAYOUT, prefill, decode, num_tokens=num_tokens, start_token=start_token)
+        patched.setattr(chunk_module, "MAX_PIECES", count * num_routes - 1)
+        text = f"are {count} chunks; a request on {num_routes} routes can have {count - 1}:"
+        with pytest.raises(LayoutError, match=text):
+            check_num_pieces(plan, LAYOUT, prefill, decode, num_tokens=num_tokens, start_token=start_token)
