@@ -1,14 +1,30 @@
-"""Who has room in the decode ranks' KV pools: by count, all or nothing, for the whole life of a request. Pure.
+"""Who has room on the decode node: by count, all or nothing, for the whole life of a request. Pure.
 
 All ranks have pools of the same number of pages, so one count serves them all. Room is taken when prefill is about to start
 and not before, and covers prompt and new tokens, so that generation can never run out of pages half way. Where pages can leave
 the device early (`decode_node.offload`), it covers what a request cannot do without, and the rest is promised in host memory.
+
+A request that finds too little room waits, and its prefill node asks again. Room is set aside for the oldest request that waits,
+so that younger requests cannot take it between two of its questions: they take only what is free beyond that. Without this rule,
+an endless stream of short requests starves a long one.
 """
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
 from transfer.errors import LocalProtocolError
 from transfer.layer_groups import LayerGroup, PageCounts, PageNeeds
+
+WAITS_S: Final = 1.0
+"""A waiting request whose prefill node has not asked again for so long has nothing set aside, until it asks again.
+
+A prefill node asks about the oldest requests of its queue every 50 to 60 ms, as long as it has room for them itself.
+"""
 
 
 def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, slack_tokens: int = 0) -> PageNeeds:
@@ -20,21 +36,55 @@ def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, slack_tokens: 
     return PageNeeds(groups=groups, page_size=page_size, tokens_in_flight=1 + slack_tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Room for a request.
+
+    Args:
+        pages: Device pages of each group of layers, on every rank.
+        host_pages: Pages in host memory, where there is any.
+    """
+
+    pages: PageCounts
+    host_pages: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A request that has found too little room: its place in the order of age, its need, and when it was asked about last."""
+
+    place: tuple[float, str]
+    needed: Room
+    asked_s: float
+
+
 class Admission:
-    """Counts the pages that requests hold.
+    """Counts the pages that requests hold, and sets room aside for the oldest request that waits.
 
     Args:
         pool_pages: Pages of every rank's pool.
         needs: What requests take of it.
         max_running: Requests that may hold room at once.
+        now_s: The clock.
     """
 
-    def __init__(self, *, pool_pages: PageCounts, needs: PageNeeds, max_running: int) -> None:
+    def __init__(
+        self,
+        *,
+        pool_pages: PageCounts,
+        needs: PageNeeds,
+        max_running: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool_pages = pool_pages
         self._needs = needs
         self._max_running = max_running
+        self._now_s = now_s
         self._held: dict[str, PageCounts] = {}
         self._free_pages = pool_pages
+        self._waiting: dict[str, _Waiting] = {}
+        self._by_age: list[tuple[float, str]] = []  # the places of those that wait, the oldest first
+        self._nothing = Room(pages=PageCounts((0,) * len(pool_pages.by_group)))
 
     @property
     def num_running(self) -> int:
@@ -57,15 +107,69 @@ class Admission:
         """For a message."""
         return self._needs.shown(pages)
 
-    def reserve(self, request_id: str, pages: PageCounts) -> bool:
-        """Take room for a request; False means "not yet"."""
+    def reserve(self, request_id: str, pages: PageCounts, *, accepted_s: float) -> bool:
+        """Take room for a request; False means "not yet". Does not take what is set aside for an older request.
+
+        Args:
+            accepted_s: When the request was accepted, which decides who is older. All attempts of a request have the same.
+        """
         if request_id in self._held:
             raise LocalProtocolError(f"request {request_id} has room already")
-        if not pages.fit(self._free_pages) or len(self._held) >= self._max_running:
+        free_slots, free_pages = self._max_running - len(self._held), self._free_pages
+        older = self._older(request_id, accepted_s)
+        if older is not None:
+            free_slots, free_pages = free_slots - 1, free_pages - older.needed.pages
+        if free_slots < 1 or not pages.fit(free_pages):
             return False
+        self.stop_waiting(request_id)
         self._held[request_id] = pages
         self._free_pages -= pages
         return True
+
+    def wait(self, request_id: str, needed: Room, *, accepted_s: float) -> None:
+        """Remember a request that has found too little room. A request that the pool can never hold is not remembered.
+
+        Args:
+            needed: The least that it can start with.
+            accepted_s: As of `reserve`.
+        """
+        if not needed.pages.fit(self._pool_pages):
+            return
+        place = (accepted_s, request_id)
+        if request_id not in self._waiting:
+            insort(self._by_age, place)
+        self._waiting[request_id] = _Waiting(place=place, needed=needed, asked_s=self._now_s())
+
+    def stop_waiting(self, request_id: str) -> None:
+        """Set nothing aside for a request any more. Does nothing for one that does not wait."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            del self._by_age[bisect_left(self._by_age, waiting.place)]
+
+    def set_aside(self, request_id: str, *, accepted_s: float) -> Room:
+        """The room that a request may not take, because an older request waits for it."""
+        older = self._older(request_id, accepted_s)
+        return self._nothing if older is None else older.needed
+
+    @property
+    def wanted(self) -> Room:
+        """The room that the oldest request that waits needs; nothing where no request waits."""
+        oldest = self._oldest()
+        return self._nothing if oldest is None else oldest.needed
+
+    def _older(self, request_id: str, accepted_s: float) -> _Waiting | None:
+        """The oldest request that waits, where it is older than this one."""
+        oldest = self._oldest()
+        return oldest if oldest is not None and oldest.place < (accepted_s, request_id) else None
+
+    def _oldest(self) -> _Waiting | None:
+        now_s = self._now_s()
+        while self._by_age:
+            oldest = self._waiting[self._by_age[0][1]]
+            if now_s - oldest.asked_s <= WAITS_S:
+                return oldest
+            self.stop_waiting(oldest.place[1])
+        return None
 
     def resize(self, request_id: str, group: int, count: int) -> bool:
         """Have the request hold `count` pages more of a group, or less where it is negative; False means "not yet"."""

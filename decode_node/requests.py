@@ -471,6 +471,7 @@ class DecodeRequests:
             max_new_tokens=request.max_new_tokens,
             chunk_tokens=plan.chunk_tokens,
             may_skip=peer.can_start_late,
+            accepted_s=request.accepted_s,
         )
         if place is None:
             return None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from decode_node.offload.context import FULL, TierContext
@@ -32,18 +31,6 @@ MAX_SAVES: Final = 4
 
 MAX_BROUGHT_BACK: Final = 256
 """Pages that are brought back at a time, so that what has to be saved has its turn."""
-
-
-WAITS_S: Final = 1.0
-"""Prefill asks for room again twenty times a second, as long as it has room itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting:
-    """A request that found too few device pages: how many it needs at least, and when it has asked last."""
-
-    num_pages: int
-    asked_s: float
 
 
 class OffloadLeader:
@@ -76,7 +63,6 @@ class OffloadLeader:
         self._to_load: dict[str, Placement] = {}  # placed, and not known to the ranks yet
         self._saving: dict[str, None] = {}  # requests with something to save, the longest waiting first
         self._num_saves = 0
-        self._waiting: dict[str, _Waiting] = {}  # requests that found too few device pages
         self._has_stalled = False
 
     def listen(self, *, on_loaded: Callable[[str], None], on_room: Callable[[], None]) -> None:
@@ -96,28 +82,31 @@ class OffloadLeader:
     def refusal(self, num_tokens: int) -> str | None:
         return refusal(self._context, num_tokens)
 
-    def place(self, request_id: str, prompt: Prompt, *, max_new_tokens: int, chunk_tokens: int, may_skip: bool) -> Place | None:
+    def place(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        chunk_tokens: int,
+        may_skip: bool,
+        accepted_s: float,
+    ) -> Place | None:
         assert prompt.chain is not None  # look_up
         prompt_tokens = len(prompt.token_ids)
-        total_tokens = prompt_tokens + max_new_tokens
-        set_aside = 0 if request_id == self._longest_waiting() else self._num_wanted()
         found = place(
             self._context,
             request_id,
             prompt.chain,
             prompt_tokens=prompt_tokens,
-            total_tokens=total_tokens,
+            total_tokens=prompt_tokens + max_new_tokens,
             chunk_tokens=chunk_tokens,
             may_skip=may_skip,
-            set_aside=set_aside,
+            accepted_s=accepted_s,
         )
         if found is None:
-            least = self._rules.least_share(self._rules.num_pages(total_tokens), self._rules.grid_pages(chunk_tokens))
-            if self._rules.has_early_release and least > self._free_pages() - set_aside:
-                self._waiting[request_id] = _Waiting(num_pages=least, asked_s=time.monotonic())
-                self._go_on()
+            self._go_on()  # others give pages up for the oldest request that waits
             return None
-        self._waiting.pop(request_id, None)
         request = self._requests[request_id] = found.request
         request.asked_ns = prompt.asked_ns
         request.num_loading = bool(found.loads) + len(found.copies)
@@ -225,7 +214,7 @@ class OffloadLeader:
 
     def give_up(self, request_id: str) -> None:
         self._saving.pop(request_id, None)
-        self._waiting.pop(request_id, None)
+        self._context.admission.stop_waiting(request_id)
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request)
@@ -387,9 +376,9 @@ class OffloadLeader:
 
     def _bring_back(self) -> None:
         """While there is plenty of room, load pages that were left behind; the request that lacks fewest first."""
-        room = self._rules.low_pages - (self._rules.pool_pages - self._free_pages())
+        room = self._rules.low_pages - (self._rules.pool_pages - self._free_pages()) - self._num_wanted()
         behind = [request for request in self._movable() if request.boundary and request.shrinks_to is None]
-        if self._num_wanted() or room <= 0 or not behind:
+        if room <= 0 or not behind:
             return
         request = min(behind, key=lambda one: one.boundary)
         count = min(room, request.boundary, MAX_BROUGHT_BACK)
@@ -413,17 +402,9 @@ class OffloadLeader:
         job = self._context.jobs.begin(done)
         self._context.broadcast(LoadPages(job=job, request_id=request.request_id, runs=(run,), grow=count))
 
-    def _longest_waiting(self) -> str | None:
-        """Of those that wait for device pages; who has not asked for a while has given up asking."""
-        now_s = time.monotonic()
-        while self._waiting and now_s - next(iter(self._waiting.values())).asked_s > WAITS_S:
-            del self._waiting[next(iter(self._waiting))]
-        return next(iter(self._waiting), None)
-
     def _num_wanted(self) -> int:
-        """Device pages that it needs."""
-        waiting = self._longest_waiting()
-        return 0 if waiting is None else self._waiting[waiting].num_pages
+        """Device pages that the oldest request that waits needs."""
+        return self._context.admission.wanted.pages.by_group[FULL]
 
     def _free_pages(self) -> int:
         return self._context.admission.free_pages.by_group[FULL]

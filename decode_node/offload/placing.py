@@ -6,8 +6,10 @@ to be there; where that is missing, prefill sends from further ahead.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
+from decode_node.admission import Room
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceCopy
 from decode_node.offload.host_tier import HostPage
@@ -109,35 +111,44 @@ def place(
     total_tokens: int,
     chunk_tokens: int,
     may_skip: bool,
-    set_aside: int = 0,
+    accepted_s: float,
 ) -> Placement | None:
-    """Take room in both tiers; None is "not yet".
+    """Take room in both tiers; None is "not yet", and then the request waits (`decode_node.admission`).
 
     Args:
         chain: Of the prompt.
         chunk_tokens: Where its chunks begin.
         may_skip: Whether what is there of the prompt can be left out of what prefill sends.
-        set_aside: Device pages that are for whoever has asked before.
+        accepted_s: When the request was accepted.
 
     Raises:
         LayoutError: With chunks of that size it can never have room.
     """
-    rules = context.rules
+    rules, admission = context.rules, context.admission
     total, grid = rules.num_pages(total_tokens), rules.grid_pages(chunk_tokens)
     least = rules.least_share(total, grid)
     _refuse_what_never_fits(context, total, least, prompt_tokens, chunk_tokens)
-    share = _share_now(context, total, least, set_aside)
-    if set_aside and share > context.admission.free_pages.by_group[FULL] - set_aside:
-        return None
-    boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
-    guaranteed = max(total - share, boundary)
-    if not context.tier.promise(request_id, FULL, guaranteed):
+
+    def in_host_memory(share: int) -> int:
+        """Pages that have to be promised there, if the request gets this share of the device."""
+        boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
+        return max(total - share, boundary)
+
+    # The least share whose remainder an empty host memory can hold. A smaller one would have to wait for ever.
+    shares = range(least, total)
+    smallest = least + bisect_left(shares, True, key=lambda share: in_host_memory(share) <= context.tier.num_pages(FULL))
+    others = admission.set_aside(request_id, accepted_s=accepted_s)
+    share = _share_now(context, total, smallest, others.pages.by_group[FULL])
+    guaranteed, peak = in_host_memory(share), admission.peak(total_tokens)
+    pages = _with_full(peak, share)
+    has_host_room = guaranteed <= max(0, context.tier.spare(FULL) - others.host_pages)
+    if not has_host_room:
         context.host_full(request_id)
+    if not (has_host_room and admission.reserve(request_id, pages, accepted_s=accepted_s)):
+        needed = Room(pages=_with_full(peak, smallest), host_pages=in_host_memory(smallest))
+        admission.wait(request_id, needed, accepted_s=accepted_s)
         return None
-    pages = _with_full(context.admission.peak(total_tokens), share)
-    if not context.admission.reserve(request_id, pages):
-        context.tier.forget(request_id)
-        return None
+    context.tier.promise(request_id, FULL, guaranteed)
     request = TieredRequest(
         request_id=request_id,
         rules=rules,
@@ -147,7 +158,7 @@ def place(
         share=share,
         least_share=least,
         guaranteed=guaranteed,
-        boundary=boundary,
+        boundary=rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid),
     )
     return _with_hits(context, request, pages, may_skip=may_skip)
 

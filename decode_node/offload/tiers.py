@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from decode_node.admission import Admission
+from decode_node.admission import Admission, Room
 from transfer.layer_groups import PageCounts
 from transfer.storage.keys import PageHashes
 
@@ -65,12 +65,22 @@ class Tiers(Protocol):
         """
         ...
 
-    def place(self, request_id: str, prompt: Prompt, *, max_new_tokens: int, chunk_tokens: int, may_skip: bool) -> Place | None:
-        """Take room for all of a request; None is "not yet".
+    def place(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        chunk_tokens: int,
+        may_skip: bool,
+        accepted_s: float,
+    ) -> Place | None:
+        """Take room for all of a request; None is "not yet". Room is set aside for the oldest request that got this answer.
 
         Args:
             chunk_tokens: Where the chunks of its prompt begin.
             may_skip: Whether prefill can leave out what is known of the prompt.
+            accepted_s: When the request was accepted, on the monotonic clock; all of its tries have the same.
 
         Raises:
             LayoutError: With chunks of that size it can never have room.
@@ -136,9 +146,21 @@ class DeviceOnly:
     async def look_up(self, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
         return Prompt(token_ids=token_ids)
 
-    def place(self, request_id: str, prompt: Prompt, *, max_new_tokens: int, chunk_tokens: int, may_skip: bool) -> Place | None:
+    def place(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        chunk_tokens: int,
+        may_skip: bool,
+        accepted_s: float,
+    ) -> Place | None:
         pages = self._admission.peak(len(prompt.token_ids) + max_new_tokens)
-        return Place(pages=pages) if self._admission.reserve(request_id, pages) else None
+        if self._admission.reserve(request_id, pages, accepted_s=accepted_s):
+            return Place(pages=pages)
+        self._admission.wait(request_id, Room(pages=pages), accepted_s=accepted_s)
+        return None
 
     def begin_loading(self, request_id: str) -> None:
         pass
@@ -162,7 +184,7 @@ class DeviceOnly:
         pass
 
     def give_up(self, request_id: str) -> None:
-        pass
+        self._admission.stop_waiting(request_id)
 
     def damaged(self, prompt: Prompt) -> None:
         pass

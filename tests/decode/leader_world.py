@@ -336,6 +336,7 @@ class World:
         assert not self.leader._tries and not self.leader._running and not self.leader._unsent
         assert (self.leader.num_queued, self.leader.num_running) == (0, 0)
         assert (self.admission.free_pages, self.admission.num_running) == (PageCounts((POOL_PAGES,)), 0)
+        assert not self.admission._waiting and not self.admission._by_age
         assert self.peer.outstanding_tokens == self.other.outstanding_tokens == 0
         assert all(call.is_over for peer in (self.peer, self.other) for call in peer.calls.values())
         for peer in (self.peer, self.other):

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from decode_node.admission import Room
 from decode_node.offload.context import FULL
 from decode_node.offload.placing import refusal
 from tests.offload.clusters import number_on
 from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
 from transfer.errors import LayoutError
+from transfer.layer_groups import PageCounts
 from transfer.metrics import NodeMetrics
 
 
@@ -64,13 +66,34 @@ def test_host_memory_is_full_once_for_each_request_however_often_it_asks() -> No
     assert placed(where, "a", chain(100), new=20) is not None and num_full() == 2
 
 
-def test_what_is_set_aside_for_another_is_not_taken() -> None:
+def test_what_is_set_aside_for_an_older_request_is_not_taken() -> None:
     where = context()
-    assert placed(where, "a", chain(100), new=20, set_aside=16) is None, "it needs five at least"
+
+    def wants(num_pages: int) -> None:
+        where.admission.wait("older", Room(pages=PageCounts((num_pages,))), accepted_s=1.0)
+
+    wants(16)
+    assert placed(where, "a", chain(100), new=20, accepted_s=2.0) is None, "it needs five at least"
     assert where.tier.promised("a", FULL) == 0 and not where.admission.holds("a")
-    assert placed(where, "a", chain(100), new=20, set_aside=15).pages.by_group == (5,)
-    assert placed(where, "b", chain(16), new=4, set_aside=10).pages.by_group == (5,)
-    assert placed(where, "c", chain(16), new=4).pages.by_group == (5,)
+    wants(15)
+    assert placed(where, "a", chain(100), new=20, accepted_s=2.0).pages.by_group == (5,)
+    wants(10)
+    assert placed(where, "b", chain(16), new=4, accepted_s=2.0).pages.by_group == (5,)
+    where.admission.stop_waiting("older")
+    assert placed(where, "c", chain(16), new=4, accepted_s=2.0).pages.by_group == (5,)
+
+
+def test_host_memory_is_set_aside_for_the_oldest_as_well() -> None:
+    where = context(device_pages=40, host_pages=30)
+    assert where.tier.promise("other", FULL, 20)
+    assert placed(where, "long", chain(160), new=40, accepted_s=1.0) is None, "14 of its 50 pages do not fit host memory"
+    assert where.admission.wanted == Room(pages=PageCounts((20,)), host_pages=30), "with fewer device pages it can never start"
+    assert placed(where, "young", chain(140), new=20, accepted_s=2.0) is None, "4 of its 40 pages would fit"
+    assert placed(where, "short", chain(8), accepted_s=2.0).pages.by_group == (3,), "it needs no host memory"
+    where.tier.forget("other")
+    assert placed(where, "young", chain(140), new=20, accepted_s=2.0) is None, "all that came free is for the oldest"
+    found = placed(where, "long", chain(160), new=40, accepted_s=1.0)
+    assert found.pages.by_group == (33,) and found.request.guaranteed == 17
 
 
 def test_what_never_fits_is_refused_with_numbers() -> None:

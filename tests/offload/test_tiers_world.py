@@ -140,8 +140,9 @@ async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_room_that_is_given_up_for_a_request_is_not_a_later_ones(seed: int) -> None:
-    world = World(random.Random(seed), host_pages=90, window_tokens=2, windows=())
+@pytest.mark.parametrize("has_early_release", [True, False])
+async def test_room_that_comes_free_for_a_request_is_not_a_later_ones(seed: int, has_early_release: bool) -> None:
+    world = World(random.Random(seed), host_pages=90, window_tokens=2 if has_early_release else None, windows=())
 
     async def asked(prompt: list[int], max_new: int) -> Job:
         job = world.submit(prompt, max_new)
@@ -150,12 +151,13 @@ async def test_room_that_is_given_up_for_a_request_is_not_a_later_ones(seed: int
         world._place(job)
         return job
 
-    first = await asked(list(range(16)), 40)
+    first = await asked(list(range(16)), 40 if has_early_release else 12)
     assert first.is_placed and world.admission.free_pages.by_group[0] == 2
     waits = await asked([7] * 20, 10)
     later = [await asked([9 + number] * 2, 2) for number in range(8)]
     while not waits.is_placed:
-        assert await world.turn() and not first.is_over
+        assert await world.turn()
+        assert not (first.is_over and has_early_release), "it gives up a part of its pages"
         assert not any(job.is_placed for job in later)
     await asyncio.wait_for(world.drain(), 60)
 

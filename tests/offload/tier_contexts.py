@@ -84,7 +84,7 @@ def placed(
     new: int = 4,
     chunk: int = PAGE,
     may_skip: bool = True,
-    set_aside: int = 0,
+    accepted_s: float = 0.0,
 ) -> Any:
     """`place` of a whole prompt."""
     return place(
@@ -95,5 +95,5 @@ def placed(
         total_tokens=hashes.num_tokens + new,
         chunk_tokens=chunk,
         may_skip=may_skip,
-        set_aside=set_aside,
+        accepted_s=accepted_s,
     )

@@ -423,7 +423,12 @@ class World:
     def _place(self, job: Job) -> None:
         known = self.looking[job.request_id].result()
         place = self.leader.place(
-            job.request_id, known, max_new_tokens=job.max_new, chunk_tokens=CHUNK, may_skip=self.chance.random() < 0.9
+            job.request_id,
+            known,
+            max_new_tokens=job.max_new,
+            chunk_tokens=CHUNK,
+            may_skip=self.chance.random() < 0.9,
+            accepted_s=float(job.request_id[1:]),  # its number
         )
         if place is None:
             return
@@ -556,7 +561,8 @@ class World:
         tiers = {name: self.leader._requests.get(name) for name in unfinished}
         counts = [self.tier.counts(index) for index in range(len(self.groups))]
         return (
-            f"{self.admission.free_pages} {counts} {self.rank_jobs._jobs} {self.leader._waiting} {self.step} {unfinished} {tiers}"
+            f"{self.admission.free_pages} {counts} {self.rank_jobs._jobs} {self.admission._waiting} {self.step} "
+            f"{unfinished} {tiers}"
         )
 
     # The end
@@ -590,6 +596,7 @@ class World:
             rank.worker._allocator.check_idle()
             assert rank.offload.is_idle
         assert self.admission.free_pages == PageCounts(self.device_pages)
+        assert not self.admission._waiting and not self.admission._by_age
 
     def _only_waits(self) -> bool:
         """Whether nothing can change any more: every move asks again for room."""

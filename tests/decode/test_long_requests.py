@@ -1,0 +1,185 @@
+"""A long request starts in time under endless shorter ones: real prefill leaders and real admission, in virtual time.
+
+The ranks are fakes: a prompt is computed and sent at once, and its decode pages are released when its tokens are generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from decode_node import admission as admission_module
+from decode_node.admission import Admission
+from decode_node.admission import page_needs as decode_needs
+from decode_node.offload.tiers import DeviceOnly, Prompt
+from prefill_node import requests as requests_module
+from prefill_node.joins import Join, Reservation
+from prefill_node.rank_messages import RequestSent, RunStep, StepDone
+from prefill_node.requests import PrefillRequests, Request, Started
+from prefill_node.scheduler import PrefillScheduler, page_needs
+from prefill_node.sender_events import SentStats
+from tests.prefill.leader_world import new_join
+from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from transfer.engine_types import SamplingParams
+from transfer.errors import PeerUnreachable
+from transfer.layer_groups import PageCounts, layer_groups
+from transfer.layout import DType, KVLayout
+
+PAGE_SIZE, CHUNK = 16, 128
+DECODE_PAGES, LONG_PAGES, SHORT_PAGES = 100, 60, 10
+NEW_TOKENS = 16
+SHORT_EVERY_S = 0.1  # on average: a little more than the decode node can serve, which holds ten for 1.2 s
+GENERATES_S = (0.9, 1.5)
+GROUPS = layer_groups(KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype=DType.FLOAT16))
+
+
+class Cluster:
+    """One decode node of `DECODE_PAGES` pages, and prefill nodes with larger pools that share its requests."""
+
+    def __init__(self, loop: VirtualTimeLoop, seed: int, *, num_nodes: int, max_running: int = 64) -> None:
+        self._loop = loop
+        self._chance = random.Random(seed)
+        self.admission = Admission(
+            pool_pages=PageCounts((DECODE_PAGES,)),
+            needs=decode_needs(GROUPS, PAGE_SIZE),
+            max_running=max_running,
+            now_s=loop.time,
+        )
+        self._tiers = DeviceOnly(self.admission)
+        self._accepted_s: dict[str, float] = {}
+        self._num_tokens: dict[str, int] = {}
+        self._join = new_join()
+        self.num_served = 0
+        self.nodes: list[PrefillRequests] = []
+        for index in range(num_nodes):
+            node = PrefillRequests(
+                PrefillScheduler(
+                    pool_pages=PageCounts((10 * DECODE_PAGES,)),
+                    needs=page_needs(GROUPS, PAGE_SIZE, chunk_tokens=CHUNK),
+                    chunk_tokens=CHUNK,
+                    max_step_tokens=1_000_000,
+                    max_running=64,
+                ),
+                num_ranks=1,
+                max_queued=1000,
+                queue_timeout_s=60.0,
+                step_timeout_s=60.0,
+                broadcast=self._ranks_of(index),
+                reserve=self._reserve,
+                on_broken=pytest.fail,
+                on_outcome=lambda outcome: None,
+            )
+            node.start()
+            self.nodes.append(node)
+
+    def submit(self, name: str, num_pages: int) -> Request:
+        num_tokens = num_pages * PAGE_SIZE - NEW_TOKENS
+        self._accepted_s[name], self._num_tokens[name] = self._loop.now_s, num_tokens
+        node = self._chance.choice(self.nodes)
+        return node.submit(name, (1,) * num_tokens, 0, SamplingParams(), self._join)
+
+    async def _reserve(self, join: Join, request_id: str) -> Reservation:
+        await asyncio.sleep(self._chance.uniform(0.001, 0.01))  # the call
+        place = self._tiers.place(
+            request_id,
+            Prompt(token_ids=(1,) * self._num_tokens[request_id]),
+            max_new_tokens=NEW_TOKENS,
+            chunk_tokens=CHUNK,
+            may_skip=False,
+            accepted_s=self._accepted_s[request_id],
+        )
+        return Reservation(is_reserved=place is not None)
+
+    def _ranks_of(self, index: int) -> Callable[[object], None]:
+        def hear(message: object) -> None:
+            if isinstance(message, RunStep):
+                self._loop.call_later(0.002, self._computed, self.nodes[index], message)
+
+        return hear
+
+    def _computed(self, node: PrefillRequests, step: RunStep) -> None:
+        last = [part.request_id for part in step.parts if part.is_last]
+        node.on_step_done(0, StepDone(step=step.step, first_tokens=dict.fromkeys(last, 1), compute_s=0.0))
+        for name in last:
+            node.on_pages_released(0, name)
+            node.on_sent(0, RequestSent(request_id=name, stats=SentStats()))
+            self._loop.call_later(self._chance.uniform(*GENERATES_S), self._generated, name)
+
+    def _generated(self, name: str) -> None:
+        self._tiers.gone(name)
+        self.num_served += 1
+
+    async def close(self) -> None:
+        for node in self.nodes:
+            await node.close(PeerUnreachable("the test is over"))
+
+
+async def wait_of_a_long_request(cluster: Cluster, *, has_others_later: bool) -> float:
+    """Seconds until the long request starts. Without younger requests it is what first come, first served takes."""
+    num_short = 0
+
+    def submit_short() -> None:
+        nonlocal num_short
+        num_short += 1
+        cluster.submit(f"short-{num_short}", SHORT_PAGES)
+
+    for _ in range(12):
+        submit_short()  # ten of them fill the pool
+    await asyncio.sleep(1.0)
+    long = cluster.submit("long", LONG_PAGES)
+
+    async def submit_more() -> None:
+        while True:
+            submit_short()
+            await asyncio.sleep(SHORT_EVERY_S)
+
+    others = asyncio.ensure_future(submit_more()) if has_others_later else None
+    started = await long.progress.get()
+    if others is not None:
+        others.cancel()
+    assert isinstance(started, Started), started
+    return started.queue_s
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_waits_no_longer_than_twice_the_time_of_first_come_first_served(
+    seed: int, num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s = []
+    for has_others_later in (False, True):
+
+        async def main(loop: VirtualTimeLoop, has_others_later: bool = has_others_later) -> None:
+            cluster = Cluster(loop, seed, num_nodes=num_nodes)
+            waits_s.append(await wait_of_a_long_request(cluster, has_others_later=has_others_later))
+            await cluster.close()
+
+        run_in_virtual_time(main, monkeypatch, requests_module)
+    fair_s, wait_s = waits_s
+    assert 0.1 < fair_s < 2 * GENERATES_S[1]
+    assert wait_s <= 2 * fair_s
+
+
+def test_short_requests_keep_most_of_their_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests are short and wait for room: little of the pool is idle while the oldest is about to ask."""
+
+    async def main(loop: VirtualTimeLoop) -> None:
+        cluster = Cluster(loop, 1, num_nodes=3)
+        for number in range(120):
+            cluster.submit(f"short-{number}", SHORT_PAGES)
+        await asyncio.sleep(2.0)
+        num_before, seconds = cluster.num_served, 8.0
+        await asyncio.sleep(seconds)
+        at_most = seconds / (sum(GENERATES_S) / 2) * DECODE_PAGES / SHORT_PAGES
+        assert cluster.num_served - num_before > 0.9 * at_most
+        await cluster.close()
+
+    run_in_virtual_time(main, monkeypatch, requests_module)
+
+
+def test_a_request_keeps_its_turn_while_its_prefill_node_asks_as_often_as_it_does() -> None:
+    """Ten questions can be lost or late before a request loses what is set aside for it."""
+    assert 10 * requests_module.RETRY_RESERVE_S <= admission_module.WAITS_S
