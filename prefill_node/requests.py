@@ -41,6 +41,10 @@ from transfer.metrics import outcome_of
 from transfer.tracing import Span
 
 RETRY_RESERVE_S = 0.05
+"""Shortest pause after an answer "not yet", before the decode node is asked about the same request again, whatever happens."""
+
+PAUSES_END_EVERY_S = 0.01
+"""Pauses end together, on multiples of this: each time the leader looks at all requests that wait, which can be thousands."""
 
 OnLoaded = Callable[[str, int], None]
 OnTaskOver = Callable[[asyncio.Task[None]], None]
@@ -143,7 +147,7 @@ class PrefillRequests:
         self._requests: dict[str, Request] = {}
         self._steps: dict[int, _Step] = {}
         self._step = 0
-        self._asking: dict[Request, asyncio.Task[None]] = {}
+        self._asking: dict[Request, asyncio.Task[None]] = {}  # also those that pause after "not yet"
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loads = loads(self._on_loaded, self._on_task_over) if loads is not None else None
@@ -399,12 +403,11 @@ class PrefillRequests:
             self._start_accepted()
             self._ask_for_room()
             self._send_steps()
-            timeout_s = RETRY_RESERVE_S if self._scheduler.num_waiting else None
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(self._next_deadline_in_s()):
                     await self._wake.wait()
             except TimeoutError:
-                pass  # time to ask again for room
+                pass  # a request has waited for too long
 
     def _on_task_over(self, task: asyncio.Task[None]) -> None:
         """What nobody expected, such as a step that no message can carry, may not end the scheduling and nothing else."""
@@ -414,8 +417,13 @@ class PrefillRequests:
 
     def _expire(self) -> None:
         now_s = time.monotonic()
-        for request in [r for r in self._requests.values() if r.started_s is None and r.deadline_s < now_s]:
+        for request in [r for r in self._requests.values() if r.started_s is None and r.deadline_s <= now_s]:
             self._fail(request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
+
+    def _next_deadline_in_s(self) -> float | None:
+        """Seconds until `_expire` has something to do; None where no request waits."""
+        deadlines = [request.deadline_s for request in self._requests.values() if request.started_s is None]
+        return min(deadlines) - time.monotonic() if deadlines else None
 
     def _ask_for_room(self) -> None:
         """Ask for every request that this node has room for; each by itself, so that one silent decode node delays no other."""
@@ -426,21 +434,24 @@ class PrefillRequests:
                 task.add_done_callback(self._on_task_over)
 
     async def _ask(self, request: Request) -> None:
+        """Ask once. The request counts as being asked about until it may be asked about again."""
         try:
             answer = await self._reserve(request.join, request.request_id)
             if answer.is_reserved and answer.start_token is not None:
                 request.start_token = _checked_start_token(request, answer.start_token)
+            if not answer.is_reserved:
+                await asyncio.sleep(_pause_s())
         except TransferError as error:
             self._fail(request, error)
             return
         finally:
             del self._asking[request]
-        # Not yet; or given up meanwhile, of which the decode node has heard from its own call.
+        # If the request was given up meanwhile, the decode node has heard of that from its own call.
         if answer.is_reserved and not request.is_over:
             self._scheduler.accept(request.request_id)
             self._start_accepted()
             self._send_steps()
-            self._wake.set()
+        self._wake.set()
 
     def _start_accepted(self) -> None:
         for request_id in self._scheduler.start_accepted():
@@ -491,6 +502,12 @@ class PrefillRequests:
             self._steps[self._step] = _Step(message=step, running=set(range(self._num_ranks)))
             self._broadcast(step)
             self._watch.step_sent()
+
+
+def _pause_s() -> float:
+    """From now until the next multiple of `PAUSES_END_EVERY_S` that is `RETRY_RESERVE_S` away at least."""
+    earliest_s = time.monotonic() + RETRY_RESERVE_S
+    return RETRY_RESERVE_S + -earliest_s % PAUSES_END_EVERY_S
 
 
 def _checked_start_token(request: Request, start_token: int) -> int:

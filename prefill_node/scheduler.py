@@ -16,6 +16,13 @@ STEPS_AHEAD = (
     PREFILL_STEPS_IN_FLIGHT - 1
 )  # one computes while the next waits at the ranks, so that no round trip to the leader sits between two steps
 
+ASKED_AT_ONCE = 8
+"""Oldest requests for one destination that are named at a time.
+
+A decode node sets room aside for the oldest request that waits, so questions about the others would be in vain. Several are named
+so that a burst of requests that have room does not wait for one answer after the other.
+"""
+
 
 def page_needs(groups: tuple[LayerGroup, ...], page_size: int, *, chunk_tokens: int) -> PageNeeds:
     """What requests take of a prefill rank's pool."""
@@ -45,7 +52,10 @@ class _Request:
 
 @dataclass(slots=True, kw_only=True)
 class _Room:
-    """What this node would have left, if all the requests for one destination that are named so far were started."""
+    """What this node would have left, if all the requests for one destination that are named so far were started.
+
+    `slots` is how many more can be named.
+    """
 
     pages: PageCounts
     slots: int
@@ -114,7 +124,8 @@ class PrefillScheduler:
         They are those that this node has room for, counted for each destination by itself: whether a destination has room is not
         known here, and one that has none must not use up, in this count, what the others could be started with. Within one
         destination a younger request is named only while the older ones before it fit as well. A destination's oldest that does
-        not fit is named all the same once others have overtaken it: when it is accepted, the next pages are its own.
+        not fit is named all the same once others have overtaken it: when it is accepted, the next pages are its own. Of each
+        destination `ASKED_AT_ONCE` are named at most.
         """
         pages = self._free_pages
         for request in self._accepted.values():
@@ -123,7 +134,9 @@ class PrefillScheduler:
         rooms: dict[int, _Room] = {}
         names = []
         for request_id, request in self._waiting.items():
-            room = rooms.setdefault(request.destination, _Room(pages=pages, slots=slots))
+            room = rooms.get(request.destination)
+            if room is None:
+                room = rooms[request.destination] = _Room(pages=pages, slots=min(slots, ASKED_AT_ONCE))
             if room.is_closed:
                 continue
             room.is_closed = not request.pages.fit(room.pages) or room.slots <= 0

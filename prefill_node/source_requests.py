@@ -43,7 +43,7 @@ from transfer.errors import (
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
 
-RETRY_RESERVE_S: Final = 0.02
+RETRY_RESERVE_S: Final = 0.05
 LOOK_S: Final = 0.01
 MAX_REMEMBERED: Final = 4096  # of prompts that are closed, to tell who asks late why
 MAX_NOTE_BYTES: Final = 1 << 20

@@ -199,7 +199,8 @@ class World:
         assert self.leader.num_in_flight == self.leader.num_queued == self.leader.num_running == 0
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         assert self.scheduler._free_pages == PageCounts((POOL_PAGES,))
-        assert not self.leader._requests and not self.leader._asking and not self.leader._steps
+        assert not self.leader._requests and not self.leader._steps
+        assert all(request.is_over for request in self.leader._asking), "the pause after a last answer may still run"
         assert len(self.outcomes) == len(self.accepted)
         for request in self.accepted:
             self.assert_told_once(request)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefill_node.scheduler import PrefillScheduler, StepItem, page_needs
+from prefill_node.scheduler import ASKED_AT_ONCE, PrefillScheduler, StepItem, page_needs
 from transfer.errors import LocalProtocolError
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
@@ -206,6 +206,17 @@ def test_one_that_others_overtook_is_asked_for_and_is_next() -> None:
     one.withdraw("running")
     one.release("running")
     assert one.start_accepted() == ["big"]
+
+
+def test_only_the_oldest_few_of_each_destination_are_named() -> None:
+    one = scheduler(pool_pages=100, max_running=100)
+    for index in range(2 * ASKED_AT_ONCE):
+        submit(one, f"full-{index}", SMALL, destination=1)
+    submit(one, "idle", SMALL, destination=2)
+    oldest = [f"full-{index}" for index in range(ASKED_AT_ONCE)]
+    assert one.startable() == [*oldest, "idle"]
+    start(one, "full-0")
+    assert one.startable() == [*oldest[1:], f"full-{ASKED_AT_ONCE}", "idle"], "the next one moves up"
 
 
 def test_those_accepted_are_no_more_than_may_run() -> None:
