@@ -71,9 +71,18 @@ def request_id_of(name: str) -> str:
     return name.rpartition("|")[0]
 
 
+def _params_of(request: Any) -> Mapping[str, Any]:
+    """The request's kv_transfer_params. vLLM takes them from a client's `vllm_xargs`, too, where they can be text or a list."""
+    params = request.kv_transfer_params
+    if params is not None and not isinstance(params, dict):
+        log.warning("kv_transfer_params_ignored", request_id=request.request_id, kind=type(params).__name__)
+        params = request.kv_transfer_params = None
+    return params or {}
+
+
 def _set(request: Any, **params: bool) -> None:
     """In the request's kv_transfer_params, which it can share with others (`n` above 1)."""
-    request.kv_transfer_params = {**request.kv_transfer_params, **params}
+    request.kv_transfer_params = {**_params_of(request), **params}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +139,7 @@ class SchedulerSide:
 
     def added(self, request: Any) -> None:
         """A request was given to the scheduler."""
-        params = request.kv_transfer_params or {}
+        params = _params_of(request)
         if not params.get("do_remote_decode") or request.request_id in self._sources:
             return
         transfer_id = params.get("transfer_id") or secrets.token_hex(16)
@@ -162,7 +171,7 @@ class SchedulerSide:
         """How many tokens come from elsewhere beyond those that are here; None: ask again."""
         self._leader.check()
         self.added(request)  # a vLLM without the hook
-        params = request.kv_transfer_params or {}
+        params = _params_of(request)
         if not params.get("do_remote_prefill"):
             return 0, False
         num_tokens = len(request.prompt_token_ids or ())
@@ -205,7 +214,7 @@ class SchedulerSide:
         before = self._wanted.get(request.request_id)
         if before is not None:
             self._leader.cancel(before.name, "its start in the prompt has changed", is_wanted_again=True)
-        params = request.kv_transfer_params
+        params = _params_of(request)
         wanted = _Wanted(name=self._name(request), start_token=start_token)
         self._wanted[request.request_id] = wanted
         self._leader.want(
@@ -224,7 +233,7 @@ class SchedulerSide:
     def _give_up(self, request: Any, reason: str) -> None:
         """Of a request whose KV is elsewhere and was not fetched, or not yet; of others nothing."""
         wanted = self._wanted.pop(request.request_id, None)
-        params = request.kv_transfer_params or {}
+        params = _params_of(request)
         if wanted is not None:
             self._leader.cancel(wanted.name, reason)
         elif params.get("do_remote_prefill") and TARGET in self._sides:

@@ -438,6 +438,21 @@ def test_requests_of_others_are_left_alone(pair: Pair) -> None:
     assert source.leader.is_idle
 
 
+@pytest.mark.parametrize("params", ["do_remote_prefill", ["do_remote_decode"], 7])
+def test_params_that_are_no_object_end_nothing(pair: Pair, params: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = pair()
+    prefill = Vllm(source)
+    request = prefill.request("a", PROMPT, params)
+    assert prefill.scheduler.matched(request, 0) == (0, False)
+    prefill.step(request, 100)
+    assert prefill.end(request) == (False, None)
+    assert "".join(capsys.readouterr()).count("kv_transfer_params_ignored") == 1
+    aborted = prefill.request("b", PROMPT, None)
+    aborted.kv_transfer_params = params  # a vLLM without the hook
+    assert prefill.end(aborted, is_done=False) == (False, None)
+    assert source.leader.is_idle
+
+
 @pytest.mark.parametrize("transfer_id", [17, *(pytest.param(one, marks=pytest.mark.slow) for one in ("x" * 97, ["a"]))])
 def test_a_transfer_id_that_cannot_be_is_not_taken(pair: Pair, transfer_id: Any, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = pair()
