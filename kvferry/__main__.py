@@ -371,7 +371,10 @@ def route(
     ] = None,
     retries: Annotated[int, typer.Option(help="Further tries of a request that fails before its first token.")] = 2,
     max_requests: Annotated[int, typer.Option(help="Requests at once; more are answered with 503.")] = 1024,
-    max_body: Annotated[str, typer.Option(help="Largest body of a request, for example 16MiB.")] = "16MiB",
+    max_body: Annotated[str, typer.Option(help="Largest body of a request, for example 8MiB.")] = "8MiB",
+    max_body_total: Annotated[
+        str, typer.Option(help="Largest size of the bodies of all requests at once; more are answered with 503.")
+    ] = "256MiB",
     connect_timeout: Annotated[float, typer.Option(help="Seconds for a connection to a server.")] = 5.0,
     health_interval: Annotated[float, typer.Option(help="Seconds from one health check of a server to the next.")] = 1.0,
     lost_after: Annotated[
@@ -404,6 +407,7 @@ def route(
             decode=decode or (),
             flow=flow,
             max_body=max_body,
+            max_body_total=max_body_total,
             host=host,
             port=port,
             retries=retries,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
-from node_runtime.health import Readiness
+if TYPE_CHECKING:
+    from node_runtime.health import Readiness  # brings aiohttp, which the process that reads a costly body does without
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -35,6 +37,10 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[Callable[..., ApiError], tuple[int, str]]:
+        """An error can come from the process that reads a costly body."""
+        return partial(ApiError, param=self.param, retry_after_s=self.retry_after_s), (self.status, self.message)
+
     def body(self) -> bytes:
         """As a JSON object."""
         kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
@@ -46,27 +52,25 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
+Body = TypeVar("Body")
+"""The form in which a backend keeps a request's body."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Generic[Body]):
     """A client's request to generate.
 
     Args:
         path: `COMPLETIONS` or `CHAT`.
-        body: Its JSON object; nobody changes it.
+        body: The result of the backend's `read`.
         headers: Those that go on to the servers.
         request_id: Names it in the log and to the client.
-        prompt_tokens: About as many tokens has its prompt.
     """
 
     path: str
-    body: Mapping[str, Any]
+    body: Body
     headers: Mapping[str, str] = field(default_factory=dict)
     request_id: str
-    prompt_tokens: int
-
-    @property
-    def is_stream(self) -> bool:
-        return bool(self.body.get("stream"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,7 @@ class Head:
     retry_after: str | None = None
 
 
-class Backend(Protocol):
+class Backend(Protocol[Body]):
     """What generates: vLLM servers, or kvferry's own nodes."""
 
     async def watch(self) -> None:
@@ -108,7 +112,15 @@ class Backend(Protocol):
         """
         ...
 
-    def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
+    async def read(self, path: str, content: bytes) -> Body:
+        """Read the body of a request to `path`.
+
+        Raises:
+            ApiError: The body is not a request that the servers can take.
+        """
+        ...
+
+    def answer(self, call: Call[Body]) -> AsyncGenerator[Head | bytes, None]:
         """A `Head`, then its parts. Closed or cancelled early, whatever runs at the servers for it is cancelled.
 
         Raises:

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from aiohttp import web
@@ -16,7 +16,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvferry.router.api import CHAT, COMPLETIONS, ApiError, Backend, Call, Head
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.openai_body import parse_body, prompt_tokens
 from kvferry.router.settings import RouterSettings
 
 log = structlog.get_logger(__name__)
@@ -33,18 +32,19 @@ _GOOD_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,96}")
 class RouterApp:
     """Serves a `Backend`. Owned by one loop; the server must cancel handlers whose client has gone (`handler_cancellation`)."""
 
-    def __init__(self, backend: Backend, settings: RouterSettings, metrics: RouterMetrics) -> None:
+    def __init__(self, backend: Backend[Any], settings: RouterSettings, metrics: RouterMetrics) -> None:
         self._backend = backend
         self._settings = settings
         self._metrics = metrics
         self._running: set[_Reply] = set()
+        self._num_body_bytes = 0  # of those that run
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
 
     def application(self) -> web.Application:
         """The application to run."""
-        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[_errors_as_json])
+        app = web.Application(middlewares=[_errors_as_json])
         app.add_routes(
             [
                 web.post(COMPLETIONS, self._generate),
@@ -107,6 +107,9 @@ class RouterApp:
             response = await self._answered(request, reply)
             outcome = _outcome(response.status) if not reply.is_cut_off else "failed"
             return response
+        except _NoRoom:
+            outcome = "refused"
+            raise
         except (ApiError, web.HTTPException) as error:
             outcome = _outcome(error.status)
             raise
@@ -115,6 +118,7 @@ class RouterApp:
             raise
         finally:
             self._running.discard(reply)
+            self._num_body_bytes -= reply.num_body_bytes
             if not self._running:
                 self._idle.set()
             self._metrics.request_ended(endpoint, outcome)
@@ -135,13 +139,11 @@ class RouterApp:
 
     async def _answer(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
         arrived_s = time.monotonic()
-        body = parse_body(await _content_of(request))
         call = Call(
             path=request.path,
-            body=body,
+            body=await self._backend.read(request.path, await self._content_of(request, reply)),
             headers=_passed_headers(request) | {_REQUEST_ID: reply.request_id},
             request_id=reply.request_id,
-            prompt_tokens=prompt_tokens(request.path, body),
         )
         async with contextlib.aclosing(self._backend.answer(call)) as parts:
             head = await anext(parts)
@@ -156,6 +158,31 @@ class RouterApp:
                 assert isinstance(part, bytes) and head.is_stream
                 await reply.write(head, part)
         return await reply.end() if head.is_stream else _whole(head, first_part)
+
+    async def _content_of(self, request: web.Request, reply: _Reply) -> bytes:
+        """The request's body, whose bytes count as held until the request ends."""
+        coding = request.headers.get("Content-Encoding", "identity")
+        if coding.lower() != "identity":
+            raise ApiError(415, f"Content-Encoding is {coding!r}; bodies are not compressed here")
+        most, most_together = self._settings.max_body_bytes, self._settings.max_body_total_bytes
+        too_large = ApiError(413, f"the body has more than {most} bytes, the most that the router takes (--max-body)")
+        if (request.content_length or 0) > most:
+            raise too_large
+        content = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.content.iter_any():
+                    if len(content) + len(part) > most:
+                        raise too_large
+                    if self._num_body_bytes + len(part) > most_together:
+                        text = f"the requests under way have bodies of {most_together} bytes, the most that the router takes"
+                        raise _NoRoom(503, f"{text} (--max-body-total)", retry_after_s=1)
+                    self._num_body_bytes += len(part)
+                    reply.num_body_bytes += len(part)
+                    content += part
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
+        return bytes(content)
 
     # Everything else
 
@@ -176,6 +203,10 @@ class RouterApp:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
+class _NoRoom(ApiError):
+    """The router holds as much as it may."""
+
+
 class _Reply:
     """What one client has been sent of a stream."""
 
@@ -184,6 +215,7 @@ class _Reply:
         self.timeout = asyncio.timeout(None)
         self.stream: web.StreamResponse | None = None
         self.is_cut_off = False
+        self.num_body_bytes = 0
         self._request = request
 
     async def write(self, head: Head, part: bytes) -> None:
@@ -217,14 +249,6 @@ def _passed_headers(request: web.Request) -> dict[str, str]:
     return {name: request.headers[name] for name in _PASSED_HEADERS if name in request.headers}
 
 
-async def _content_of(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.read()
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
-
-
 def _whole(head: Head, content: bytes) -> web.Response:
     headers = {"Content-Type": head.content_type}
     if head.retry_after is not None:
@@ -248,8 +272,6 @@ def _error_response(request: web.Request, error: ApiError | web.HTTPException) -
         retry_after = str(error.retry_after_s) if error.retry_after_s is not None else None
         return _whole(Head(status=error.status, retry_after=retry_after), error.body())
     text = f"{request.method} {request.path}: {error.reason}"
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        text = error.text or text
     response = _whole(Head(status=error.status), ApiError(error.status, text).body())
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]

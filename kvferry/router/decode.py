@@ -12,7 +12,7 @@ import aiohttp
 from kvferry.router import sse
 from kvferry.router.api import SSE_TYPE, Call, Head
 from kvferry.router.http_server import HttpServer, clip
-from kvferry.router.openai_body import decode_body
+from kvferry.router.openai_body import VllmBody
 from kvferry.router.prefill import check_status
 from kvferry.router.servers import ServerFailed
 
@@ -86,7 +86,7 @@ class _Events:
 
 
 @contextlib.asynccontextmanager
-async def open_decode(call: Call, server: HttpServer, params: Mapping[str, Any] | None) -> AsyncIterator[DecodeAnswer]:
+async def open_decode(call: Call[VllmBody], server: HttpServer, params: Mapping[str, Any] | None) -> AsyncIterator[DecodeAnswer]:
     """The server's answer; at the end of the context what is left of the request there is given up.
 
     Args:
@@ -96,7 +96,7 @@ async def open_decode(call: Call, server: HttpServer, params: Mapping[str, Any] 
         PassedOn: It refused the request.
         ServerFailed: It failed before the first token.
     """
-    async with server.post(call.path, decode_body(call.body, params), call.headers) as answer:
+    async with server.post(call.path, call.body.decode(params), call.headers) as answer:
         head = Head(
             status=answer.status,
             content_type=answer.content_type,

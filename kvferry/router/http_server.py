@@ -83,13 +83,15 @@ class HttpServer(Server):
         await self._session.close()
 
     @contextlib.asynccontextmanager
-    async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def post(self, path: str, content: bytes, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer whose head has come; at the end of the context its connection is closed unless all of it was read.
+
+        Args:
+            content: The request's body, JSON.
 
         Raises:
             ServerFailed: None came.
         """
-        content = json.dumps(body).encode()
         async with self.faults(), self.unless_lost():
             answer = await self._session.post(
                 self.url + path, data=content, headers={**headers, "Content-Type": JSON_TYPE}, allow_redirects=False

@@ -6,9 +6,11 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from kvferry.router.api import CHAT, ApiError
+from kvferry.router.api import CHAT, COMPLETIONS, ApiError
+from kvferry.router.openai_body import shown
 from node_runtime.prompt import MAX_CACHE_SALT_CHARS
 from transfer.pb import kvferry_pb2 as pb
 
@@ -74,6 +76,50 @@ _OF_COMPLETIONS: Final = frozenset({"prompt"})
 _OF_CHATS: Final = frozenset({"messages", "max_completion_tokens", "chat_template_kwargs"})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBody:
+    """A request to a decode node.
+
+    Args:
+        request: The node's request.
+        is_stream: Whether the client wants a stream.
+        with_usage: Whether the stream ends with an event on how many tokens there were.
+    """
+
+    request: pb.GenerateRequest
+    is_stream: bool
+    with_usage: bool
+
+
+def completion(model: str, body: Mapping[str, Any]) -> NodeBody:
+    """The request for a completion by `model`.
+
+    Raises:
+        ApiError: The body asks for what a decode node cannot do.
+    """
+    check(COMPLETIONS, model, body)
+    return node_body(COMPLETIONS, body, prompt_of(body))
+
+
+def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> NodeBody:
+    """The request for a body that `check` has passed; see `generate_request`."""
+    request = generate_request(path, body, prompt)
+    return NodeBody(request=request, is_stream=bool(body.get("stream")), with_usage=wants_usage(body))
+
+
+def check(path: str, model: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body if it asks `model` for nothing but what a decode node can do.
+
+    Raises:
+        ApiError: It asks for something else.
+    """
+    name = body.get("model")
+    if name is not None and name != model:
+        raise ApiError(404, f"The model {shown(name)} does not exist; it is called {model} here.", param="model")
+    check_fields(path, body)
+    return body
+
+
 def check_fields(path: str, body: Mapping[str, Any]) -> None:
     """Raises:
     ApiError: A field asks for what a decode node cannot do, or is unknown.
@@ -86,7 +132,7 @@ def check_fields(path: str, body: Mapping[str, Any]) -> None:
             raise ApiError(400, f"{name} is not known to a kvferry decode node", param=name)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in _FIXED[name]):
             only = " or ".join(json.dumps(one) for one in _FIXED[name])
-            raise ApiError(400, f"{name} is {_shown(value)}; a kvferry decode node can do {only} only", param=name)
+            raise ApiError(400, f"{name} is {shown(value)}; a kvferry decode node can do {only} only", param=name)
 
 
 def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
@@ -102,9 +148,9 @@ def prompt_of(body: Mapping[str, Any]) -> str | list[int]:
         given = given[0]
     if isinstance(given, str):
         return given
-    if isinstance(given, list) and given and all(_is_int(one) and 0 <= one <= _UINT32 for one in given):
+    if isinstance(given, list) and given and _are_ids(given):
         return given
-    raise ApiError(400, f"prompt is {_shown(given)}; it must be text, or a list of token ids from 0", param="prompt")
+    raise ApiError(400, f"prompt is {shown(given)}; it must be text, or a list of token ids from 0", param="prompt")
 
 
 def generate_request(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> pb.GenerateRequest:
@@ -121,11 +167,11 @@ def generate_request(path: str, body: Mapping[str, Any], prompt: str | Sequence[
     default = CHAT_TOKENS if path == CHAT else COMPLETION_TOKENS
     name = "max_completion_tokens" if path == CHAT and body.get("max_completion_tokens") is not None else "max_tokens"
     stop = body.get("stop_token_ids") or []
-    if not (isinstance(stop, list) and all(_is_int(one) and 0 <= one <= _UINT32 for one in stop)):
-        raise ApiError(400, f"stop_token_ids is {_shown(stop)}; it must be a list of token ids", param="stop_token_ids")
+    if not (isinstance(stop, list) and _are_ids(stop)):
+        raise ApiError(400, f"stop_token_ids is {shown(stop)}; it must be a list of token ids", param="stop_token_ids")
     ignore_eos = body.get("ignore_eos") or False
     if not isinstance(ignore_eos, bool):
-        raise ApiError(400, f"ignore_eos is {_shown(ignore_eos)}; it must be true or false", param="ignore_eos")
+        raise ApiError(400, f"ignore_eos is {shown(ignore_eos)}; it must be true or false", param="ignore_eos")
     return pb.GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
@@ -149,7 +195,7 @@ def _cache_salt(body: Mapping[str, Any]) -> str:
         return ""
     if not (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):  # an empty one vLLM refuses, too
         bound = f"it must be text of 1 to {MAX_CACHE_SALT_CHARS} characters"
-        raise ApiError(400, f"cache_salt is {_shown(salt)}; {bound}", param="cache_salt")
+        raise ApiError(400, f"cache_salt is {shown(salt)}; {bound}", param="cache_salt")
     return salt
 
 
@@ -163,11 +209,16 @@ def wants_usage(body: Mapping[str, Any]) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-        raise ApiError(400, f'stream_options is {_shown(options)}; it can be {{"include_usage": true}}', param="stream_options")
+        raise ApiError(400, f'stream_options is {shown(options)}; it can be {{"include_usage": true}}', param="stream_options")
     for name, value in options.items():
         if name != "include_usage" and value:
-            raise ApiError(400, f"stream_options.{name} is {_shown(value)}; it is not known here", param="stream_options")
+            raise ApiError(400, f"stream_options.{name} is {shown(value)}; it is not known here", param="stream_options")
     return bool(options.get("include_usage", False))
+
+
+def _are_ids(given: list[Any]) -> bool:
+    """Whether all are token ids, of which there can be a million."""
+    return set(map(type, given)) <= {int} and min(given, default=0) >= 0 and max(given, default=0) <= _UINT32
 
 
 def _is_int(value: object) -> bool:
@@ -179,7 +230,7 @@ def _integer(body: Mapping[str, Any], name: str, default: int | None, *, least: 
     if value is None:
         return default
     if not (_is_int(value) and least <= value <= most):
-        raise ApiError(400, f"{name} is {_shown(value)}; it must be a whole number in [{least}, {most}]", param=name)
+        raise ApiError(400, f"{name} is {shown(value)}; it must be a whole number in [{least}, {most}]", param=name)
     return int(value)
 
 
@@ -190,10 +241,5 @@ def _number(body: Mapping[str, Any], name: str, default: float, *, least: float,
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and abs(value) < 1e30 and least <= value <= most):
         bound = f"in [{least:g}, {most:g}]" if most < math.inf else f"{least:g} or above"
-        raise ApiError(400, f"{name} is {_shown(value)}; it must be {bound}", param=name)
+        raise ApiError(400, f"{name} is {shown(value)}; it must be {bound}", param=name)
     return float(value)
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -13,9 +13,11 @@ from typing import Final
 from kvferry.node_client import is_refusal_of_caller
 from kvferry.router import node_body
 from kvferry.router.api import CHAT, SSE_TYPE, ApiError, Call, Head
+from kvferry.router.body_reader import BodyReader, is_light
 from kvferry.router.chat_template import ChatTemplate
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.node_answer import Shapes
+from kvferry.router.node_body import NodeBody
 from kvferry.router.node_server import NodeServer
 from kvferry.router.servers import Lease, ServerFailed, Tier
 from kvferry.router.settings import RouterSettings
@@ -53,6 +55,7 @@ class NodeFlow:
         self._template = ChatTemplate(settings.tokenizer) if settings.tokenizer is not None else None
         self._model = settings.model_name or _name_of(settings.tokenizer)
         self._created = int(time.time())
+        self._reader = BodyReader()
         self.decode = Tier(
             [
                 NodeServer(address, "decode", security, lost_after_s=settings.lost_after_s, on_opened=metrics.breaker_opened)
@@ -89,9 +92,21 @@ class NodeFlow:
         card = {"id": self._model, "object": "model", "created": self._created, "owned_by": "kvferry"}
         return Head(), json.dumps({"object": "list", "data": [card]}).encode()
 
-    async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
-        request = await self._request(call)
-        with_usage = node_body.wants_usage(call.body)
+    async def read(self, path: str, content: bytes) -> NodeBody:
+        if path != CHAT:
+            return await self._reader.read(content, node_body.completion, self._model)
+        if not is_light(content):  # messages are handed to the chat template as they are, and could not come from another process
+            raise ApiError(413, "the body is too large for a chat with a kvferry decode node, whose messages are text")
+        body = await self._reader.read(content, node_body.check, path, self._model)
+        if self._template is None:
+            raise ApiError(
+                400,
+                "chats need a chat template, and this router was started without one (kvferry route --tokenizer DIR); "
+                "send the whole prompt to /v1/completions",
+            )
+        return node_body.node_body(path, body, await self._template.token_ids(body))
+
+    async def answer(self, call: Call[NodeBody]) -> AsyncGenerator[Head | bytes, None]:
         shapes = Shapes(call.path, self._model, call.request_id)
         tries = Tries(self._settings.retries, call, self._metrics)
         while True:
@@ -99,7 +114,7 @@ class NodeFlow:
             assert lease is not None  # decode nodes are never unfit
             has_begun = False
             try:
-                async with contextlib.aclosing(self._try(call, lease, request, shapes, with_usage=with_usage)) as parts:
+                async with contextlib.aclosing(self._try(call.body, lease, shapes)) as parts:
                     async for part in parts:
                         has_begun = True
                         yield part
@@ -110,35 +125,18 @@ class NodeFlow:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure
                 await tries.next(failure)
 
-    async def _request(self, call: Call) -> pb.GenerateRequest:
-        name = call.body.get("model")
-        if name is not None and name != self._model:
-            raise ApiError(404, f"The model {json.dumps(name)} does not exist; it is called {self._model} here.", param="model")
-        node_body.check_fields(call.path, call.body)
-        if call.path != CHAT:
-            return node_body.generate_request(call.path, call.body, node_body.prompt_of(call.body))
-        if self._template is None:
-            raise ApiError(
-                400,
-                "chats need a chat template, and this router was started without one (kvferry route --tokenizer DIR); "
-                "send the whole prompt to /v1/completions",
-            )
-        return node_body.generate_request(call.path, call.body, await self._template.token_ids(call.body))
-
-    async def _try(
-        self, call: Call, lease: Lease[NodeServer], request: pb.GenerateRequest, shapes: Shapes, *, with_usage: bool
-    ) -> AsyncGenerator[Head | bytes, None]:
+    async def _try(self, body: NodeBody, lease: Lease[NodeServer], shapes: Shapes) -> AsyncGenerator[Head | bytes, None]:
         """One node's answer; closed early, it cancels the request there."""
         self._metrics.try_began("node")
         texts: list[str] = []
         unsent = shapes.beginning()
         has_head = False
         try:
-            async with contextlib.aclosing(_generated(lease.server, request)) as events:
+            async with contextlib.aclosing(_generated(lease.server, body.request)) as events:
                 async for event in events:
                     lease.succeeded()
                     done = event.done if event.HasField("done") else None
-                    if not call.is_stream:
+                    if not body.is_stream:
                         texts.append(event.tokens.text)
                         if done is not None:
                             yield Head()
@@ -147,7 +145,7 @@ class NodeFlow:
                     if event.tokens.text:
                         unsent += shapes.some(event.tokens.text)
                     elif done is not None:
-                        unsent += shapes.end(done, with_usage=with_usage)
+                        unsent += shapes.end(done, with_usage=body.with_usage)
                     else:  # a character is incomplete, or the token spells none
                         continue
                     if not has_head:

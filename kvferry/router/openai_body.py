@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvferry.router.api import CHAT, ApiError
 
 KV_FIELD: Final = "kv_transfer_params"
+_EXTRA_FIELD: Final = "vllm_xargs"  # whose members vLLM puts beside kv_transfer_params, among a request's extra arguments
+
+MAX_DEPTH: Final = 100
+"""Of objects and lists in each other. Requests have some ten, the schema of a tool a few more; Python's own limits differ from
+version to version, and functions that follow a value into its depth would meet them."""
 
 _CHARS_PER_TOKEN: Final = 4  # about, in most languages that are written with letters; only loads are compared by it
 
@@ -19,27 +26,85 @@ _NOT_FOR_PREFILL: Final = (
 """Fields that say what the answer looks like. The prefill server's answer is read by nobody, and some of these go with others
 that are changed: `best_of` may not be below `n`."""
 
+_CHANGED_FOR_PREFILL: Final = ("max_tokens", "max_completion_tokens", "min_tokens")
+
+_NESTS: Final = (dict, list)
+_WITH_TEXT: Final = (str, dict, list)
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape for half a character
+
 
 def parse_body(content: bytes) -> dict[str, Any]:
     """The JSON object of a request.
 
     Raises:
+        ApiError: It is none, or one that no server can be sent.
+    """
+    body = load_body(content)
+    check_body(content, body)
+    return body
+
+
+def load_body(content: bytes) -> dict[str, Any]:
+    """The JSON object of a request, to be checked by `check_body`.
+
+    Raises:
         ApiError: It is none.
     """
     try:
-        body = json.loads(content, parse_constant=_no_constant)
+        body = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant)
     except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
+        raise _too_deep() from None
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {type(body).__name__}; it must be an object")
+    return body
+
+
+def check_body(content: bytes, body: Mapping[str, Any]) -> None:
+    """Raises:
+    ApiError: The body is nested too deeply, has half a character, or has a field that is the router's, or no boolean.
+    """
+    if _is_too_deep(content, body):
+        raise _too_deep()
+    if _SURROGATE.search(content):
+        for name, value in body.items():
+            try:
+                json.dumps({name: value}, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = json.dumps(error.object[error.start])
+                text = f"{shown(name)} has {half}, half of a surrogate pair; it must be Unicode text"
+                raise ApiError(400, text, param=name) from None
     if KV_FIELD in body:
         raise ApiError(400, f"{KV_FIELD} is set by the router; a client cannot give it", param=KV_FIELD)
+    extra = body.get(_EXTRA_FIELD)
+    if isinstance(extra, dict) and KV_FIELD in extra:
+        raise ApiError(400, f"{_EXTRA_FIELD} has {KV_FIELD}, which a client cannot give", param=_EXTRA_FIELD)
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
-        raise ApiError(400, f"stream is {json.dumps(stream)}; it must be true or false", param="stream")
-    return body
+        raise ApiError(400, f"stream is {shown(stream)}; it must be true or false", param="stream")
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested too deeply; it must have at most {MAX_DEPTH} objects and lists in each other")
+
+
+def _is_too_deep(content: bytes, body: Mapping[str, Any]) -> bool:
+    if content.count(b"[") + content.count(b"{") <= MAX_DEPTH:
+        return False
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        members = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for inner in members for one in inner if isinstance(one, _NESTS)]
+        if not level:
+            return False
+    return True
+
+
+def shown(value: object) -> str:
+    """A value as a message can quote it."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _no_constant(name: str) -> None:
@@ -65,7 +130,7 @@ def _num_chars(given: object) -> int:
     if isinstance(given, str):
         return len(given)
     if isinstance(given, list):
-        return 0 if given and isinstance(given[0], int) else sum(_num_chars(one) for one in given)
+        return 0 if given and isinstance(given[0], int) else sum(_num_chars(one) for one in given if isinstance(one, _WITH_TEXT))
     if isinstance(given, dict):
         return _num_chars(given.get("content")) + _num_chars(given.get("text"))
     return 0
@@ -92,16 +157,75 @@ def _above(value: object, limit: object) -> bool:
     return isinstance(value, int) and isinstance(limit, int) and value > limit
 
 
-def prefill_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The body for the prefill server: the same prompt, one token, in one answer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmBody:
+    """A request to vLLM servers, written as JSON but for what the router adds.
 
-    `min_tokens` keeps that token from being one that ends an answer: connectors hand over nothing of a request that has ended so.
+    Args:
+        shared: Members of the JSON object that both servers are sent.
+        for_decode: Members that the decode server alone is sent.
+        prompt_tokens: Estimated number of tokens of the prompt.
+        alone: `why_decode_alone`.
+        has_completion_limit: Whether `max_completion_tokens` is one of `for_decode`.
     """
-    sent = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
-    sent |= {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, KV_FIELD: dict(params)}
-    if "max_completion_tokens" in body:
-        sent["max_completion_tokens"] = 1
-    return sent
+
+    shared: bytes
+    for_decode: bytes
+    prompt_tokens: int
+    alone: str | None
+    has_completion_limit: bool
+
+    def prefill(self, params: Mapping[str, Any]) -> bytes:
+        """The body for the prefill server: the same prompt, one token, in one answer.
+
+        `min_tokens` keeps that token from being one that ends an answer: connectors hand over nothing of a request that has ended
+        so.
+        """
+        own: dict[str, Any] = {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, KV_FIELD: params}
+        if self.has_completion_limit:
+            own["max_completion_tokens"] = 1
+        return _object(self.shared, _members(own))
+
+    def decode(self, params: Mapping[str, Any] | None) -> bytes:
+        """The body for the decode server: the client's own, and where the KV comes from (None: from nowhere)."""
+        return _object(self.shared, self.for_decode, b"" if params is None else _members({KV_FIELD: params}))
+
+
+def vllm_body(path: str, body: Mapping[str, Any]) -> VllmBody:
+    """The request that servers are sent for a body of `parse_body`.
+
+    Raises:
+        ApiError: A number is out of range.
+    """
+    own = {*_NOT_FOR_PREFILL, *_CHANGED_FOR_PREFILL}
+    return VllmBody(
+        shared=_members({name: value for name, value in body.items() if name not in own}),
+        for_decode=_members({name: value for name, value in body.items() if name in own}),
+        prompt_tokens=prompt_tokens(path, body),
+        alone=why_decode_alone(body),
+        has_completion_limit="max_completion_tokens" in body,
+    )
+
+
+def _members(fields: Mapping[str, Any]) -> bytes:
+    """An object's JSON without its braces."""
+    try:
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()[1:-1]
+    except ValueError:
+        name = next(name for name, value in fields.items() if _has_infinity(value))
+        raise ApiError(400, f"{name} has a number that is too large; it must fit a 64-bit float", param=name) from None
+
+
+def _has_infinity(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return True
+    return False
+
+
+def _object(*members: bytes) -> bytes:
+    return b"{" + b",".join(filter(None, members)) + b"}"
 
 
 def prefill_params(transfer_id: str, *, is_sequential: bool) -> dict[str, Any]:
@@ -110,8 +234,3 @@ def prefill_params(transfer_id: str, *, is_sequential: bool) -> dict[str, Any]:
     if is_sequential:
         params |= {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
     return params
-
-
-def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The body for the decode server: the client's own, and where the KV comes from (None: from nowhere)."""
-    return dict(body) if params is None else {**body, KV_FIELD: dict(params)}

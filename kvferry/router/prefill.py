@@ -13,7 +13,7 @@ import structlog
 from kvferry.router.api import Call, Head
 from kvferry.router.http_server import HttpServer, Source, clip, source_of
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.openai_body import KV_FIELD, prefill_body, prefill_params
+from kvferry.router.openai_body import KV_FIELD, VllmBody, prefill_params
 from kvferry.router.servers import Lease, ServerFailed
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ class Prefilled:
 
 
 async def run_prefill(
-    call: Call, lease: Lease[HttpServer], transfer_id: str, *, is_sequential: bool, metrics: RouterMetrics
+    call: Call[VllmBody], lease: Lease[HttpServer], transfer_id: str, *, is_sequential: bool, metrics: RouterMetrics
 ) -> Prefilled:
     """Have the server compute the prompt, and learn from its answer where its KV is to be had.
 
@@ -56,15 +56,15 @@ async def run_prefill(
         PassedOn: It refused the request.
         ServerFailed: It failed.
     """
-    body = prefill_body(call.body, prefill_params(transfer_id, is_sequential=is_sequential))
+    content = call.body.prefill(prefill_params(transfer_id, is_sequential=is_sequential))
     server = lease.server
     started_s = time.monotonic()
     try:
-        async with server.post(call.path, body, call.headers) as answer:
-            content = await server.read(answer)
+        async with server.post(call.path, content, call.headers) as answer:
+            told = await server.read(answer)
             head = Head(status=answer.status, content_type=answer.content_type, retry_after=answer.headers.get("Retry-After"))
-        check_status(server, head, content)
-        params = _params_of(server, content)
+        check_status(server, head, told)
+        params = _params_of(server, told)
     except ServerFailed as failure:
         if failure.kind != "unreachable":  # that its breaker was told already
             lease.failed(failure.reason)

@@ -66,7 +66,7 @@ class OpenRouter:
 
     address: str
     app: RouterApp
-    backend: Backend
+    backend: Backend[Any]
     watching: asyncio.Future[None]
 
     async def wait(self, stop: asyncio.Event) -> None:
@@ -86,7 +86,12 @@ async def open_router(settings: RouterSettings, security: Security | None) -> As
     backend = _make_backend(settings, security, metrics)
     app = RouterApp(backend, settings, metrics)
     runner = web.AppRunner(
-        app.application(), handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S
+        app.application(),
+        handle_signals=False,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_STOP_S,
+        auto_decompress=False,  # some bytes could become many; see RouterApp
     )
     try:
         await runner.setup()
@@ -102,7 +107,7 @@ async def open_router(settings: RouterSettings, security: Security | None) -> As
         await backend.close()
 
 
-def _make_backend(settings: RouterSettings, security: Security | None, metrics: RouterMetrics) -> Backend:
+def _make_backend(settings: RouterSettings, security: Security | None, metrics: RouterMetrics) -> Backend[Any]:
     if settings.are_nodes:
         from kvferry.router.node_flow import NodeFlow  # brings gRPC
 

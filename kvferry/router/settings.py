@@ -37,6 +37,7 @@ class RouterSettings:
         are_nodes: `decode` are kvferry's own nodes.
         are_prefill_nodes: `prefill` are.
         max_body_bytes: Of a client's request.
+        max_body_total_bytes: Of all requests under way.
 
     Raises:
         ConfigError: A value is out of range.
@@ -51,7 +52,8 @@ class RouterSettings:
     port: int = 8000
     retries: int = 2
     max_requests: int = 1024
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 8 << 20
+    max_body_total_bytes: int = 256 << 20
     connect_timeout_s: float = 5.0
     health_interval_s: float = 1.0
     lost_after_s: float = 30.0
@@ -66,6 +68,7 @@ class RouterSettings:
             ("--retries", self.retries, 0, 100),
             ("--max-requests", self.max_requests, 1, 1 << 20),
             ("--max-body", self.max_body_bytes, 1024, 1 << 30),
+            ("--max-body-total", self.max_body_total_bytes, self.max_body_bytes, 1 << 40),
         ):
             if not least <= number <= most:
                 raise ConfigError(f"{name} is {number}; it must be in [{least}, {most}]")
@@ -87,6 +90,7 @@ def router_settings(
     decode: Sequence[str],
     flow: str | None,
     max_body: str,
+    max_body_total: str,
     host: str,
     port: int,
     retries: int,
@@ -138,11 +142,6 @@ def router_settings(
         address = _node_address if are_prefill_nodes else _server_url
         before, servers = [address("--prefill", url) for url in prefill], [_server_url("--decode", url) for url in decode]
         _check_different([("--prefill", url) for url in before] + [("--decode", url) for url in servers])
-    try:
-        max_body_bytes = parse_size(max_body)
-    except ValueError as error:
-        raise ConfigError(f"--max-body is {max_body!r}; {error}") from None
-    assert isinstance(max_body_bytes, int)  # of a text
     return RouterSettings(
         prefill=tuple(before),
         decode=tuple(servers),
@@ -153,7 +152,8 @@ def router_settings(
         port=port,
         retries=retries,
         max_requests=max_requests,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=_size("--max-body", max_body),
+        max_body_total_bytes=_size("--max-body-total", max_body_total),
         connect_timeout_s=connect_timeout_s,
         health_interval_s=health_interval_s,
         lost_after_s=lost_after_s,
@@ -162,6 +162,15 @@ def router_settings(
         model_name=model_name,
         ready_file=ready_file,
     )
+
+
+def _size(option: str, given: str) -> int:
+    try:
+        size = parse_size(given)
+    except ValueError as error:
+        raise ConfigError(f"{option} is {given!r}; {error}") from None
+    assert isinstance(size, int)  # of a text
+    return size
 
 
 def _flow(given: str | None) -> FlowKind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -26,7 +26,7 @@ class Tries:
         retries: How many may follow the first.
     """
 
-    def __init__(self, retries: int, call: Call, metrics: RouterMetrics) -> None:
+    def __init__(self, retries: int, call: Call[Any], metrics: RouterMetrics) -> None:
         self._left = retries
         self._call = call
         self._metrics = metrics

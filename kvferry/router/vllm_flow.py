@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from kvferry.router.api import ApiError, Call, Head
+from kvferry.router.body_reader import BodyReader
 from kvferry.router.decode import DecodeAnswer, open_decode
 from kvferry.router.http_server import HttpServer
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.openai_body import why_decode_alone
+from kvferry.router.openai_body import VllmBody, vllm_body
 from kvferry.router.prefill import MOST_DOUBT, PassedOn, Prefilled, doubt, forget, run_prefill, trust
 from kvferry.router.servers import Lease, Server, ServerFailed, Tier, compare_names
 from kvferry.router.settings import FlowKind, RouterSettings
@@ -84,6 +85,7 @@ class VllmFlow:
             assert security is not None
             self.nodes = Tier(_nodes(settings, security, metrics))
         self.decode = servers("decode", settings.decode)
+        self._reader = BodyReader()
         self._ending: set[asyncio.Task[Any]] = set()  # prefill requests whose try is over
 
     @property
@@ -141,8 +143,11 @@ class VllmFlow:
 
     # Requests
 
-    async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
-        alone = why_decode_alone(call.body)
+    async def read(self, path: str, content: bytes) -> VllmBody:
+        return await self._reader.read(content, vllm_body, path)
+
+    async def answer(self, call: Call[VllmBody]) -> AsyncGenerator[Head | bytes, None]:
+        alone = call.body.alone
         if alone is not None:
             self._metrics.decode_alone(alone)
         tries = Tries(self._settings.retries, call, self._metrics)
@@ -163,20 +168,20 @@ class VllmFlow:
                     raise ApiError(502, f"the answer was cut off: {failure}") from failure
                 await tries.next(failure)
 
-    def _pick(self, call: Call, tried: frozenset[Server], *, is_alone: bool) -> _Pair:
+    def _pick(self, call: Call[VllmBody], tried: frozenset[Server], *, is_alone: bool) -> _Pair:
         decode = self.decode.lease(1, tried=tried)
         if decode is None:
             raise ApiError(503, self.decode.why_none(), retry_after_s=1)
         if is_alone:
             return _Pair(prefill=None, node=None, decode=decode)
-        prefill = self.prefill.lease(call.prompt_tokens, tried=tried)
-        node = self.nodes.lease(call.prompt_tokens, tried=tried)
+        prefill = self.prefill.lease(call.body.prompt_tokens, tried=tried)
+        node = self.nodes.lease(call.body.prompt_tokens, tried=tried)
         if prefill is None and node is None:
             decode.end()
             raise ApiError(503, self._before.why_none(), retry_after_s=1)
         return _Pair(prefill=prefill, node=node, decode=decode)
 
-    async def _try(self, call: Call, pair: _Pair, *, is_sequential: bool) -> AsyncGenerator[Head | bytes, None]:
+    async def _try(self, call: Call[VllmBody], pair: _Pair, *, is_sequential: bool) -> AsyncGenerator[Head | bytes, None]:
         """The answer of one pair of servers. Whatever way it ends, nothing that is of no more use goes on at either."""
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -189,7 +194,9 @@ class VllmFlow:
             yield passed.head
             yield passed.content
 
-    async def _open(self, call: Call, pair: _Pair, stack: contextlib.AsyncExitStack, *, is_sequential: bool) -> DecodeAnswer:
+    async def _open(
+        self, call: Call[VllmBody], pair: _Pair, stack: contextlib.AsyncExitStack, *, is_sequential: bool
+    ) -> DecodeAnswer:
         """The answer of the decode server, from its first token on; `stack` ends what runs for it."""
         transfer_id = secrets.token_hex(16)
         stack.callback(pair.decode.end)
@@ -226,7 +233,7 @@ class VllmFlow:
         trust(server)
         return answer
 
-    def _begin(self, call: Call, pair: _Pair, flow: str, transfer_id: str) -> None:
+    def _begin(self, call: Call[VllmBody], pair: _Pair, flow: str, transfer_id: str) -> None:
         self._metrics.try_began(flow)
         log.debug(
             "try_began",
@@ -273,7 +280,7 @@ _AtExit = Callable[[type[BaseException] | None, BaseException | None, TracebackT
 
 @contextlib.asynccontextmanager
 async def _decode(
-    call: Call, lease: Lease[HttpServer], params: Mapping[str, Any] | None, *, is_guess: bool = False
+    call: Call[VllmBody], lease: Lease[HttpServer], params: Mapping[str, Any] | None, *, is_guess: bool = False
 ) -> AsyncIterator[DecodeAnswer]:
     """As `open_decode`; the server's breaker is told how it went.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +25,18 @@ from tests.router.conftest import routing, settled
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply", None),
         (b'{"prompt": "x", "kv_transfer_params": null}', "kv_transfer_params is set by the router", "kv_transfer_params"),
         (b'{"prompt": "x", "stream": 1}', "stream is 1; it must be true or false", "stream"),
+        (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply; it must have at most 100", None),
+        (b'{"metadata": ' + b'{"a":' * 100 + b"1" + b"}" * 100 + b"}", "nested too deeply", None),
+        (b'{"prompt": "x\\ud800y"}', '"prompt" has "\\ud800", half of a surrogate pair', "prompt"),
+        (b'{"prompt": "x", "cache_salt": "\\uDC00"}', '"cache_salt" has "\\udc00"', "cache_salt"),
+        (b'{"prompt": "x", "stop": [{"\\udfff": 1}]}', '"stop" has "\\udfff"', "stop"),
+        (b'{"prompt": "\xed\xa0\x80"}', "no JSON", None),
+        (b'{"prompt": "x", "temperature": 1, "top_p": 1e400}', "top_p has a number that is too large", "top_p"),
+        (
+            b'{"prompt": "x", "n": 2, "vllm_xargs": {"kv_transfer_params": "x"}}',
+            "vllm_xargs has kv_transfer_params",
+            "vllm_xargs",
+        ),
     ],
 )
 async def test_bad_bodies_are_refused_by_name(body: bytes, said: str, param: str | None) -> None:
@@ -31,6 +45,13 @@ async def test_bad_bodies_are_refused_by_name(body: bytes, said: str, param: str
         assert answer.status == 400 and said in answer.error, answer.body
         assert answer.json["error"]["param"] == param and answer.json["error"]["type"] == "BadRequestError"
         assert not setup.prefill[0].requests
+
+
+async def test_bodies_as_deep_as_allowed_and_whole_pairs_are_taken() -> None:
+    async with routing() as setup:
+        body = b'{"model": "tiny", "prompt": "\\ud83d\\ude00\\\\ud800", "metadata": ' + b"[" * 99 + b"]" * 99 + b"}"
+        assert (await setup.client.post("/v1/completions", body)).status == 200
+        assert setup.decode[0].requests[0]["prompt"] == "\U0001f600\\ud800"
 
 
 @pytest.mark.parametrize("body", [{}, *({"prompt": given} for given in (None, {"a": 1}, 7, [[]], [None], [True]))])
@@ -46,6 +67,42 @@ async def test_bodies_have_a_largest_size() -> None:
         answer = await setup.client.complete("x" * 3000)
         assert answer.status == 413 and "2048" in answer.error
         assert (await setup.client.complete("x" * 1000)).status == 200
+
+
+async def test_a_body_of_unknown_length_has_it_too() -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield b" " * 1000
+
+    async with (
+        routing(max_body_bytes=2048) as setup,
+        setup.client.session.post(setup.client.url + "/v1/completions", data=parts()) as answer,
+    ):
+        assert answer.status == 413 and "--max-body" in await answer.text()
+
+
+async def test_compressed_bodies_are_refused() -> None:
+    async with routing() as setup:
+        bomb = gzip.compress(b'{"prompt": "' + b" " * 1_000_000 + b'"}')
+        answer = await setup.client.post("/v1/completions", bomb, headers={"Content-Encoding": "gzip"})
+        assert answer.status == 415 and "Content-Encoding is 'gzip'" in answer.error
+
+
+async def test_bodies_at_once_have_a_largest_size_together() -> None:
+    async with routing(learnt=True, max_body_bytes=4096, max_body_total_bytes=8192) as setup:
+        setup.prefill[0].gate.clear()
+        running = [asyncio.create_task(setup.client.complete("x" * 3000)) for _ in range(2)]
+        await until(lambda: setup.prefill[0].running == 2, "two run", within_s=5)
+        answer = await setup.client.complete("x" * 3000)
+        assert answer.status == 503 and answer.headers["Retry-After"] == "1" and "--max-body-total" in answer.error
+        assert await setup.client.metric("requests_total", endpoint="completions", outcome="refused") == 1
+        running.append(asyncio.create_task(setup.client.complete("x" * 1000)))
+        await until(lambda: setup.prefill[0].running == 3, "a smaller one has room", within_s=5)
+        setup.prefill[0].gate.set()
+        assert [one.status for one in await asyncio.gather(*running)] == [200, 200, 200]
+        for _ in range(3):
+            assert (await setup.client.complete("x" * 3000)).status == 200
+        await settled(setup)
 
 
 async def test_unknown_paths_and_methods_are_json_errors() -> None:

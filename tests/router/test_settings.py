@@ -47,7 +47,8 @@ def route(*arguments: str) -> Result:
 def settings(prefill: list[str], decode: list[str], **options: Any) -> RouterSettings:
     defaults: dict[str, Any] = {
         "flow": None,
-        "max_body": "16MiB",
+        "max_body": "8MiB",
+        "max_body_total": "256MiB",
         "host": "127.0.0.1",
         "port": 0,
         "retries": 2,
@@ -109,6 +110,8 @@ def settings(prefill: list[str], decode: list[str], **options: Any) -> RouterSet
         (["--prefill", P, "--decode", D, "--max-requests", "0"], "--max-requests is 0"),
         (["--prefill", P, "--decode", D, "--max-body", "lots"], "--max-body is 'lots'; it must be a size"),
         (["--prefill", P, "--decode", D, "--max-body", "1"], "--max-body is 1; it must be in [1024,"),
+        (["--prefill", P, "--decode", D, "--max-body-total", "-"], "--max-body-total is '-'; it must be a size"),
+        (["--prefill", P, "--decode", D, "--max-body-total", "1MiB"], "--max-body-total is 1048576; it must be in [8388608,"),
         (["--prefill", P, "--decode", D, "--connect-timeout", "0"], "--connect-timeout is 0.0"),
         (["--prefill", P, "--decode", D, "--health-interval", "nan"], "--health-interval is nan"),
         (["--prefill", P, "--decode", D, "--health-interval", "1e-9"], "--health-interval is 1e-09; it must be at least 0.05"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.router import sse
 from kvferry.router.api import CHAT, COMPLETIONS
 from kvferry.router.http_server import Source, source_of
-from kvferry.router.openai_body import prefill_body, prompt_tokens, why_decode_alone
+from kvferry.router.openai_body import prompt_tokens, vllm_body, why_decode_alone
 from tests.router.vllm_server import SHAPES, recorded, recorded_events
 
 
@@ -140,6 +140,8 @@ def test_no_body_is_too_strange(value: object) -> None:
         body = {name: value, "kept": value}
         assert prompt_tokens(COMPLETIONS, body) >= 1 and prompt_tokens(CHAT, body) >= 1
         why_decode_alone(body)
-        sent = prefill_body(body, {})
-        json.dumps(sent)
-        assert sent["kept"] == value and sent["max_tokens"] == sent["n"] == 1
+        sent = vllm_body(COMPLETIONS, body)
+        for_prefill, for_decode = json.loads(sent.prefill({"a": 1})), json.loads(sent.decode({"b": 2}))
+        assert for_prefill["kept"] == value and for_prefill["max_tokens"] == for_prefill["n"] == 1
+        assert for_prefill["kv_transfer_params"] == {"a": 1} and for_decode == {**body, "kv_transfer_params": {"b": 2}}
+        assert json.loads(sent.decode(None)) == body

@@ -1,0 +1,129 @@
+"""Which bodies the loop reads itself, and what becomes of those that a process reads for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from asyncio.subprocess import Process
+from typing import Any
+
+import pytest
+
+from kvferry.router import body_reader
+from kvferry.router.api import CHAT, COMPLETIONS, ApiError
+from kvferry.router.body_reader import BodyReader, is_light
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.node_body import completion
+from kvferry.router.node_flow import NodeFlow
+from kvferry.router.openai_body import vllm_body
+from kvferry.router.settings import RouterSettings
+from tests.router.conftest import routing
+from transfer.registry.security import PlainText
+
+
+def repeated(value: str, number: int) -> bytes:
+    return f'{{"prompt": [{", ".join([value] * number)}]}}'.encode()
+
+
+@pytest.fixture
+def all_by_process(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """The processes that read bodies, which is all bodies here."""
+    made: list[Process] = []
+    make = asyncio.create_subprocess_exec
+
+    async def create(*args: Any, **options: Any) -> Process:
+        made.append(await make(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(body_reader, "MAX_LIGHT_VALUES", 0)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    return made
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(repeated("12345", 131_072), id="a long prompt of ids"),
+        pytest.param(json.dumps({"prompt": "To be, or not to be: that is the question. " * 25_000}).encode(), id="a book"),
+        pytest.param(json.dumps({"messages": [{"content": "iVBORw0KGgo" * 250_000}]}).encode(), id="a photo"),
+        pytest.param(json.dumps({"tools": [{"type": "function", "parameters": {"a": [1]}}] * 1000}).encode(), id="many tools"),
+    ],
+)
+def test_what_clients_send_is_read_on_the_loop(content: bytes) -> None:
+    assert is_light(content)
+
+
+@pytest.mark.parametrize("value", ["1", "1.5", "12345678901234567e-300", "[]", "{}", '""', '{"a": [1]}'])
+def test_a_mebibyte_of_small_values_is_not(value: str) -> None:
+    assert not is_light(repeated(value, (1 << 20) // (len(value) + 2)))
+
+
+async def test_a_costly_body_takes_little_of_the_loops_time(all_by_process: list[Process]) -> None:
+    content = repeated("7", 1_000_000)
+    began_s = time.thread_time()
+    body = vllm_body(COMPLETIONS, json.loads(content))
+    inline_s, began_s = time.thread_time() - began_s, time.thread_time()
+    assert await BodyReader().read(content, vllm_body, COMPLETIONS) == body
+    assert time.thread_time() - began_s < max(0.05, inline_s / 2)
+    assert [process.returncode for process in all_by_process] == [0]
+
+
+async def test_answers_are_the_same_whoever_read_the_body(all_by_process: list[Process]) -> None:
+    async with routing(learnt=True) as setup:
+        answer = await setup.client.complete("é\U0001f600" * 10, max_tokens=5, stop=["x"])
+        assert answer.status == 200 and answer.text.startswith("<20>"), answer.body
+        before, after = setup.prefill[0].requests[0], setup.decode[0].requests[0]
+        assert before["prompt"] == after["prompt"] == "é\U0001f600" * 10
+        assert (before["max_tokens"], after["max_tokens"], after["stop"]) == (1, 5, ["x"]) and "stop" not in before
+    assert all_by_process
+
+
+async def test_a_body_for_a_node_comes_from_a_process_too(all_by_process: list[Process]) -> None:
+    body = await BodyReader().read(b'{"prompt": [5, 6], "seed": 3, "stream": true}', completion, "tiny")
+    assert list(body.request.token_ids.ids) == [5, 6] and body.request.sampling.seed == 3 and body.is_stream
+    assert all_by_process
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "param"),
+    [(b'{"prompt": "x", "n": 2}', 400, "n"), (b'{"prompt": "x", "model": "other"}', 404, "model"), (b"[1]", 400, None)],
+)
+async def test_a_refusal_is_the_same_too(all_by_process: list[Process], content: bytes, status: int, param: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        await BodyReader().read(content, completion, "tiny")
+    assert (refused.value.status, refused.value.param) == (status, param) and refused.value.message
+    assert all_by_process
+
+
+async def test_a_process_that_is_killed_costs_its_request_alone(all_by_process: list[Process]) -> None:
+    reader = BodyReader()
+    with pytest.raises(ApiError, match="ended with code -9") as failed:
+        await reader.read(b"{}", eval, "__import__('signal').raise_signal(9)")
+    assert failed.value.status == 503 and failed.value.retry_after_s == 1
+    assert await reader.read(b'{"a": 5}', eval, "a") == 5
+
+
+async def test_a_process_whose_request_is_given_up_is_ended(all_by_process: list[Process]) -> None:
+    reader = BodyReader()
+    for _ in range(body_reader.MAX_PROCESSES + 1):  # each gives its place back
+        reading = asyncio.create_task(reader.read(b"{}", eval, "__import__('time').sleep(600)"))
+        number = len(all_by_process)
+        while len(all_by_process) == number:
+            await asyncio.sleep(0.001)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert all_by_process[-1].returncode == -signal.SIGKILL
+
+
+async def test_a_node_takes_no_chat_that_is_costly_to_read() -> None:
+    settings = RouterSettings(prefill=(), decode=("127.0.0.1:1",), are_nodes=True)
+    flow = NodeFlow(settings, PlainText(), RouterMetrics())
+    try:
+        with pytest.raises(ApiError, match="too large for a chat") as refused:
+            await flow.read(CHAT, repeated("[]", 100_000))
+        assert refused.value.status == 413
+    finally:
+        await flow.close()
