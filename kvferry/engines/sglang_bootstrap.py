@@ -3,30 +3,64 @@
 SGLang gives every request the host and port of this server and asks it, before anything else, how the prefill engine is cut. Here
 it also says where the engine's kvferry listens (PrefillControl); the KV and everything about it go there. The routes are those
 that SGLang and its routers use: ``/route``, ``/register_dp_rank``, ``/query_dp_ranks``, ``/health``.
+
+Anybody who reaches the port can ask. Only the engine's own processes can register a rank or change an entry: they sign with a key
+that SGLang's launcher and the processes that it starts have in common, see `engine_key`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
+import multiprocessing
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+import aiohttp
 import structlog
 from aiohttp import web
 
-from transfer.errors import PeerUnreachable, RemoteProtocolError
+from transfer.errors import PeerUnreachable, RemoteProtocolError, TransferError
+from transfer.layout import MAX_RANKS
 
 CALL_TIMEOUT_S: Final = 5.0
 REGISTER_TRIES: Final = 60
+START_TIMEOUT_S: Final = 10.0
+
 DP_RANK_KEPT_S: Final = 600.0
 MAX_ROOMS: Final = 65_536
-START_TIMEOUT_S: Final = 10.0
+MAX_BODY_BYTES: Final = 1 << 20
+"""Of a call: a question about some 50,000 rooms."""
+
+MAX_ANSWER_BYTES: Final = 1 << 20
+
+MAX_LOOKUPS: Final = 32
+"""Prefill engines that are asked at a time."""
+
+MAX_ENGINES: Final = 1024
+"""Prefill engines of which an answer is kept, and as many that gave none."""
+
+RETRY_LOOKUP_S: Final = 2.0
+"""A prefill engine that gave no answer is not asked again before. SGLang gives up a request after 15 s."""
+
+LOOKUP_WAIT_S: Final = 0.02
+LOOKUP_WAIT_SHARE: Final = 0.05
+"""A scheduler waits so long for an answer, and for no more than this share of its time. Most answers come within milliseconds,
+and SGLang looks again only after a second."""
+
+KEY: Final = "SGLANG_KVFERRY_BOOTSTRAP_KEY"
+"""Environment variable with the key of `engine_key`, for an engine whose schedulers are not started by its launcher's process."""
+
+SIGNATURE: Final = "X-Kvferry-Signature"
+_MAX_ROOM: Final = 2**64 - 1
 
 log = structlog.get_logger(__name__)
 
@@ -70,18 +104,38 @@ class PrefillInfo:
     addresses: tuple[str, ...]  # of PrefillControl, for each replica
 
 
+def engine_key() -> bytes:
+    """Return the key that the processes of one engine share.
+
+    Python makes a random one in each program and hands it to the processes that `multiprocessing` starts, theirs included. It is
+    neither on disk nor in any environment, and an engine that is started again has another one.
+    """
+    given = os.environ.get(KEY)
+    return given.encode() if given else bytes(multiprocessing.current_process().authkey)
+
+
+def signature(key: bytes, path: str, content: bytes) -> str:
+    """Return what proves that a call comes from a process of the engine."""
+    return hmac.new(key, f"kvferry bootstrap {path}\n".encode() + content, hashlib.sha256).hexdigest()
+
+
 class BootstrapServer:
     """Serves until `close()`, on a thread of its own.
+
+    Args:
+        clock: Seconds.
 
     Raises:
         OSError: The port cannot be had.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.host = host
         self.port = port
+        self._key = engine_key()
+        self._clock = clock
         self._ranks: dict[tuple[int, int], PrefillRank] = {}
-        self._dp_ranks: dict[int, tuple[int, float]] = {}  # room -> replica, and until when it is kept
+        self._rooms: OrderedDict[int, _Room] = OrderedDict()  # the oldest first
         self._loop = asyncio.new_event_loop()
         started: threading.Event = threading.Event()
         failed: list[BaseException] = []
@@ -99,13 +153,13 @@ class BootstrapServer:
 
     def _run(self, started: threading.Event, failed: list[BaseException]) -> None:
         asyncio.set_event_loop(self._loop)
-        app = web.Application()
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/health", self._health)
         app.router.add_put("/route", self._register)
         app.router.add_get("/route", self._tell)
         app.router.add_post("/register_dp_rank", self._register_dp_rank)
         app.router.add_post("/query_dp_ranks", self._query_dp_ranks)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         try:
             self._loop.run_until_complete(runner.setup())
             site = web.TCPSite(runner, host=self.host, port=self.port)
@@ -124,8 +178,15 @@ class BootstrapServer:
         return web.Response(text="OK")
 
     async def _register(self, request: web.Request) -> web.Response:
+        content = await request.read()
+        if not self._is_of_engine(request, content):
+            text = (
+                "only this engine's own processes can register a rank; where SGLang's launcher does not start its schedulers, "
+                f"give all of them the same {KEY}"
+            )
+            return web.Response(status=403, text=text)
         try:
-            rank = PrefillRank(**await request.json())
+            rank = PrefillRank(**_object(content))
         except (TypeError, ValueError) as error:
             return web.Response(status=400, text=f"not a rank of a prefill engine with kvferry: {error}")
         others = [one for one in self._ranks.values() if (one.dp_size, one.tp_size) != (rank.dp_size, rank.tp_size)]
@@ -133,6 +194,10 @@ class BootstrapServer:
             self._ranks.clear()  # another life of the engine, cut in another way
         self._ranks[rank.dp_rank, rank.tp_rank] = rank
         return web.Response(text="OK")
+
+    def _is_of_engine(self, request: web.Request, content: bytes) -> bool:
+        given = request.headers.get(SIGNATURE, "")
+        return hmac.compare_digest(given.encode(), signature(self._key, request.path, content).encode())
 
     async def _tell(self, request: web.Request) -> web.Response:
         first = self._ranks.get((0, 0))
@@ -157,23 +222,59 @@ class BootstrapServer:
         )
 
     async def _register_dp_rank(self, request: web.Request) -> web.Response:
+        content = await request.read()
         try:
-            body = await request.json()
+            body = _object(content)
             room, dp_rank = int(body["bootstrap_room"]), int(body["dp_rank"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             return web.Response(status=400, text=f"bootstrap_room and dp_rank are needed: {error!r}")
-        now = time.monotonic()
-        if len(self._dp_ranks) >= MAX_ROOMS:
-            self._dp_ranks = {kept: place for kept, place in self._dp_ranks.items() if place[1] > now}
-        self._dp_ranks[room] = (dp_rank, now + DP_RANK_KEPT_S)
+        first = self._ranks.get((0, 0))
+        dp_size = MAX_RANKS if first is None else first.dp_size
+        for name, value, most in (("bootstrap_room", room, _MAX_ROOM), ("dp_rank", dp_rank, dp_size - 1)):
+            if not 0 <= value <= most:
+                return web.Response(status=400, text=f"{name} is {value}; it must be in [0, {most}]")
+        now = self._clock()
+        told = self._rooms.get(room)
+        is_other = told is not None and told.dp_rank != dp_rank and now < told.until
+        if is_other and not self._is_of_engine(request, content):
+            return web.Response(status=409, text=f"bootstrap_room {room} is taken")
+        self._rooms[room] = _Room(dp_rank, now + DP_RANK_KEPT_S)
+        self._rooms.move_to_end(room)
+        for _ in range(2):  # each call adds one at most, so the table shrinks when its entries expire
+            oldest = next(iter(self._rooms.values()))
+            if len(self._rooms) > MAX_ROOMS or oldest.until <= now:
+                self._rooms.popitem(last=False)
         return web.Response(text="OK")
 
     async def _query_dp_ranks(self, request: web.Request) -> web.Response:
         try:
-            rooms = [int(room) for room in (await request.json())["bootstrap_rooms"]]
-        except (KeyError, TypeError, ValueError) as error:
+            rooms = [int(room) for room in _object(await request.read())["bootstrap_rooms"]]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             return web.Response(status=400, text=f"bootstrap_rooms is needed: {error!r}")
-        return web.json_response({str(room): self._dp_ranks[room][0] for room in rooms if room in self._dp_ranks})
+        now = self._clock()
+        found = {str(room): self._rooms[room] for room in rooms if room in self._rooms}
+        return web.json_response({name: room.dp_rank for name, room in found.items() if now < room.until})
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Which replica has a request, and until when it is kept."""
+
+    dp_rank: int
+    until: float
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """Raises:
+    ValueError: It is no JSON object.
+    """
+    try:
+        body = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"it is a JSON {type(body).__name__}")
+    return body
 
 
 def register_rank(url: str, rank: PrefillRank) -> threading.Thread:
@@ -190,7 +291,7 @@ def register_rank(url: str, rank: PrefillRank) -> threading.Thread:
     def register() -> None:
         for _ in range(REGISTER_TRIES):
             try:
-                _call("PUT", f"{url}/route", body)
+                _call("PUT", url, "/route", body)
                 return
             except PeerUnreachable:
                 time.sleep(1.0)
@@ -205,8 +306,8 @@ def register_rank(url: str, rank: PrefillRank) -> threading.Thread:
 
 
 def register_dp_rank(url: str, *, room: int, dp_rank: int) -> None:
-    """Tell which replica has a request; see `_call` for what it raises."""
-    _call("POST", f"{url}/register_dp_rank", {"bootstrap_room": room, "dp_rank": dp_rank})
+    """Tell the engine's own bootstrap server which replica has a request; see `_call` for what it raises."""
+    _call("POST", url, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": dp_rank})
 
 
 def fetch_info(url: str) -> PrefillInfo:
@@ -217,7 +318,7 @@ def fetch_info(url: str) -> PrefillInfo:
         RemoteProtocolError: It is another backend's, or says what cannot be.
     """
     query = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-    told = _call("GET", f"{url}/route?{query}", None)
+    told = _call("GET", url, f"/route?{query}")
     if not isinstance(told, Mapping) or "kvferry_addresses" not in told:
         raise RemoteProtocolError(f"{url} is the bootstrap server of another transfer backend; prefill needs kvferry, too")
     try:
@@ -229,7 +330,7 @@ def fetch_info(url: str) -> PrefillInfo:
             attn_tp_size=int(told["attn_tp_size"]),
             addresses=addresses,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RemoteProtocolError(f"{url} describes its prefill engine wrongly: {error!r}") from error
     if len(info.addresses) != info.dp_size or not all(info.addresses):
         raise RemoteProtocolError(
@@ -238,22 +339,105 @@ def fetch_info(url: str) -> PrefillInfo:
     return info
 
 
-def _call(method: str, url: str, body: object) -> Any:
-    """The answer, parsed where it is JSON.
+class PrefillLookups:
+    """What is known of prefill engines, by the address of their bootstrap servers. Owned by a scheduler's thread.
+
+    A request names the address, and may name one that never answers, or answers a byte at a time. So engines are asked on other
+    threads, and an engine is not known before it has answered.
+
+    Args:
+        fetch: `fetch_info`.
+        clock: Seconds.
+    """
+
+    def __init__(self, *, fetch: Callable[[str], PrefillInfo] = fetch_info, clock: Callable[[], float] = time.monotonic) -> None:
+        self.known: dict[str, PrefillInfo] = {}
+        self._fetch = fetch
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(max_workers=MAX_LOOKUPS, thread_name_prefix="kvferry-lookup")
+        self._asked: dict[str, Future[PrefillInfo]] = {}
+        self._failed: OrderedDict[str, float] = OrderedDict()  # when each may be asked again, the oldest first
+        self._next_wait_s = 0.0
+
+    def is_known(self, address: str) -> bool:
+        """Whether the engine at `address` (host:port) is in `known`; it is asked if not."""
+        self._take_answers()
+        if address in self.known:
+            return True
+        now = self._clock()
+        if address in self._asked or len(self._asked) >= MAX_LOOKUPS or now < self._failed.get(address, now):
+            return False
+        asked = self._asked[address] = self._threads.submit(self._fetch, f"http://{address}")
+        if now >= self._next_wait_s:
+            wait([asked], timeout=LOOKUP_WAIT_S)
+            waited_s = self._clock() - now
+            self._next_wait_s = now + waited_s / LOOKUP_WAIT_SHARE
+            self._take_answers()
+        return address in self.known
+
+    def forget(self, address: str) -> None:
+        """Another life of the engine may be at `address` by now."""
+        self.known.pop(address, None)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _take_answers(self) -> None:
+        for address, asked in list(self._asked.items()):
+            if not asked.done():
+                continue
+            del self._asked[address]
+            self._failed.pop(address, None)
+            try:
+                self.known[address] = asked.result()
+            except TransferError as error:
+                log.warning("prefill_not_known", bootstrap=address, reason=str(error))
+                self._failed[address] = self._clock() + RETRY_LOOKUP_S
+        for kept in (self.known, self._failed):
+            while len(kept) > MAX_ENGINES:
+                del kept[next(iter(kept))]
+
+
+def _call(method: str, url: str, path: str, body: object = None) -> Any:
+    """Return the answer, parsed where it is JSON. A body is signed.
+
+    Args:
+        url: ``http://host:port``.
 
     Raises:
         PeerUnreachable: No answer, or one that says "not yet".
         RemoteProtocolError: A refusal, or an answer that is none.
     """
-    data = None if body is None else json.dumps(body).encode()
-    request = Request(url, data=data, method=method, headers={"Content-Type": "application/json"})
+    content, headers = b"", {"Accept-Encoding": "identity"}
+    if body is not None:
+        content = json.dumps(body).encode()
+        headers |= {"Content-Type": "application/json", SIGNATURE: signature(engine_key(), path, content)}
+    return asyncio.run(_ask(method, url + path, content, headers))
+
+
+async def _ask(method: str, url: str, content: bytes, headers: Mapping[str, str]) -> Any:
+    """Raises what `_call` does. Only a limit of the whole call bounds an answer that comes a byte at a time."""
+    said = bytearray()
     try:
-        with urlopen(request, timeout=CALL_TIMEOUT_S) as answer:
-            text = answer.read(1 << 20).decode("utf-8", "replace")
-            return json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
-    except HTTPError as error:
-        said = error.read(1000).decode("utf-8", "replace")
-        kind = PeerUnreachable if error.code == 503 else RemoteProtocolError
-        raise kind(f"{url} answers {error.code}: {said}") from None
-    except (OSError, ValueError) as error:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S), auto_decompress=False) as session,
+            session.request(method, url, data=content, headers=headers, allow_redirects=False) as answer,
+        ):
+            async for part in answer.content.iter_any():
+                said += part
+                if len(said) > MAX_ANSWER_BYTES:
+                    raise RemoteProtocolError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes")
+    except TimeoutError:
+        raise PeerUnreachable(f"{url} does not answer within {CALL_TIMEOUT_S:g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         raise PeerUnreachable(f"{url} does not answer: {error}") from None
+    text = said.decode("utf-8", "replace")
+    if answer.status != 200:
+        kind = PeerUnreachable if answer.status == 503 else RemoteProtocolError
+        raise kind(f"{url} answers {answer.status}: {text[:1000]}")
+    if "json" not in answer.content_type:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"{url} answers with what is no JSON: {error}") from None

@@ -10,7 +10,6 @@ import atexit
 import ctypes
 import os
 import secrets
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -37,9 +36,8 @@ from kvferry.engines.hosted_rank import HostedRank
 from kvferry.engines.model_identity import model_fields
 from kvferry.engines.sglang_bootstrap import (
     BootstrapServer,
-    PrefillInfo,
+    PrefillLookups,
     PrefillRank,
-    fetch_info,
     register_dp_rank,
     register_rank,
 )
@@ -109,9 +107,15 @@ class KvferryManager(BaseKVManager):
                 read_note=self._rows.read,
                 timeout_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
             )
+            host = get_serving().host
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            self._bootstrap_url = NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url()
+            self._telling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-dp-rank")
             self.register_to_bootstrap()
             return
-        self.prefill_info_table: dict[str, PrefillInfo] = {}  # by bootstrap address; SGLang looks into it
+        self._lookups = PrefillLookups()
+        atexit.register(self._lookups.close)
+        self.prefill_info_table = self._lookups.known  # by bootstrap address; SGLang looks into it
         self._executor: ThreadPoolExecutor | None = None
         self.incoming = IncomingPrompts(
             rank=self.rank,
@@ -124,7 +128,7 @@ class KvferryManager(BaseKVManager):
 
     def _forget_prefill(self, bootstrap: str) -> None:
         """A transfer from there failed: perhaps another life of the engine is behind that port by now."""
-        self.prefill_info_table.pop(bootstrap, None)
+        self._lookups.forget(bootstrap)
 
     def register_to_bootstrap(self) -> None:
         """Tell prefill's bootstrap server of this rank, as soon as that is up."""
@@ -140,22 +144,24 @@ class KvferryManager(BaseKVManager):
             http_port=get_serving().port,
             address="" if self.leader is None else self.leader.address,
         )
-        host = get_serving().host
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        register_rank(NetworkAddress(host, get_disagg().disaggregation_bootstrap_port).to_url(), rank)
+        register_rank(self._bootstrap_url, rank)
+
+    def tell_dp_rank(self, room: int) -> None:
+        """Tell the engine's bootstrap server that this replica has a request. On another thread, one after the other."""
+
+        def tell() -> None:
+            try:
+                register_dp_rank(self._bootstrap_url, room=room, dp_rank=self.dp_rank)
+            except TransferError as error:
+                log.error("dp_rank_not_registered", room=room, reason=str(error))
+
+        self._telling.submit(tell)
 
     # What decode's queue calls
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether it is known how the prefill engine is cut; asks its bootstrap server where not."""
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        try:
-            self.prefill_info_table[bootstrap_addr] = fetch_info(f"http://{bootstrap_addr}")
-        except TransferError as error:
-            log.warning("prefill_not_known", bootstrap=bootstrap_addr, reason=str(error))
-            return False
-        return True
+        """Whether it is known how the prefill engine is cut; its bootstrap server is asked if not. The scheduler calls this."""
+        return self._lookups.is_known(bootstrap_addr)
 
     def _ensure_prefill_recompute_executor(self) -> ThreadPoolExecutor:
         """Threads for SGLang's questions to bootstrap servers."""
@@ -182,8 +188,7 @@ class KvferrySender(BaseKVSender):
         parallel = get_parallel()
         is_free_to_choose = parallel.load_balance_method != "follow_bootstrap_room" and not req_has_disagg_prefill_dp_rank
         if mgr.dp_size > 1 and is_free_to_choose and parallel.attn_tp_rank == 0:
-            url, room, dp_rank = f"http://{bootstrap_addr}", bootstrap_room, mgr.dp_rank
-            threading.Thread(target=lambda: register_dp_rank(url, room=room, dp_rank=dp_rank), daemon=True).start()
+            mgr.tell_dp_rank(bootstrap_room)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Decode waits, and the prompt is about to be computed."""
