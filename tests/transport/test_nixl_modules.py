@@ -54,6 +54,6 @@ def test_modules_that_ucx_loads(
     monkeypatch.delenv("UCX_MODULES", raising=False)
     if environment is not None:
         monkeypatch.setenv("UCX_MODULES", environment)
-    agent: Any = nixl_library.Agent(LIB, "UCX", {})
+    agent: Any = nixl_library.Agent(LIB, "UCX", {}, is_target=True)
     assert agent._agent.modules == loaded
     assert os.environ.get("UCX_MODULES") == environment

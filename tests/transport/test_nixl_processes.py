@@ -127,6 +127,26 @@ def test_an_idle_target_sleeps_and_still_serves(target: Ends) -> None:
     assert (target.array == noise(SIZE, SEED)).all()
 
 
+def test_only_the_target_of_a_session_has_a_progress_thread() -> None:
+    """At a writer it would look at UCX's CUDA events beside the owner (docs/adr/0041-nixl-progress-thread.md)."""
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    writer, target = NixlTransport(lane="net"), NixlTransport(lane="net")
+    memory = target.register(ring_of(4096))
+    offer = writer.offer()
+    _, answer = target.accept(offer.blob, memory)
+    offer.complete(answer)  # UCX's own thread has started: all sessions share it
+    offer, before = writer.offer(), threads()
+    _, answer = target.accept(offer.blob, memory)
+    behind_accept = threads()
+    offer.complete(answer)
+    assert (len(behind_accept - before), len(threads() - behind_accept)) == (1, 0)
+    writer.close()
+    target.close()
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.005])
 def test_target_killed_in_mid_write(writer: Ends, delay_s: float) -> None:
     """The survivor lives, every handle ends, and so does every later one."""

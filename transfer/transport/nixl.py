@@ -117,7 +117,7 @@ class NixlTransport:
         self._endings: list[Ending] = []  # of closed sessions whose writers may still try
         self._waits = WaitingThread("nixl-closing")
         self._closed = False
-        self._create_agent(_NET).close()  # finds a missing plugin here, and pays for loading it (0.4 s)
+        self._create_agent(_NET, is_target=False).close()  # finds a missing plugin here, and pays for loading it (0.4 s)
 
     @property
     def name(self) -> str:
@@ -166,7 +166,7 @@ class NixlTransport:
             )
         lane, address, ending, obstacle = self._choose_lane(fields, own)
         try:
-            agent = self._create_agent(lane)
+            agent = self._create_agent(lane, is_target=True)
             agent.register(own, address)
         except Exception:
             if ending is not None:
@@ -248,7 +248,7 @@ class NixlTransport:
             lane = _NET
         metadata, version = field_of(answer, "metadata", bytes), field_of(answer, "nixl", str)[:32]
         self._sweep()
-        agent = self._create_agent(lane)
+        agent = self._create_agent(lane, is_target=False)
         try:
             check_metadata(
                 metadata,
@@ -319,11 +319,11 @@ class NixlTransport:
         line.close()
         return obstacle, None
 
-    def _create_agent(self, lane: str) -> Agent:
+    def _create_agent(self, lane: str, *, is_target: bool) -> Agent:
         options = dict(self._options)
         if lane == _NET and self.backend == UCX_BACKEND:
             options["TLS"] = transports_without(self._tls(), _UNREVOCABLE)
-        return Agent(self._lib, self.backend, options)
+        return Agent(self._lib, self.backend, options, is_target=is_target)
 
     def _tls(self) -> str:
         return self._options.get("TLS") or os.environ.get("UCX_TLS") or "all"

@@ -22,8 +22,8 @@ from transfer.transport.memory import HostMemory, Memory
 
 UCX_BACKEND = "UCX"
 _PACKAGES = {"13": "nixl_cu13", "12": "nixl_cu12"}
-# The progress thread sleeps on UCX's descriptor and looks once in this time on top, should an event have been missed. It serves
-# what needs the target's help (TCP, connecting) while the owner's loop is idle: 10 wake-ups a second of a few microseconds.
+# A target's progress thread serves what needs the target's help (TCP, connecting) while its owner's loop is idle. It sleeps on
+# UCX's descriptor. It also wakes up once in this time, in case an event was missed: a few microseconds, 10 times a second.
 _PROGRESS_DELAY_US = 100_000
 # NIXL brings a UCX of its own beside that of the ucx transport. Each UCX hooks mmap, munmap and the like to learn of memory that
 # goes away, and the second one to do so unhooks the first, unnoticed: the first one's registration cache goes stale, its next
@@ -130,15 +130,17 @@ class Agent:
         lib: What `load_nixl` returned.
         backend: The NIXL plugin that moves the bytes.
         options: UCX options without their ``UCX_`` prefix; none for other backends.
+        is_target: Start NIXL's progress thread. A writer needs none: it looks at its writes itself, and the thread is not safe
+            beside copies on a GPU, which only a writer has (docs/adr/0041-nixl-progress-thread.md).
 
     Raises:
         ConfigError: The plugin is missing or cannot be set up here.
     """
 
-    def __init__(self, lib: ModuleType, backend: str, options: Mapping[str, str]) -> None:
+    def __init__(self, lib: ModuleType, backend: str, options: Mapping[str, str], *, is_target: bool) -> None:
         self._lib = lib
         config = lib.nixlAgentConfig()
-        config.useProgThread = True
+        config.useProgThread = is_target
         config.useListenThread = False
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = lib.NIXL_THREAD_SYNC_NONE  # one owner thread; NIXL locks against its own progress thread
