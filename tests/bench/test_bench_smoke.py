@@ -126,6 +126,17 @@ def test_idle_cluster_has_a_row_for_each_leader_and_rank(tmp_path: Path) -> None
     assert [line.limit for line in outcomes_of("idle", record)] == [3.0, None]
 
 
+@pytest.mark.slow
+def test_nixl_progress_writes_and_compares_with_both_settings_of_the_thread(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    command = [sys.executable, "-m", "bench.nixl_progress", "--quick", "--device", "cpu", "--lanes", "shm", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    pairs = json.loads(file.read_text())["pairs"]
+    assert [pair["case"] for pair in pairs] == ["lane shm, thread at target, pair 1", "lane shm, thread at both ends, pair 1"]
+    assert all(pair["writes"] and pair["carried_by"] == "nixl/shm" and not pair["failure"] for pair in pairs)
+
+
 def test_pages_and_what_the_table_reads_of_them(tmp_path: Path) -> None:
     record = bench("bench.pages", tmp_path / "record.json")
     check_rows(record)
