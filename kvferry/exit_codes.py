@@ -10,6 +10,7 @@ from transfer.errors import (
     IntegrityError,
     LayoutError,
     MemoryPlanError,
+    OutOfMemory,
     PeerUnreachable,
     StagingError,
     TransferAborted,
@@ -34,6 +35,7 @@ TERMINATED: Final = 143  # SIGTERM, SIGHUP
 _BY_ERROR: Final[tuple[tuple[type[TransferError], int], ...]] = (
     (ConfigError, BAD_INPUT),
     (LayoutError, DOES_NOT_FIT),
+    (OutOfMemory, NO_ROOM),
     (MemoryPlanError, DOES_NOT_FIT),
     (StagingError, NO_ROOM),
     (TransportTimeout, TOO_LATE),

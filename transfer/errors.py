@@ -19,6 +19,7 @@
     ├ IntegrityError                  bytes arrived that are not the bytes that were sent
     ├ MemoryPlanError                 what was asked for does not fit the memory that there is
     ├ EngineError                     the engine could not load the model or run a step
+    │ └ OutOfMemory (MemoryPlanError) memory ran out: the plan left too little, or something else took it
     └ TransferAborted                 the transfer was given up on purpose
 
 "Not yet" (ring full, watermark behind, write pending) is a value, never one of these.
@@ -102,6 +103,16 @@ class EngineError(TransferError):
     def __init__(self, *args: object, spares_kv: bool = False) -> None:
         super().__init__(*args)
         self.spares_kv = spares_kv
+
+
+class OutOfMemory(EngineError, MemoryPlanError):
+    """Memory ran out. The message names the work, the bytes asked for, the free bytes, and the settings to change.
+
+    It says nothing against the KV of the requests that it ended.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args, spares_kv=True)
 
 
 class Preempted(TransferError):

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 
 from kvferry import exit_codes
+from transfer.errors import OutOfMemory
 from transfer.registry.status import error_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
@@ -29,3 +30,4 @@ def test_every_grpc_status_has_the_exit_code_of_its_row() -> None:
         if status is not grpc.StatusCode.OK
     }
     assert found == listed
+    assert exit_codes.exit_code_of(OutOfMemory("in a step")) == listed["RESOURCE_EXHAUSTED"]

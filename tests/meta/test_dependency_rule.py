@@ -98,7 +98,7 @@ GRPC_FILES = (
       for name in ("*_service.py", "*client.py", "*_server.py")),
 )  # fmt: skip
 DEVICE_FILES = (
-    "transfer/kv_pool.py", "transfer/host_pool.py", "transfer/staging.py",
+    "transfer/kv_pool.py", "transfer/host_pool.py", "transfer/staging.py", "transfer/out_of_memory.py",
     "transfer/kernels/*", "transfer/memory/*", "transfer/transport/*", *NODES,
 )  # fmt: skip
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/__main__.py", "decode_node/__main__.py")

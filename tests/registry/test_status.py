@@ -10,7 +10,17 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 import transfer.errors
 import transfer.registry.status as status_module
-from transfer.errors import ConfigError, EngineError, NodeDraining, PeerUnreachable, TransferError
+from decode_node.request_state import is_retried, verdict_of
+from transfer.breaker import Verdict
+from transfer.errors import (
+    ConfigError,
+    EngineError,
+    NodeDraining,
+    OutOfMemory,
+    PeerUnreachable,
+    StagingError,
+    TransferError,
+)
 from transfer.registry.status import MAX_DETAILS_CHARS, SPARES_KV, details_of, error_of, reason_of, status_details, status_of
 
 
@@ -103,6 +113,15 @@ def test_an_engine_error_of_a_peer_that_cannot_say_blames_the_kv() -> None:
         call = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details="x")
         heard = error_of(call, peer="p")
         assert isinstance(heard, EngineError) and heard.spares_kv == spares_kv
+
+
+def test_memory_that_ran_out_in_a_step_is_told_from_a_lack_of_room() -> None:
+    """The one speaks against a node, the other does not."""
+    for trailing, kind in ((), StagingError), ((SPARES_KV,), OutOfMemory):
+        code, metadata = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(*trailing)
+        heard = error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details="x"), peer="p")
+        assert type(heard) is kind
+    assert verdict_of(OutOfMemory("x")) is Verdict.FAILURE and not is_retried(OutOfMemory("x"))
 
 
 def test_details_are_one_line_and_fit_a_header() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from transfer.errors import EngineError
+from transfer.errors import EngineError, OutOfMemory
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.server import serve
@@ -107,7 +107,12 @@ async def test_a_caller_that_reads_hears_everything_and_why_it_ended() -> None:
 
 @pytest.mark.parametrize(
     ("error", "spares_kv"),
-    [(EngineError("not finite"), False), (EngineError("out of memory", spares_kv=True), True), (KeyError("a bug"), True)],
+    [
+        (EngineError("not finite"), False),
+        (EngineError("x", spares_kv=True), True),
+        (OutOfMemory("x"), True),
+        (KeyError("a bug"), True),
+    ],
 )
 async def test_whether_an_engine_blames_a_requests_kv_crosses_the_wire(error: Exception, spares_kv: bool) -> None:
     server = await serve("127.0.0.1", 0, decode_control=Fails(error))  # type: ignore[abstract]
@@ -118,3 +123,4 @@ async def test_whether_an_engine_blames_a_requests_kv_crosses_the_wire(error: Ex
     await server.close()
     heard = error_of(caught.value, peer="p")
     assert isinstance(heard, EngineError) and heard.spares_kv == spares_kv
+    assert isinstance(heard, OutOfMemory) is isinstance(error, OutOfMemory)

@@ -65,6 +65,7 @@ def test_every_other_prompt_is_taken(token_ids: list[int]) -> None:
         (errors.ConfigError("x"), 2),
         (errors.LayoutError("x"), 2),
         (errors.MemoryPlanError("x"), 3),
+        (errors.OutOfMemory("x"), 3),
         (errors.EngineError("x"), 4),
         (errors.PeerUnreachable("x"), 1),
         (RuntimeError("x"), 1),

@@ -41,6 +41,8 @@ after how long another try can do better; google.rpc.ErrorInfo and RetryInfo car
 
 INTERNAL has `SPARES_KV` among its trailing metadata where nothing is said against the KV of the one request: a step failed for
 all of its requests, or there is a bug. Without, as an older peer always sends it, that KV may be damaged.
+
+RESOURCE_EXHAUSTED with `SPARES_KV` is `OutOfMemory`: an engine found no memory for a step, which speaks against its node.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ from transfer.errors import (
     LayoutError,
     MemoryPlanError,
     NodeDraining,
+    OutOfMemory,
     PeerUnreachable,
     RemoteProtocolError,
     StagingError,
@@ -227,8 +230,11 @@ def error_of(error: grpc.aio.AioRpcError, *, peer: str) -> TransferError:
     """The error that a failed call to `peer` is for the caller's code; raise it ``from error``."""
     code = error.code()
     text = f"{peer}: {clip_details(error.details() or code.name)}"
+    spares_kv = SPARES_KV in tuple(error.trailing_metadata() or ())
     if code is grpc.StatusCode.INTERNAL:
-        return EngineError(text, spares_kv=SPARES_KV in tuple(error.trailing_metadata() or ()))
+        return EngineError(text, spares_kv=spares_kv)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and spares_kv:
+        return OutOfMemory(text)
     return _ERRORS.get(code, TransportError)(text)
 
 
