@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,12 +33,13 @@ from embedded_engine.sampling import sample_on_device
 from embedded_engine.step_checks import CheckedTables, StepChecks
 from embedded_engine.tensor_parallel import TensorParallelGroup, load_causal_lm
 from transfer.engine_types import DecodeItem, PrefillItem, RequestFault, SamplingParams
-from transfer.errors import ConfigError, EngineError
+from transfer.errors import ConfigError, EngineError, OutOfMemory
 from transfer.host_pool import HostPool
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.plan import MemoryPlan
+from transfer.out_of_memory import allocating, drop_frames, give_back, is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
     from embedded_engine.device_decode import DeviceDecoder
@@ -50,6 +51,10 @@ NO_TOKEN = -1
 
 _OF_A_GPU: Final = re.compile("CUDA|CUBLAS|cuBLAS|CUDNN|cuDNN|NCCL")
 """In what torch's and Triton's errors say of a GPU that have no type of their own."""
+
+_PREFILL_ADVICE: Final = "lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens"
+_DECODE_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"
+_HOST_BLOCKS_ADVICE: Final = "lower offload.buffer_bytes, cuda_graph_max_bs or memory.static_fraction"
 
 _ATTENTION_NAMES = {
     Hook.ATTENTION: ATTENTION_NAME,
@@ -186,7 +191,8 @@ class EmbeddedEngine:
 
     Raises:
         ConfigError: The directory, a parallel size or a batch size is wrong.
-        EngineError: The weights cannot be loaded, or there is no memory left for the CUDA graphs.
+        OutOfMemory: There is no memory for weights, pool, page tables or CUDA graphs.
+        EngineError: The weights cannot be loaded, or the capture of a CUDA graph failed.
     """
 
     def __init__(
@@ -238,13 +244,24 @@ class EmbeddedEngine:
         if callable(num_pages):
             loaded = LoadedWeights(num_bytes=self.weights_bytes, device=self._device, layout=self.layout, shard=self.shard)
             num_pages = num_pages(loaded)
-        self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=num_pages, device=self._device)
+        with self._allocating_pool(num_pages):
+            self.pool = KVPool(layout=self.layout, shard=self.shard, num_pages=num_pages, device=self._device)
         self._checks = self._make_checks()
         self._tier: HostTier | None = None
         self._decoder: DeviceDecoder | None = None
         if max_running_requests is not None and _has_decode_kernels(self._device):
-            self._decoder = self._make_decoder(max_running_requests)
+            advice = "lower limits.max_seq_len, limits.max_running_requests or memory.static_fraction"
+            with allocating("allocating the page tables", device=self._device, advice=advice):
+                self._decoder = self._make_decoder(max_running_requests)
             self.capture_cuda_graphs(graph_batch_sizes)
+
+    def _allocating_pool(self, num_pages: int | Sequence[int]) -> AbstractContextManager[None]:
+        groups = layer_groups(self.layout)
+        counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
+        num_bytes = sum(count * group.page_bytes(self.layout, self.shard) for count, group in zip(counts, groups, strict=False))
+        doing = f"allocating the KV pool of {', '.join(map(str, counts))} pages"
+        advice = "lower memory.static_fraction or pool.num_pages"
+        return allocating(doing, device=self._device, advice=advice, num_bytes=num_bytes)
 
     def release_pool(self) -> None:
         """Give back all that came after the weights: pool, page tables, CUDA graphs. `open_pool` follows, or `close`.
@@ -273,7 +290,8 @@ class EmbeddedEngine:
 
         Raises:
             ConfigError: The shard is another rank's, or a count is wrong.
-            EngineError: The engine is closed or broken, or there is too little memory.
+            OutOfMemory: There is no memory for pool, page tables or CUDA graphs.
+            EngineError: The engine is closed or broken.
         """
         self.files.check_shard(shard)
         _check_settings(shard, self._group, layers_per_group=layers_per_group, max_running_requests=max_running_requests)
@@ -285,7 +303,7 @@ class EmbeddedEngine:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
         try:
             self._open_pool(num_pages, max_running_requests, cuda_graph_batch_sizes)
-        except RuntimeError as error:  # torch's, of memory that it does not get
+        except RuntimeError as error:
             raise EngineError(f"the pool cannot be made: {one_line(error)}") from error
 
     @property
@@ -311,11 +329,12 @@ class EmbeddedEngine:
 
         Raises:
             ConfigError: A size is not that of a decode step.
-            EngineError: The device has too little memory left, or the capture failed.
+            OutOfMemory: The device has too little memory left.
+            EngineError: The capture failed.
         """
         _check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_running_requests)
         if self._decoder is not None:
-            with self._step():
+            with self._step("capturing the CUDA graphs of decode steps", _DECODE_ADVICE):
                 self._decoder.capture(batch_sizes)
 
     @property
@@ -336,13 +355,14 @@ class EmbeddedEngine:
         Raises:
             ConfigError: The engine has a host pool already, the model has no full attention, the host pool no pages of it or
                 another layout, or a block holds no page.
-            EngineError: The device has too little memory left, or the capture failed.
+            OutOfMemory: The device has too little memory left.
+            EngineError: The capture failed.
         """
         if self._tier is not None:
             raise ConfigError("the engine has a host pool already; it takes one, before its first step")
         tier = HostTier(self.pool, host, block_bytes=block_bytes)
         if self._decoder is not None:
-            with self._step():
+            with self._step("allocating the buffers for host blocks", _HOST_BLOCKS_ADVICE):
                 self._decoder.use_host_tier(tier)
         self._tier = tier
         self._checks = self._make_checks(host.num_pages)
@@ -374,7 +394,7 @@ class EmbeddedEngine:
             if layers_done % self._layers_per_group == 0 or layers_done == self.layout.num_layers:
                 on_layers_written(layers_done, self._recorded_event())
 
-        with self._step():
+        with self._step(f"planning a prefill step of {len(token_ids)} tokens", _PREFILL_ADVICE):
             plan = PrefillPlan(items, tables, self.pool, self._dtype, on_written)
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=int(end) - 1, sampling=item.sampling, position=item.end_token)
@@ -402,7 +422,7 @@ class EmbeddedEngine:
         )
         plan: StepPlan | None = None
         if self._decoder is None:
-            with self._step():
+            with self._step(f"planning a decode step of {len(items)} requests", _DECODE_ADVICE):
                 plan = GatherDecodePlan(items, _as_arrays(tables), self.pool, self._dtype, self._tier)
         wanted = tuple(
             _Wanted(request_id=item.request_id, row=row, sampling=item.sampling, position=item.position + 1)
@@ -414,9 +434,10 @@ class EmbeddedEngine:
         """Run a planned step; does not wait for the device.
 
         Raises:
+            OutOfMemory: There is no memory for the step. Nothing of it runs any more, and the next step may find some.
             EngineError: The step failed; of a group, the engine is then of no further use.
         """
-        with self._step():
+        with self._step(*_use_of(batch)):
             logits = self._forward(batch)
             if logits is None:
                 none = torch.empty(0, dtype=torch.int64)
@@ -473,7 +494,7 @@ class EmbeddedEngine:
 
     def _tokens_of(self, batch: ForwardBatch) -> dict[str, int]:
         output = self.forward_batch(batch)
-        with self._step():
+        with self._step(*_use_of(batch)):
             return output.tokens()
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
@@ -519,13 +540,18 @@ class EmbeddedEngine:
         )
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
-        """What surrounds every step: no autograd, and one kind of error for whatever breaks."""
+    def _step(self, doing: str, advice: str) -> Iterator[None]:
+        """What surrounds every step: no autograd, and one kind of error for whatever breaks.
+
+        Args:
+            doing, advice: As of `out_of_memory`.
+        """
         if self._model is None:
             raise EngineError("the engine is closed; a step needs an open one")
         if self._failure is not None:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
         is_complete = False
+        failure: EngineError | None = None
         try:
             with torch.inference_mode():
                 yield
@@ -534,15 +560,38 @@ class EmbeddedEngine:
             # Every rank has run the whole step: the group is still in step.
             is_complete = True
             raise
-        except RuntimeError as error:  # torch's: out of memory, a peer's closed connection, a collective's deadline
-            failure = f"the step failed on rank {self.shard.tp_rank} of {self.shard.tp_size}: {one_line(error)}"
-            if not _has_broken_device(error):
-                raise EngineError(failure) from error
-            self._failure = failure
-            raise EngineBroken(failure) from error
+        except (RuntimeError, MemoryError) as error:  # torch's: no memory, a peer's closed connection, a collective's deadline
+            failure = self._failed(error, doing, advice)
+            if not isinstance(failure, OutOfMemory):
+                raise failure from error
         finally:
             if not is_complete and self._group is not None and self._failure is None:
                 self._failure = f"rank {self.shard.tp_rank} of {self.shard.tp_size} did not finish a step"
+        if failure is not None:
+            raise failure
+
+    def _failed(self, error: RuntimeError | MemoryError, doing: str, advice: str) -> EngineError:
+        """End a step that broke; what it is to be reported as."""
+        rank = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
+        is_memory = is_out_of_memory(error)
+        if is_memory:
+            failure: EngineError = out_of_memory(error, f"{doing} on {rank}", device=self._device, advice=advice)
+        else:
+            failure = EngineError(f"the step failed on {rank}: {one_line(error)}")
+            if _has_broken_device(error):
+                self._failure = str(failure)
+                return EngineBroken(self._failure)
+        if self._group is None and self._device.type == "cuda":
+            try:
+                # The kernels that the step has queued write KV. Its pages are about to be given to other requests.
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as broken:
+                self._failure = f"{failure}; then the device failed: {one_line(broken)}"
+                return EngineBroken(self._failure)
+        if is_memory:
+            drop_frames(error)
+            give_back(self._device)
+        return failure
 
     def _recorded_event(self) -> Any:
         if self._device.type != "cuda":
@@ -579,10 +628,15 @@ def _check_settings(shard: Shard, group: TensorParallelGroup | None, **counts: i
             raise ConfigError(f"{name} is {value}; must be at least 1")
 
 
-def _has_broken_device(error: RuntimeError) -> bool:
-    """Whether every later call would fail as well, as after an illegal memory access."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
+def _use_of(batch: ForwardBatch) -> tuple[str, str]:
+    """What a step does, and what to change where it finds no memory."""
+    if batch.decode_items:
+        return f"computing a decode step of {len(batch.decode_items)} requests", _DECODE_ADVICE
+    return f"computing a prefill step of {len(batch.token_ids)} tokens", _PREFILL_ADVICE
+
+
+def _has_broken_device(error: RuntimeError | MemoryError) -> bool:
+    """Whether every later call would fail as well, as after an illegal memory access; not of memory that ran out."""
     return isinstance(error, torch.AcceleratorError) or _OF_A_GPU.search(str(error)) is not None
 
 

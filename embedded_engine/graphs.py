@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from embedded_engine.model_config import one_line
 from transfer.errors import EngineError
+from transfer.out_of_memory import allocating, is_out_of_memory
 
 
 class CannotBeCaptured(EngineError):
@@ -39,7 +41,8 @@ class DecodeGraphs:
 
     Raises:
         CannotBeCaptured: The step waits for the device. Found before anything is captured, and alike on all ranks of a group.
-        EngineError: The device has too little memory left, or the capture failed.
+        OutOfMemory: The device has too little memory left.
+        EngineError: The capture failed.
     """
 
     def __init__(
@@ -58,13 +61,15 @@ class DecodeGraphs:
             stream = _capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                shape, dtype = self._warm_up(load, step)
-                before = _reserved_bytes(device)
-                self._logits = torch.empty(shape, dtype=dtype, device=device) if beside is None else beside._logits
+                with _allocating("running decode steps before their CUDA graphs are captured", device):
+                    shape, dtype = self._warm_up(load, step)
+                    before = _reserved_bytes(device)
+                    self._logits = torch.empty(shape, dtype=dtype, device=device) if beside is None else beside._logits
                 self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
                 for size in reversed(self.batch_sizes):
-                    load(size)
-                    self._graphs[size] = self._captured(size, step, stream)
+                    with _allocating(f"capturing the CUDA graph of a decode step of {size} requests", device):
+                        load(size)
+                        self._graphs[size] = self._captured(size, step, stream)
                 self.num_bytes = max(0, _reserved_bytes(device) - before)
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -89,8 +94,6 @@ class DecodeGraphs:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 logits = step(size)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
                 if "synchronizing" not in str(error):
                     raise
@@ -105,14 +108,18 @@ class DecodeGraphs:
             # Other threads of the process may go on to use the device, as that which watches over NCCL does.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 self._logits[:size].copy_(step(size))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise EngineError(
                 f"the CUDA graph of a decode step of {size} requests could not be captured: {one_line(error)}; "
                 "cuda_graph_max_bs 0 runs without graphs"
             ) from error
         return graph
+
+
+def _allocating(doing: str, device: torch.device) -> AbstractContextManager[None]:
+    return allocating(doing, device=device, advice="lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction")
 
 
 @cache

@@ -30,8 +30,11 @@ from embedded_engine.model_config import one_line
 from embedded_engine.model_files import ModelFiles
 from embedded_engine.recurrent_state import cut_gated_delta_nets
 from transfer.errors import ConfigError, EngineError
+from transfer.out_of_memory import allocating, is_out_of_memory, num_ooms, out_of_memory
 
 DEFAULT_TIMEOUT_S = 30.0
+
+_WEIGHTS_ADVICE = "raise parallel.tp_size, or end what else uses that memory"
 
 
 class TensorParallelGroup:
@@ -133,7 +136,10 @@ def load_causal_lm(
 
     Raises:
         EngineError: The weights do not fit the configuration: unreadable, missing, or of another shape.
+        OutOfMemory: The weights do not fit the memory that is free.
     """
+    doing = "loading the weights" + ("" if group is None else f" of rank {group.rank} of {group.size}")
+    num_ooms_before = num_ooms(device)
     options: dict[str, Any] = {}
     loader: Any = model_class
     if files.dummy_seed is not None:
@@ -155,6 +161,9 @@ def load_causal_lm(
                 **options,
             )
     except Exception as error:  # whatever the loaders below raise means: these weights cannot be loaded
+        # transformers catches what breaks while it joins the tensors of experts, and raises an error that names no cause.
+        if is_out_of_memory(error) or num_ooms(device) > num_ooms_before:
+            raise out_of_memory(error, doing, device=device, advice=_WEIGHTS_ADVICE) from error
         raise EngineError(f"{files.directory}: the weights cannot be loaded: {one_line(error)}") from error
     # transformers fills what it does not find with random numbers and only logs it.
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
@@ -164,11 +173,13 @@ def load_causal_lm(
                 f"{files.directory}: the weights do not fit config.json: {len(report[problem])} {problem.replace('_', ' ')}, "
                 f"the first is {first}; the directory must hold one complete {files.architecture}"
             )
-    if group is not None:
-        _unwrap(model, group)
-        if files.family.hook is Hook.GATED_DELTA_NET:
-            cut_gated_delta_nets(model, group.rank, group.size)
-    loaded: PreTrainedModel = model.requires_grad_(False).to(device).eval()
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    with allocating(doing, device=device, advice=_WEIGHTS_ADVICE, num_bytes=num_bytes):
+        if group is not None:
+            _unwrap(model, group)
+            if files.family.hook is Hook.GATED_DELTA_NET:
+                cut_gated_delta_nets(model, group.rank, group.size)
+        loaded: PreTrainedModel = model.requires_grad_(False).to(device).eval()
     return loaded
 
 

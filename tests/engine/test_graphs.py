@@ -22,7 +22,7 @@ from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
 from embedded_engine.loading import load_engine
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.engine_types import DecodeItem
-from transfer.errors import ConfigError, EngineError
+from transfer.errors import ConfigError, EngineError, OutOfMemory
 from transfer.layout import Shard
 
 VOCABULARY = 7
@@ -162,9 +162,33 @@ def test_a_capture_that_fails_names_the_setting(cuda: FakeCuda) -> None:
     with pytest.raises(EngineError, match=r"a decode step of 2 requests could not be captured: .* cuda_graph_max_bs 0") as failed:
         captured(cuda, 1, 2)
     assert not isinstance(failed.value, CannotBeCaptured)
-    cuda.error = torch.OutOfMemoryError("no memory")
-    with pytest.raises(torch.OutOfMemoryError):
-        captured(cuda, 1, 2)
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError("CUDA error: out of memory", 2),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
+def test_a_capture_without_memory_names_its_step_and_the_setting(cuda: FakeCuda, error: Exception) -> None:
+    cuda.error = error
+    says = "^out of memory while capturing the CUDA graph of a decode step of 4 requests: .* free; lower cuda_graph_max_bs"
+    with pytest.raises(OutOfMemory, match=says):
+        captured(cuda, 1, 4)
+    cuda.error = None
+    captured(cuda, 1, 4)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
+def test_so_does_the_step_before_it(cuda: FakeCuda, error: Exception) -> None:
+    def step(size: int) -> Tensor:
+        raise error
+
+    with pytest.raises(OutOfMemory, match=r"^out of memory while running decode steps before .*; lower cuda_graph_max_bs"):
+        DecodeGraphs((1,), cuda.load, step, torch.device("cpu"))
+    assert not cuda.is_strict
 
 
 def test_what_no_graph_can_hold_is_said_once(cuda: FakeCuda, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
