@@ -215,7 +215,7 @@ class Daemon:
         failures = 0
         while True:
             self._lost.clear()
-            served_s = 0.0
+            served_s, exit_code = 0.0, exit_codes.ENGINE_FAILED
             try:
                 if not await self._start(supervisor):
                     return exit_codes.OK
@@ -232,15 +232,16 @@ class Daemon:
             except RankStartError as error:
                 log.error("start_failed", error=str(error))
                 # What has served before can fail to start for a reason that passes, such as memory that is not back yet.
-                if self.num_restarts == 0 or error.exit_code in (exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY):
+                is_for_good = error.exit_code in (exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY) and not error.may_pass
+                if self.num_restarts == 0 or is_for_good:
                     return error.exit_code
-                reason = str(error)
+                reason, exit_code = str(error), error.exit_code
             await supervisor.stop(is_graceful=False)
             # Only deaths in a row speak of a node that cannot live; one a month does not add up.
             failures = 1 if served_s > STEADY_LIFE_S else failures + 1
             if failures > self.config.restart.max_restarts:
                 log.error("too_many_restarts", restarts=self.config.restart.max_restarts, reason=reason)
-                return exit_codes.ENGINE_FAILED
+                return exit_code
             self.num_restarts += 1
             await self._pause(failures)
 

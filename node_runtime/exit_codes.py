@@ -7,7 +7,7 @@ from transfer.errors import ConfigError, EngineError, LayoutError, MemoryPlanErr
 OK = 0  # stopped on request, everything drained
 FAILED = 1  # a bug, or something that no other code names
 BAD_CONFIG = 2  # a setting, the model directory, or an address
-NO_MEMORY = 3  # the plan does not fit
+NO_MEMORY = 3  # the plan does not fit, or memory ran out
 ENGINE_FAILED = 4  # the engine could not start, or its ranks died too often
 NOT_DRAINED = 5  # stopped on request, but requests had to be cut off
 LEADER_GONE = 6  # a rank process: its leader has ended

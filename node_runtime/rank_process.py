@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,8 +40,9 @@ from node_runtime.rank_report import (
     process_figures,
 )
 from transfer.config import NodeConfig
-from transfer.errors import TransferError
+from transfer.errors import OutOfMemory, TransferError
 from transfer.logs import configure_logging, rename_process, set_log_level
+from transfer.out_of_memory import allocating, is_out_of_memory, out_of_memory
 
 REPORT_S = 0.25
 SIGN_OF_LIFE_S = 1.0  # a rank of which nothing changes says at least this often that it is there
@@ -69,6 +71,12 @@ class RankSpec:
     address: RankAddress
     rendezvous: Path
     other_config: NodeConfig | None = None
+
+    @property
+    def device(self) -> str:
+        """The rank's device, as torch names it."""
+        config = self.config
+        return config.device if config.device == "cpu" else f"{config.device}:{config.first_device + self.rank}"
 
     def switched(self, message: RankSwitch) -> RankSpec:
         """What the rank goes on with."""
@@ -142,7 +150,7 @@ def run_rank(
     try:
         code = asyncio.run(_serve(spec, codec, make_worker, role_of))
     except Exception as error:
-        log.critical("rank_crashed", error=str(error), exc_info=error)
+        code = _log_crash(spec, error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -153,7 +161,7 @@ def run_rank(
 async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, role_of: Callable[[str], NodeRole]) -> int:
     loop = asyncio.get_running_loop()
     watch_leader(loop, lambda: _end_without_leader(spec.rendezvous.parent))
-    loop.set_exception_handler(_crash)
+    loop.set_exception_handler(partial(_crash, spec))
     engine = RankEngine(loop)
     is_switched = False
     while True:
@@ -186,11 +194,13 @@ async def _live(
 
     link.watch(loop, on_message)
     try:
-        hello = await worker.start()
+        with allocating(f"starting rank {spec.rank}", device=spec.device, advice="lower memory.static_fraction"):
+            hello = await worker.start()
     except TransferError as error:
         code = exit_codes.exit_code_of(error)
         log.debug("rank_start_failed", error=str(error))  # said once, by the leader, and not by every rank
-        link.send(RankStartFailed(rank=spec.rank, reason=str(error), exit_code=code))
+        may_pass = isinstance(error, OutOfMemory)
+        link.send(RankStartFailed(rank=spec.rank, reason=str(error), exit_code=code, may_pass=may_pass))
         # The leader ends a node that cannot start. One that was another role before becomes that again, once every rank has said
         # whether it could change, for which each takes its time; a leader that is gone is noticed by `watch_leader`.
         with contextlib.suppress(TimeoutError):
@@ -239,11 +249,21 @@ async def _report(rank: int, worker: Worker, link: RankLink, over: asyncio.Futur
         await asyncio.wait({over}, timeout=REPORT_S)
 
 
-def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _crash(spec: RankSpec, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     error = context.get("exception")
     if error is None:
         loop.default_exception_handler(context)
         return
-    log.critical("rank_crashed", error=str(error), exc_info=error)
+    code = _log_crash(spec, error)
     sys.stderr.flush()
-    os._exit(exit_codes.FAILED)
+    os._exit(code)
+
+
+def _log_crash(spec: RankSpec, error: BaseException) -> int:
+    """Write down what ends the rank; the exit code."""
+    if is_out_of_memory(error):  # of a copy, for example: no bug, and the one line says more than a traceback
+        line = out_of_memory(error, f"copying KV on rank {spec.rank}", device=spec.device, advice="lower memory.static_fraction")
+        log.critical("rank_out_of_memory", error=str(line))
+        return exit_codes.NO_MEMORY
+    log.critical("rank_crashed", error=str(error), exc_info=error)
+    return exit_codes.FAILED

@@ -67,11 +67,16 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStartFailed:
-    """The rank cannot start; the leader ends the node with `exit_code`."""
+    """The rank cannot start; the leader ends the node with `exit_code`.
+
+    Args:
+        may_pass: The reason may be gone after a pause, as that of memory which another process still holds.
+    """
 
     rank: int
     reason: str
     exit_code: int
+    may_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

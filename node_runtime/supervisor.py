@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from node_runtime.exit_codes import ENGINE_FAILED, NO_MEMORY
 from node_runtime.rank_group import RankGroup, end_fork_server
 from node_runtime.rank_link import LeaderLink, RankCodec
 from node_runtime.rank_process import RankSpec
@@ -35,11 +36,13 @@ class RankStartError(TransferError):
 
     Args:
         exit_code: What the node ends with, see `node_runtime.exit_codes`.
+        may_pass: As of `RankStartFailed`.
     """
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, *, may_pass: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +272,7 @@ class RankSupervisor:
                 self._refusals[rank] = message
                 self._end_switch_if_heard()
             case RankStartFailed():
-                self._fail_start(message.reason, message.exit_code)
+                self._refuse_start(message)
             case RankReport():
                 self.reports[rank] = message
             case _ if self._is_running:
@@ -283,8 +286,7 @@ class RankSupervisor:
     def _end_switch_if_heard(self) -> None:
         """Where a rank could not change its role, and each has said whether it could: nothing more is to be waited for."""
         if self._refusals and len(self._refusals.keys() | self._hellos.keys()) == self._num_ranks:
-            first = self._refusals[min(self._refusals)]
-            self._fail_start(first.reason, first.exit_code)
+            self._refuse_start(next(iter(self._refusals.values())))  # what others say later can be a consequence of the first
 
     def _tick(self) -> None:
         """Count towards each rank's silence.
@@ -307,12 +309,17 @@ class RankSupervisor:
     def _on_exit(self, rank: int, code: int) -> None:
         self._is_whole = False
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        self._fail_start(f"rank {rank} ended while it started: {how}", exit_code=4)
+        if code == NO_MEMORY:
+            how += " (memory ran out; the log of the rank names the work and the settings)"
+        self._fail_start(RankStartError(f"rank {rank} ended while it started: {how}", exit_code=ENGINE_FAILED))
         self.lose(f"rank {rank} died: {how}")
 
-    def _fail_start(self, reason: str, exit_code: int) -> None:
+    def _refuse_start(self, refusal: RankStartFailed) -> None:
+        self._fail_start(RankStartError(refusal.reason, refusal.exit_code, may_pass=refusal.may_pass))
+
+    def _fail_start(self, error: RankStartError) -> None:
         if self._started is not None and not self._started.done():
-            self._started.set_exception(RankStartError(reason, exit_code))
+            self._started.set_exception(error)
 
     def lose(self, reason: str) -> None:
         """Give the life up: it cannot go on."""

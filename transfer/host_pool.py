@@ -191,7 +191,7 @@ def _pin(memory: Tensor, device: torch.device) -> None:
             torch.ones(1, device=device)  # CUDA tells an error to the next launch, too: not to somebody else's
         raise MemoryPlanError(
             f"CUDA could not pin the host pool's {memory.numel()} bytes ({runtime.cudaGetErrorString(code)}); a smaller host "
-            "pool, or more memory that may be locked, would help"
+            "pool (offload.host_memory or offload.host_ratio), or more memory that may be locked, would help"
         )
 
 

@@ -18,6 +18,7 @@ from transfer.instance import Instance
 from transfer.layer_groups import GroupKind
 from transfer.memory.host_memory import host_memory
 from transfer.metrics import RankMetrics
+from transfer.out_of_memory import allocating
 from transfer.page_allocator import GroupAllocator
 from transfer.storage.envelope import HEADER_BYTES
 from transfer.storage.keys import store_fingerprint
@@ -63,7 +64,10 @@ async def open_offload_rank(
         kept = [one.page_bytes(pool.layout, pool.shard) for one in pool.groups if one.kind is not GroupKind.STATE]
         check_store_sizes(config.storage, page_bytes=kept, header_bytes=HEADER_BYTES, jobs_at_once=JOBS_AT_ONCE)
     rules_of(settings, page_size=pool.page_size, pool_pages=pool.num_pages[0])  # here, because what a rank refuses ends the node
-    host = HostPool(pool, num_pages=counts)
+    num_bytes = sum(count * group.page_bytes(pool.layout, pool.shard) for count, group in zip(counts, pool.groups, strict=True))
+    advice = "lower offload.host_memory or offload.host_ratio"
+    with allocating("allocating the host pool", device="cpu", advice=advice, num_bytes=num_bytes):
+        host = HostPool(pool, num_pages=counts)
     if settings.device_window is not None:
         use_host_pool = getattr(engine, "use_host_pool", None)
         if use_host_pool is None:

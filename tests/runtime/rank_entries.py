@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
 import os
 import signal
 import time
@@ -18,14 +19,15 @@ from node_runtime.rank_link import RankCodec, RankLink
 from node_runtime.rank_process import RankSpec, run_rank
 from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch
 from tests.runtime.instances import hello
-from transfer.errors import LocalProtocolError, MemoryPlanError
+from transfer.errors import EngineError, LocalProtocolError, MemoryPlanError
 
 SLOW_IMPORT_S = 1.0  # of `slow_preload`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a rank shall do: "echo", "raise", "exit", "freeze", "block" (its loop), "contradict" (itself), "hang" (at close)."""
+    """What a rank shall do: "echo", "raise", "hunger" (ask for too much memory), "exit", "freeze", "block" (its loop),
+    "contradict" (itself), "hang" (at close)."""
 
     what: str
 
@@ -38,6 +40,10 @@ class Echo:
 
 
 CODEC = RankCodec(Order, Echo, RankHello, RankStartFailed, RankReport, RankLogLevel, RankShutdown, RankSwitch)
+
+
+def take_too_much() -> None:
+    mmap.mmap(-1, 2**60)  # the system refuses it
 
 
 class ObedientWorker:
@@ -59,6 +65,8 @@ class ObedientWorker:
                 self.link.send(echo)
             case "raise":
                 raise RuntimeError("a bug of the rank")
+            case "hunger":
+                take_too_much()
             case "exit":
                 os._exit(9)
             case "freeze":
@@ -90,6 +98,27 @@ class RefusedWorker(ObedientWorker):
     async def start(self) -> RankHello:
         if self.spec.rank == 1:
             raise MemoryPlanError("the pool of 9 GiB does not fit the 8 GiB that are free")
+        return await super().start()
+
+
+class HungryWorker(ObedientWorker):
+    """Asks for more memory at the start than there is."""
+
+    async def start(self) -> RankHello:
+        if self.spec.rank == 1:
+            take_too_much()
+        return await super().start()
+
+
+class LaterHungryWorker(ObedientWorker):
+    """Finds no memory in a node's second life; where the model's folder has a file "for ever", not in later lives either."""
+
+    async def start(self) -> RankHello:
+        folder = self.spec.config.model
+        (folder / f"life-{self.spec.rank}-{self.spec.incarnation}").touch()
+        life = len(list(folder.glob(f"life-{self.spec.rank}-*")))
+        if self.spec.rank == 1 and (life == 2 or (life > 2 and (folder / "for ever").exists())):
+            take_too_much()
         return await super().start()
 
 
@@ -141,6 +170,18 @@ class RefusesTheOther(ObedientWorker):
         return await super().start()
 
 
+class HungryInTheOther(ObedientWorker):
+    """Rank 1 finds no memory as a decode rank, and the other one hears of that: what it waits for does not come."""
+
+    async def start(self) -> RankHello:
+        if self.spec.config.role == "decode":
+            if self.spec.rank == 1:
+                take_too_much()
+            await asyncio.sleep(0.3)
+            raise EngineError("the ranks could not compare their free memory")
+        return await super().start()
+
+
 class DiesInTheOther(ObedientWorker):
     """Rank 1 dies when it is to be a decode rank."""
 
@@ -185,6 +226,10 @@ def refuses_the_other(spec: RankSpec) -> None:
     _switching(spec, RefusesTheOther)
 
 
+def hungry_in_the_other(spec: RankSpec) -> None:
+    _switching(spec, HungryInTheOther)
+
+
 def dies_in_the_other(spec: RankSpec) -> None:
     _switching(spec, DiesInTheOther)
 
@@ -203,6 +248,14 @@ def obedient(spec: RankSpec) -> None:
 
 def refused(spec: RankSpec) -> None:
     run_rank(spec, CODEC, RefusedWorker)
+
+
+def hungry(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, HungryWorker)
+
+
+def later_hungry(spec: RankSpec) -> None:
+    run_rank(spec, CODEC, LaterHungryWorker)
 
 
 def dying(spec: RankSpec) -> None:

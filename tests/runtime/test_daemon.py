@@ -207,6 +207,24 @@ async def test_a_restart_that_can_never_succeed_ends_the_node_at_once(tmp_path: 
         assert node.daemon.num_restarts == 1
 
 
+async def test_a_restart_that_finds_no_memory_yet_is_tried_again(tmp_path: Path) -> None:
+    """The device may still belong to the ranks that died."""
+    async with node_of(tmp_path, entry=rank_entries.later_hungry, restart={"backoff_s": 0.01, "max_restarts": 3}) as node:
+        await node.until_ready()
+        os.kill(node.role.ranks.pids[0], signal.SIGKILL)
+        await until(lambda: node.role.history.count("begin") == 2)
+        assert node.daemon.num_restarts == 2
+
+
+async def test_a_restart_that_never_finds_memory_ends_with_the_code_that_no_supervisor_restarts(tmp_path: Path) -> None:
+    (tmp_path / "for ever").touch()
+    async with node_of(tmp_path, entry=rank_entries.later_hungry, restart={"backoff_s": 0.01, "max_restarts": 2}) as node:
+        await node.until_ready()
+        os.kill(node.role.ranks.pids[0], signal.SIGKILL)
+        assert await node.exit_code() == exit_codes.NO_MEMORY
+        assert node.daemon.num_restarts == 2
+
+
 async def test_a_stop_cuts_the_pause_before_a_restart_short(tmp_path: Path) -> None:
     async with node_of(tmp_path, restart={"backoff_s": 30.0}) as node:
         await node.until_ready()

@@ -148,6 +148,15 @@ async def test_a_change_is_a_new_life_of_the_same_processes(tmp_path: Path) -> N
     assert node.prefill.history[-1] == node.decode.history[-1] == "close" and not any(map(is_alive, pids))
 
 
+async def test_the_first_rank_that_cannot_change_says_why(tmp_path: Path) -> None:
+    """What the others say later is a consequence."""
+    async with node_of(tmp_path, rank_entries.hungry_in_the_other) as node:
+        with pytest.raises(RankStartError, match="out of memory while starting rank 1: ") as caught:
+            await node.daemon.switch_role()
+        assert caught.value.exit_code == exit_codes.NO_MEMORY
+        assert node.daemon.state is NodeState.READY and node.daemon.config.role == "prefill"
+
+
 async def test_ranks_that_cannot_change_go_back(tmp_path: Path) -> None:
     async with node_of(tmp_path, rank_entries.refuses_the_other) as node:
         pids, life = node.ranks.pids, node.ranks.incarnation

@@ -82,6 +82,21 @@ async def test_an_idle_rank_that_contradicts_itself_ends(tmp_path: Path, capfd: 
     assert "R5: no live grant, watermark 5, head 6" in said.out + said.err
 
 
+async def test_a_rank_that_finds_no_memory_besides_its_steps_ends_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of KV, for example. It is no bug, of which a traceback would tell."""
+    async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
+        await ranks.supervisor.start()
+        ranks.supervisor.send(1, Order(what="hunger"))
+        await until(lambda: bool(ranks.lost))
+        why = "memory ran out; the log of the rank names the work and the settings"
+        assert ranks.lost == [f"rank 1 died: exit code 3 ({why})"]
+    said = "".join(capfd.readouterr())
+    assert "out of memory while copying KV on rank 1: " in said
+    assert "Traceback" not in said and "rank_crashed" not in said
+
+
 async def test_ranks_start_speak_report_and_end_by_themselves(tmp_path: Path) -> None:
     async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
         hellos = await ranks.supervisor.start()
@@ -207,6 +222,7 @@ async def test_a_new_life_has_a_new_incarnation_and_hears_nothing_of_the_old_one
     ("entry", "reason", "exit_code"),
     [
         (rank_entries.refused, "the pool of 9 GiB does not fit the 8 GiB that are free", 3),
+        (rank_entries.hungry, "out of memory while starting rank 1: an unknown number of bytes asked for, the host has ", 3),
         (rank_entries.dying, "rank 1 ended while it started: killed by signal 9", 4),
         (rank_entries.broken, "ended while it started: exit code 1", 4),
     ],
