@@ -39,6 +39,7 @@ from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
+from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt, checked_stop_tokens
 from node_runtime.rank_report import RankHello
 from node_runtime.refusals import without_request
@@ -107,6 +108,17 @@ class _Life:
             ),
             max_running=config.limits.max_running_requests,
         )
+        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.step_out_of_memory, on_hopeless=node.lose)
+        self.full_pool = FullPool(
+            advice=f"raise memory.static_fraction or pool.num_pages{', or offload.host_memory' if config.offload.is_on else ''}, "
+            "lower limits.max_running_requests, or add decode nodes",
+            on_change=node.metrics.waiting_for_pages,
+        )
+
+        def on_no_room(transfer_id: str) -> None:
+            if admission.num_running < config.limits.max_running_requests:  # else it is not pages that it waits for
+                self.full_pool.waits(transfer_id)
+
         self.tiers: LeaderTiers | None = None
         if config.offload.is_on:
             self.tiers = LeaderTiers(
@@ -136,6 +148,8 @@ class _Life:
                 on_token=node.metrics.time_per_output_token,
                 on_retry=node.metrics.request_retried,
                 on_given_up=node.metrics.request_given_up,
+                on_no_room=on_no_room,
+                on_wait_over=self.full_pool.waits_no_more,
             ),
         )
         self._broadcast = node.broadcast
@@ -194,6 +208,7 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
         if life is not None:
             self.discovery.unlisten(life.use)
             await life.requests.close(error)
+            life.full_pool.close()
             await life.peers.close()
             if life.tiers is not None:
                 await life.tiers.close()
@@ -235,8 +250,11 @@ class DecodeNode(Leader[DecodeNodeConfig, _Life], pb_grpc.DecodeControlServicer)
             return
         match message:
             case StepDone():
+                life.memory_watch.step_done()
                 life.requests.on_step_done(message)
             case StepFailed():
+                if message.is_out_of_memory:
+                    life.memory_watch.step_failed(f"rank {rank}: {message.reason}")
                 if message.is_fatal:
                     # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
                     self.lose(f"rank {rank}: {message.reason}")

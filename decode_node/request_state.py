@@ -179,6 +179,8 @@ class Observer:
         on_token: Seconds since the token before.
         on_retry: A request is tried on another prefill node.
         on_given_up: A request that was queued has ended with this error.
+        on_no_room: A try, named by its id, has found too little room, and waits.
+        on_wait_over: A try has room, or has ended without.
     """
 
     on_outcome: Callable[[str], None]
@@ -187,3 +189,5 @@ class Observer:
     on_token: Callable[[float], None]
     on_retry: Callable[[], None]
     on_given_up: Callable[[TransferError], None] = lambda error: None
+    on_no_room: Callable[[str], None] = lambda transfer_id: None
+    on_wait_over: Callable[[str], None] = lambda transfer_id: None

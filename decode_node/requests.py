@@ -41,6 +41,7 @@ from transfer.errors import (
     EngineError,
     IntegrityError,
     LocalProtocolError,
+    OutOfMemory,
     PeerUnreachable,
     StagingError,
     TransferError,
@@ -364,6 +365,7 @@ class DecodeRequests:
             self._stop_waiting(a_try)
             a_try.request.queue_left_s = self._queue_left_s(a_try)
             self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
+            self._observer.on_wait_over(a_try.transfer_id)
             a_try.stage = Stage.GONE
             del self._tries[a_try.transfer_id]
         else:
@@ -474,7 +476,9 @@ class DecodeRequests:
             accepted_s=request.accepted_s,
         )
         if place is None:
+            self._observer.on_no_room(request_id)
             return None
+        self._observer.on_wait_over(request_id)
         a_try.start_token = place.start_token
         self._observer.on_queue_seconds(time.monotonic() - a_try.begun_s)
         if request.span is not None:
@@ -571,7 +575,8 @@ class DecodeRequests:
         for request_id in message.request_ids:
             a_try = self._running.get(request_id)
             if a_try is not None:
-                self._fail(a_try.request, EngineError(message.reason))
+                kind = OutOfMemory if message.is_out_of_memory else EngineError
+                self._fail(a_try.request, kind(message.reason))
         self._send_step()
 
     # Generation

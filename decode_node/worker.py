@@ -46,15 +46,19 @@ from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
 from transfer.config import DecodeNodeConfig
 from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
-from transfer.errors import EngineError, LocalProtocolError
+from transfer.errors import EngineError, LocalProtocolError, OutOfMemory
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts
 from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics import RankMetrics
+from transfer.out_of_memory import allocating
 from transfer.page_allocator import GroupAllocator
 from transfer.registry.security import security_of
 from transfer.ring import Watermark
 from transfer.tracing import Tracer
+
+STEP_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"
+RING_ADVICE: Final = "lower ring.capacity_bytes or memory.static_fraction"
 
 LET_GO_S: Final = 1.0
 """Writers that have the ring mapped get so long to let go of it; of one that has not, the transport keeps the memory for ever."""
@@ -114,9 +118,11 @@ class DecodeWorker:
         ring_bytes = ring_capacity_bytes(
             config.ring, config.memory.device_memory or device_bytes(pool.device), device=config.device
         )
-        ring_memory = RingMemory.take(
-            ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, is_one_sided=transport.is_one_sided
-        )
+        num_bytes = ring_bytes + probe_bytes
+        with allocating("allocating the ring", device=pool.device, advice=RING_ADVICE, num_bytes=num_bytes):
+            ring_memory = RingMemory.take(
+                ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, is_one_sided=transport.is_one_sided
+            )
         slack_tokens = config.offload.window_slack_tokens(pool.page_size)
         self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
         self._offload = await open_offload_rank(
@@ -133,7 +139,7 @@ class DecodeWorker:
         )
         if self._offload is not None:
             undo.push_async_callback(self._offload.close)
-        memory = rank_memory(engine, {"ring": ring_bytes + probe_bytes})
+        memory = rank_memory(engine, {"ring": num_bytes})
         self._metrics.memory(memory.planned, memory.real)
         receiving = open_receiving(
             loop=self._loop,
@@ -275,14 +281,21 @@ class DecodeWorker:
         def work() -> StepDone | StepFailed:
             started = time.monotonic()
             try:
-                tokens = self._engine.decode(items)
+                doing = f"computing a decode step of {len(items)} requests"
+                with allocating(doing, device=self._engine.pool.device, advice=STEP_ADVICE):
+                    tokens = self._engine.decode(items)
             except RequestFault as fault:
                 faults = {request_id: str(fault) for request_id in fault.request_ids}
                 return StepDone(step=message.step, tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
             except EngineError as error:
                 names = tuple(part.request_id for part in message.parts)
-                is_fatal = error.is_fatal or self._engine.shard.num_ranks > 1
-                return StepFailed(step=message.step, request_ids=names, reason=str(error), is_fatal=is_fatal)
+                return StepFailed(
+                    step=message.step,
+                    request_ids=names,
+                    reason=str(error),
+                    is_fatal=error.is_fatal or self._engine.shard.num_ranks > 1,
+                    is_out_of_memory=isinstance(error, OutOfMemory),
+                )
             return StepDone(step=message.step, tokens=tokens, compute_s=time.monotonic() - started)
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))

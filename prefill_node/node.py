@@ -15,6 +15,7 @@ import structlog
 from node_runtime.daemon import Daemon
 from node_runtime.health import Readiness
 from node_runtime.leader_service import Leader
+from node_runtime.memory_watch import FullPool, OutOfMemoryWatch
 from node_runtime.prompt import check_cache_salt, checked_prompt
 from node_runtime.rank_report import RankHello
 from node_runtime.refusals import without_request
@@ -64,6 +65,11 @@ class _Life:
         self.memory = tuple(hello.memory for hello in hellos)
         self.max_context_tokens = first.max_context_tokens
         self.vocab_size = first.vocab_size
+        self.memory_watch = OutOfMemoryWatch(on_step=node.metrics.step_out_of_memory, on_hopeless=node.lose)
+        self.full_pool = FullPool(
+            advice="raise memory.static_fraction or pool.num_pages, lower limits.max_running_requests, or add prefill nodes",
+            on_change=node.metrics.waiting_for_pages,
+        )
         self.requests = PrefillRequests(
             PrefillScheduler(
                 pool_pages=PageCounts(first.pool_pages),
@@ -85,6 +91,7 @@ class _Life:
             on_broken=node.lose,
             on_outcome=node.metrics.request_ended,
             on_given_up=node.metrics.request_given_up,
+            on_short=self.full_pool.only,
             loads=partial(self._loads, node) if config.storage.is_set else None,
         )
         self.joins = Joins(
@@ -159,6 +166,7 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
         await self._set_serving(False)
         if life is not None:
             await life.requests.close(error)
+            life.full_pool.close()
             life.joins.forget_all(error)
         await self.reserving.close()
 
@@ -187,10 +195,13 @@ class PrefillNode(Leader[PrefillNodeConfig, _Life], pb_grpc.PrefillControlServic
             return
         match message:
             case StepDone():
+                life.memory_watch.step_done()
                 life.requests.on_step_done(rank, message)
             case PrefixLoaded():
                 life.requests.on_prefix_loaded(rank, message)
             case StepFailed():
+                if message.is_out_of_memory:
+                    life.memory_watch.step_failed(f"rank {rank}: {message.reason}")
                 if message.is_fatal:
                     # Often a rank's death, of which another rank hears first: no fault of the requests, which end with the life.
                     self.lose(f"rank {rank}: {message.reason}")

@@ -143,12 +143,13 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed:
-    """The engine failed; `is_fatal`: it is of no more use."""
+    """The engine failed; `is_fatal`: it is of no more use. `is_out_of_memory`: there was no memory for the step."""
 
     step: int
     request_ids: tuple[str, ...]
     reason: str
     is_fatal: bool
+    is_out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

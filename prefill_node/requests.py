@@ -30,6 +30,7 @@ from prefill_node.sender_events import SentStats
 from transfer.engine_types import SamplingParams
 from transfer.errors import (
     EngineError,
+    OutOfMemory,
     PeerUnreachable,
     RemoteProtocolError,
     StagingError,
@@ -116,6 +117,7 @@ class PrefillRequests:
         on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
         on_outcome: Called with "sent", "failed", "aborted" or "refused" for each request that was queued and ends.
         on_given_up: Called with the error of each that was not "sent".
+        on_short: Called often with the requests that wait for pages of this node.
         loads: Makes what looks for stored beginnings, given whom to tell of them; None: there is no store.
     """
 
@@ -132,6 +134,7 @@ class PrefillRequests:
         on_broken: Callable[[str], None],
         on_outcome: Callable[[str], None],
         on_given_up: Callable[[TransferError], None] = lambda error: None,
+        on_short: Callable[[list[str]], None] = lambda request_ids: None,
         loads: Callable[[OnLoaded, OnTaskOver], PrefixLoads] | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -144,6 +147,7 @@ class PrefillRequests:
         self._on_broken = on_broken
         self._on_outcome = on_outcome
         self._on_given_up = on_given_up
+        self._on_short = on_short
         self._requests: dict[str, Request] = {}
         self._steps: dict[int, _Step] = {}
         self._step = 0
@@ -325,7 +329,8 @@ class PrefillRequests:
         for request_id in message.request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._fail(request, EngineError(message.reason, spares_kv=True))
+                is_memory = message.is_out_of_memory
+                self._fail(request, OutOfMemory(message.reason) if is_memory else EngineError(message.reason, spares_kv=True))
         self._send_steps()
         self._wake.set()
 
@@ -401,6 +406,7 @@ class PrefillRequests:
             self._wake.clear()
             self._expire()
             self._start_accepted()
+            self._on_short(self._scheduler.short_of_pages())
             self._ask_for_room()
             self._send_steps()
             try:

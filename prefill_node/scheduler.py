@@ -147,6 +147,14 @@ class PrefillScheduler:
                 names.append(request_id)
         return names
 
+    def short_of_pages(self) -> list[str]:
+        """The requests that wait, where the oldest of them finds too few pages here; empty where it does not."""
+        waiting = {**self._accepted, **self._waiting}
+        oldest = next(iter(waiting.values()), None)
+        if oldest is None or self.num_running >= self._max_running or oldest.pages.fit(self._free_pages):
+            return []
+        return list(waiting)
+
     def accept(self, request_id: str) -> None:
         """The decode side has reserved its room; the request starts before any that is accepted later."""
         self._accepted[request_id] = self._waiting.pop(request_id)

@@ -50,11 +50,12 @@ from prefill_node.stored_prefix import StoredPrefix
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
 from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, SamplingParams
-from transfer.errors import EngineError, LocalProtocolError, TransferError
+from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, TransferError
 from transfer.instance import Instance
 from transfer.layout import wire_dtype
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
+from transfer.out_of_memory import allocating
 from transfer.page_allocator import GroupAllocator
 from transfer.registry.security import security_of
 from transfer.staging import StagingBuffer
@@ -63,6 +64,9 @@ from transfer.storage.open import open_store_client
 from transfer.tracing import Tracer
 
 log = structlog.get_logger(__name__)
+
+STEP_ADVICE = "lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens"
+STAGING_ADVICE = "lower staging.num_slots, staging.slot_bytes or memory.static_fraction"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,10 +131,9 @@ class PrefillWorker:
             page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens), pool.num_pages
         )
         num_slots = self._config.staging.num_slots
-        staging = StagingBuffer(
-            num_bytes=num_slots * staging_slot_bytes(self._config.chunk, self._config.staging, engine.layout, engine.shard),
-            device=pool.device,
-        )
+        num_bytes = num_slots * staging_slot_bytes(self._config.chunk, self._config.staging, engine.layout, engine.shard)
+        with allocating("allocating the staging slots", device=pool.device, advice=STAGING_ADVICE, num_bytes=num_bytes):
+            staging = StagingBuffer(num_bytes=num_bytes, device=pool.device)
         memory = rank_memory(engine, {"staging": staging.num_bytes + self._config.transport.probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
         self._sender = SenderLoop(
@@ -314,17 +317,25 @@ class PrefillWorker:
 
         def work() -> StepDone | StepFailed:
             started = time.monotonic()
+            doing = f"computing a prefill step of {sum(item.num_tokens for item in items)} tokens"
             try:
-                tokens = self._engine.prefill(
-                    items, lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event)
-                )
+                with allocating(doing, device=self._engine.pool.device, advice=STEP_ADVICE):
+                    tokens = self._engine.prefill(
+                        items,
+                        lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event),
+                    )
             except RequestFault as fault:
                 faults = {request_id: str(fault) for request_id in fault.request_ids}
                 return StepDone(step=message.step, first_tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
             except EngineError as error:
                 names = tuple(part.request_id for part in message.parts)
-                is_fatal = error.is_fatal or self._engine.shard.num_ranks > 1
-                return StepFailed(step=message.step, request_ids=names, reason=str(error), is_fatal=is_fatal)
+                return StepFailed(
+                    step=message.step,
+                    request_ids=names,
+                    reason=str(error),
+                    is_fatal=error.is_fatal or self._engine.shard.num_ranks > 1,
+                    is_out_of_memory=isinstance(error, OutOfMemory),
+                )
             return StepDone(step=message.step, first_tokens=tokens, compute_s=time.monotonic() - started)
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))

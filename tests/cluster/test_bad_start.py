@@ -64,6 +64,12 @@ REFUSALS = {
         says=("no page of KV fits", "ring 68.0 MiB", "ring.capacity_bytes"),
         exit_code=NO_MEMORY,
     ),
+    "memory that the system refuses": Refusal(
+        role="decode",
+        arguments=("--model", "MODEL", "--set", "engine=tests.cluster.hungry_engine:load_too_much"),
+        says=("out of memory while starting rank 0", "1152921504606846976 bytes asked for", "lower memory.static_fraction"),
+        exit_code=NO_MEMORY,
+    ),
     "no model directory": Refusal(role="decode", arguments=("--model", "/no/such/model"), says=("model is /no/such/model",)),
     "corrupt configuration": Refusal(role="decode", arguments=("--model", "CORRUPT"), says=("config.json",)),
     "corrupt weights": Refusal(role="prefill", arguments=("--model", "TRUNCATED"), says=("model.safetensors",)),

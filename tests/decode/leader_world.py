@@ -166,6 +166,7 @@ class World:
         self.step: RunStep | None = None
         self.outcomes: list[str] = []
         self.hung: list[str] = []
+        self.waiting: set[str] = set()  # tries that found no room
         self.queue_seconds: list[float] = []
         self.first_tokens: list[float] = []
         self.num_retries, self.max_retries = 0, prefill_retries
@@ -192,6 +193,8 @@ class World:
                 on_first_token=self.first_tokens.append,
                 on_token=lambda seconds: None,
                 on_retry=self._count_retry,
+                on_no_room=self.waiting.add,
+                on_wait_over=self.waiting.discard,
             ),
             name_try=self._name,
         )
@@ -295,11 +298,17 @@ class World:
         tokens = {part.request_id: token for part in step.parts}
         self.leader.on_step_done(StepDone(step=step.step, tokens=tokens, compute_s=0.0))
 
-    def fail_step(self) -> None:
+    def fail_step(self, *, is_out_of_memory: bool = False) -> None:
         assert self.step is not None
         step, self.step = self.step, None
-        names = tuple(part.request_id for part in step.parts)
-        self.leader.on_step_failed(StepFailed(step=step.step, request_ids=names, reason="the engine failed", is_fatal=False))
+        failed = StepFailed(
+            step=step.step,
+            request_ids=tuple(part.request_id for part in step.parts),
+            reason="the engine failed",
+            is_fatal=False,
+            is_out_of_memory=is_out_of_memory,
+        )
+        self.leader.on_step_failed(failed)
 
     def releasable(self, rank: int) -> list[str]:
         busy = {part.request_id for part in self.step.parts} if self.step is not None else set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,11 +24,13 @@ from transfer.errors import (
     IntegrityError,
     LayoutError,
     LocalProtocolError,
+    OutOfMemory,
     PeerUnreachable,
     StagingError,
     TransferAborted,
     TransportClosed,
 )
+from transfer.registry.status import status_of
 
 
 @pytest.fixture
@@ -166,6 +169,27 @@ async def test_the_wait_for_room_is_observed_once_and_only_when_there_is_room(wo
     await drained(world)
     first_s, second_s = world.queue_seconds
     assert 0 <= first_s < second_s and 0.04 <= second_s < 30
+
+
+@pytest.mark.parametrize("end", ["room", "abort"])
+async def test_a_wait_for_room_is_told_of_until_it_ends(world: World, end: str) -> None:
+    await received(world, num_tokens=POOL_PAGES * PAGE_SIZE - 3)
+    request = world.submit("b")
+    await turns()
+    assert not world.waiting
+    for _ in range(2):
+        assert await world.reserve("b") is None
+    assert world.waiting == {"b"}
+    if end == "room":
+        world.leader.abort("a", TransferAborted("enough"))
+        for rank in range(2):
+            world.release(rank, "a")
+        world.reserve("b")
+        await turns()
+    else:
+        world.leader.give_up(request, TransferAborted("enough"))
+    assert not world.waiting
+    await drained(world)
 
 
 async def test_no_room_is_not_yet_and_takes_nothing(world: World) -> None:
@@ -408,6 +432,17 @@ async def test_a_failed_step_fails_its_requests(world: World) -> None:
     await turns()
     world.fail_step()
     assert isinstance(take(request)[-1], EngineError)
+    request.progress.put_nowait(EngineError("read"))
+    await drained(world)
+
+
+async def test_a_step_without_memory_ends_its_requests_as_no_room(world: World) -> None:
+    request = await received(world)
+    world.call("a").first_token()
+    await turns()
+    world.fail_step(is_out_of_memory=True)
+    error = take(request)[-1]
+    assert isinstance(error, OutOfMemory) and status_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED
     request.progress.put_nowait(EngineError("read"))
     await drained(world)
 

@@ -82,6 +82,7 @@ class World:
         self.steps: dict[int, RunStep] = {}
         self.outcomes: list[str] = []
         self.broken: list[str] = []
+        self.short: list[list[str]] = [[]]  # requests without pages, whenever those were others
         self.ranks = [Rank() for _ in range(NUM_RANKS)]
         self.asked: list[str] = []
         self.answers: dict[str, bool | int | TransferError | asyncio.Future[bool]] = {}  # a number: reserved, from that token on
@@ -97,6 +98,7 @@ class World:
             reserve=self._reserve,
             on_broken=self.broken.append,
             on_outcome=self.outcomes.append,
+            on_short=lambda names: self.short.append(names) if names != self.short[-1] else None,
             loads=partial(make_loads, self._broadcast) if make_loads is not None else None,
         )
         self.leader.start()
@@ -155,10 +157,16 @@ class World:
             found = tokens if rank == 0 else {}
             self.leader.on_step_done(rank, StepDone(step=step.step, first_tokens=found, compute_s=0.0))
 
-    def fail_step(self) -> None:
+    def fail_step(self, *, is_out_of_memory: bool = False) -> None:
         step = self.steps.pop(min(self.steps))
-        names = tuple(part.request_id for part in step.parts)
-        self.leader.on_step_failed(StepFailed(step=step.step, request_ids=names, reason="the engine failed", is_fatal=False))
+        failed = StepFailed(
+            step=step.step,
+            request_ids=tuple(part.request_id for part in step.parts),
+            reason="the engine failed",
+            is_fatal=False,
+            is_out_of_memory=is_out_of_memory,
+        )
+        self.leader.on_step_failed(failed)
 
     def finish_load(self, rank: int, name: str, num_tokens: int) -> None:
         del self.ranks[rank].loading[name]

@@ -15,7 +15,15 @@ from prefill_node.requests import FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join, turns
 from tests.runtime.instances import until
-from transfer.errors import EngineError, LocalProtocolError, PeerUnreachable, RemoteProtocolError, StagingError, TransferAborted
+from transfer.errors import (
+    EngineError,
+    LocalProtocolError,
+    OutOfMemory,
+    PeerUnreachable,
+    RemoteProtocolError,
+    StagingError,
+    TransferAborted,
+)
 
 
 @pytest.fixture
@@ -292,6 +300,30 @@ async def test_a_failed_step_fails_its_requests_and_the_others_go_on(world: Worl
     world.settle()
     assert sorted(world.outcomes) == ["failed", "sent"]
     assert world.leader.num_in_flight == 0
+
+
+async def test_a_step_without_memory_ends_its_requests_as_no_room(world: World) -> None:
+    failed = world.submit("a", 3)
+    await turns()
+    world.fail_step(is_out_of_memory=True)
+    error = told(failed)[-1]
+    assert isinstance(error, OutOfMemory) and error.spares_kv
+    failed.progress.put_nowait(EngineError("x"))
+    world.settle()
+
+
+async def test_requests_that_wait_for_pages_are_named_for_as_long_as_they_do(world: World) -> None:
+    world.submit("a", POOL_PAGES * PAGE_SIZE - 1)
+    await turns()
+    assert world.short == [[]]
+    for name in ("b", "c"):
+        world.submit(name, 3)
+    await turns()
+    assert world.short[-1] == ["b", "c"]
+    world.settle()
+    await turns()
+    assert world.short[-1] == []
+    world.settle()
 
 
 async def test_a_request_that_a_step_names_fails_alone_and_its_kv_is_blamed(world: World) -> None:

@@ -78,6 +78,24 @@ def test_what_does_not_fit_the_budget_is_not_overtaken() -> None:
     assert [item.request_id for item in one.next_step()] == ["a"], "c would fit beside a, but b is older"
 
 
+def test_who_waits_for_pages_is_told_from_who_waits_for_something_else() -> None:
+    one = scheduler(max_running=2)
+    assert one.short_of_pages() == []
+    submit(one, "running", 10 * PAGE_SIZE)
+    assert one.short_of_pages() == [], "it waits for the decode side"
+    start(one, "running")
+    submit(one, "big", 3 * PAGE_SIZE)
+    submit(one, "small", 1)
+    assert one.short_of_pages() == ["big", "small"]
+    one.accept("big")
+    assert one.start_accepted() == [] and one.short_of_pages() == ["big", "small"]
+    one.withdraw("big")
+    assert one.short_of_pages() == []
+    start(one, "small")
+    submit(one, "more", 3 * PAGE_SIZE)
+    assert one.short_of_pages() == [], "it waits for one of those that run"
+
+
 def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
     one = scheduler()
     submit(one, "running", 10 * PAGE_SIZE)

@@ -74,7 +74,7 @@ class NodeMetrics:
             self._series("requests", outcome=outcome)
         for reason in ABORT_REASONS:
             self._series("aborts", reason=reason)
-        for name in ("queue_seconds", "prompt_tokens"):
+        for name in ("queue_seconds", "prompt_tokens", "out_of_memory_steps", "requests_waiting_for_pages"):
             self._series(name)
         self.tiers = TierMetrics(self._series, is_shown=role == "decode")
         if role == "decode":
@@ -112,6 +112,14 @@ class NodeMetrics:
     def tokens_generated(self, num_tokens: int) -> None:
         """So many tokens are on their way to their caller."""
         self._series("generated_tokens").inc(num_tokens)
+
+    def step_out_of_memory(self) -> None:
+        """A step failed because memory ran out."""
+        self._series("out_of_memory_steps").inc()
+
+    def waiting_for_pages(self, num_requests: int) -> None:
+        """So many requests wait for pages of this node's KV pool now."""
+        self._series("requests_waiting_for_pages").set(num_requests)
 
     def request_retried(self) -> None:
         """A request is tried on another prefill node."""

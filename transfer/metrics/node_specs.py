@@ -111,6 +111,18 @@ REQUEST_METRICS: Final = (
         "limits.max_running_requests of the node. An engine that hosts its side has a limit of its own, and none of this.",
         advice="running_requests over it: how full a decode node is, whatever it was given. The autoscalers of deploy/ go by it.",
     ),
+    declare(
+        "gauge",
+        "requests_waiting_for_pages",
+        "Requests that wait because the KV pool of this node has too few free pages for them.",
+        advice="Above 0 for minutes: the pool is the limit. Raise memory.static_fraction or pool.num_pages, or add nodes.",
+    ),
+    declare(
+        "counter",
+        "out_of_memory_steps",
+        "Steps that failed because memory ran out. All requests of such a step failed.",
+        advice="Alarm on any: the log names the work, the bytes and the settings to lower.",
+    ),
 )
 
 NODE_STATE_METRICS: Final = (
