@@ -362,6 +362,28 @@ MEMORY: Final = Group(
     name="kvferry-memory",
     alerts=(
         Alert(
+            name="KvferryOutOfMemory",
+            severity=CRITICAL,
+            expr="increase(kvferry_out_of_memory_steps_total[15m]) > 0",
+            lasts="0m",
+            summary="{{ $labels.role }} node {{ $labels.instance }} runs out of memory.",
+            description=(
+                "{{ $value | humanize }} steps of the {{ $labels.role }} node {{ $labels.instance }} found no memory in 15 "
+                "minutes. All requests of each step failed. The log names the work, the bytes and the settings to lower."
+            ),
+        ),
+        Alert(
+            name="KvferryPoolFull",
+            severity=WARNING,
+            expr="min_over_time(kvferry_requests_waiting_for_pages[5m]) > 0",
+            lasts="5m",
+            summary="The KV pool of {{ $labels.role }} node {{ $labels.instance }} is full.",
+            description=(
+                "For 10 minutes, at least {{ $value | humanize }} requests at a time have waited for pages of the KV pool of the "
+                "{{ $labels.role }} node {{ $labels.instance }}. After limits.queue_timeout_s they are refused."
+            ),
+        ),
+        Alert(
             name="KvferryMemoryNotAsPlanned",
             severity=WARNING,
             expr=(

@@ -83,6 +83,28 @@ _POOL: Final = Row(
             lines=(Line(expr=summed("kvferry_pool_pages", *_RANK, where='state="free"'), legend=_LEGEND),),
             columns=12,
         ),
+        Chart(
+            title="Requests that wait for pages",
+            description=(
+                "Requests that find too few free pages in their node's own pool. Above zero for minutes: the alert "
+                "KvferryPoolFull; raise memory.static_fraction or pool.num_pages, or add nodes of the tier."
+            ),
+            unit=Unit.REQUESTS,
+            lines=(Line(expr=summed("kvferry_requests_waiting_for_pages", "role", "instance"), legend="{{role}} {{instance}}"),),
+            columns=12,
+        ),
+        Chart(
+            title="Steps without memory",
+            description=(
+                "Steps that failed because memory ran out, with all of their requests. Any: the alert KvferryOutOfMemory; the "
+                "log names the settings to lower."
+            ),
+            unit=Unit.TIMES_PER_S,
+            lines=(
+                Line(expr=per_second("kvferry_out_of_memory_steps_total", "role", "instance"), legend="{{role}} {{instance}}"),
+            ),
+            columns=12,
+        ),
     ),
 )
 

@@ -643,6 +643,32 @@ CASES: Final = (
         at="20m",
     ),
     Case(
+        alert="KvferryOutOfMemory",
+        what="steps find no memory, as soon as the first scrape sees it",
+        series={f"kvferry_out_of_memory_steps_total{{{DECODE}}}": "0x20 3x4"},
+        at="21m",
+        fires=(Fires(labels=OF_DECODE, value="3"),),
+    ),
+    Case(
+        alert="KvferryOutOfMemory",
+        what="a step found no memory an hour ago",
+        series={f"kvferry_out_of_memory_steps_total{{{DECODE}}}": "0x5 3x60"},
+        at="60m",
+    ),
+    Case(
+        alert="KvferryPoolFull",
+        what="requests wait for pages for more than ten minutes",
+        series={f"kvferry_requests_waiting_for_pages{{{DECODE}}}": "0x2 3 5 2 4x20"},
+        at="14m",
+        fires=(Fires(labels=OF_DECODE, value="4"),),
+    ),
+    Case(
+        alert="KvferryPoolFull",
+        what="a pool that has room again every few minutes",
+        series={f"kvferry_requests_waiting_for_pages{{{PREFILL}}}": "0 5 6 4 0 7 8 9 0 5 6 7 0 8 8 8 0 5 5 5"},
+        at="19m",
+    ),
+    Case(
         alert="KvferryMemoryNotAsPlanned",
         what="weights take a quarter more, which is a gibibyte",
         series=_memory("4294967296x30", "5368709120x30"),
