@@ -1,0 +1,195 @@
+"""A GPU whose memory really runs out: while weights load, a pool is allocated, CUDA graphs are captured, and in steps."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embedded_engine.engine import EmbeddedEngine
+from kvferry.cluster_spec import child_environment
+from tests.gpu.small_engines import Directory, make_engine, prompts_of
+from transfer.engine_types import DecodeItem, PrefillItem
+from transfer.errors import OutOfMemory
+from transfer.layout import Shard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: this torch sees no device"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_MEMORY = 3
+BLOCKS = (1 << 30, 32 << 20, 2 << 20, 1 << 20, 64 << 10, 4 << 10, 512)
+"""Sizes of what fills the device: the smallest is the least that torch's allocator hands out."""
+
+SHOWN = r"cuda(:0)? has [\d.,]+ (B|KiB|MiB|GiB) of [\d.]+ GiB free \(this process holds [\d.,]+ (MiB|GiB)\)"
+CAPTURED = (2, 4)
+PROMPTS = prompts_of((120, 100))
+LONG = PrefillItem(request_id="a", token_ids=PROMPTS[120], first_token=0, page_tables=(tuple(range(40)),), is_last=True)
+SHORT = PrefillItem(request_id="b", token_ids=PROMPTS[100], first_token=0, page_tables=(tuple(range(40, 80)),), is_last=True)
+NEXT_OF_SHORT = DecodeItem(request_id="b", token_id=7, position=100, page_tables=SHORT.page_tables)
+
+
+class Ballast:
+    """Takes every byte of the device that is left, through torch's allocator."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def fill(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        for size in BLOCKS:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                while True:
+                    self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    def drop(self) -> None:
+        self._blocks.clear()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def ballast() -> Iterator[Ballast]:
+    one = Ballast()
+    yield one
+    one.drop()
+
+
+def out_of_memory_in(work: Callable[[], Any]) -> str:
+    """The one line; nothing of the error, whose traceback holds tensors, is kept."""
+    with pytest.raises(OutOfMemory) as failed:
+        work()
+    assert not failed.value.is_fatal
+    said = str(failed.value)
+    assert "\n" not in said and re.search(SHOWN, said), said
+    return said
+
+
+def engine_of(model: Directory, captured: Sequence[int] = ()) -> EmbeddedEngine:
+    return make_engine(model("llama"), "cuda", captured=captured, max_seq_len=200)
+
+
+def tokens_of(engine: EmbeddedEngine) -> list[dict[str, int]]:
+    return [engine.prefill([LONG]), engine.prefill([SHORT]), engine.decode([NEXT_OF_SHORT])]
+
+
+def test_weights(model: Directory, ballast: Ballast) -> None:
+    tokens = tokens_of(engine_of(model))
+    ballast.fill()
+    said = out_of_memory_in(lambda: engine_of(model))
+    assert said.startswith("out of memory while loading the weights: ")
+    assert said.endswith("; raise parallel.tp_size, or end what else uses that memory")
+    ballast.drop()
+    assert tokens_of(engine_of(model)) == tokens
+
+
+def test_a_pool(model: Directory) -> None:
+    """Of as many pages as would take the whole device, of which weights and context have taken some."""
+    engine = engine_of(model)
+    page_bytes = engine.pool.groups[0].page_bytes(engine.layout, engine.shard)
+    total = torch.cuda.mem_get_info()[1]
+    count = total // page_bytes
+    said = out_of_memory_in(lambda: EmbeddedEngine(model("llama"), shard=Shard(page_size=4), num_pages=count, device="cuda"))
+    asked = f"{count * page_bytes / (1 << 30):,.1f} GiB asked for, "
+    assert said.startswith(f"out of memory while allocating the KV pool of {count} pages: {asked}")
+    assert said.endswith("; lower memory.static_fraction or pool.num_pages")
+    engine.release_pool()
+    again = out_of_memory_in(lambda: engine.open_pool(count, shard=Shard(page_size=4)))
+    assert "while allocating the KV pool" in again
+    engine.open_pool(100, shard=Shard(page_size=4), max_running_requests=4)
+    assert tokens_of(engine) == tokens_of(engine_of(model))
+
+
+def test_the_capture_of_a_graph(model: Directory, ballast: Ballast, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model)
+    tokens = tokens_of(engine)
+    handle = torch.cuda.graph_pool_handle
+
+    def fill_first() -> Any:
+        ballast.fill()  # between the steps that warm up and the first capture
+        return handle()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "graph_pool_handle", fill_first)
+        said = out_of_memory_in(lambda: engine.capture_cuda_graphs(CAPTURED))
+    assert said.startswith("out of memory while capturing the CUDA graph of a decode step of 4 requests: ")
+    assert said.endswith("; lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction")
+    ballast.drop()
+    assert tokens_of(engine) == tokens, "steps are launched without graphs"
+    engine.capture_cuda_graphs(CAPTURED)
+    assert engine.captured_batch_sizes == CAPTURED and tokens_of(engine) == tokens
+
+
+def test_the_steps_before_a_capture(model: Directory, ballast: Ballast) -> None:
+    engine = engine_of(model)
+    ballast.fill()
+    said = out_of_memory_in(lambda: engine.capture_cuda_graphs(CAPTURED))
+    assert said.startswith("out of memory while running decode steps before their CUDA graphs are captured: ")
+
+
+@pytest.mark.parametrize("captured", [(), CAPTURED], ids=["launched", "replayed"])
+def test_steps(model: Directory, ballast: Ballast, captured: tuple[int, ...]) -> None:
+    """They fail alone: memory comes back, and what other requests have in the pool is as it was."""
+    engine = engine_of(model, captured)
+    tokens = tokens_of(engine)
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    for _ in range(2):
+        ballast.fill()
+        prefill = out_of_memory_in(lambda: engine.prefill([LONG]))
+        decode = out_of_memory_in(lambda: engine.decode([NEXT_OF_SHORT]))
+        ballast.drop()
+        assert re.match("out of memory while (planning|computing) a prefill step of 120 tokens on rank 0 of 1: ", prefill)
+        assert prefill.endswith("; lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens")
+        assert decode.startswith("out of memory while computing a decode step of 1 requests on rank 0 of 1: ")
+        assert decode.endswith("; lower memory.static_fraction or limits.max_running_requests")
+        assert torch.cuda.memory_allocated() == allocated, "nothing of a failed step is kept"
+        assert engine.decode([NEXT_OF_SHORT]) == tokens[2], "the KV of the other request is as it was"
+        assert tokens_of(engine) == tokens
+
+
+def test_a_step_in_mid_model_gives_all_back(model: Directory, ballast: Ballast) -> None:
+    """It ran over some layers; the tensors of those are held by the frames of the error until they are dropped."""
+    engine = engine_of(model)
+    tokens = tokens_of(engine)
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    fills = iter([False, True])
+
+    def on_layers_written(layers_done: int, event: Any) -> None:
+        if next(fills, False):
+            ballast.fill()
+
+    engine._layers_per_group = 1
+    said = out_of_memory_in(lambda: engine.prefill([LONG], on_layers_written))
+    assert said.startswith("out of memory while computing a prefill step of 120 tokens")
+    ballast.drop()
+    assert torch.cuda.memory_allocated() == allocated
+    assert tokens_of(engine) == tokens
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_ends_with_the_code_that_no_supervisor_restarts(model: Directory, role: str) -> None:
+    """Its plan gives the pool most of the device, of which the process may have a twentieth."""
+    transport = "ucx" if importlib.util.find_spec("ucxx") else "cuda_ipc"
+    settings = {"engine": "tests.gpu.capped_engine:load_engine", "device": "cuda", "transport.name": transport}
+    command = [sys.executable, "-m", f"{role}_node", "serve", "--insecure", "--model", str(model("llama"))]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    ended = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == NO_MEMORY, ended.stdout + ended.stderr
+    said = ended.stdout + ended.stderr
+    lines = [line for line in said.splitlines() if "out of memory while allocating the KV pool of" in line]
+    assert len(lines) == 1 and "lower memory.static_fraction or pool.num_pages" in lines[0], said
+    assert "Traceback" not in said
