@@ -7,6 +7,7 @@ only TCP, it gets one write at a time: UCX 1.23 may kill the process when a peer
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import Any, Protocol
@@ -25,6 +26,9 @@ _PIECE_BYTES = 16 * 2**20
 _INLINE_BYTES = 64 * 2**10  # below this a copy takes less than a turn of the loop
 _CLOSE_WAIT_S = 0.02
 _CLOSE_LOOK_S = 0.0005
+_DRAIN_S = 1.0
+"""After the copies on this process's devices have ended, how long `close` waits for NIXL to notice, off the owner's loop. Writes to a
+peer that is gone are never complete; they have no copy left on a device by then."""
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +148,8 @@ class NixlSession:
         self._pending: dict[int, NixlHandle] = {}
         self._registered: dict[int, Memory] = {}
         self._abandoned: list[Memory] = []  # sources of failed writes that NIXL may still be at
+        self._unfinished: list[Any] = []  # NIXL's requests of those
+        self._closing: Agent | None = None  # a writer's agent that waits for its device's copies
         self._failure: str | None = None
         self._has_ended = False
 
@@ -213,10 +219,11 @@ class NixlSession:
             return
         agent, self._agent = self._agent, None
         has_device = self._touches_device()
-        for handle in self._pending.values():
-            if handle.request is not None:
-                agent.release(handle.request)
-        agent.close()
+        self._unfinished += [handle.request for handle in self._pending.values() if handle.request is not None]
+        if has_device and self._peer is not None:
+            self._closing = agent
+        else:
+            self._destroy(agent)
         for handle in self._pending.values():
             if handle.memory is not None and handle.memory.is_device:
                 self._abandoned.append(handle.memory)
@@ -308,11 +315,11 @@ class NixlSession:
         return self._agent is None or self._failure is not None
 
     def _fail(self, reason: str) -> None:
-        """The session cannot go on; what NIXL still holds of it dies with the agent in `close()`."""
+        """The session cannot go on; what NIXL still holds of it ends in `close()`."""
         self._failure = reason
         for handle in self._pending.values():
-            if handle.request is not None and handle.memory is not None and self._agent is not None:
-                self._agent.release(handle.request)
+            if handle.request is not None and handle.memory is not None:
+                self._unfinished.append(handle.request)
                 self._abandoned.append(handle.memory)
             handle.fail(WriteFailed(f"key {handle.key} on session {self.lane}: {reason}"))
         self._pending.clear()
@@ -323,8 +330,26 @@ class NixlSession:
             wait_for_devices()
         except Exception as error:  # torch's and ours: an error of a device stays, so the copies cannot be ruled out, ever
             _log.warning("%s: copies on a device of this process cannot be shown to have ended: %s", self.lane, in_words(error))
-        else:
-            self._let_go()
+            return
+        if self._closing is not None:
+            self._drain(self._closing)
+            self._destroy(self._closing)
+            self._closing = None
+        self._let_go()
+
+    def _drain(self, agent: Agent) -> None:
+        """Have NIXL take note of the copies that have ended: UCX 1.23 crashes where a worker is destroyed with copies under way."""
+        ends_at = time.monotonic() + _DRAIN_S
+        for request in self._unfinished:
+            with contextlib.suppress(Exception):  # NIXL's: a write that failed is not under way either
+                while not agent.is_done(request) and time.monotonic() < ends_at:
+                    time.sleep(_CLOSE_LOOK_S)
+
+    def _destroy(self, agent: Agent) -> None:
+        for request in self._unfinished:
+            agent.release(request)
+        self._unfinished.clear()
+        agent.close()
 
     def _let_go(self) -> None:
         if self._line is not None:
@@ -335,4 +360,4 @@ class NixlSession:
 
     def _touches_device(self) -> bool:
         memories = [self._offered, *self._registered.values()]
-        return any(memory is not None and memory.is_device for memory in memories)
+        return self._lane == "ipc" or any(memory is not None and memory.is_device for memory in memories)
