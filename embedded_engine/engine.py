@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from embedded_engine.architectures import ARCHITECTURES, Hook
+from embedded_engine.graphs import CAPTURE_ADVICE
 from embedded_engine.host_tier import HostTier
 from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
 from embedded_engine.model_config import one_line
@@ -334,7 +335,7 @@ class EmbeddedEngine:
         """
         _check_batch_sizes(batch_sizes, 0 if self._decoder is None else self._decoder.max_running_requests)
         if self._decoder is not None:
-            with self._step("capturing the CUDA graphs of decode steps", _DECODE_ADVICE):
+            with self._step("capturing the CUDA graphs of decode steps", CAPTURE_ADVICE):
                 self._decoder.capture(batch_sizes)
 
     @property

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from embedded_engine.model_config import one_line
 from transfer.errors import EngineError
 from transfer.out_of_memory import allocating, is_out_of_memory
+
+CAPTURE_ADVICE: Final = "lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction"
 
 
 class CannotBeCaptured(EngineError):
@@ -62,6 +64,9 @@ class DecodeGraphs:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 with _allocating("running decode steps before their CUDA graphs are captured", device):
+                    # A capture first allocates two small tensors for the random generator, and torch 2.11 ends the process when
+                    # that fails and the graph is destroyed. A live tensor of this stream keeps room for them in its segment.
+                    self._segment = torch.empty(1, device=device)
                     shape, dtype = self._warm_up(load, step)
                     before = _reserved_bytes(device)
                     self._logits = torch.empty(shape, dtype=dtype, device=device) if beside is None else beside._logits
@@ -119,7 +124,7 @@ class DecodeGraphs:
 
 
 def _allocating(doing: str, device: torch.device) -> AbstractContextManager[None]:
-    return allocating(doing, device=device, advice="lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction")
+    return allocating(doing, device=device, advice=CAPTURE_ADVICE)
 
 
 @cache

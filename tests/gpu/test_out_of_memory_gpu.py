@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import re
 import subprocess
@@ -117,7 +118,8 @@ def test_the_capture_of_a_graph(model: Directory, ballast: Ballast, monkeypatch:
     handle = torch.cuda.graph_pool_handle
 
     def fill_first() -> Any:
-        ballast.fill()  # between the steps that warm up and the first capture
+        with torch.cuda.stream(torch.cuda.default_stream()):  # as another process would; the stream of captures keeps its segment
+            ballast.fill()  # between the steps that warm up and the first capture
         return handle()
 
     with monkeypatch.context() as patch:
@@ -135,7 +137,8 @@ def test_the_steps_before_a_capture(model: Directory, ballast: Ballast) -> None:
     engine = engine_of(model)
     ballast.fill()
     said = out_of_memory_in(lambda: engine.capture_cuda_graphs(CAPTURED))
-    assert said.startswith("out of memory while running decode steps before their CUDA graphs are captured: ")
+    assert re.match("out of memory while (capturing the|running decode steps before their) CUDA graphs? ", said)
+    assert "; lower cuda_graph_max_bs (0 runs without graphs) or memory.static_fraction" in said
 
 
 @pytest.mark.parametrize("captured", [(), CAPTURED], ids=["launched", "replayed"])
@@ -163,19 +166,21 @@ def test_a_step_in_mid_model_gives_all_back(model: Directory, ballast: Ballast) 
     """It ran over some layers; the tensors of those are held by the frames of the error until they are dropped."""
     engine = engine_of(model)
     tokens = tokens_of(engine)
-    torch.cuda.synchronize()
-    allocated = torch.cuda.memory_allocated()
-    fills = iter([False, True])
-
-    def on_layers_written(layers_done: int, event: Any) -> None:
-        if next(fills, False):
-            ballast.fill()
-
     engine._layers_per_group = 1
-    said = out_of_memory_in(lambda: engine.prefill([LONG], on_layers_written))
-    assert said.startswith("out of memory while computing a prefill step of 120 tokens")
-    ballast.drop()
-    assert torch.cuda.memory_allocated() == allocated
+    allocated = set()
+    for _ in range(3):
+        fills = iter([False, True])
+
+        def on_layers_written(layers_done: int, event: Any, fills: Iterator[bool] = fills) -> None:
+            if next(fills, False):
+                ballast.fill()
+
+        said = out_of_memory_in(lambda: engine.prefill([LONG], on_layers_written))
+        assert said.startswith("out of memory while computing a prefill step of 120 tokens")
+        ballast.drop()
+        gc.collect()  # the error, its traceback and its frames are a cycle
+        allocated.add(torch.cuda.memory_allocated())
+    assert len(allocated) == 1, "nothing of a failed step is kept"
     assert tokens_of(engine) == tokens
 
 
