@@ -120,6 +120,25 @@ def test_a_device_that_hangs_does_not_hold_the_owner(pair: Pair, monkeypatch: py
     pair.close()
 
 
+def test_the_agent_of_a_writer_outlives_its_copies_on_a_device(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX crashes if a worker is destroyed while copies of device memory are under way."""
+    quiet, destroyed = threading.Event(), []
+    monkeypatch.setattr(nixl_session, "wait_for_devices", quiet.wait)
+    monkeypatch.setattr(nixl_session.NixlSession, "_touches_device", lambda _: True)
+    monkeypatch.setattr(pair.writer, "_lane", "ipc")
+    destroy = nixl_session.Agent.close
+    monkeypatch.setattr(nixl_session.Agent, "close", lambda agent: (destroyed.append(agent), destroy(agent)))
+    write = pair.writer.write(pair.source_memory, WHOLE, WHOLE, 1)
+    pair.writer.close()
+    with pytest.raises(TransportClosed):
+        write.poll()
+    assert not destroyed and not pair.writer.is_over
+    quiet.set()
+    assert pair.writer_transport.waits.join(5)
+    assert len(destroyed) == 1 and pair.writer.is_over
+    pair.close()
+
+
 def test_a_two_sided_session_is_not_over_on_a_failed_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

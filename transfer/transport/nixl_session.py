@@ -27,8 +27,7 @@ _INLINE_BYTES = 64 * 2**10  # below this a copy takes less than a turn of the lo
 _CLOSE_WAIT_S = 0.02
 _CLOSE_LOOK_S = 0.0005
 _DRAIN_S = 1.0
-"""After the copies on this process's devices have ended, how long `close` waits for NIXL to notice, off the owner's loop. Writes to a
-peer that is gone are never complete; they have no copy left on a device by then."""
+"""How long a closed session waits for NIXL to notice that the copies on its device have ended, off the owner's loop."""
 
 _log = logging.getLogger(__name__)
 
@@ -220,7 +219,7 @@ class NixlSession:
         agent, self._agent = self._agent, None
         has_device = self._touches_device()
         self._unfinished += [handle.request for handle in self._pending.values() if handle.request is not None]
-        if has_device and self._peer is not None:
+        if self._lane == "ipc" and self._peer is not None:
             self._closing = agent
         else:
             self._destroy(agent)
@@ -338,7 +337,7 @@ class NixlSession:
         self._let_go()
 
     def _drain(self, agent: Agent) -> None:
-        """Have NIXL take note of the copies that have ended: UCX 1.23 crashes where a worker is destroyed with copies under way."""
+        """Have NIXL take note of the copies that have ended: UCX 1.23 crashes if a worker is destroyed before it has."""
         ends_at = time.monotonic() + _DRAIN_S
         for request in self._unfinished:
             with contextlib.suppress(Exception):  # NIXL's: a write that failed is not under way either
@@ -360,4 +359,4 @@ class NixlSession:
 
     def _touches_device(self) -> bool:
         memories = [self._offered, *self._registered.values()]
-        return self._lane == "ipc" or any(memory is not None and memory.is_device for memory in memories)
+        return any(memory is not None and memory.is_device for memory in memories)
