@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -21,6 +22,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from transfer.control import zmq_channel
 from transfer.control.base import MAX_PAYLOAD_BYTES, QUEUE_PAYLOADS, WATCH_BATCH, KeyPair, Received
 from transfer.control.zmq_channel import HANDSHAKE_MS, HEARTBEAT_INTERVAL_MS, REFUSED_AFTER_S, ZmqControlClient, ZmqControlServer
 from transfer.control.zmq_doorkeeper import Arrivals, new_key_pair
@@ -458,6 +460,89 @@ def test_a_session_survives_a_byte_that_was_changed_on_the_way(server: ZmqContro
     assert proxy.spoils is None and proxy.num_connections == 2
     client.close()
     proxy.close()
+
+
+@pytest.fixture
+def quick_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_channel, "RECONNECT_MS", 50)
+
+
+async def hear_again(server: ZmqControlServer, heard: list[bytes]) -> None:
+    """Have the server repeat a message until the watching client hears it."""
+    async with asyncio.timeout(DEADLINE_S):
+        while b"abort" not in heard:
+            server.receive()
+            server.send(7, b"abort")
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("case", ["refused, then watched", "watched, then refused", "idle"])
+def test_a_watched_client_connects_again_though_it_sends_nothing(
+    server: ZmqControlServer, quick_reconnect: None, case: str
+) -> None:
+    """Nobody else would: the decode rank repeats itself, and a sender without requests has nothing to say."""
+    proxy = Proxy(port_of(server))
+    client = open_client(proxy.address)
+    wait_for(server, client, b"one")
+
+    async def play() -> None:
+        loop, heard = asyncio.get_running_loop(), list[bytes]()
+        if case != "refused, then watched":
+            client.watch(loop, heard.append)
+        proxy.spoils = "down"
+        async with asyncio.timeout(DEADLINE_S):
+            while proxy.spoils is not None:
+                server.send(7, b"spoilt")
+                await asyncio.sleep(0.005)
+            while case != "idle" and client.send(b"drained"):
+                await asyncio.sleep(0.005)
+        if case == "refused, then watched":
+            client.watch(loop, heard.append)
+        await hear_again(server, heard)
+        client.close()
+
+    asyncio.run(play())
+    assert proxy.num_connections == 2
+    proxy.close()
+
+
+def test_an_unwatched_client_connects_again_though_it_only_receives(server: ZmqControlServer, quick_reconnect: None) -> None:
+    proxy = Proxy(port_of(server))
+    client = open_client(proxy.address)
+    wait_for(server, client, b"one")
+    proxy.spoils = "down"
+    begin = time.monotonic()
+    while client.send(b"drained") and time.monotonic() - begin < DEADLINE_S:
+        server.send(7, b"spoilt")
+        time.sleep(0.005)
+    heard = None
+    while heard != b"abort" and time.monotonic() - begin < DEADLINE_S:
+        server.receive()
+        server.send(7, b"abort")
+        heard = client.receive()
+        time.sleep(0.005)
+    assert heard == b"abort"
+    client.close()
+    proxy.close()
+
+
+def test_a_closed_client_does_not_connect_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        loop, timers, faults = asyncio.get_running_loop(), list[asyncio.TimerHandle](), list[Any]()
+        loop.set_exception_handler(lambda loop, context: faults.append(context))
+        call_later = loop.call_later
+        monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(call_later(*args)) or timers[-1])
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))  # a port at which nobody listens
+            client = open_client(f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
+            client.watch(loop, lambda payload: None)
+            while client.send(b"x"):  # until the queue is full, which parts it
+                pass
+            client.close()
+        assert not client.has_pending()
+        assert timers and all(timer.cancelled() for timer in timers) and not faults
+
+    asyncio.run(play())
 
 
 def test_a_flood_of_an_attached_peer_that_breaks_off_does_not_abort(server: ZmqControlServer) -> None:

@@ -18,8 +18,9 @@
   flight. A peer whose key is allowed can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until the
   last has come; one whose key is not allowed has no queue. SECURITY.md says what follows from that.
 - libzmq connects again by itself after a connection broke, and never again after it heard what is no message of the protocol, for
-  example one byte that somebody on the way has changed. The socket then takes nothing more; so a client whose send is refused
-  parts, and connects anew a moment later.
+  example one byte that somebody on the way has changed. The socket then takes nothing more. So a client parts when a send is
+  refused, or when its socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, whether or
+  not anybody sends: a timer of the watching loop sees to that, or the next call where no loop watches.
 - Whatever is dropped is one step of a batch, so whoever floods the port slows the owner's loop but never keeps it.
 
 Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
@@ -62,6 +63,7 @@ REFUSED_AFTER_S: Final = HANDSHAKE_MS / 1000 + 1.0
 _ID_PREFIX: Final = b"\x01"
 _ACCEPT_BACKLOG: Final = 1024
 _POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
 
 
 class _Step(Enum):
@@ -257,7 +259,7 @@ class ZmqControlServer:
         return count
 
     def has_pending(self) -> bool:
-        return _has_pending(self._socket)
+        return bool(_events(self._socket) & _POLLIN)
 
     def fileno(self) -> int:
         return self._fileno
@@ -329,7 +331,10 @@ class ZmqControlClient:
             self._socket.close(linger=0)
             raise PeerUnreachable(f"control address is {address[:200]!r}; it cannot be connected to: {error.strerror}") from error
         self._address = address
-        self._parted_at_s: float | None = None  # while it is not to be connected
+        self._is_parted = False  # and not to be connected before its time
+        self._stuck_s: float | None = None  # since when it cannot send
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
+        self._timer: asyncio.TimerHandle | None = None
         self._fileno = int(self._socket.getsockopt(zmq.FD))
         self._messages = _Messages(self._socket, num_parts=1)
         self._num_unsent = 0
@@ -340,31 +345,71 @@ class ZmqControlClient:
         return self._num_unsent
 
     def send(self, payload: bytes) -> bool:
+        self._go_on_if_due()
         is_sent = _send(self._socket, [checked_payload(payload, self._max_payload_bytes)])
         if not is_sent:
             self._num_unsent += 1
-            self._connect_anew()
+            self._part()
         if self._waker is not None:
             self._waker.after_send()
         return is_sent
 
-    def _connect_anew(self) -> None:
-        """Part now; connect when the server has had the time to see that."""
-        now_s = time.monotonic()
-        if self._parted_at_s is None:
-            with contextlib.suppress(zmq.ZMQError):  # it has given the address up already
-                self._socket.disconnect(self._address)
-            self._parted_at_s = now_s
-        elif now_s - self._parted_at_s >= RECONNECT_MS / 1000:
+    def _look(self) -> int:
+        """What the socket is ready for. Where it cannot send, either its queue is full or libzmq has given the server up.
+
+        A queue that is still full when the wait ends has been stuck for longer than a connection may be silent.
+        """
+        events = _events(self._socket)
+        if events & _POLLOUT:
+            self._end_wait()
+        elif self._stuck_s is None:
+            self._wait()
+        return events
+
+    def _part(self) -> None:
+        """Disconnect, and connect again when the server has had the time to see that."""
+        if self._is_parted:
+            return
+        with contextlib.suppress(zmq.ZMQError):  # it has given the address up already
+            self._socket.disconnect(self._address)
+        self._is_parted = True
+        self._end_wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        """For `RECONNECT_MS`: by a timer of the loop that watches, if one does."""
+        self._stuck_s = time.monotonic()
+        if self._loop is not None:
+            self._timer = self._loop.call_later(RECONNECT_MS / 1000, self._go_on)
+
+    def _end_wait(self) -> None:
+        self._stuck_s = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _go_on_if_due(self) -> None:
+        if self._stuck_s is not None and time.monotonic() - self._stuck_s >= RECONNECT_MS / 1000:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """The wait is over: connect again, or part where the socket still cannot send."""
+        self._end_wait()
+        if self._is_parted:
             self._socket.connect(self._address)
-            self._parted_at_s = None
+            self._is_parted = False
+        elif not _events(self._socket) & _POLLOUT:
+            self._part()
+        if self._waker is not None:
+            self._waker.after_send()  # all of these can take the edge of what came just now
 
     def receive(self) -> bytes | None:
+        self._go_on_if_due()
         for _ in range(WATCH_BATCH):
             parts = self._messages.step()
             if not isinstance(parts, _Step):
                 return parts[0]
-            if parts is _Step.NOTHING:
+            if parts is _Step.NOTHING and not self.has_pending():  # a look can take the edge of what came just now
                 break
         return None
 
@@ -376,7 +421,7 @@ class ZmqControlClient:
         return count
 
     def has_pending(self) -> bool:
-        return _has_pending(self._socket)
+        return bool(self._look() & _POLLIN)
 
     def fileno(self) -> int:
         return self._fileno
@@ -386,15 +431,23 @@ class ZmqControlClient:
             parts = self._messages.step()
             if not isinstance(parts, _Step):
                 on_payload(parts[0])
-            return parts is not _Step.NOTHING
+            if parts is not _Step.NOTHING:
+                return True
+            return self.has_pending()  # a look can take the edge of what came just now
 
         if self._waker is not None:
             self._waker.stop()
+        self._loop = loop
+        if self._stuck_s is not None:
+            self._end_wait()
+            self._wait()
         self._waker = Waker(loop, self._fileno, take=take, has_pending=self.has_pending)
 
     def close(self) -> None:
         if self._waker is not None:
             self._waker.stop()
+        self._loop = None
+        self._end_wait()
         self._socket.close(linger=0)
 
 
@@ -452,9 +505,12 @@ def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Any:
         raise
 
 
-def _has_pending(socket: zmq.Socket[bytes]) -> bool:
-    """Asked after every send. Without the enumeration's operators and a context it takes half as long."""
+def _events(socket: zmq.Socket[bytes]) -> int:
+    """`_POLLIN` if something can be received, and `_POLLOUT` if something can be sent; 0 once the socket is closed.
+
+    Asked after every send. Without the enumeration's operators and a context it takes half as long.
+    """
     try:
-        return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+        return 0 if socket.closed else int(socket.getsockopt(zmq.EVENTS))
     except zmq.ZMQError:
-        return False
+        return 0
