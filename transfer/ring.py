@@ -22,7 +22,7 @@ from transfer.errors import ChunkTooLarge, ConfigError, LocalProtocolError, Remo
 from transfer.ring_index import CoveredOffsets, SortedPositions
 
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
-MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; when there are more, they take turns
+MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; when there are more, they take turns in laps
 MAX_KEPT_RANGES = 16 * MAX_PUBLISHED_RANGES  # what a writer remembers of one ring; a peer must not be able to grow it
 MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
 
@@ -116,7 +116,11 @@ class StagingAllocator:
         self._end_of: dict[int, int] = {}
         self._begin_of: dict[int, int] = {}
         self._range_begins = SortedPositions()
-        self._next_range = 0  # where the next watermark goes on, when one has no room for all
+        # When a watermark has no room for all ranges, a lap of watermarks names each of them.
+        self._lap_begin = 0
+        self._next_range = 0  # where the next watermark of the lap goes on
+        self._has_wrapped = False  # the lap goes on at the lowest range
+        self._chance = incarnation
         self._sequence = 0
         self._live_bytes = 0
         self._quarantined_bytes = 0
@@ -224,18 +228,36 @@ class StagingAllocator:
     def watermark(self) -> Watermark:
         """The state to publish, under the next sequence number.
 
-        When there is no room for all released ranges, each watermark goes on where the last one ended: a range that is never
-        named holds the staging slot of its writer, and the grants that reuse its bytes, while anything older is unreleased.
+        When there is no room for all released ranges, they take turns: a range that a writer never hears of holds its staging
+        slot, and the grants that reuse the range's bytes, while anything older is unreleased.
         """
         self._sequence += 1
-        named = self._range_begins.cycle_from(self._next_range, MAX_PUBLISHED_RANGES)
-        self._next_range = named[-1] + 1 if len(named) < len(self._end_of) else 0
+        is_cut = len(self._end_of) > MAX_PUBLISHED_RANGES
+        named = self._next_turn() if is_cut else list(self._range_begins)
         return Watermark(
             incarnation=self.incarnation,
             sequence=self._sequence,
             position=self._position,
             released=tuple([Grant(begin, self._end_of[begin]) for begin in sorted(named)]),
         )
+
+    def _next_turn(self) -> list[int]:
+        """Begins of the ranges that the next watermark names: those behind the last ones, until the lap has named each range.
+
+        Each lap begins at a random range. Watermarks are states, and a stream skips some. A stream that delivers every second
+        watermark would deliver the same ranges for ever if each lap of two watermarks began at the same range.
+        """
+        named = self._range_begins.cycle_from(self._next_range, MAX_PUBLISHED_RANGES)
+        self._has_wrapped = self._has_wrapped or named[0] < self._next_range
+        if self._has_wrapped and named[0] >= self._lap_begin:
+            self._chance = (self._chance * 6364136223846793005 + 1442695040888963407) % (1 << 64)  # Source: Knuth's MMIX
+            number = (self._chance >> 32) % len(self._end_of)
+            self._lap_begin = next(itertools.islice(self._range_begins, number, None))
+            named = self._range_begins.cycle_from(self._lap_begin, MAX_PUBLISHED_RANGES)
+            self._has_wrapped = False
+        self._has_wrapped = self._has_wrapped or named[-1] < named[0]
+        self._next_range = named[-1] + 1
+        return named
 
     def check_invariants(self) -> None:
         """Prove the rules on the present state; for tests, and for a node that has gone idle.

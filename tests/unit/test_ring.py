@@ -342,6 +342,40 @@ def test_watermarks_name_every_range_by_turns(num_ranges: int) -> None:
         assert not any(late.is_released(grant) for grant in grants[0::2])
 
 
+@pytest.mark.parametrize("num_ranges", [MAX_PUBLISHED_RANGES + 1, 2 * MAX_PUBLISHED_RANGES, 5 * MAX_PUBLISHED_RANGES])
+@pytest.mark.parametrize("stride", [2, 3, 5, 10])
+def test_a_stream_that_skips_watermarks_hears_of_every_range(num_ranges: int, stride: int) -> None:
+    """A slow stream delivers the newest state only, for example every second one when each ack takes as long as two ticks."""
+    ring, slow = ring_of(2 * num_ranges), view_of(2 * num_ranges)
+    grants = [ring.assign(CELL) for _ in range(2 * num_ranges)]
+    for grant in grants[1::2]:
+        ring.release(grant)
+    for _ in range(60):
+        for _ in range(stride):
+            newest = ring.watermark()
+        slow.update(newest)
+    assert all(slow.is_released(grant) for grant in grants[1::2])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lap_of_watermarks_names_every_range_that_is_there_throughout(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while ranges come, join and go: the oldest grant stands still, and all others are released in any order."""
+    monkeypatch.setattr("transfer.ring.MAX_PUBLISHED_RANGES", 3)
+    chance, ring, view = random.Random(seed), ring_of(64), view_of(64)
+    ring.assign(CELL)
+    live: list[Grant] = []
+    num_unheard: dict[Grant, int] = {}  # watermarks since the grant was released, until it is heard of
+    for _ in range(600):
+        live += [ring.assign(CELL) for _ in range(chance.randrange(3))]
+        while live and chance.random() < 0.5:
+            grant = live.pop(chance.randrange(len(live)))
+            ring.release(grant)
+            num_unheard[grant] = 0
+        view.update(ring.watermark())
+        num_unheard = {grant: count + 1 for grant, count in num_unheard.items() if not view.is_released(grant)}
+        assert max(num_unheard.values(), default=0) <= 2 * (ring.num_ranges // 3 + 2)
+
+
 def test_a_view_joins_what_it_heard_at_different_times() -> None:
     view = view_of(16)
 
