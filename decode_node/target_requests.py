@@ -49,6 +49,7 @@ from transfer.errors import (
 from transfer.instance import Instance
 from transfer.messages import clip_reason
 from transfer.metrics import outcome_of
+from transfer.utf8 import is_utf8
 
 BIND_WAIT_S: Final = 1.0
 """How long a question for room waits for the engine, which looks once a step, before it is answered "not yet"."""
@@ -182,7 +183,7 @@ class TargetRequests:
         self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are settled
         self._transfers: dict[str, _Transfer] = {}
         self._following: set[asyncio.Task[None]] = set()  # calls of prefill nodes that are not at their end
-        self._telling: set[asyncio.Future[None]] = set()  # prefill nodes that they need keep a prompt no longer
+        self._telling: set[asyncio.Task[None]] = set()  # prefill nodes that they need keep a prompt no longer
 
     @property
     def num_prompts(self) -> int:
@@ -290,11 +291,14 @@ class TargetRequests:
 
     def decline(self, transfer_id: str, source: str, reason: str) -> None:
         """The engine will never want the prompt of that id, which the prefill side may hold for it."""
+        if not is_utf8(transfer_id):
+            log.warning("decline_dropped", transfer_id=repr(transfer_id), reason="no prefill side can hold a prompt of that id")
+            return
         peer = self._peers.find(source)
         if transfer_id and peer is not None and len(self._telling) < MAX_TELLING:
-            telling = asyncio.ensure_future(self._tell_given_up(peer, transfer_id, reason))
+            telling = asyncio.create_task(self._tell_given_up(peer, transfer_id, reason))
             self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
+            telling.add_done_callback(self._on_told)
 
     async def _tell_given_up(self, peer: PrefillPeer, transfer_id: str, reason: str) -> None:
         """As soon as the prefill node is joined, if it is within the time that it would hold the prompt by itself."""
@@ -305,6 +309,12 @@ class TargetRequests:
                     if await peer.give_up(transfer_id, reason):
                         return
                     await asyncio.sleep(RETELL_S)
+
+    def _on_told(self, telling: asyncio.Task[None]) -> None:
+        """A task whose exception nobody takes would end the hosting engine; the prefill side lets go of the prompt by itself."""
+        self._telling.discard(telling)
+        if not telling.cancelled() and (error := telling.exception()) is not None:
+            log.critical("decline_broke", error=str(error), exc_info=error)
 
     def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
         for transfer in list(self._transfers.values()):
@@ -365,6 +375,10 @@ class TargetRequests:
         Raises:
             TransferError: It failed.
         """
+        if not is_utf8(prompt.transfer_id):
+            raise TransferAborted(
+                f"the prompt's transfer_id is {prompt.transfer_id!r:.300}; it must be text that UTF-8 can carry"
+            )
         peer = await self._joined_peer(prompt)
         assert peer.instance is not None
         life, prompt.life = prompt.life or peer.instance.incarnation, peer.instance.incarnation

@@ -21,6 +21,7 @@ import structlog
 from decode_node.target_requests import PromptState
 from kvferry.engines.hosted import SOURCE, TARGET, Sides
 from kvferry.engines.hosted_leader import HostedLeader
+from transfer.utf8 import is_utf8
 
 MAX_TRANSFER_ID_CHARS: Final = 96
 """A try's id on the wire adds 17, and has 128 at most."""
@@ -160,8 +161,8 @@ class SchedulerSide:
             return "do_remote_prefill and do_remote_decode are both true; one request can be only one side of a transfer"
         if request.prompt_token_ids is None:
             return "its prompt is embeddings, not tokens"
-        if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
-            return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters"
+        if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID_CHARS or not is_utf8(transfer_id):
+            return f"transfer_id is {transfer_id!r:.200}; it must have 1 to {MAX_TRANSFER_ID_CHARS} characters of UTF-8"
         return ""
 
     def _name(self, request: Any) -> str:

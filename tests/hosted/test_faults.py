@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 
@@ -444,3 +445,46 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             leader.start(timeout_s=0.2)
     finally:
         leader.close()
+
+
+NO_UTF8 = "t\ud800"  # half of a surrogate pair, as a JSON body can name it; gRPC carries UTF-8 only
+
+
+def assert_not_broken(decode: Instance) -> None:
+    """The engine's next call raises nothing, also once every task that ended has been looked at."""
+    gc.collect()  # an exception that nobody has taken is reported when its task is collected
+    wait_for(lambda: decode.leader.is_idle, "idle")
+    decode.leader.check()
+
+
+def test_a_transfer_id_that_is_no_utf8_ends_its_own_prompt_only(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.want("b", NO_UTF8, source.leader.address, PROMPT)
+    assert decode.wait_until_failed("b") == r"the prompt's transfer_id is 't\ud800'; it must be valid UTF-8"
+    decode.leader.cancel("b", "computed here")
+    assert_not_broken(decode)
+    hand_over(source, decode, "next")
+    assert decode.outcomes("decode") == {"aborted": 1, "done": 1}, "nobody else is to blame: no breaker hears of it"
+
+
+def test_declining_a_transfer_id_that_is_no_utf8_ends_nothing(pair: Pair) -> None:
+    source, decode = pair()
+    decode.leader.decline(NO_UTF8, source.leader.address, "its client went away")
+    hand_over(source, decode, "next")
+    assert_not_broken(decode)
+
+
+def test_an_unexpected_fault_while_a_prefill_side_is_told_ends_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, decode = pair()
+    told: list[str] = []
+
+    async def stub(peer: PrefillPeer) -> object:
+        told.append(peer.address)
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PrefillPeer, "stub", stub)
+        decode.leader.decline("t", source.leader.address, "its client went away")
+        wait_for(lambda: told or None, "the prefill side is told")
+    hand_over(source, decode, "next")
+    assert_not_broken(decode)

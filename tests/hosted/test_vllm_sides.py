@@ -453,7 +453,9 @@ def test_params_that_are_no_object_end_nothing(pair: Pair, params: Any, capsys: 
     assert source.leader.is_idle
 
 
-@pytest.mark.parametrize("transfer_id", [17, *(pytest.param(one, marks=pytest.mark.slow) for one in ("x" * 97, ["a"]))])
+@pytest.mark.parametrize(
+    "transfer_id", [17, *(pytest.param(one, marks=pytest.mark.slow) for one in ("x" * 97, ["a"], "t\ud800"))]
+)
 def test_a_transfer_id_that_cannot_be_is_not_taken(pair: Pair, transfer_id: Any, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = pair()
     prefill = Vllm(source)
