@@ -286,7 +286,7 @@ class DecodeRequests:
             a_try.span = request.span.begin("kvferry.try", transfer_id=a_try.transfer_id, prefill_node=peer.address)
         peer.outstanding_tokens += len(request.token_ids)
         self._peers.sent(peer, request.token_ids, request.cache_salt)
-        a_try.prefill = asyncio.get_running_loop().create_task(self._prefill(a_try, peer))
+        a_try.prefill = asyncio.get_running_loop().create_task(self._prefill(a_try, peer, peer.instance))
         a_try.prefill.add_done_callback(lambda task: self._on_prefill_over(a_try, peer, task))
         if a_try.after is not None:
             self._observer.on_retry()
@@ -392,13 +392,14 @@ class DecodeRequests:
 
     # Prefill's side
 
-    async def _prefill(self, a_try: Try, peer: PrefillPeer) -> None:
+    async def _prefill(self, a_try: Try, peer: PrefillPeer, instance: Instance) -> None:
         """Follow the prefill node's call to its end."""
         request = a_try.request
         deadline = asyncio.get_running_loop().call_later(self._queue_left_s(a_try), self._expire, a_try)
         try:
             may_skip = peer.can_start_late
-            a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt, may_skip=may_skip)
+            # Anew for each try: KV of a node of another precision has other hashes.
+            a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt, prefill=instance, may_skip=may_skip)
             call = peer.prefill(
                 a_try.transfer_id,
                 request.token_ids,

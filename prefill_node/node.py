@@ -115,9 +115,9 @@ class _Life:
 
         return PrefixLoads(
             client,
+            own=self.instance,
             store_salt=storage.salt,
             timeout_s=storage.get_timeout_s,
-            num_ranks=self.instance.shard.num_ranks,
             broadcast=node.broadcast,
             on_loaded=loaded,
             on_task_over=on_task_over,

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from prefill_node.prefix_lookup import num_stored_pages
 from prefill_node.rank_messages import LoadPrefix, PrefixLoaded
-from prefill_node.stored_prefix import StoredPrefix, stored_prefix
+from prefill_node.stored_prefix import StoredPrefix, num_storable_tokens, prefix_chain
 from transfer.instance import Instance
 from transfer.storage.client import StoreClient
+from transfer.storage.hashing import HashingTurns
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,9 +30,9 @@ class PrefixLoads:
 
     Args:
         client: Of the store.
+        own: This instance.
         store_salt: Of the node, see `transfer.storage.keys.chain_seed`.
         timeout_s: Of a look into the store.
-        num_ranks: Ranks of this instance.
         broadcast: Sends a message to every rank.
         on_loaded: Called with a request's id and the tokens of it that every rank has; 0 when there are none.
         on_task_over: Called with each look-up that has ended, to see whether it broke.
@@ -41,20 +42,21 @@ class PrefixLoads:
         self,
         client: StoreClient,
         *,
+        own: Instance,
         store_salt: str,
         timeout_s: float,
-        num_ranks: int,
         broadcast: Callable[[object], None],
         on_loaded: Callable[[str, int], None],
         on_task_over: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._client = client
+        self._own = own
         self._store_salt = store_salt
         self._timeout_s = timeout_s
-        self._num_ranks = num_ranks
         self._broadcast = broadcast
         self._on_loaded = on_loaded
         self._on_task_over = on_task_over
+        self._turns = HashingTurns()
         self._loads: dict[str, _Load] = {}
 
     @property
@@ -64,11 +66,11 @@ class PrefixLoads:
 
     def begin(self, request_id: str, token_ids: tuple[int, ...], decode: Instance, *, cache_salt: str) -> bool:
         """Look for a prompt that the ranks have started; False when nothing of it can be stored, and nobody will be told."""
-        prefix = stored_prefix(token_ids, decode, store_salt=self._store_salt, request_salt=cache_salt)
-        if prefix is None:
+        if not num_storable_tokens(len(token_ids), decode):
             return False
         load = self._loads[request_id] = _Load()
-        load.task = asyncio.get_running_loop().create_task(self._look_up(request_id, load, prefix))
+        work = self._look_up(request_id, load, token_ids, decode, cache_salt)
+        load.task = asyncio.get_running_loop().create_task(work)
         load.task.add_done_callback(self._on_task_over)
         return True
 
@@ -96,14 +98,17 @@ class PrefixLoads:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    async def _look_up(self, request_id: str, load: _Load, prefix: StoredPrefix) -> None:
+    async def _look_up(self, request_id: str, load: _Load, token_ids: tuple[int, ...], decode: Instance, cache_salt: str) -> None:
+        chain = prefix_chain(self._own, decode, store_salt=self._store_salt, request_salt=cache_salt)
+        await self._turns.extend(chain, token_ids[: num_storable_tokens(len(token_ids), decode)])
+        prefix = StoredPrefix(decode=decode, hashes=tuple(chain.hashes))
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         num_pages = await num_stored_pages(prefix, self._client, deadline_s=deadline_s)
         if not num_pages:
             del self._loads[request_id]
             self._on_loaded(request_id, 0)
             return
-        load.waiting_for = set(range(self._num_ranks))
+        load.waiting_for = set(range(self._own.shard.num_ranks))
         load.num_tokens = num_pages * prefix.page_size
         incarnation = prefix.decode.incarnation
         self._broadcast(LoadPrefix(request_id=request_id, decode_incarnation=incarnation, hashes=prefix.hashes[:num_pages]))

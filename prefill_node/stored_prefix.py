@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transfer.instance import Instance
 from transfer.layer_groups import GroupKind, LayerGroup, layer_groups
-from transfer.storage.keys import chain_seed, page_hashes, store_fingerprint, store_key
+from transfer.storage.keys import PageHashes, chain_seed, rounding, store_fingerprint, store_key
 from transfer.storage.pages import can_be_stored
 
 
@@ -57,22 +57,28 @@ class StoredPrefix:
         return list(found)
 
 
-def stored_prefix(token_ids: Sequence[int], decode: Instance, *, store_salt: str, request_salt: str) -> StoredPrefix | None:
-    """All that could be stored of a prompt and be of use; None when nothing could.
+def num_storable_tokens(num_tokens: int, decode: Instance) -> int:
+    """How many tokens of a prompt's beginning could be stored and be of use; 0 when none could.
 
     Args:
-        token_ids: The prompt.
+        num_tokens: Of the prompt.
+        decode: The instance that it is for.
+    """
+    if not all(map(can_be_stored, layer_groups(decode.layout))):
+        return 0
+    return max(0, num_tokens - 1) // decode.shard.page_size * decode.shard.page_size
+
+
+def prefix_chain(prefill: Instance, decode: Instance, *, store_salt: str, request_salt: str) -> PageHashes:
+    """For the hashes of a prompt's pages, as the decode instance stores them; without tokens yet.
+
+    Args:
+        prefill: The instance that computes the prompt.
         decode: The instance that it is for.
         store_salt, request_salt: See `transfer.storage.keys.chain_seed`.
     """
-    if not all(map(can_be_stored, layer_groups(decode.layout))):
-        return None
-    page_size = decode.shard.page_size
-    num_tokens = (len(token_ids) - 1) // page_size * page_size
-    if not num_tokens:
-        return None
-    seed = chain_seed(store_fingerprint(decode), store_salt, request_salt)
-    return StoredPrefix(decode=decode, hashes=tuple(page_hashes(token_ids[:num_tokens], page_size=page_size, seed=seed)))
+    seed = chain_seed(store_fingerprint(decode), store_salt, request_salt, rounding(prefill, decode))
+    return PageHashes(page_size=decode.shard.page_size, seed=seed)
 
 
 def needed_pages(group: LayerGroup, num_pages: int, page_size: int) -> range:

@@ -24,6 +24,8 @@ from decode_node.offload.store_leader import StoreLeader
 from decode_node.offload.tiered_request import TieredRequest
 from decode_node.offload.tiers import Place, Prompt
 from decode_node.rank_messages import CopyPages, EntryRun, LoadPages, MoveBoundary, PageRun, SavePages
+from transfer.instance import Instance
+from transfer.storage.hashing import HashingTurns
 from transfer.storage.keys import PageHashes
 
 MAX_SAVES: Final = 4
@@ -39,7 +41,7 @@ class OffloadLeader:
     Args:
         context: Settings, index, counts and ranks.
         slack_pages: Pages of a window that are set aside, see `TieredRequest.may_step`.
-        seed_of: From a request's salt, what its hashes begin with.
+        seed_of: From a request's salt, and the instance that computes its prompt, what its hashes begin with.
         store: Keeps what is in host memory, and brings what is not; None: there is no third tier.
     """
 
@@ -48,7 +50,7 @@ class OffloadLeader:
         context: TierContext,
         *,
         slack_pages: int,
-        seed_of: Callable[[str], bytes],
+        seed_of: Callable[[str, Instance], bytes],
         store: StoreLeader | None,
     ) -> None:
         self._context = context
@@ -57,6 +59,7 @@ class OffloadLeader:
         self._slack_pages = slack_pages
         self._seed_of = seed_of
         self._store = store
+        self._turns = HashingTurns()
         self._on_loaded: Callable[[str], None] = lambda request_id: None
         self._on_room: Callable[[], None] = lambda: None
         self._requests: dict[str, TieredRequest] = {}
@@ -70,10 +73,10 @@ class OffloadLeader:
 
     # A request's life
 
-    async def look_up(self, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
+    async def look_up(self, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
         """What the store has of a prompt, and host memory has not, is brought into host memory."""
-        chain = PageHashes(page_size=self._rules.page_size, seed=self._seed_of(salt))
-        chain.extend(token_ids)
+        chain = PageHashes(page_size=self._rules.page_size, seed=self._seed_of(salt, prefill))
+        await self._turns.extend(chain, token_ids)
         now_ns, fetched = time.time_ns(), frozenset[bytes]()
         if may_skip and self._store is not None:
             fetched = await self._store.fetch(chain, len(token_ids), asked_ns=now_ns)

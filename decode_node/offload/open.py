@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 from decode_node.admission import Admission
@@ -18,9 +17,10 @@ from decode_node.rank_messages import JobDone
 from node_runtime.rank_report import RankHello
 from transfer.config import DecodeNodeConfig
 from transfer.config.offload import OffloadConfig
+from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
 from transfer.storage.client import StoreClient
-from transfer.storage.keys import chain_seed, store_fingerprint, store_key
+from transfer.storage.keys import chain_seed, rounding, store_fingerprint, store_key
 
 DIRECTORY_REFRESH_S: Final = 60.0
 OBJECT_REFRESH_S: Final = 3600.0
@@ -82,6 +82,10 @@ class LeaderTiers:
             observer=observer,
         )
         self._client = client
+
+        def seed_of(salt: str, prefill: Instance) -> bytes:
+            return chain_seed(fingerprint, config.storage.salt, salt, rounding(prefill, instance))
+
         store = None
         if self._client is not None:
             shards = [instance.shard.at(rank) for rank in range(instance.shard.num_ranks)]
@@ -100,7 +104,7 @@ class LeaderTiers:
         self.leader = OffloadLeader(
             context,
             slack_pages=settings.window_slack_tokens(page_size) // page_size,
-            seed_of=partial(chain_seed, fingerprint, config.storage.salt),
+            seed_of=seed_of,
             store=store,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decode_node.admission import Admission, Room
+from transfer.instance import Instance
 from transfer.layer_groups import PageCounts
 from transfer.storage.keys import PageHashes
 
@@ -57,10 +58,11 @@ class Tiers(Protocol):
         """Why a request of so many tokens can never have room, to follow its name and number; None when it can."""
         ...
 
-    async def look_up(self, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
+    async def look_up(self, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
         """Bring what can be had of a prompt near, in bounded time.
 
         Args:
+            prefill: Whose KV the try gets: only KV of the same precision is shared.
             may_skip: As of `place`; if not, nothing of it is of use, and nothing is waited for.
         """
         ...
@@ -143,7 +145,7 @@ class DeviceOnly:
             return None
         return f"need {self._admission.shown(pages)} pages; this decode node's pool has fewer"
 
-    async def look_up(self, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
+    async def look_up(self, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
         return Prompt(token_ids=token_ids)
 
     def place(

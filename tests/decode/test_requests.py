@@ -30,6 +30,7 @@ from transfer.errors import (
     TransferAborted,
     TransportClosed,
 )
+from transfer.instance import Instance
 from transfer.registry.status import status_of
 
 
@@ -541,9 +542,9 @@ async def test_the_store_is_not_looked_into_for_who_computes_all_of_it(world: Wo
     asked: list[bool] = []
     look_up = DeviceOnly.look_up
 
-    async def noted(tiers: DeviceOnly, token_ids: Sequence[int], salt: str, *, may_skip: bool) -> Prompt:
+    async def noted(tiers: DeviceOnly, token_ids: Sequence[int], salt: str, *, prefill: Instance, may_skip: bool) -> Prompt:
         asked.append(may_skip)
-        return await look_up(tiers, token_ids, salt, may_skip=may_skip)
+        return await look_up(tiers, token_ids, salt, prefill=prefill, may_skip=may_skip)
 
     monkeypatch.setattr(DeviceOnly, "look_up", noted)
     for name, can_start_late in (("a", True), ("b", False)):

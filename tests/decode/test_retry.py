@@ -6,16 +6,17 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from decode_node import requests as requests_module
+from decode_node.offload.tiers import DeviceOnly, Prompt
 from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import play
-from tests.decode.leader_world import BREAKER, FIRST_TOKEN, OTHER_LIFE, POOL_PAGES, Peer, World, take, turns
+from tests.decode.leader_world import BREAKER, FIRST_TOKEN, OTHER_LIFE, POOL_PAGES, PREFILL_LIFE, Peer, World, take, turns
 from tests.runtime.instances import instance, until
 from transfer.breaker import Breaker
 from transfer.errors import (
@@ -30,6 +31,7 @@ from transfer.errors import (
     TransportClosed,
     TransportTimeout,
 )
+from transfer.instance import Instance
 
 LOST = "prefill node prefill:1 is lost: it is silent"
 
@@ -589,3 +591,21 @@ async def test_an_abort_or_a_failed_step_says_nothing_of_the_prefill_node(world:
         world.fail_step()
         await release_all(world)
     assert state(world.peer) == CLOSED and not world.peers.num_openings
+
+
+async def test_each_try_looks_its_prompt_up_for_the_node_that_it_goes_to(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of other precisions have other KV: what the first try found is of no use to the second."""
+    asked: list[int] = []
+    look_up = DeviceOnly.look_up
+
+    async def noted(tiers: DeviceOnly, *args: Any, prefill: Instance, may_skip: bool) -> Prompt:
+        asked.append(prefill.incarnation)
+        return await look_up(tiers, *args, prefill=prefill, may_skip=may_skip)
+
+    monkeypatch.setattr(DeviceOnly, "look_up", noted)
+    request = await waiting(world)
+    world.lose(world.peer)
+    await turns()
+    assert asked == [PREFILL_LIFE, OTHER_LIFE]
+    first, second = (one.prompt for one in request.tries)
+    assert first is not None and second is not None and first is not second

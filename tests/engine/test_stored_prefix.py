@@ -13,10 +13,10 @@ import torch
 from embedded_engine.engine import EmbeddedEngine
 from node_runtime.lane import Lane
 from prefill_node.prefix_loader import PrefixLoader
-from prefill_node.stored_prefix import StoredPrefix, stored_prefix
+from prefill_node.stored_prefix import StoredPrefix
 from tests.engine.conftest import Generate
 from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
-from tests.prefill.stored_pages import cut
+from tests.prefill.stored_pages import cut, prefix_of
 from tests.storage.stores import Seen
 from transfer.breaker import BreakerSettings
 from transfer.engine_types import PrefillItem
@@ -47,8 +47,7 @@ def store_prompt(engine: EmbeddedEngine, tokens: tuple[int, ...], instance: Inst
     """Compute a prompt as any engine does, and store its whole pages as they lie in the pool."""
     book = PageBook.of(engine, {"a": len(tokens)}, seed=3)
     prefill_all(engine, {"a": tokens}, book)
-    prefix = stored_prefix(tokens, instance, store_salt="", request_salt="")
-    assert prefix is not None
+    prefix = prefix_of(tokens, instance)
     for group, table in zip(engine.pool.groups, book.at("a", 0), strict=True):
         for page, page_hash in zip(table, prefix.hashes, strict=False):
             parts = page_parts(group, layout=engine.layout, shard=engine.shard)

@@ -6,6 +6,9 @@ import pytest
 
 from decode_node.offload.leader import OffloadLeader
 from tests.offload.tier_contexts import PAGE, context
+from tests.runtime.instances import instance
+
+PREFILL = instance(1)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +23,8 @@ from tests.offload.tier_contexts import PAGE, context
 async def test_only_those_with_a_page_in_common_are_damaged(
     num_tokens: int, first: int, is_damaged: bool, num_damaged: int
 ) -> None:
-    leader = OffloadLeader(context(), slack_pages=0, seed_of=lambda salt: salt.encode(), store=None)
-    other = await leader.look_up(range(first, first + num_tokens), "salt", may_skip=True)
+    leader = OffloadLeader(context(), slack_pages=0, seed_of=lambda salt, prefill: salt.encode(), store=None)
+    other = await leader.look_up(range(first, first + num_tokens), "salt", prefill=PREFILL, may_skip=True)
     assert leader.place("other", other, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True) is not None
-    leader.damaged(await leader.look_up(range(num_damaged), "salt", may_skip=True))
+    leader.damaged(await leader.look_up(range(num_damaged), "salt", prefill=PREFILL, may_skip=True))
     assert leader._requests["other"].is_damaged == (is_damaged and num_damaged >= PAGE)

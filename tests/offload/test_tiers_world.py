@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.offload.clusters import number_on
-from tests.offload.tiers_world import NUM_RANKS, PAGE, Job, World
+from tests.offload.tiers_world import NUM_RANKS, PAGE, PREFILL, Job, World
 from transfer.errors import LocalProtocolError
 
 
@@ -135,7 +135,7 @@ async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
     assert stored
     second = World(random.Random(1), windows=(), stored=stored)
     async with asyncio.timeout(5):  # no rank answers, so whoever has it fetched waits
-        known = await second.leader.look_up(list(range(20)), "", may_skip=False)
+        known = await second.leader.look_up(list(range(20)), "", prefill=PREFILL, may_skip=False)
     assert known.chain is not None and not known.fetched and not second.sent
 
 

@@ -61,6 +61,7 @@ FULL_SPEC = LayerSpec(num_kv_heads=2, k_head_dim=2, v_head_dim=2)
 WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=2, v_head_dim=2, window_tokens=WINDOW_TOKENS)
 NO_GOOD = struct.pack("<f", -1.0)
 FINGERPRINT = "ab" * 16
+PREFILL = instance(1)
 
 
 class HandLane:
@@ -360,7 +361,7 @@ class World:
         self.leader = OffloadLeader(
             context,
             slack_pages=self.slack_tokens // PAGE,
-            seed_of=lambda salt: chain_seed(FINGERPRINT, "", salt),
+            seed_of=lambda salt, prefill: chain_seed(FINGERPRINT, "", salt),
             store=store,
         )
         self.loaded: list[str] = []
@@ -387,7 +388,7 @@ class World:
             return None
         job = Job(request_id=f"r{len(self.jobs)}", prompt=prompt, max_new=max_new, salt=salt, tokens=list(prompt))
         self.jobs[job.request_id] = job
-        self.looking[job.request_id] = asyncio.ensure_future(self.leader.look_up(prompt, salt, may_skip=True))
+        self.looking[job.request_id] = asyncio.ensure_future(self.leader.look_up(prompt, salt, prefill=PREFILL, may_skip=True))
         return job
 
     def moves(self) -> list[Callable[[], None]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefill_node.stored_prefix import StoredPrefix, stored_prefix
+from prefill_node.stored_prefix import StoredPrefix, num_storable_tokens, prefix_chain
 from transfer.instance import Instance
 from transfer.kv_pool import KVPool, convert
 from transfer.layer_groups import layer_groups
@@ -33,6 +33,19 @@ def cut(layout: KVLayout, shard: Shard, **fields: Any) -> Instance:
     )
 
 
+def prefix_of(
+    token_ids: Sequence[int], decode: Instance, *, prefill: Instance | None = None, store_salt: str = "", request_salt: str = ""
+) -> StoredPrefix:
+    """What could be stored of a prompt.
+
+    Args:
+        prefill: None means an instance like the decode instance.
+    """
+    chain = prefix_chain(prefill or decode, decode, store_salt=store_salt, request_salt=request_salt)
+    chain.extend(token_ids[: num_storable_tokens(len(token_ids), decode)])
+    return StoredPrefix(decode=decode, hashes=tuple(chain.hashes))
+
+
 class Prompt:
     """The KV that the model computes of a prompt: ``values[layer, is_v]`` is [tokens, all heads, dim]."""
 
@@ -48,10 +61,8 @@ class Prompt:
             for is_v in (False, True)
         }
 
-    def prefix(self, decode: Instance, *, store_salt: str = "", request_salt: str = "") -> StoredPrefix:
-        found = stored_prefix(self.token_ids, decode, store_salt=store_salt, request_salt=request_salt)
-        assert found is not None
-        return found
+    def prefix(self, decode: Instance, **salts: str) -> StoredPrefix:
+        return prefix_of(self.token_ids, decode, **salts)
 
     def stored(self, instance: Instance, layer: int, is_v: bool) -> Tensor:
         """What a pool of that instance holds of it, all heads."""

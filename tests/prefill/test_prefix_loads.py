@@ -15,9 +15,9 @@ from prefill_node.joins import Join
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunStep, StartRequest
 from prefill_node.requests import OnLoaded, OnTaskOver, Request
-from prefill_node.stored_prefix import stored_prefix
 from tests.prefill.leader_world import CHUNK, World, new_join, turns
-from tests.runtime.instances import until
+from tests.prefill.stored_pages import prefix_of
+from tests.runtime.instances import instance, until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.engine_types import SamplingParams
@@ -29,6 +29,7 @@ from transfer.storage.client import StoreClient, StoreClientSettings
 
 NUM_TOKENS = 29  # seven whole pages of four
 TIMEOUT_S = 0.2
+OWN = instance(1, tp_size=2)
 
 
 class Loading(World):
@@ -49,9 +50,9 @@ class Loading(World):
     def _make_loads(self, broadcast: Callable[[object], None], on_loaded: OnLoaded, on_task_over: OnTaskOver) -> PrefixLoads:
         return PrefixLoads(
             self.client,
+            own=OWN,
             store_salt=self.store_salt,
             timeout_s=TIMEOUT_S,
-            num_ranks=2,
             broadcast=broadcast,
             on_loaded=on_loaded,
             on_task_over=on_task_over,
@@ -65,8 +66,7 @@ class Loading(World):
     def put(self, num_pages: int, *, num_tokens: int = NUM_TOKENS, request_salt: str = "") -> None:
         """Names suffice: the leader reads no page."""
         decode = self.join.instance
-        prefix = stored_prefix(range(num_tokens), decode, store_salt=self.store_salt, request_salt=request_salt)
-        assert prefix is not None
+        prefix = prefix_of(range(num_tokens), decode, prefill=OWN, store_salt=self.store_salt, request_salt=request_salt)
         self.store.pages |= dict.fromkeys(prefix.keys(layer_groups(decode.layout), range(num_pages)), b"")
 
     def orders(self) -> list[LoadPrefix]:

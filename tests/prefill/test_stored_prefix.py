@@ -10,8 +10,8 @@ import pytest
 
 from prefill_node.prefix_lookup import MAX_KEYS, MAX_STEPS, num_stored_pages
 from prefill_node.prefix_pages import page_sources
-from prefill_node.stored_prefix import StoredPrefix, needed_pages, stored_prefix
-from tests.prefill.stored_pages import cut
+from prefill_node.stored_prefix import StoredPrefix, needed_pages, num_storable_tokens
+from tests.prefill.stored_pages import cut, prefix_of
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.layer_groups import layer_groups
@@ -26,32 +26,25 @@ MIXED = KVLayout(layers=(FULL, WINDOW), dtype=DType.FLOAT32)
 SLIDING = KVLayout(layers=(WINDOW,), dtype=DType.FLOAT32)
 
 
-def prefix_of(layout: KVLayout, num_tokens: int = 45, **shard: Any) -> StoredPrefix:
-    found = found_of(layout, num_tokens, **shard)
-    assert found is not None
-    return found
-
-
-def found_of(layout: KVLayout, num_tokens: int, **shard: Any) -> StoredPrefix | None:
-    decode = cut(layout, Shard(**({"page_size": 4} | shard)))
-    return stored_prefix(range(num_tokens), decode, store_salt="", request_salt="")
+def stored(layout: KVLayout, num_tokens: int = 45, **shard: Any) -> StoredPrefix:
+    return prefix_of(range(num_tokens), cut(layout, Shard(**({"page_size": 4} | shard))))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (45, 11)])
 def test_at_least_one_token_is_computed(num_tokens: int, num_pages: int) -> None:
-    found = found_of(PLAIN, num_tokens)
-    assert (found.num_pages if found is not None else 0) == num_pages
+    assert stored(PLAIN, num_tokens).num_pages == num_pages
+    assert num_storable_tokens(num_tokens, cut(PLAIN, Shard(page_size=4))) == 4 * num_pages
 
 
 def test_a_model_with_states_skips_nothing() -> None:
-    assert found_of(KVLayout(layers=(FULL, STATE), dtype=DType.FLOAT32), 45) is None
+    assert num_storable_tokens(45, cut(KVLayout(layers=(FULL, STATE), dtype=DType.FLOAT32), Shard(page_size=4))) == 0
 
 
 def test_keys_are_those_of_every_decode_rank_each_once() -> None:
     groups = layer_groups(PLAIN)
-    assert len(prefix_of(PLAIN, tp_size=2).keys(groups, [0, 3])) == 4
-    assert len(prefix_of(PLAIN, tp_size=8).keys(groups, [0])) == 4, "two ranks to a head"
-    staged = prefix_of(MIXED, pp_size=2).keys(layer_groups(MIXED), [0])
+    assert len(stored(PLAIN, tp_size=2).keys(groups, [0, 3])) == 4
+    assert len(stored(PLAIN, tp_size=8).keys(groups, [0])) == 4, "two ranks to a head"
+    staged = stored(MIXED, pp_size=2).keys(layer_groups(MIXED), [0])
     assert len(staged) == 2, "one stage has the full layer, the other the window"
 
 
@@ -111,14 +104,14 @@ async def lookup() -> AsyncIterator[Lookup]:
 
 @pytest.mark.parametrize("num_pages", range(12))
 async def test_the_stored_pages_are_counted(lookup: Lookup, num_pages: int) -> None:
-    prefix = prefix_of(PLAIN, tp_size=2)
+    prefix = stored(PLAIN, tp_size=2)
     lookup.put(prefix, 0, *range(num_pages))
     assert await lookup.num_pages(prefix) == num_pages
     assert len(lookup.seen.operations) <= (1 if not num_pages else 2 if num_pages == 11 else 6)
 
 
 async def test_a_page_counts_only_with_the_parts_of_all_ranks(lookup: Lookup) -> None:
-    prefix = prefix_of(PLAIN, tp_size=2)
+    prefix = stored(PLAIN, tp_size=2)
     lookup.put(prefix, 0, *range(11))
     del lookup.store.pages[prefix.keys(layer_groups(PLAIN), [10])[1]]
     assert await lookup.num_pages(prefix) == 10
@@ -137,7 +130,7 @@ async def test_a_page_counts_only_with_the_parts_of_all_ranks(lookup: Lookup) ->
     ],
 )
 async def test_windows_say_where_it_can_begin(lookup: Lookup, windows: range | list[int], expected: int) -> None:
-    prefix = prefix_of(MIXED)
+    prefix = stored(MIXED)
     lookup.put(prefix, 0, *range(11))
     lookup.put(prefix, 1, *windows)
     assert await lookup.num_pages(prefix) == expected
@@ -184,13 +177,13 @@ async def test_windows_that_nobody_has_stored_are_given_up(lookup: Lookup) -> No
 
 
 async def test_a_model_of_windows_alone_needs_only_their_pages(lookup: Lookup) -> None:
-    prefix = prefix_of(SLIDING)
+    prefix = stored(SLIDING)
     lookup.put(prefix, 0, 8, 9, 10)
     assert await lookup.num_pages(prefix) == 11
 
 
 async def test_what_is_not_answered_in_time_is_not_there(lookup: Lookup) -> None:
-    prefix = prefix_of(PLAIN)
+    prefix = stored(PLAIN)
     lookup.put(prefix, 0, *range(11))
     deadline_s = asyncio.get_running_loop().time()
     assert await num_stored_pages(prefix, lookup.client, deadline_s=deadline_s) == 0

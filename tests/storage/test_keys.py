@@ -23,6 +23,7 @@ from transfer.storage.keys import (
     fingerprint_of,
     is_shared,
     page_hashes,
+    rounding,
     store_fingerprint,
     store_key,
     storing_rank,
@@ -39,9 +40,13 @@ SEED = chain_seed("f" * FINGERPRINT_CHARS, "", "")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def fingerprint(**changed: Any) -> str:
+def instance(**changed: Any) -> Instance:
     arguments = {"layout": LAYOUT, "shard": SHARD, "model_fields": FIELDS} | changed
-    return store_fingerprint(Instance(incarnation=1, transport="ucx", digests=("xxh3-64",), protocol_versions=(1,), **arguments))
+    return Instance(incarnation=1, transport="ucx", digests=("xxh3-64",), protocol_versions=(1,), **arguments)
+
+
+def fingerprint(**changed: Any) -> str:
+    return store_fingerprint(instance(**changed))
 
 
 def full_group(layout: KVLayout) -> LayerGroup:
@@ -87,6 +92,48 @@ def test_ranks_are_not_in_the_fingerprint() -> None:
 @given(st.tuples(st.text(), st.text(), st.text()), st.tuples(st.text(), st.text(), st.text()))
 def test_seeds_are_equal_only_for_equal_texts(ours: tuple[str, str, str], theirs: tuple[str, str, str]) -> None:
     assert (chain_seed(*ours) == chain_seed(*theirs)) is (ours == theirs)
+
+
+def test_seeds_are_stable_across_versions() -> None:
+    """Pages that were stored before seeds knew of rounding are still found."""
+    assert SEED.hex() == "09547c62d130339bc455094b98083d717ca9e77ed8e860c189e1dcdc6b67736b"
+    assert page_hashes([7, 2**32 - 1, 0, 9], page_size=2, seed=SEED)[-1].hex().startswith("0481545bac444f2e03a1")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "wire"),
+    [
+        (DType.BFLOAT16, DType.BFLOAT16, None),
+        (DType.FLOAT32, DType.BFLOAT16, None),
+        (DType.BFLOAT16, DType.FLOAT8_E4M3, None),
+        (DType.FLOAT8_E4M3, DType.FLOAT8_E4M3, None),
+        (DType.INT8, DType.INT8, None),
+        (DType.FLOAT8_E4M3, DType.BFLOAT16, DType.FLOAT8_E4M3),
+        (DType.FLOAT8_E4M3, DType.FLOAT32, DType.FLOAT8_E4M3),
+        (DType.BFLOAT16, DType.FLOAT32, DType.BFLOAT16),
+        (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT16),
+    ],
+)
+def test_rounding_names_a_wire_that_is_not_of_the_decode_pools_type(prefill: DType, decode: DType, wire: DType | None) -> None:
+    """What the decode pool itself rounds to is in the fingerprint."""
+    found = rounding(instance(shard=replace(SHARD, dtype=prefill)), instance(shard=replace(SHARD, dtype=decode)))
+    assert found == ("" if wire is None else f'{{"dtype":"{wire}","kv_scales":[]}}')
+
+
+def test_kv_that_was_rounded_by_other_scales_has_another_chain() -> None:
+    narrow, decode = replace(SHARD, dtype=DType.FLOAT8_E4M3), instance()
+    scales = [(), ((1.0, 2.0),) * 4, ((1.0, 2.0000000000000004),) * 4]
+    found = [rounding(instance(shard=narrow, kv_scales=one), decode) for one in scales]
+    assert len({"", *found}) == 4
+    assert len({chain_seed("f", "", "", one) for one in ("", *found)}) == 4
+
+
+def test_what_rounded_is_no_salt() -> None:
+    assert chain_seed("f", "a", "b", "c") not in (
+        chain_seed("f", "a", "bc"),
+        chain_seed("f", "a", "c"),
+        chain_seed("f", "a", "b"),
+    )
 
 
 def test_texts_do_not_run_into_each_other() -> None:

@@ -1,8 +1,8 @@
 """Names of stored pages: equal KV has an equal key, and KV that differs in anything never has.
 
 A page's hash names all tokens from the prompt's first to the page's last, for the KV of a token depends on every one before it:
-``h_i = SHA-256(h_{i-1}, tokens of page i)``. The chain begins with the fingerprint of whatever else the KV depends on, and with
-the salts that keep tenants apart. Only whole pages have a hash.
+``h_i = SHA-256(h_{i-1}, tokens of page i)``. The chain begins with the fingerprint of whatever else the KV depends on, with the
+salts that keep tenants apart, and with what the KV was rounded to on its way into the pool. Only whole pages have a hash.
 
 A key is ``FINGERPRINT/HASH-GROUP-PART``: a tensor-parallel rank stores its own heads, so PART is ``1of2``; an MLA latent is the
 same on every rank, and is stored once, as ``all``. With several pipeline stages the stage's layers come first: ``0_16-1of2``.
@@ -16,13 +16,13 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from transfer.errors import ConfigError
 from transfer.instance import Instance
 from transfer.layer_groups import LayerGroup
-from transfer.layout import KVLayout, LayerKind, Shard
+from transfer.layout import KVLayout, LayerKind, Shard, wire_dtype
 
 STORE_FORMAT: Final = 1
 """Of what a key says and of how a page lies in its bytes (`transfer.storage.pages`); whoever changes either raises it."""
@@ -46,25 +46,40 @@ def store_fingerprint(instance: Instance) -> str:
         "format": STORE_FORMAT,
         "layout": layout.fields(),
         "model": dict(instance.model_fields),
-        "kv_scales": [[scale.hex() for scale in map(float, pair)] for pair in instance.kv_scales],
+        "kv_scales": _exact_scales(instance),
         "dtype": str(shard.pool_dtype(layout)),
         "order": str(shard.order),
         "page_size": shard.page_size,
     }
-    canonical = json.dumps(named, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:FINGERPRINT_CHARS]
+    return hashlib.sha256(_canonical(named).encode()).hexdigest()[:FINGERPRINT_CHARS]
 
 
-def chain_seed(fingerprint: str, store_salt: str, request_salt: str) -> bytes:
+def rounding(prefill: Instance, decode: Instance) -> str:
+    """What rounded a prompt's KV on its way into the decode instance's pool, apart from that pool: the wire's element type.
+
+    A wire that is narrower than the decode pool has the element type of the prefill pool, and its scales. Generated tokens and
+    pages that are loaded again belong to the chain of their prompt: they were computed from KV that was rounded so.
+
+    Returns:
+        Empty where the wire has the element type of the decode pool, which the fingerprint names.
+    """
+    wire = wire_dtype(decode.layout, prefill.shard, decode.shard)
+    if wire is decode.pool_dtype:
+        return ""
+    return _canonical({"dtype": str(wire), "kv_scales": _exact_scales(prefill)})
+
+
+def chain_seed(fingerprint: str, store_salt: str, request_salt: str, rounded: str = "") -> bytes:
     """What the hash chain of a request begins with: 32 bytes.
 
     Args:
         fingerprint: See `store_fingerprint`.
         store_salt: Of the nodes, `storage.salt`: they share pages only with nodes of the same one.
         request_salt: Of the request, `cache_salt`: it shares pages only with requests of the same one.
+        rounded: See `rounding`. Empty adds nothing, so that the keys of pages that were not rounded stay what they were.
     """
     digest = hashlib.sha256(b"kvferry-kv-chain")
-    for text in (fingerprint, store_salt, request_salt):
+    for text in (fingerprint, store_salt, request_salt, *([rounded] if rounded else ())):
         encoded = text.encode()
         digest.update(struct.pack("<Q", len(encoded)) + encoded)  # with its length, so that no text runs into the next
     return digest.digest()
@@ -166,3 +181,12 @@ def fingerprint_of(key: str) -> str:
 def _first_with(shard: Shard, head: int, num_kv_heads: int) -> int:
     """The first TP rank whose heads begin with `head`: the least r with r * heads // tp_size == head."""
     return -(-head * shard.tp_size // num_kv_heads)
+
+
+def _exact_scales(instance: Instance) -> list[list[str]]:
+    """To the last bit."""
+    return [[scale.hex() for scale in map(float, pair)] for pair in instance.kv_scales]
+
+
+def _canonical(named: Mapping[str, object]) -> str:
+    return json.dumps(named, sort_keys=True, separators=(",", ":"))
