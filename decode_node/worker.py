@@ -52,7 +52,7 @@ from transfer.layer_groups import PageCounts
 from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
-from transfer.page_allocator import GroupAllocator
+from transfer.page_allocator import GroupAllocator, with_tuples
 from transfer.registry.security import security_of
 from transfer.ring import Watermark
 from transfer.tracing import Tracer
@@ -283,7 +283,7 @@ class DecodeWorker:
             try:
                 doing = f"computing a decode step of {len(items)} requests"
                 with allocating(doing, device=self._engine.pool.device, advice=STEP_ADVICE):
-                    tokens = self._engine.decode(items)
+                    tokens = self._engine.decode([with_tuples(item) for item in items])
             except RequestFault as fault:
                 faults = {request_id: str(fault) for request_id in fault.request_ids}
                 return StepDone(step=message.step, tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
@@ -306,7 +306,7 @@ class DecodeWorker:
         copied_from = None if offload is None else offload.copied_from(part.request_id)
         self._allocator.advance(part.request_id, part.position, copied_from=copied_from)
         tables = self._allocator.cover(part.request_id, part.position + 1)
-        in_host: tuple[Sequence[int], ...] = ()
+        in_host: tuple[tuple[int, ...], ...] = ()
         if offload is not None:
             tables, in_host = offload.step_tables(part.request_id, tables)
         return DecodeItem(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from transfer.errors import LayoutError
 from transfer.layer_groups import NO_PAGE
+from transfer.page_allocator import PageEntries
 
 _MIN_ENTRIES = 256
 
@@ -42,7 +43,7 @@ class TableEntries:
         self._num_passed = 0
         self._has_gaps = False  # `NO_PAGE` behind those that were passed
         self._is_held = np.zeros(num_pages, dtype=np.bool_)
-        self._last: tuple[int, ...] | None = None
+        self._last: Sequence[int] | None = None
 
     @property
     def room(self) -> int:
@@ -92,7 +93,8 @@ class TableEntries:
             self.num_known = end
             if len(pages) < len(fresh):
                 self._look_for_gaps(known)
-        self._last = table if isinstance(table, tuple) else None  # a list may be another one when it comes again
+        is_fixed = isinstance(table, tuple | PageEntries)
+        self._last = table if is_fixed else None  # a list may be another one when it comes again
 
     def check(self, first: int, end: int) -> None:
         """

@@ -146,7 +146,7 @@ class PrefixLoader:
         if begin >= end:
             return
         tokens = torch.arange(begin, end)
-        table = torch.tensor(tables[self._pool.groups.index(batch.group)])
+        table = torch.tensor(tables[self._pool.groups.index(batch.group)][: -(-end // self._pool.page_size)])
         slots = (table[tokens // self._pool.page_size] * self._pool.page_size + tokens % self._pool.page_size).to(
             self._pool.device
         )

@@ -56,7 +56,7 @@ from transfer.layout import wire_dtype
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
-from transfer.page_allocator import GroupAllocator
+from transfer.page_allocator import GroupAllocator, with_tuples
 from transfer.registry.security import security_of
 from transfer.staging import StagingBuffer
 from transfer.storage.client import StoreClient
@@ -321,7 +321,7 @@ class PrefillWorker:
             try:
                 with allocating(doing, device=self._engine.pool.device, advice=STEP_ADVICE):
                     tokens = self._engine.prefill(
-                        items,
+                        [with_tuples(item) for item in items],
                         lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event),
                     )
             except RequestFault as fault:

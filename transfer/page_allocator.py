@@ -15,10 +15,80 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, final, overload
 
+from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, PageCounts, PageNeeds
+
+
+@final
+class PageEntries(Sequence[int]):
+    """A page table as it was when it was asked for: entry i is the page of the i-th page of tokens, or `NO_PAGE`.
+
+    Making one takes no longer for a long table than for a short one: a step of a decode rank makes one for each request that has
+    got a page. It shares the list of its owner, which is appended to and never changed.
+
+    Args:
+        entries: The owner's list.
+        num_passed: Entries at the front that are `NO_PAGE`, whatever the list has there.
+    """
+
+    __slots__ = ("_as_tuple", "_entries", "_num_entries", "_num_passed")
+
+    def __init__(self, entries: list[int], num_passed: int) -> None:
+        self._entries = entries
+        self._num_entries = len(entries)
+        self._num_passed = num_passed
+        self._as_tuple: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, int):
+            place = range(self._num_entries)[index]
+            return NO_PAGE if place < self._num_passed else self._entries[place]
+        begin, end, step = index.indices(self._num_entries)
+        if step != 1:
+            return self.as_tuple()[index]
+        first = min(max(begin, self._num_passed), max(begin, end))
+        return (*(NO_PAGE,) * (first - begin), *self._entries[first:end])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.as_tuple() == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list has none
+
+    def __repr__(self) -> str:
+        return f"PageEntries{self.as_tuple()}"
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """The entries; the same object each time. From any thread."""
+        if self._as_tuple is None:
+            self._as_tuple = self[:]
+        return self._as_tuple
+
+    def without(self, count: int) -> PageEntries:
+        """The same table with at least its first `count` entries `NO_PAGE`."""
+        found = PageEntries(self._entries, max(count, self._num_passed))
+        found._num_entries = self._num_entries
+        return found
+
+
+_Item = TypeVar("_Item", PrefillItem, DecodeItem)
+
+
+def with_tuples(item: _Item) -> _Item:
+    """The item with its page tables as tuples, the same ones while nothing has changed. To be called where the engine runs: of a
+    long table this takes a millisecond."""
+    tables = [table.as_tuple() if isinstance(table, PageEntries) else table for table in item.page_tables]
+    return replace(item, page_tables=tuple(tables))
 
 
 @dataclass(slots=True)
@@ -27,8 +97,13 @@ class _Holding:
 
     reserved: int = 0
     num_passed: int = 0  # entries at the front of its table that have no page any more, or never had one
-    pages: deque[int] = field(default_factory=deque)
-    table: tuple[int, ...] | None = None  # as `pages()` gave it last, while nothing has changed
+    entries: list[int] = field(default_factory=list)  # those that were passed too; of what is there nothing is changed
+    table: PageEntries | None = None  # as `pages()` gave it last, while nothing has changed
+
+    @property
+    def bound(self) -> list[int]:
+        """Its pages."""
+        return self.entries[self.num_passed :]
 
 
 class PageAllocator:
@@ -72,7 +147,7 @@ class PageAllocator:
         """Everyone who has a reservation or pages, in the order of their first reservation."""
         return tuple(self._holdings)
 
-    def pages(self, owner: str) -> Sequence[int]:
+    def pages(self, owner: str) -> PageEntries:
         """Page table of `owner`: its pages in the order of binding, behind a `NO_PAGE` for each that was passed; a snapshot.
 
         Raises:
@@ -80,7 +155,7 @@ class PageAllocator:
         """
         holding = self._holding(owner)
         if holding.table is None:
-            holding.table = (*(NO_PAGE,) * holding.num_passed, *holding.pages)
+            holding.table = PageEntries(holding.entries, holding.num_passed)
         return holding.table
 
     def reserved(self, owner: str) -> int:
@@ -123,7 +198,7 @@ class PageAllocator:
             raise LocalProtocolError(f"owner {owner!r} binds {count} pages; it has reserved {holding.reserved}")
         bound = [self._unbound.popleft() for _ in range(count)]
         holding.reserved -= count
-        holding.pages += bound
+        holding.entries += bound
         holding.table = None
         self._num_reserved -= count
         return bound
@@ -152,11 +227,9 @@ class PageAllocator:
         holding = self._holding(owner)
         if count > holding.num_passed:
             raise LocalProtocolError(f"owner {owner!r} binds {count} pages in front; {holding.num_passed} entries were passed")
-        behind, holding.pages = holding.pages, deque()
-        try:
-            bound = self.bind(owner, count)
-        finally:
-            holding.pages += behind
+        front, behind = holding.entries[: holding.num_passed - count], holding.bound
+        bound = self.bind(owner, count)
+        holding.entries = front + bound + behind  # another list: tables that were given out stay as they were
         holding.num_passed -= count
         holding.table = None
         return bound
@@ -176,7 +249,8 @@ class PageAllocator:
         holding = self._holding(owner)
         if entry <= holding.num_passed:
             return 0
-        passed = [holding.pages.popleft() for _ in range(min(entry - holding.num_passed, len(holding.pages)))]
+        passed = holding.entries[holding.num_passed : entry]
+        holding.entries += [NO_PAGE] * (entry - len(holding.entries))
         holding.num_passed = entry
         holding.table = None
         self._unbound.extend(passed)
@@ -195,9 +269,10 @@ class PageAllocator:
         """
         holding = self._holding(owner)
         del self._holdings[owner]
-        self._unbound.extend(holding.pages)
+        bound = holding.bound
+        self._unbound.extend(bound)
         self._num_reserved -= holding.reserved
-        return len(holding.pages) + holding.reserved
+        return len(bound) + holding.reserved
 
     def check_invariants(self) -> None:
         """Execute what the module's docstring promises; O(num_pages).
@@ -205,7 +280,7 @@ class PageAllocator:
         Raises:
             LocalProtocolError: A page is lost, held twice or out of range, or a counter is wrong.
         """
-        bound = [page for holding in self._holdings.values() for page in holding.pages]
+        bound = [page for holding in self._holdings.values() for page in holding.bound]
         if sorted([*bound, *self._unbound]) != list(range(self.num_pages)):
             raise LocalProtocolError(
                 f"pages are lost or held twice: {len(bound)} bound, {len(self._unbound)} not, of {self.num_pages}"
@@ -279,7 +354,7 @@ class GroupAllocator:
             allocator.reserve(owner, count)
         return True
 
-    def cover(self, owner: str, end_token: int) -> tuple[Sequence[int], ...]:
+    def cover(self, owner: str, end_token: int) -> tuple[PageEntries, ...]:
         """Bind what is missing so that the tokens up to `end_token` have pages; never more than was reserved.
 
         Returns:
@@ -326,7 +401,7 @@ class GroupAllocator:
             if first := group.first_travelling_token(num_tokens):
                 allocator.pass_before(owner, first // self._page_size)
 
-    def tables(self, owner: str) -> tuple[Sequence[int], ...]:
+    def tables(self, owner: str) -> tuple[PageEntries, ...]:
         """The owner's page table in each group; token ``t`` lies in ``table[t // page_size]``.
 
         A state's table has one entry. Entries that a window has passed are `NO_PAGE`.

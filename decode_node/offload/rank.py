@@ -37,7 +37,7 @@ from transfer.kv_pool import KVPool
 from transfer.layer_groups import NO_PAGE, GroupKind
 from transfer.layout import Span
 from transfer.metrics import RankMetrics
-from transfer.page_allocator import GroupAllocator
+from transfer.page_allocator import GroupAllocator, PageEntries
 from transfer.storage.client import StoreClient
 from transfer.storage.keys import store_key, storing_rank
 
@@ -58,9 +58,9 @@ class _Shown:
         host: Host pages of that.
     """
 
-    given: Sequence[int]
+    given: PageEntries
     boundary: int
-    device: tuple[int, ...]
+    device: PageEntries
     host: tuple[int, ...]
 
 
@@ -182,8 +182,8 @@ class OffloadRank:
         return (self._requests[request_id].host_pages, *tables[1:])
 
     def step_tables(
-        self, request_id: str, tables: tuple[Sequence[int], ...]
-    ) -> tuple[tuple[Sequence[int], ...], tuple[Sequence[int], ...]]:
+        self, request_id: str, tables: tuple[PageEntries, ...]
+    ) -> tuple[tuple[PageEntries, ...], tuple[tuple[int, ...], ...]]:
         """What a step is given: device tables without the entries that are read in host memory, and the host pages of those."""
         request = self._requests[request_id]
         if not request.boundary:
@@ -194,7 +194,7 @@ class OffloadRank:
             shown = request.shown = _Shown(
                 given=full,
                 boundary=request.boundary,
-                device=(*(NO_PAGE,) * request.boundary, *full[request.boundary :]),
+                device=full.without(request.boundary),
                 host=tuple(request.host_pages[: request.boundary]) if known is None else known,
             )
         return (shown.device, *tables[1:]), (shown.host, *((),) * (len(tables) - 1))
@@ -327,7 +327,7 @@ class OffloadRank:
         return moves
 
     def _device_pages(self, request_id: str, group: int, first_entry: int, count: int) -> tuple[int, ...]:
-        found = tuple(self._allocator.tables(request_id)[group][first_entry : first_entry + count])
+        found = self._allocator.tables(request_id)[group][first_entry : first_entry + count]
         if len(found) != count or NO_PAGE in found:
             entries = f"[{first_entry}, {first_entry + count})"
             raise LocalProtocolError(f"entries {entries} of request {request_id}, group {group}, are not all on the device")

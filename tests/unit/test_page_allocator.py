@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
+from transfer.engine_types import DecodeItem
 from transfer.errors import ConfigError, LocalProtocolError
 from transfer.layer_groups import NO_PAGE, PageCounts, PageNeeds, layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec
-from transfer.page_allocator import GroupAllocator, PageAllocator
+from transfer.page_allocator import GroupAllocator, PageAllocator, PageEntries, with_tuples
 
 
 def test_a_reservation_is_all_or_nothing_and_by_count() -> None:
@@ -135,7 +138,7 @@ def test_wrong_calls_are_named() -> None:
     [
         lambda allocator: allocator._unbound.append(0),
         lambda allocator: allocator._unbound.pop(),
-        lambda allocator: allocator._holdings["a"].pages.append(5),
+        lambda allocator: allocator._holdings["a"].entries.append(5),
         lambda allocator: setattr(allocator, "_num_reserved", 0),
         lambda allocator: setattr(allocator._holdings["a"], "reserved", 9) or setattr(allocator, "_num_reserved", 9),
         lambda allocator: setattr(allocator._holdings["a"], "reserved", -1) or setattr(allocator, "_num_reserved", -1),
@@ -421,3 +424,87 @@ def test_a_window_does_not_pass_what_a_copy_still_reads() -> None:
     assert [table.count(NO_PAGE) for table in allocator.tables("a")] == [3, 5], "each keeps its own"
     allocator.advance("a", 16)
     assert [table.count(NO_PAGE) for table in allocator.tables("a")] == [6, 5]
+
+
+# Page tables
+
+
+def test_a_table_is_that_of_the_moment_and_reads_as_a_tuple() -> None:
+    """Whatever becomes of its owner: an engine reads the table of a step while the next one's grows."""
+    chance = random.Random(5)
+    allocator = PageAllocator(64)
+    assert allocator.reserve("a", 40)
+    kept: list[tuple[PageEntries, tuple[int, ...]]] = []
+    model: list[int] = []
+    num_passed = 0
+    for _ in range(300):
+        match chance.randrange(3):
+            case 0 if len(model) < 200 and (most := min(3, allocator.reserved("a"))):
+                model += allocator.bind("a", chance.randint(0, most))
+            case 1:
+                entry = chance.randint(0, len(model) + 1)
+                allocator.pass_before("a", entry)
+                num_passed = max(num_passed, entry)
+                model += [NO_PAGE] * (num_passed - len(model))
+                model[:num_passed] = [NO_PAGE] * num_passed
+            case 2 if count := min(2, num_passed, allocator.reserved("a")):
+                model[num_passed - count : num_passed] = allocator.bind_before("a", count)
+                num_passed -= count
+        table = allocator.pages("a")
+        kept.append((table, tuple(model)))
+        allocator.check_invariants()
+    for table, expected in kept:
+        assert table == expected and len(table) == len(expected) and tuple(table) == expected
+        hidden = table.without(3)
+        assert hidden == (NO_PAGE,) * min(3, len(table)) + expected[3:] and hidden.without(0) == hidden
+    table, expected = max(kept, key=lambda one: sum(page != NO_PAGE for page in one[1]))
+    ends = [None, *range(-len(expected) - 2, len(expected) + 3, 3)]
+    for part in (slice(begin, end, step) for begin in ends for end in ends for step in (None, 2, -1)):
+        assert table[part] == expected[part], part
+    assert [table[place] for place in range(-len(expected), len(expected))] == [*expected, *expected]
+    with pytest.raises(IndexError):
+        table[len(expected)]
+    assert repr(PageEntries([1, 2], 1)) == "PageEntries(-1, 2)"
+    assert PageEntries([1], 0) == [1] and PageEntries([1], 0) != 1
+
+
+def test_an_engine_is_given_tuples_which_are_the_same_while_nothing_has_changed() -> None:
+    """By which it knows that it need not look at them again."""
+    allocator = PageAllocator(4)
+    allocator.reserve("a", 4)
+    allocator.bind("a", 1)
+    items = [
+        DecodeItem(request_id="a", token_id=1, position=2, page_tables=(allocator.pages("a"), (7,)), host_tables=((3,), ()))
+        for _ in range(2)
+    ]
+    first, second = (with_tuples(item) for item in items)
+    assert first == replace(items[0], page_tables=((0,), (7,)))
+    assert isinstance(first.page_tables[0], tuple) and first.page_tables[0] is second.page_tables[0]
+    allocator.bind("a", 1)
+    assert with_tuples(replace(items[0], page_tables=(allocator.pages("a"),))).page_tables == ((0, 1),)
+
+
+def test_a_steps_tables_cost_as_much_for_long_requests_as_for_short_ones() -> None:
+    """With pages of one token every step adds one to every table. Tables that are copied would stop the loop of the rank."""
+    window = KVLayout(
+        layers=(
+            LayerSpec(num_kv_heads=1, k_head_dim=1, v_head_dim=1),
+            LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=1, k_head_dim=1, v_head_dim=1, window_tokens=64),
+        ),
+        dtype=DType.FLOAT16,
+    )
+    needs = PageNeeds(groups=layer_groups(window), page_size=1, tokens_in_flight=1)
+    cpu_s = {}
+    for num_tokens in (200, 200_000):
+        allocator = GroupAllocator(needs, [num_tokens + 100, num_tokens + 100])
+        assert allocator.reserve("a", num_tokens + 50)
+        allocator.begin_at("a", num_tokens)
+        allocator.cover("a", num_tokens)
+        steps: list[float] = []
+        for position in range(num_tokens, num_tokens + 50):
+            began_s = time.process_time()
+            allocator.advance("a", position)
+            allocator.cover("a", position + 1)
+            steps.append(time.process_time() - began_s)
+        cpu_s[num_tokens] = sorted(steps)[len(steps) // 2]
+    assert cpu_s[200_000] < 10 * cpu_s[200], cpu_s
