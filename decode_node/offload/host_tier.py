@@ -11,7 +11,7 @@ executed by `check_invariants()`: what is free or cached covers what is promised
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transfer.errors import LocalProtocolError
@@ -98,6 +98,16 @@ class HostTier:
     def find(self, group: int, page_hash: bytes) -> HostPage | None:
         """The page of that hash, ready or still being filled."""
         return self._groups[group].by_hash.get(page_hash)
+
+    def ready_beginning(self, group: int, page_hashes: Iterable[bytes]) -> list[HostPage]:
+        """The pages of these hashes, up to the first that is not there or not ready."""
+        by_hash, found = self._groups[group].by_hash, list[HostPage]()
+        for page_hash in page_hashes:
+            page = by_hash.get(page_hash)
+            if page is None or not page.is_ready:
+                break
+            found.append(page)
+        return found
 
     def promise(self, owner: str, group: int, count: int) -> bool:
         """Set `count` more pages aside for `owner`; False when there is no room for all of them yet."""

@@ -30,6 +30,9 @@ MOST_JOB_PAGES: Final = 64
 LOOKUP_FRACTION: Final = 1 / 3
 """Of a fetch's time, after which the store is asked for no further page: what is found takes time to come."""
 
+PAGES_A_TURN: Final = 1024
+"""Of a prompt that are looked at in one turn of the loop."""
+
 RETRY_S: Final = 5.0
 """For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
 
@@ -52,14 +55,6 @@ class StoreSettings:
     def job_pages(self, group: int) -> int:
         """Pages of a job."""
         return max(1, min(MOST_JOB_PAGES, self.job_bytes // max(1, self.page_bytes[group])))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """A page of a prompt: its place there, and its hash."""
-
-    depth: int
-    page_hash: bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -260,49 +255,54 @@ class StoreLeader:
             Hashes of the pages that came.
         """
         came = _Came()
+        hashes = chain.hashes[: (prompt_tokens - 1) // self._context.rules.page_size]
         deadline_s = asyncio.get_running_loop().time() + self._settings.fetch_timeout_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline_s + ANSWER_S):
-                wanted = await self._wanted(chain, prompt_tokens, deadline_s)
+                wanted = await self._wanted(hashes, prompt_tokens, deadline_s)
             async with asyncio.timeout_at(deadline_s):
-                await self._bring(wanted, came, asked_ns)
+                await self._bring(wanted, hashes, came, asked_ns)
         return frozenset(came.hashes)
 
-    async def _wanted(self, chain: PageHashes, prompt_tokens: int, deadline_s: float) -> dict[int, list[_Wanted]]:
-        """By group, what is missing and stored, so that together with what is known it is a beginning of the prompt."""
-        most = (prompt_tokens - 1) // self._context.rules.page_size
-        pages = [_Wanted(depth=depth, page_hash=page_hash) for depth, page_hash in enumerate(chain.hashes[:most])]
-        known = self._num_known(pages)
-        while known < most and (coming := self._coming.get(pages[known].page_hash)) is not None:
+    async def _wanted(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float) -> dict[int, Sequence[int]]:
+        """By group, places of pages that are missing and stored, so that with what is known they are a beginning of the prompt.
+
+        Args:
+            hashes: Of the prompt's pages that are of use.
+        """
+        known = await self._num_known(hashes)
+        while known < len(hashes) and (coming := self._coming.get(hashes[known])) is not None:
             await asyncio.wait([coming])  # for another request of the same beginning
-            known = self._num_known(pages)
+            known = await self._num_known(hashes)
         asks_until_s = asyncio.get_running_loop().time() + LOOKUP_FRACTION * self._settings.fetch_timeout_s
         lookup = _LookupTime(deadline_s=deadline_s, asks_until_s=min(deadline_s, asks_until_s))
-        end = known + await self._num_stored(FULL, pages[known:], lookup)
-        wanted: dict[int, list[_Wanted]] = {}
+        end = known + await self._num_stored(FULL, range(known, len(hashes)), hashes, lookup)
+        wanted: dict[int, Sequence[int]] = {}
         for group in self._context.windows:
             first = self._context.first_window_page(group, prompt_tokens)
-            missing = [one for one in pages[first:end] if not self._is_ready(group, one.page_hash)]
-            num_stored = await self._num_stored(group, missing, lookup)
+            missing = [place for place in range(first, end) if not self._is_ready(group, hashes[place])]
+            num_stored = await self._num_stored(group, missing, hashes, lookup)
             if num_stored < len(missing):
-                end = missing[num_stored].depth
+                end = missing[num_stored]
             wanted[group] = missing[:num_stored]
-        known = self._num_known(pages)
+        known = await self._num_known(hashes)
         for group in (*self._context.windows, FULL):  # what is known is the last to be evicted for what follows it
-            for one in reversed(pages[:known]):
-                if (page := self._tier.find(group, one.page_hash)) is not None:
+            for place in reversed(range(known)):
+                if (page := self._tier.find(group, hashes[place])) is not None:
                     self._tier.touch(page)
+                if not place % PAGES_A_TURN:
+                    await asyncio.sleep(0)
         room = max(0, self._tier.spare(FULL) - known)
-        return {FULL: pages[known : min(end, known + room)], **wanted}
+        return {FULL: range(known, max(known, min(end, known + room))), **wanted}
 
-    async def _bring(self, wanted: dict[int, list[_Wanted]], came: _Came, asked_ns: int) -> None:
+    async def _bring(self, wanted: dict[int, Sequence[int]], hashes: Sequence[bytes], came: _Came, asked_ns: int) -> None:
         """Have the ranks fill host pages, the first ones first, up to a gap or where there is no room; few jobs at once."""
         orders: list[asyncio.Future[None]] = []
         for group, of_group in wanted.items():
             size = self._settings.job_pages(group)
             for begin in range(0, len(of_group), size):
                 await self._fetches.acquire()
-                pages = None if came.has_gap else self._taken(group, of_group[begin : begin + size], came)
+                pages = None if came.has_gap else self._taken(group, of_group[begin : begin + size], hashes, came)
                 if pages:
                     orders.append(self._order_fetch(pages, came, asked_ns))
                     continue
@@ -312,14 +312,14 @@ class StoreLeader:
         if orders:
             await asyncio.wait(orders)
 
-    def _taken(self, group: int, wanted: Sequence[_Wanted], came: _Came) -> list[HostPage] | None:
+    def _taken(self, group: int, wanted: Sequence[int], hashes: Sequence[bytes], came: _Came) -> list[HostPage] | None:
         """Host pages to be filled, for those that are not there, up to where there is no room, or damage; None: none at all."""
         pages: list[HostPage] = []
-        for one in wanted:
-            if (group, one.page_hash) in self._distrusted:
+        for place in wanted:
+            if (group, hashes[place]) in self._distrusted:
                 return pages or None
-            if self._tier.find(group, one.page_hash) is None:
-                page = self._tier.take(group, one.page_hash, depth=one.depth)
+            if self._tier.find(group, hashes[place]) is None:
+                page = self._tier.take(group, hashes[place], depth=place)
                 if page is None:
                     if not came.is_cut:
                         came.is_cut = True
@@ -357,22 +357,35 @@ class StoreLeader:
         page = self._tier.find(group, page_hash)
         return page is not None and page.is_ready
 
-    def _num_known(self, pages: Sequence[_Wanted]) -> int:
-        return next((place for place, one in enumerate(pages) if not self._is_ready(FULL, one.page_hash)), len(pages))
+    async def _num_known(self, hashes: Sequence[bytes]) -> int:
+        return await _first(lambda place: not self._is_ready(FULL, hashes[place]), len(hashes))
 
-    async def _num_stored(self, group: int, pages: Sequence[_Wanted], lookup: _LookupTime) -> int:
-        """How many of the first pages the store has, by rank 0's part.
+    async def _num_stored(self, group: int, places: Sequence[int], hashes: Sequence[bytes], lookup: _LookupTime) -> int:
+        """How many of the first of these pages the store has, by rank 0's part.
 
         They are searched by halving: where a page is stored the ones before it nearly always are, and where not, the ranks find
         out.
         """
 
-        async def has(place: int) -> bool:
-            key, left_s = self._keys_of(group, pages[place].page_hash)[0], lookup.left_s()
+        async def has(number: int) -> bool:
+            key, left_s = self._keys_of(group, hashes[places[number]])[0], lookup.left_s()
             return left_s > 0 and (await self._client.exists([key], timeout_s=left_s))[0]
 
-        distrusted = (place for place, one in enumerate(pages) if (group, one.page_hash) in self._distrusted)
-        return await first_false(has, next(distrusted, len(pages)))
+        num_trusted = len(places)
+        if len(self._distrusted):
+            num_trusted = await _first(lambda number: (group, hashes[places[number]]) in self._distrusted, len(places))
+        return await first_false(has, num_trusted)
+
+
+async def _first(is_it: Callable[[int], bool], end: int) -> int:
+    """The first number below `end` that it is, or else `end`; of a long prompt over several turns of the loop."""
+    for begin in range(0, end, PAGES_A_TURN):
+        if begin:
+            await asyncio.sleep(0)
+        found = next(filter(is_it, range(begin, min(end, begin + PAGES_A_TURN))), None)
+        if found is not None:
+            return found
+    return end
 
 
 def _hashes(pages: Sequence[HostPage]) -> tuple[bytes, ...]:

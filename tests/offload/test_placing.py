@@ -118,6 +118,14 @@ def test_hits_are_the_leading_ready_pages_and_leave_a_token() -> None:
     assert found.num_device_hits == 0
 
 
+def test_a_prompt_has_no_more_hits_than_the_loop_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_node.offload.placing.MAX_HITS", 3)
+    where = context()
+    keep(where, chain(30), range(6))
+    found = placed(where, "a", chain(30))
+    assert found.start_token == 3 * PAGE and len(found.hits) == 3
+
+
 def test_a_page_that_is_being_filled_ends_the_hits() -> None:
     where, hashes = context(), chain(24)
     keep(where, hashes, range(2))

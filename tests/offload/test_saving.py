@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from decode_node.offload.context import FULL, TierContext
+from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.saving import MAX_SAVED_PAGES, next_save
 from decode_node.offload.tiered_request import TieredRequest
-from tests.offload.tier_contexts import WINDOW, chain, context, keep, placed
+from decode_node.rank_messages import SavePages
+from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
+from tests.runtime.instances import instance
 
 
 def running(where: TierContext, num_tokens: int, *, new: int = 8, name: str = "a") -> TieredRequest:
@@ -125,3 +132,17 @@ def test_a_prompt_that_is_known_is_passed_over() -> None:
     request.chain.extend(range(24, 28))
     request.num_computed = 28
     assert saved(where, request) == [(FULL, 6, 1), (WINDOW, 6, 1)]
+
+
+async def test_a_request_that_ends_has_no_more_saves_ordered_than_the_loop_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_node.offload.leader.MAX_LAST_SAVES", 3)
+    monkeypatch.setattr("decode_node.offload.leader.MAX_SAVES", 0)
+    monkeypatch.setattr("decode_node.offload.saving.MAX_SAVED_PAGES", 2)
+    orders: list[object] = []
+    where = replace(context(), broadcast=orders.append)
+    leader = OffloadLeader(where, slack_pages=0, seed_of=lambda salt, prefill: b"", store=None)
+    prompt = await leader.look_up(range(15 * PAGE), "", prefill=instance(1), may_skip=True)
+    assert leader.place("a", prompt, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True) is not None
+    leader.begin("a")
+    leader.finish("a")
+    assert [len(order.runs[0].host_pages) for order in orders if isinstance(order, SavePages)] == [2, 2, 2]

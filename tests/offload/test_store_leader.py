@@ -443,3 +443,28 @@ async def test_what_is_missing_ends_what_is_fetched() -> None:
         await asyncio.sleep(0)
     assert list(one.answer().hashes) == chain.hashes[:2]
     await fetching
+
+
+async def test_a_long_prompt_is_looked_at_over_several_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one in pages of one token the leader would otherwise look at a hundred thousand pages in one turn."""
+    monkeypatch.setattr("decode_node.offload.store_leader.PAGES_A_TURN", 4)
+    world, chain = Leader(), chain_of(21)
+    world.ready(chain, 12)
+    world.leader.delete([(FULL, chain.hashes[18])])
+    world.store.stuck |= {f"{chain.hashes[18].hex()}-{rank}" for rank in range(2)}
+    looked, find = list[int](), world.tier.find
+    monkeypatch.setattr(world.tier, "find", lambda *page: looked.append(1) or find(*page))
+    fetching = asyncio.ensure_future(world.fetch(chain, 42))
+    most = 0
+    while not world.sent:
+        before = len(looked)
+        await asyncio.sleep(0)
+        most = max(most, len(looked) - before)
+    assert most <= 2 * 4 + 4, "a turn has the end of one look and the beginning of the next, and what is taken for an order"
+    came: list[bytes] = []
+    while not fetching.done():
+        if world.sent:
+            came += world.answer().hashes
+        await asyncio.sleep(0)
+    assert came == chain.hashes[12:18], "up to the page that is damaged"
+    world.leader.close()

@@ -36,6 +36,11 @@ def test_at_least_one_token_is_computed(num_tokens: int, num_pages: int) -> None
     assert num_storable_tokens(num_tokens, cut(PLAIN, Shard(page_size=4))) == 4 * num_pages
 
 
+def test_no_more_pages_are_looked_for_than_one_order_may_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_node.stored_prefix.MAX_PAGES", 3)
+    assert stored(PLAIN, 45).num_pages == 3 and stored(PLAIN, 9).num_pages == 2
+
+
 def test_a_model_with_states_skips_nothing() -> None:
     assert num_storable_tokens(45, cut(KVLayout(layers=(FULL, STATE), dtype=DType.FLOAT32), Shard(page_size=4))) == 0
 
