@@ -39,6 +39,7 @@ PROMPT, NEW = 50, 40
 class Engine:
     """Reads and writes what a step of a real one does."""
 
+    pool = SimpleNamespace(device="cpu")
     shard = SHARD
 
     def __init__(self, memory: PagedMemory) -> None:

@@ -25,6 +25,7 @@ async def test_only_those_with_a_page_in_common_are_damaged(
 ) -> None:
     leader = OffloadLeader(context(), slack_pages=0, seed_of=lambda salt, prefill: salt.encode(), store=None)
     other = await leader.look_up(range(first, first + num_tokens), "salt", prefill=PREFILL, may_skip=True)
-    assert leader.place("other", other, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True) is not None
+    place = leader.place("other", other, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0)
+    assert place is not None
     leader.damaged(await leader.look_up(range(num_damaged), "salt", prefill=PREFILL, may_skip=True))
     assert leader._requests["other"].is_damaged == (is_damaged and num_damaged >= PAGE)

@@ -34,6 +34,7 @@ SCALES = {(0, False): 0.5}
 class Engine:
     """Reads what a step of a real one reads, and writes what it writes."""
 
+    pool = SimpleNamespace(device="cpu")
     layout, shard = LAYOUT, SHARD
     is_broken = False
 
