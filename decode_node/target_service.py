@@ -22,6 +22,7 @@ from node_runtime.transfer_ids import is_try_of
 from transfer.breaker import BreakerSettings
 from transfer.config import HostedConfig
 from transfer.errors import ConfigError, LocalProtocolError, PeerUnreachable, TransferAborted, TransferError
+from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
@@ -62,6 +63,7 @@ class TargetLeader(pb_grpc.DecodeControlServicer):
         self._reports = reports
         self._started_s = time.monotonic()
         self.metrics = NodeMetrics(role="decode")
+        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
         self.peers: PrefillPeers
         self.requests: TargetRequests
         self._is_started = False

@@ -49,6 +49,7 @@ from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
 from transfer.errors import EngineError, LocalProtocolError, OutOfMemory
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts
+from transfer.loop_turns import turns_of
 from transfer.memory.node_plan import ring_capacity_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
@@ -84,6 +85,7 @@ class DecodeWorker:
         self._link = link
         self._loop = loop
         self._metrics = RankMetrics(role="decode", rank=spec.rank)
+        self._metrics.watch_loop(turns_of(loop))
         self._tracer: Tracer | None = None
         self._rank_engine = engine
         self._engine_lane = engine.lane

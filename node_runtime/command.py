@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
 from transfer.load_config import load_config
 from transfer.logs import configure_logging
+from transfer.loop_turns import run_measured
 from transfer.plain_text import check_plain_text
 from transfer.registry.certificates import certificate_files
 from transfer.role_settings import load_other_role
@@ -154,7 +154,7 @@ def run_daemon(
         make_role = load_role()
         other = None if other_config is None else _other_role(other_config)
         spare_what_lives()
-        code = asyncio.run(Daemon(config, lambda daemon: make_role(daemon, config), other=other).run())
+        code = run_measured(Daemon(config, lambda daemon: make_role(daemon, config), other=other).run())
     except TransferError as error:
         for line in str(error).splitlines():
             print(f"{config_type.role}-node: {line}", file=sys.stderr)

@@ -27,6 +27,7 @@ from node_runtime.supervisor import RankSide, RankStartError, RankSupervisor, ch
 from transfer.config import NodeConfig
 from transfer.errors import ConfigError, PeerUnreachable, TransferError
 from transfer.logs import rename_process
+from transfer.loop_turns import turns_of
 
 STEADY_LIFE_S = 300.0  # ranks that served this long were no failed restart
 _MOST_DOUBLINGS = 64  # from any pause to the longest there can be; 2**1024 is more than a float holds
@@ -290,6 +291,7 @@ class Daemon:
         self.incarnation = supervisor.incarnation
         self._can_switch = all(hello.can_switch for hello in hellos)
         self.state = NodeState.READY
+        turns_of(asyncio.get_running_loop()).start_counting()
         self._write_ready_file(supervisor)
 
     async def _switch(self, supervisor: RankSupervisor) -> bool:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from transfer.loop_turns import turns_of
+
 TICK_S = 0.25
 
 _E = TypeVar("_E")
@@ -35,6 +37,7 @@ class EventPump(Generic[_E, _A]):
         tick: _E,
     ) -> None:
         self._loop = loop
+        self._turns = turns_of(loop)
         self._machine = handle
         self._carry_out = carry_out
         self._is_idle = is_idle
@@ -52,8 +55,10 @@ class EventPump(Generic[_E, _A]):
         self._is_handling = True
         try:
             while self._events:
-                for action in self._machine(self._events.popleft(), time.monotonic()):
+                event, begun_s = self._events.popleft(), time.monotonic()
+                for action in self._machine(event, begun_s):
                     self._carry_out(action)
+                self._turns.took(event, begun_s)
         finally:
             self._is_handling = False
         if self._timer is None and not self._is_closed and not self._is_idle():

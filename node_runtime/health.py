@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from node_runtime import status_page
 from node_runtime.status_page import StatusPage
 from transfer.errors import ConfigError
+from transfer.loop_turns import TimedSteps
 
 MAX_CONNECTIONS: Final = 128
 """At once. Probes and scrapers are a few; a stranger with more than that takes his own places, and none of the node's files."""
@@ -111,7 +112,7 @@ class HealthServer:
         self._metrics = metrics
         self._page = page
         self._host_names = {name.lower() for name in ("localhost", *host_names)}
-        self._answers: dict[str, Callable[[], Awaitable[web.Response]]] = {
+        self._answers: dict[str, Callable[[], Coroutine[Any, Any, web.Response]]] = {
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/metrics": self._serve_metrics,
@@ -158,7 +159,7 @@ class HealthServer:
         if request.path in _PAGES and not self._is_own(request.headers.get("Host", "")):
             text = "this node is not known by that name; name it in status_page.host_names, or ask by an address\n"
             return web.Response(text=text, status=403)
-        return await answer()
+        return await TimedSteps(f"GET {request.path}", answer())
 
     def _is_own(self, host: str) -> bool:
         """Whether a browser that has asked for `host` has asked for this node, and not for a website whose name leads here."""

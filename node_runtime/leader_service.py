@@ -36,6 +36,7 @@ from transfer.config import NodeConfig
 from transfer.errors import ConfigError, NodeDraining, PeerUnreachable, TransferAborted, TransferError
 from transfer.instance import Instance
 from transfer.logs import log_level, set_log_level
+from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
 from transfer.metrics import NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
@@ -169,6 +170,7 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
         """Begin what else the role does under the node's address; called once, before its first life."""
 
     def _open_outside(self, address: str) -> None:
+        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
         is_first, self._address = not self._address, address
         if is_first:
             self.go_outside(address)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import structlog
 
 from transfer.errors import LocalProtocolError
+from transfer.loop_turns import MeasuredLoop
 
 CLOSE_TIMEOUT_S = 5.0
 SWITCH_INTERVAL_S = 0.0005
@@ -45,7 +46,7 @@ class LoopThread:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._num_users = 0
         self._broken: BaseException | None = None
-        self.loop = asyncio.new_event_loop()
+        self.loop = MeasuredLoop()
         self.loop.set_exception_handler(self._on_exception)
         self._thread = threading.Thread(target=self._run, name="kvferry", daemon=True)
         self._thread.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from transfer.control.base import Received
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.errors import LocalProtocolError, TransferError
+from transfer.loop_turns import turns_of
 
 MAX_PAYLOAD_BYTES = 64 << 20
 """Of a message. The largest are page tables: of a prompt of a million tokens on pages of one, 5 MB for each group of layers."""
@@ -118,9 +120,13 @@ class LeaderLink:
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[int, Any], None]) -> None:
         """Hand over each (rank, message) on `loop`."""
+        turns = turns_of(loop)
 
         def on_received(received: Received) -> None:
-            on_message(self._ranks[received.peer], self._codec.decode(received.payload))
+            begun_s = time.monotonic()
+            message = self._codec.decode(received.payload)
+            on_message(self._ranks[received.peer], message)
+            turns.took(message, begun_s)
 
         self._server.watch(loop, on_received)
 
@@ -147,7 +153,15 @@ class RankLink:
         )
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[Any], None]) -> None:
-        self._client.watch(loop, lambda payload: on_message(self._codec.decode(payload)))
+        turns = turns_of(loop)
+
+        def on_payload(payload: bytes) -> None:
+            begun_s = time.monotonic()
+            message = self._codec.decode(payload)
+            on_message(message)
+            turns.took(message, begun_s)
+
+        self._client.watch(loop, on_payload)
 
     def send(self, message: object) -> None:
         """Raises LocalProtocolError when the leader has not taken messages for so long that the queue is full."""

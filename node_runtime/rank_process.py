@@ -42,6 +42,7 @@ from node_runtime.rank_report import (
 from transfer.config import NodeConfig
 from transfer.errors import OutOfMemory, TransferError
 from transfer.logs import configure_logging, rename_process, set_log_level
+from transfer.loop_turns import run_measured, turns_of
 from transfer.out_of_memory import allocating, is_out_of_memory, out_of_memory
 
 REPORT_S = 0.25
@@ -148,7 +149,7 @@ def run_rank(
     configure_logging(spec.config.log, role=spec.config.role, rank=spec.rank, incarnation=spec.incarnation)
     code = exit_codes.FAILED
     try:
-        code = asyncio.run(_serve(spec, codec, make_worker, role_of))
+        code = run_measured(_serve(spec, codec, make_worker, role_of))
     except Exception as error:
         code = _log_crash(spec, error)
     finally:
@@ -210,6 +211,7 @@ async def _live(
             return said
         return code
     spare_what_lives()
+    turns_of(loop).start_counting()
     link.send(hello)
     log.info("rank_ready", pid=hello.pid, pool_pages=hello.pool_pages)
     await _report(spec.rank, worker, link, over)

@@ -38,6 +38,7 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.instance import Instance
+from transfer.loop_turns import turns_of
 from transfer.messages import clip_reason
 from transfer.metrics import MetricFamily, NodeMetrics
 from transfer.pb import kvferry_pb2 as pb
@@ -84,6 +85,7 @@ class SourceLeader(pb_grpc.PrefillControlServicer):
         self._join_service = JoinService(security=security, draining=self._draining)
         self._reserve_client = ReserveClient(security)
         self.metrics = NodeMetrics(role="prefill")
+        self.metrics.watch_loop(turns_of(asyncio.get_running_loop()))
         self.requests = SourceRequests(
             num_ranks=len(hellos),
             limits=config.limits,

@@ -53,6 +53,7 @@ from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, Sampli
 from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, TransferError
 from transfer.instance import Instance
 from transfer.layout import wire_dtype
+from transfer.loop_turns import turns_of
 from transfer.memory.node_plan import finest_chunk_plan, staging_slot_bytes
 from transfer.metrics import RankMetrics
 from transfer.out_of_memory import allocating
@@ -94,6 +95,7 @@ class PrefillWorker:
         self._link = link
         self._loop = loop
         self._metrics = RankMetrics(role="prefill", rank=spec.rank)
+        self._metrics.watch_loop(turns_of(loop))
         self._rank_engine = engine
         self._engine_lane = engine.lane
         self._requests: dict[str, _Request] = {}

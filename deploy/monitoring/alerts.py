@@ -83,6 +83,21 @@ NODES: Final = Group(
             ),
         ),
         Alert(
+            name="KvferryLoopTurnsLong",
+            severity=WARNING,
+            expr=(
+                "increase(kvferry_loop_turn_seconds_count[10m]) - ignoring (le) "
+                'increase(kvferry_loop_turn_seconds_bucket{le="0.25"}[10m]) > 5'
+            ),
+            lasts="0m",
+            summary="A process of {{ $labels.role }} node {{ $labels.instance }} stands still again and again.",
+            description=(
+                "The event loop of one process of the {{ $labels.role }} node {{ $labels.instance }} has had {{ $value | "
+                "humanize }} turns above 0.25 s in 10 minutes. Heartbeats and all transfers of the process wait meanwhile; "
+                "after 1.5 s its sessions are lost. The label rank tells which rank it is; without it, it is the leader."
+            ),
+        ),
+        Alert(
             name="KvferryNoPeers",
             severity=CRITICAL,
             expr=(

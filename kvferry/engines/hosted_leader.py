@@ -322,6 +322,7 @@ class HostedLeader:
         if target is not None:
             target.start(self.address)
         await server.set_serving(True)
+        self._thread.loop.turns.start_counting()
         log.info("kvferry_ready", address=self.address, http=self.http_address, ranks=len(hellos))
 
     def _broadcast(self, message: object) -> None:

@@ -177,6 +177,7 @@ class HostedRank:
             if is_foreseen:
                 return
             raise
+        self._thread.loop.turns.start_counting()
         link.send(hello)
         log.info("rank_ready", rank=self._rank)
         await self._report(link)
@@ -199,6 +200,7 @@ class HostedRank:
                 capabilities=HOSTED_CAPABILITIES,
             )
             metrics = self._metrics[SOURCE] = RankMetrics(role="prefill", rank=self._rank)
+            metrics.watch_loop(self._thread.loop.turns)
             source = SourceRank(
                 loop=self._thread.loop,
                 own=instance,
@@ -246,6 +248,7 @@ class HostedRank:
                 capabilities=HOSTED_CAPABILITIES,
             )
             metrics = self._metrics[TARGET] = RankMetrics(role="decode", rank=self._rank)
+            metrics.watch_loop(self._thread.loop.turns)
             target = TargetRank(layout=engine.layout, send=self._send, on_news=self._news.append)
             ring_bytes = ring_capacity_bytes(config.ring, device_bytes(pool.device), device=config.device)
             receiving = open_receiving(

@@ -62,7 +62,7 @@ def test_advice_speaks_of_metrics_that_exist() -> None:
         )
 
 
-LOGGED = {"link_slow", "transport_fell_back"}
+LOGGED = {"link_slow", "loop_turn_long", "transport_fell_back"}
 STAGES = {"credit_wait"}
 
 

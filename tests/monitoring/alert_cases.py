@@ -115,6 +115,13 @@ def _memory(planned: str, real: str) -> dict[str, str]:
     return {f"kvferry_memory_planned_bytes{series}": planned, f"kvferry_memory_real_bytes{series}": real}
 
 
+def _turns(all_turns: str, short: str, where: str = RANK) -> dict[str, str]:
+    return {
+        f"kvferry_loop_turn_seconds_count{{{where}}}": all_turns,
+        f'kvferry_loop_turn_seconds_bucket{{{where}, le="0.25"}}': short,
+    }
+
+
 def _expires_in(seconds: int) -> dict[str, str]:
     """Seconds after the begin of the series, which is the beginning of time."""
     return {f"kvferry_certificate_expiry_timestamp_seconds{{{DECODE}}}": f"{seconds}x40"}
@@ -219,6 +226,32 @@ CASES: Final = (
         what="two restarts in half an hour",
         series={f"kvferry_rank_restarts{{{DECODE}}}": "5x10 6x5 7x20"},
         at="30m",
+    ),
+    Case(
+        alert="KvferryLoopTurnsLong",
+        what="a rank whose loop stands still once a minute",
+        series=_turns("100+61x30", "100+60x30"),
+        at="20m",
+        fires=(Fires(labels=OF_RANK, value="10"),),
+    ),
+    Case(
+        alert="KvferryLoopTurnsLong",
+        what="a leader whose loop stands still once a minute",
+        series=_turns("100+61x30", "100+60x30", DECODE),
+        at="20m",
+        fires=(Fires(labels=OF_DECODE, value="10"),),
+    ),
+    Case(
+        alert="KvferryLoopTurnsLong",
+        what="a single stop of the machine",
+        series=_turns("100+60x9 703+60x20", "100+60x9 700+60x20"),
+        at="12m",
+    ),
+    Case(
+        alert="KvferryLoopTurnsLong",
+        what="busy, and never long",
+        series=_turns("100+60000x30", "100+60000x30"),
+        at="20m",
     ),
     Case(
         alert="KvferryNoPeers",

@@ -33,6 +33,7 @@ from transfer.instance import Link
 from transfer.metrics import (
     ABORT_REASONS,
     BREAKER_STATES,
+    LOOP_METRICS,
     MAX_REASONS,
     NODE_METRICS,
     RANK_METRICS,
@@ -42,6 +43,7 @@ from transfer.metrics import (
     Series,
     outcome_of,
 )
+from transfer.metrics.loop_specs import TURN_BUCKETS_S
 from transfer.metrics.rank import LINK_WINDOW_S
 from transfer.metrics.specs import STAGE_BUCKETS_S
 from transfer.ring import Grant, StagingAllocator
@@ -682,7 +684,7 @@ def test_a_metric_keeps_the_conventions(spec: Any) -> None:
 def test_names_are_declared_once() -> None:
     specs = {*RANK_METRICS, *NODE_METRICS}
     assert len(specs) == len({spec.name for spec in specs})
-    assert set(RANK_METRICS) & set(NODE_METRICS) == set(STORE_METRICS)
+    assert set(RANK_METRICS) & set(NODE_METRICS) == {*STORE_METRICS, *LOOP_METRICS}
 
 
 def test_tokens_that_a_store_spared_are_a_prefill_nodes() -> None:
@@ -711,6 +713,32 @@ def test_what_rank_and_leader_see_of_the_store_is_on_one_page() -> None:
     assert [value(page, "store_circuit", direction="write", state=state, **mine) for state in BREAKER_STATES] == [0, 1, 0]
     assert value(page, "store_circuit", direction="read", state="closed", **mine) == 1
     assert page.count(b"# HELP kvferry_store_seconds ") == 1
+
+
+@dataclass
+class Turns:
+    """Turns as a loop has counted them: `counts` by the buckets of the metric."""
+
+    counts: list[int]
+    total_s: float
+
+
+def test_turns_of_ranks_and_leader_are_on_one_page() -> None:
+    rank, node = RankMetrics(role="decode", rank=1), NodeMetrics(role="decode")
+    shown = samples(node.render([rank.snapshot({})]))
+    assert not [name for name, _ in shown if "_loop_turn_" in name], "nothing without a measured loop"
+    num_buckets = len(TURN_BUCKETS_S)
+    of_rank = Turns([5, *[0] * (num_buckets - 1), 2], 30.5)
+    rank.watch_loop(of_rank)
+    node.watch_loop(Turns([7, *[0] * num_buckets], 0.001))
+    of_rank.counts[0] += 1
+    page = node.render([msgpack.unpackb(msgpack.packb(rank.snapshot({})))])
+    mine = {"role": "decode", "rank": "1"}
+    assert value(page, "loop_turn_seconds_bucket", le="0.001", **mine) == 6
+    assert value(page, "loop_turn_seconds_bucket", le="10.0", **mine) == 6
+    assert value(page, "loop_turn_seconds_count", **mine) == 8
+    assert value(page, "loop_turn_seconds_sum", **mine) == 30.5
+    assert value(page, "loop_turn_seconds_count", role="decode") == 7
 
 
 def test_the_page_has_no_times_of_creation() -> None:

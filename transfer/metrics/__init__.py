@@ -1,12 +1,13 @@
 """Metrics of ranks and leaders, and the page that shows them.
 
-`rank_specs`, `node_specs` and `store_specs` declare every one, and docs/metrics.md is made of them.
+`rank_specs`, `node_specs`, `store_specs` and `loop_specs` declare every one, and docs/metrics.md is made of them.
 
 Ranks are processes of their own: each keeps a `RankMetrics` and reports `snapshot()`s, which are
 plain values, to its leader; the leader's `NodeMetrics.render()` shows its own series and the ranks' newest ones together, each
 with the label ``rank``.
 """
 
+from transfer.metrics.loop_specs import LOOP_METRICS
 from transfer.metrics.node import NodeMetrics, abort_reason, outcome_of
 from transfer.metrics.node_specs import NODE_METRICS
 from transfer.metrics.page import MetricFamily, exposition
@@ -20,6 +21,7 @@ from transfer.metrics.store_specs import STORE_METRICS
 __all__ = [
     "ABORT_REASONS",
     "BREAKER_STATES",
+    "LOOP_METRICS",
     "MAX_REASONS",
     "NODE_METRICS",
     "RANK_METRICS",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from transfer.metrics.loop_specs import LOOP_METRICS
 from transfer.metrics.node_specs import NODE_STATE_METRICS, OFFLOAD_METRICS, REQUEST_METRICS
 from transfer.metrics.other_names import SGLANG, VLLM, Counterpart
 from transfer.metrics.rank_specs import (
@@ -29,6 +30,7 @@ SECTIONS: Final[tuple[tuple[str, str, Sequence[MetricSpec]], ...]] = (
     ("Offload, as the leader counts it", LEADER, OFFLOAD_METRICS),
     ("Offload, as ranks count it", RANK, RANK_OFFLOAD_METRICS),
     ("The store", BOTH, STORE_METRICS),
+    ("Event loops", BOTH, LOOP_METRICS),
 )
 """Heading, who serves it, and what."""
 

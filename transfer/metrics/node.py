@@ -23,6 +23,7 @@ from transfer.errors import (
 )
 from transfer.metrics.node_specs import NODE_METRICS
 from transfer.metrics.page import MetricFamily, exposition, merge
+from transfer.metrics.rank import LoopTurns
 from transfer.metrics.series import Series
 from transfer.metrics.specs import ABORT_REASONS, BREAKER_STATES, NODE_STATES, OUTCOMES, PEER_STATES
 from transfer.metrics.store import StoreMetrics
@@ -68,6 +69,7 @@ class NodeMetrics:
             raise ConfigError(f"role is {role}; it must be one of {', '.join(OUTCOMES)}")
         self._series = Series(NODE_METRICS, labels={"role": role})
         self._totals: dict[tuple[str, ...], int] = {}
+        self._turns: LoopTurns | None = None
         self.store = StoreMetrics(self._series)
         self._outcomes = OUTCOMES[role]
         for outcome in self._outcomes:
@@ -204,12 +206,18 @@ class NodeMetrics:
         self._series("running_requests").set(running)
         self._series("rank_restarts").set(restarts)
 
+    def watch_loop(self, turns: LoopTurns) -> None:
+        """Show the turns of the process's loop from now on."""
+        self._turns = turns
+
     def collect(self, snapshots: Iterable[Mapping[str, Any] | None]) -> list[MetricFamily]:
         """This node's series and those of the ranks, for `exposition`.
 
         Args:
             snapshots: The newest `RankMetrics.snapshot()` of each rank; None where a rank has not reported.
         """
+        if self._turns is not None:
+            self._series("loop_turn_seconds").show(self._turns.counts, self._turns.total_s)
         return [*(MetricFamily(spec, text) for spec, text in self._series.texts()), *merge(snapshots)]
 
     def render(self, snapshots: Iterable[Mapping[str, Any] | None]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from transfer.metrics.loop_specs import LOOP_METRICS
 from transfer.metrics.specs import (
     ABORT_REASONS,
     BREAKER_STATES,
@@ -320,4 +321,4 @@ OFFLOAD_METRICS: Final = (
     ),
 )
 
-NODE_METRICS: Final = (*REQUEST_METRICS, *NODE_STATE_METRICS, *OFFLOAD_METRICS, *STORE_METRICS)
+NODE_METRICS: Final = (*REQUEST_METRICS, *NODE_STATE_METRICS, *OFFLOAD_METRICS, *STORE_METRICS, *LOOP_METRICS)

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -64,6 +64,15 @@ class Ring(Protocol):
     def position(self) -> int: ...
     @property
     def oldest_open(self) -> int | None: ...
+
+
+class LoopTurns(Protocol):
+    """Turns of a loop, counted by the buckets of `TURN_BUCKETS_S`."""
+
+    @property
+    def counts(self) -> Sequence[int]: ...
+    @property
+    def total_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +199,7 @@ class RankMetrics:
         self._rank = rank
         self._clock = clock
         self._ring: Ring | None = None
+        self._turns: LoopTurns | None = None
         self._oldest_open: int | None = None  # grant, when the ring was looked at
         self._open_since_s = 0.0  # when it was first seen to be the oldest
         self._uses: dict[int, _LinkUse] = {}  # by session
@@ -392,6 +402,8 @@ class RankMetrics:
             self._look_at_links(now_s)
         if self._ring is not None:
             self._look_at_ring(self._ring)
+        if self._turns is not None:
+            self._series("loop_turn_seconds").show(self._turns.counts, self._turns.total_s)
         return {"rank": self._rank, "families": {spec.name: text for spec, text in self._series.texts()}}
 
     def _look_at_links(self, now_s: float) -> None:
@@ -410,6 +422,10 @@ class RankMetrics:
                 link = self._links[session]
                 log.warning("link_slow", peer=use.peer, decode_rank=link.decode_rank, lane=link.lane, of_probe=round(share, 3))
             use.is_slow = is_slow
+
+    def watch_loop(self, turns: LoopTurns) -> None:
+        """Show the turns of the process's loop from now on."""
+        self._turns = turns
 
     def watch_ring(self, ring: Ring) -> None:
         """The rank's ring, to be looked at with each snapshot."""

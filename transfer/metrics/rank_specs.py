@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from transfer.metrics.loop_specs import LOOP_METRICS
 from transfer.metrics.specs import DECODE, PREFILL, RANK_STAGES, RATIO_BUCKETS, STAGE_BUCKETS_S, Label, declare
 from transfer.metrics.store_specs import STORE_METRICS
 
@@ -347,4 +348,5 @@ RANK_METRICS: Final = (
     *RANK_STATE_METRICS,
     *RANK_OFFLOAD_METRICS,
     *STORE_METRICS,
+    *LOOP_METRICS,
 )

@@ -72,6 +72,16 @@ class _Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def show(self, counts: Sequence[int], total: float) -> None:
+        """Show values that another object counted by the same bounds.
+
+        Args:
+            counts: Values in each bucket, and behind them those above the highest bound.
+            total: Sum of all values.
+        """
+        self._counts[:] = counts
+        self._sum = total
+
     def text(self) -> str:
         total, parts = 0, []
         for line, count in zip(self._lines, self._counts, strict=False):

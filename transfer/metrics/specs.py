@@ -1,5 +1,5 @@
-"""What a metric is declared with, and the values that labels have. Data alone; the metrics are in `rank_specs`, `node_specs` and
-`store_specs`.
+"""What a metric is declared with, and the values that labels have. Data alone; the metrics are in `rank_specs`, `node_specs`,
+`store_specs` and `loop_specs`.
 
 Labels have bounded sets of values; no request, session or peer ever is one.
 """

@@ -31,6 +31,7 @@ from transfer.registry.security import MutualTls, PlainText, Security
 from transfer.registry.shares import ClientShare
 from transfer.registry.status import end_call, end_with
 from transfer.registry.streams import QuietStreams
+from transfer.registry.timed_calls import TimedCalls
 from transfer.ring import Watermark
 
 ACK_INTERVAL_S: Final = 0.001
@@ -98,7 +99,12 @@ async def serve(
     """
     security = PlainText() if security is None else security
     security.check("server address", host_port(host, port))
-    interceptors: list[grpc.aio.ServerInterceptor] = [ClientShare(MAX_CLIENT_CALLS), QuietStreams(), RefuseMalformed()]
+    interceptors: list[grpc.aio.ServerInterceptor] = [
+        ClientShare(MAX_CLIENT_CALLS),
+        TimedCalls(),
+        QuietStreams(),
+        RefuseMalformed(),
+    ]
     if isinstance(security, MutualTls):
         interceptors.insert(0, security.guard(on_refused or (lambda refusal: None)))
     most = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
