@@ -10,6 +10,7 @@ fails it closed. Numbered rules are those of docs/protocol.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import assert_never
 
 from decode_node.receiver_events import (
@@ -147,7 +148,7 @@ class Receiver:
             raise LocalProtocolError(
                 f"invariant broken: {self._ring.num_live_grants} live grants, {len(self._live)} pieces hold one"
             )
-        of_requests = {piece.grant.begin for request in self._requests.values() for piece in request.unreleased()}
+        of_requests = {piece.grant.begin for request in self._requests.values() for piece in request.pieces.values()}
         if of_requests != self._live.keys():
             raise LocalProtocolError("invariant broken: live pieces and the pieces of the requests differ")
 
@@ -178,7 +179,7 @@ class Receiver:
     def _give_up(self, request: Request, reason: str) -> None:
         """Take no more of the request, quarantine what its writers may still write, and ask them to drain."""
         request.failure = reason
-        for piece in request.unreleased():
+        for piece in request.pieces.values():
             if piece.stage is Stage.GRANTED:
                 self._ring.quarantine(piece.grant)
         for route in request.routes.values():
@@ -199,7 +200,7 @@ class Receiver:
 
     def _settle(self, request: Request) -> None:
         """After a step of a request that was given up: release what is proven dead, say when its pages are safe, forget it."""
-        for piece in list(request.unreleased()):
+        for piece in list(request.pieces.values()):
             route = request.routes[piece.route.route.index]
             # On a live two-sided session every key is received once and written or declined once, also where the receive can
             # only be posted later; otherwise a decline that nobody receives would stay in the transport for ever.
@@ -209,12 +210,14 @@ class Receiver:
         if not request.has_drained and not any(piece.stage is Stage.SCATTERING for piece in request.pieces.values()):
             request.has_drained = True
             self._actions.append(RequestDrained(request_id=request.request_id))
-        if all(route.is_drained for route in request.routes.values()) and not any(request.unreleased()):
+        if all(route.is_drained for route in request.routes.values()) and not request.pieces:
             del self._requests[request.request_id]
 
     def _release(self, piece: Piece) -> None:
         self._ring.release(piece.grant)
-        piece.stage = Stage.RELEASED
+        key = piece.route.route.index, piece.chunk.index
+        del piece.request.pieces[key]
+        piece.request.released[key] = piece.grant
         del self._live[piece.grant.begin]
         self._waiting.discard(piece.grant)
         self._waiting.wake(piece.grant.begin, piece.grant.end)
@@ -296,12 +299,12 @@ class Receiver:
             self._refuse(session, message, problem)
             return
         try:
-            pieces = [self._piece_for(request, route, wanted.chunk) for wanted in message.chunks]
+            grants = {wanted.chunk: self._grant_for(request, route, wanted.chunk) for wanted in message.chunks}
         except ChunkTooLarge as error:
             self._refuse(session, message, str(error))
             self._fail(request, str(error))
             return
-        self._issue(route.incoming, request.request_id, pieces)
+        self._issue(route.incoming, request.request_id, grants)
 
     def _problem_of(self, request: Request, route: RouteState, message: GrantRequest) -> str | None:
         """Why the request for grants cannot be served, whole; None when it can."""
@@ -313,14 +316,17 @@ class Receiver:
                 return f"chunk {wanted.chunk} is {size} bytes here and {wanted.num_bytes} at the writer"
         return None
 
-    def _piece_for(self, request: Request, route: RouteState, chunk: int) -> Piece:
-        """The piece that was granted before, or a new one: the answer to a repeated request is the same grant (R3)."""
+    def _grant_for(self, request: Request, route: RouteState, chunk: int) -> Grant:
+        """The grant that was given before, or a new one: the answer to a repeated request is the same grant (R3)."""
         key = (route.incoming.route.index, chunk)
-        return request.pieces.get(key) or self._grant(request, route, request.chunks[chunk], route.expected.size_of(chunk))
+        if (granted := request.grant_of(key)) is not None:
+            return granted
+        return self._grant(request, route, request.chunks[chunk], route.expected.size_of(chunk))
 
-    def _issue(self, route: IncomingRoute, request_id: str, pieces: list[Piece]) -> None:
-        grants = tuple(IssuedGrant(chunk=p.chunk.index, begin=p.grant.begin, end=p.grant.end) for p in pieces)
-        message = GrantsIssued(incarnation=self._ring.incarnation, request_id=request_id, route=route.route.index, grants=grants)
+    def _issue(self, route: IncomingRoute, request_id: str, grants: Mapping[int, Grant]) -> None:
+        """Say where chunks may be written; `grants` by chunk index."""
+        issued = tuple(IssuedGrant(chunk=chunk, begin=grant.begin, end=grant.end) for chunk, grant in grants.items())
+        message = GrantsIssued(incarnation=self._ring.incarnation, request_id=request_id, route=route.route.index, grants=issued)
         self._actions.append(Send(session=route.session, message=message))
 
     def _refuse(self, session: int, message: GrantRequest, reason: str) -> None:
@@ -329,7 +335,7 @@ class Receiver:
         )
         self._actions.append(Send(session=session, message=answer))
 
-    def _grant(self, request: Request, route: RouteState, chunk: Chunk, num_bytes: int) -> Piece:
+    def _grant(self, request: Request, route: RouteState, chunk: Chunk, num_bytes: int) -> Grant:
         head, grant = self._ring.head, self._ring.assign(num_bytes)
         piece = Piece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
         request.pieces[route.incoming.route.index, chunk.index] = piece
@@ -348,7 +354,7 @@ class Receiver:
                 num_tokens=request.incoming.num_tokens,
             )
         )
-        return piece
+        return grant
 
     def _free_writable(self) -> None:
         """Of all grants whose bytes are free by now, post the receives, and tell writers who cannot know.
@@ -390,11 +396,14 @@ class Receiver:
 
     def _on_chunk_ready(self, session: int, message: ChunkReady) -> None:
         found = self._route_of(session, message.request_id, message.route)
-        piece = found[0].pieces.get((message.route, message.chunk)) if found is not None else None
-        if piece is None:
+        key = message.route, message.chunk
+        granted = found[0].grant_of(key) if found is not None else None
+        if found is None or granted is None:
             self._drop(session, "unknown_chunk")
-        elif (message.begin, message.num_bytes) != (piece.grant.begin, piece.num_bytes):
+        elif (message.begin, message.num_bytes) != (granted.begin, found[1].expected.size_of(message.chunk)):
             self._drop(session, "wrong_grant")
+        elif (piece := found[0].pieces.get(key)) is None:
+            self._drop(session, "repeated")  # and released since
         elif piece.stage is Stage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
             self._reject(piece, "said again, because the rejection was not heard")
         elif piece.stage is not Stage.GRANTED or piece.ready is not None or message.attempt != piece.attempt:
@@ -530,11 +539,11 @@ class Receiver:
 
     def _remind(self, request: Request, route: RouteState) -> None:
         """Tell a drained writer again of what it may never have heard: it declines what it has not written."""
-        waiting = [p for p in request.unreleased() if p.route is route.incoming and p.stage is Stage.GRANTED]
+        waiting = [p for p in request.pieces.values() if p.route is route.incoming and p.stage is Stage.GRANTED]
         route.asked_s = self._now_s
         for piece in waiting:
             if piece.attempt:
                 self._reject(piece, "said again, because nothing came")
         fresh = [piece for piece in waiting if not piece.attempt][:MAX_CHUNKS_PER_MESSAGE]
         if fresh:
-            self._issue(route.incoming, request.request_id, fresh)
+            self._issue(route.incoming, request.request_id, {piece.chunk.index: piece.grant for piece in fresh})

@@ -5,7 +5,6 @@ Data and the questions that it can answer of itself; every decision is the `Rece
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -16,11 +15,10 @@ from transfer.ring import Grant
 
 
 class Stage(Enum):
-    """Where a granted piece stands."""
+    """Where a piece stands, from its grant to its release."""
 
     GRANTED = auto()
     SCATTERING = auto()
-    RELEASED = auto()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +60,10 @@ class Request:
     incoming: IncomingRequest
     chunks: Chunks
     routes: dict[int, RouteState]
-    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)  # by (route index, chunk index): those that were granted
+    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)  # granted and not released
+    # Grants of the others, which are asked for or announced twice at times. Nothing else of them is kept. A long prompt has
+    # thousands: each step of a request that was given up would walk them, and so would the garbage collector.
+    released: dict[tuple[int, int], Grant] = field(default_factory=dict)
     failure: str | None = None
     has_drained: bool = False  # RequestDrained was said
 
@@ -91,5 +92,7 @@ class Request:
     def request_id(self) -> str:
         return self.incoming.request_id
 
-    def unreleased(self) -> Iterator[Piece]:
-        return (piece for piece in self.pieces.values() if piece.stage is not Stage.RELEASED)
+    def grant_of(self, key: tuple[int, int]) -> Grant | None:
+        """Where the piece (route index, chunk index) may be written, or was; None: it was not granted."""
+        piece = self.pieces.get(key)
+        return self.released.get(key) if piece is None else piece.grant

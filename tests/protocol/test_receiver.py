@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from decode_node import receiver_events as rx
+from decode_node.receiver_state import Piece
 from tests.protocol.machines import CELL, LAYOUT, PLAN, PREFILL_LIFE, WHOLE_CHUNK, ReceiverHand, cells, messages, of_type
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.messages import AbortTransfer, ChunkRejected, GrantRefused, GrantsIssued, WriterDrained
+from transfer.messages import AbortTransfer, ChunkReady, ChunkRejected, GrantRefused, GrantsIssued, WriterDrained
 from transfer.ring import Grant, grant_key
 
 
@@ -581,3 +584,57 @@ def test_the_owner_is_told_when_it_ends_a_session_wrongly() -> None:
     two_sided = ReceiverHand()
     with pytest.raises(LocalProtocolError, match="on a two-sided transport its close is its end"):
         two_sided.lose(is_over=False)
+
+
+def test_what_is_asked_and_said_of_a_released_chunk_again() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=8)
+    grant = receiver.grants_of(receiver.ask(0))[0]
+    receiver.settled(grant)
+    receiver.ready(0, grant)
+    receiver.scattered(grant)
+    assert receiver.grants_of(receiver.ask(0, 1)) == {0: grant, 1: cells(2, 4)}
+    assert drops(receiver.ready(0, grant)) == ["repeated"]
+    assert drops(receiver.ready(0, cells(2, 4))) == ["wrong_grant"]
+    assert drops(receiver.ready(1, grant)) == ["wrong_grant"]
+
+
+def _transferred(num_chunks: int) -> ReceiverHand:
+    """A request of which so many chunks are here, and two are under way; the second of them is being scattered."""
+    receiver = ReceiverHand(is_one_sided=True)
+    receiver.machine.check_invariants = lambda: None  # type: ignore[method-assign]  # it looks at everything
+    receiver.expect(num_tokens=4 * (num_chunks + 2))
+    for chunk in range(num_chunks + 2):
+        grant = receiver.grants_of(receiver.ask(chunk))[chunk]
+        if chunk != num_chunks:
+            receiver.ready(chunk, grant)
+        if chunk < num_chunks:
+            receiver.scattered(grant)
+    return receiver
+
+
+def _seconds_to_cancel(receiver: ReceiverHand) -> float:
+    begun_s = time.process_time()
+    receiver.tell(rx.RequestCancelled(request_id="r", reason="its client went away"))
+    return time.process_time() - begun_s
+
+
+def test_what_a_long_prompt_has_received_costs_nothing_to_cancel() -> None:
+    """Released chunks were walked four times at each step of a request that was given up."""
+    few = min(_seconds_to_cancel(_transferred(1)) for _ in range(8))
+    many = min(_seconds_to_cancel(_transferred(400)) for _ in range(4))
+    assert many < 6 * few
+
+
+def test_of_what_a_long_prompt_has_received_little_is_kept() -> None:
+    """What is kept is walked by each full collection of the garbage collector."""
+    gc.collect()
+    before = _pieces_and_messages()
+    receiver = _transferred(300)
+    gc.collect()
+    assert _pieces_and_messages() - before <= 3, "two that are under way, and what was said of one"
+    assert receiver.machine.num_requests == 1
+
+
+def _pieces_and_messages() -> int:
+    return sum(isinstance(one, Piece | ChunkReady) for one in gc.get_objects())
