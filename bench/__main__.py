@@ -2,7 +2,7 @@
 
     python -m bench [--json FILE] [--quick] [--only NAME ...]        (`make bench`)
 
-Each benchmark runs in a process of its own, one after the other, in under four minutes together; its own table can be had with
+Each benchmark runs in a process of its own, one after the other, in under six minutes together; its own table can be had with
 ``python -m bench.NAME``. Exit code 1 when a promise is missed or a benchmark fails; with ``--quick``, which is for seeing
 that all of it runs, only when one fails.
 """

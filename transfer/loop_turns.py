@@ -82,6 +82,11 @@ class LoopTurns:
         if self._longest is not None:
             self._longest, self._longest_s, self._num_events = None, 0.0, 0
 
+    @property
+    def longest_event(self) -> str:
+        """Name of the event that has taken the longest part of the present turn so far."""
+        return _name_of(self._longest)
+
     def took(self, event: object, begun_s: float) -> None:
         """Note that handling `event` has taken the time since `begun_s` of the present turn."""
         event_s = self._clock() - begun_s
@@ -90,7 +95,7 @@ class LoopTurns:
             self._longest, self._longest_s = event, event_s
 
     def _warn(self, turn_s: float) -> None:
-        now_s, name = self._clock(), _name_of(self._longest)
+        now_s, name = self._clock(), self.longest_event
         if now_s - self._said_s.get(name, -SAID_AGAIN_S) < SAID_AGAIN_S:
             return
         self._said_s[name] = now_s

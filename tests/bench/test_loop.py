@@ -1,0 +1,91 @@
+"""`bench.loop` finds long turns, and its cases run to their end; here with small numbers, in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench import loop, loop_cases
+from bench.loop import Case, measure, measure_case, print_table
+from bench.loop_models import layouts
+from bench.loop_turns import Watch
+from bench.table import outcomes_of
+from transfer.layout import LayerKind
+from transfer.memory.model_families import FAMILIES
+
+
+def burn(seconds: float) -> Callable[[Watch], None]:
+    def work() -> None:
+        begun_s = time.thread_time()
+        while time.thread_time() - begun_s < seconds:
+            pass
+
+    return lambda watch: watch.turn("work", work)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda watch: loop_cases.storm_of_cancels(watch, is_one_sided=True, num_cancelled=2),
+        lambda watch: loop_cases.long_prompt(watch, layouts()["Gemma3ForCausalLM"], 2, 1, num_tokens=1500, is_whole=True),
+        lambda watch: loop_cases.nearly_whole(watch, num_requests=2, num_tokens=512),
+        lambda watch: loop_cases.collector_pause(watch, num_requests=1, num_tokens=512),
+        lambda watch: loop_cases.many_grants(watch, num_grants=40),
+        lambda watch: loop_cases.many_sessions(watch, num_sessions=3),
+        lambda watch: loop_cases.hash_chains(watch, num_tokens=64),
+        lambda watch: loop_cases.step_tables(watch, num_requests=2, num_tokens=64),
+    ],
+    ids=["storm", "prompt", "nearly whole", "collector", "grants", "sessions", "chains", "tables"],
+)
+def test_a_case_runs_to_its_end_and_has_turns(run: Callable[[Watch], None]) -> None:
+    watch = Watch()
+    run(watch)
+    assert watch.num_turns and watch.worst.seconds > 0
+
+
+def test_every_family_of_the_planner_has_its_prompts() -> None:
+    names = " ".join(name for name, _ in loop_cases.prompts())
+    assert all(family.architecture.removesuffix("ForCausalLM") in names for family in FAMILIES)
+    kinds = {spec.kind for layout in layouts().values() for spec in layout.layers}
+    assert kinds == set(LayerKind)
+
+
+def test_a_case_that_misses_the_bound_is_run_once_more() -> None:
+    runs: list[float] = [0.02, 0.001, 0.0]
+    watch = measure_case(Case(name="unlucky", run=lambda watch: burn(runs.pop(0))(watch)), bound_s=0.01)
+    assert watch.worst.seconds < 0.01 and runs == [0.0]
+
+
+def test_the_table_and_what_the_suite_reads_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "NUM_EMPTY_TURNS", 100)
+    report = measure([Case(name="short", run=burn(0.0)), Case(name="long", run=burn(0.08))], bound_s=0.05)
+    shown = Console(file=io.StringIO(), width=200)
+    print_table(report, bound_s=0.05, console=shown)
+    lines = {line.split("│")[1].strip(): line for line in shown.file.getvalue().splitlines() if line.startswith("│")}  # type: ignore[attr-defined]
+    assert "yes" in lines["short"] and "NO" in lines["long"] and "work" in lines["long"]
+    report.write_json(tmp_path / "record.json")
+    outcomes = outcomes_of("loop", json.loads((tmp_path / "record.json").read_text()))
+    assert [(one.what, one.is_reached) for one in outcomes][:2] == [("longest turn, short", True), ("longest turn, long", False)]
+    assert outcomes[-1].unit == "us"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [((), 1), (("--quick",), 0), (("--only-measure",), 0), (("--bound-ms", "100"), 0)]
+)
+def test_a_long_turn_is_the_exit_code(arguments: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "NUM_EMPTY_TURNS", 100)
+    monkeypatch.setattr(loop, "cases", lambda: [Case(name="long", run=burn(0.02), is_quick=True)])
+    monkeypatch.setattr(loop, "configure_logging", lambda *given, **named: None)
+    monkeypatch.setattr(
+        sys, "argv", ["bench.loop", *(arguments if "--bound-ms" in arguments else ("--bound-ms", "10", *arguments))]
+    )
+    with pytest.raises(SystemExit) as ended:
+        loop.main()
+    assert ended.value.code == code
