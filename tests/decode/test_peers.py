@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from decode_node import peers as peers_module
+from decode_node import prefill_peer as prefill_peer_module
 from decode_node.peers import PrefillPeers
 from decode_node.prefill_peer import PrefillPeer
 from node_runtime import reminders
@@ -478,3 +479,32 @@ async def test_a_node_that_lets_nobody_prefill_is_to_blame_and_not_the_request()
         with pytest.raises(PeerUnreachable, match="decode-0 may not call PrefillControl/Prefill"):
             async for _ in one.peer.prefill("not let in", (1,), decode_incarnation=7, sampling=SamplingParams()):
                 pass
+
+
+async def test_long_prompts_are_sent_one_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To put a long prompt into a message takes milliseconds; many can begin at once, when a node comes or is lost."""
+    monkeypatch.setattr(prefill_peer_module, "LONG_PROMPT_TOKENS", 100)
+    turn, turns_of_questions = 0, []
+    question = pb.PrefillRequest
+
+    def asked(**fields: Any) -> pb.PrefillRequest:
+        turns_of_questions.append(turn)
+        return question(**fields)
+
+    async with tier() as one:
+        await one.until("joined")
+        monkeypatch.setattr(pb, "PrefillRequest", asked)
+
+        async def prefill(num_tokens: int) -> None:
+            async for _ in one.peer.prefill("r", tuple(range(num_tokens)), decode_incarnation=1):
+                return
+
+        calls = [asyncio.ensure_future(prefill(num_tokens)) for num_tokens in (100, 5, 100, 100, 5)]
+        while len(turns_of_questions) < len(calls):
+            turn += 1
+            await asyncio.sleep(0)
+        short, long = turns_of_questions[:2], turns_of_questions[2:]
+        assert len(set(short)) == 1 and len(set(long)) == 3
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -292,6 +292,16 @@ async def test_the_first_node_is_given_so_many_at_once_and_more_a_moment_later(
     assert world.other.outstanding_tokens > 0
 
 
+async def test_long_prompts_are_placed_a_few_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To choose a node for a prompt takes time that grows with it, and everything else on the loop waits meanwhile."""
+    monkeypatch.setattr(requests_module, "PLACED_TOKENS_AT_ONCE", 5)
+    for name in "abc":
+        await waiting(world, name)  # of three tokens each
+    world.join(world.peer, 30)
+    assert len(world.leader._unsent) == 1
+    await until(lambda: not world.leader._unsent)
+
+
 async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is to be given is placed a moment later, and some of it later still; nobody is told that no node is joined."""
     monkeypatch.setattr(requests_module, "PLACE_AFTER_S", NEVER_S)
