@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from transfer.control.base import MAX_PAYLOAD_BYTES, WATCH_BATCH, ControlClient, ControlServer, KeyPair, Received
+from transfer.control.base import MAX_PAYLOAD_BYTES, WATCH_BATCH, WATCH_S, ControlClient, ControlServer, KeyPair, Received
 from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.control.zmq_channel import ZmqControlClient, ZmqControlServer
 from transfer.control.zmq_doorkeeper import new_key_pair
@@ -25,6 +25,16 @@ SERVER_KEYS = new_key_pair()
 KEYS = new_key_pair()
 OTHER_KEYS = new_key_pair()
 """Of the server; of clients, where a test says nothing else; of one more client."""
+
+
+@dataclass
+class Clock:
+    """Of the module `time`: what `monkeypatch` puts in its place."""
+
+    now_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 @dataclass
@@ -422,6 +432,34 @@ def test_a_stranger_who_floods_does_not_keep_the_loop(channels: Channels) -> Non
     num_dropped, at_first_turn = asyncio.run(run())
     assert num_dropped == 4 * WATCH_BATCH
     assert at_first_turn <= WATCH_BATCH
+
+
+def test_payloads_that_take_long_leave_the_loop_its_turns(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is bounded by time, too: a peer decides how long each of its payloads takes."""
+    server, client = joined(channels)
+    clock = Clock()
+    monkeypatch.setattr("transfer.control.base.time", clock)
+
+    async def run() -> list[int]:
+        turns, heard = 0, []
+
+        def on_received(received: Received) -> None:
+            heard.append(turns)
+            clock.now_s += 0.6 * WATCH_S
+
+        for _ in range(6):
+            assert client.send(b"x")
+        until(server.has_pending, "something pending")
+        server.watch(asyncio.get_running_loop(), on_received)
+        deadline = time.monotonic() + DEADLINE_S
+        while len(heard) < 6 and time.monotonic() < deadline:
+            turns += 1
+            await asyncio.sleep(0)
+        server.close()
+        return heard
+
+    heard = asyncio.run(run())
+    assert len(heard) == 6 and all(heard.count(turn) <= 2 for turn in heard)
 
 
 def test_one_receive_drops_at_most_a_batch(channels: Channels) -> None:
