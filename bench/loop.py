@@ -60,6 +60,7 @@ def cases() -> list[Case]:
         Case(name="64 requests cancelled at once, while another begins; one-sided", run=storm(True)),
         Case(name="64 requests cancelled at once, while another begins; two-sided", run=storm(False)),
         Case(name="a frozen writer holds the whole ring, and another asks for grants", run=loop_cases.frozen_writer),
+        Case(name="a writer repeats its question for 1,024 grants 256 times", run=loop_cases.repeated_questions),
         Case(name="10,000 live grants", run=loop_cases.many_grants),
         Case(name="256 sessions with requests, lost one by one", run=loop_cases.many_sessions),
         Case(name="256 writers of a decode rank", run=loop_many_peers.writers),

@@ -13,6 +13,7 @@ import examples.one_process
 from bench.loop_machines import Machines, forget_plans
 from bench.loop_models import CONTEXT_TOKENS, layouts, llama_3_8b
 from bench.loop_turns import Watch
+from decode_node import receiver_events as target
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import TierContext
 from decode_node.offload.device_index import DeviceIndex
@@ -20,6 +21,7 @@ from decode_node.offload.host_tier import HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.leader import OffloadLeader
 from decode_node.offload.rules import TierRules
+from decode_node.receiver import Receiver
 from examples.one_process import TwoTiers
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_link import LeaderLink, RankLink
@@ -28,10 +30,12 @@ from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.sender import Sender
 from prefill_node.sender_events import SenderSettings
 from transfer.chunk import ChunkPlan
+from transfer.control.base import WATCH_BATCH, Received
+from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, Shard
-from transfer.messages import MAX_CHUNKS_PER_MESSAGE, PROTOCOL_VERSIONS
+from transfer.messages import MAX_CHUNKS_PER_MESSAGE, PROTOCOL_VERSIONS, GrantRequest, decode, encode
 from transfer.metrics import NodeMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.ring import ALIGNMENT_BYTES
@@ -214,6 +218,45 @@ def _nearly_whole(watch: Watch, num_requests: int, num_tokens: int) -> Machines:
     machines.run()
     assert machines.rings[0].num_live_grants == len(machines.routes) * num_requests
     return machines
+
+
+def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE, num_messages: int = WATCH_BATCH) -> None:
+    """A writer asks for the same 1,024 grants again and again, faster than the decode rank answers.
+
+    Real: the control channel in process, the messages' encoding, the receiving machine, and its ring.
+    """
+
+    async def main() -> None:
+        plan = ChunkPlan(chunk_tokens=1)
+        machines = Machines(Watch(), TINY, Shard(), Shard(), grants_ahead=num_chunks)
+        machines.start("request", num_chunks, plan=plan)
+        (question,) = [event for event in machines.receivers[0].events if isinstance(event.message, GrantRequest)]
+        payload = encode(question.message)
+        receiver, answers = machines.receivers[0].machine, 0
+        assert isinstance(receiver, Receiver)
+        server = InprocControlServer()
+        server.allow(question.session)
+        client = InprocControlClient(server.address, session_id=question.session)
+
+        def on_received(received: Received) -> None:
+            nonlocal answers
+            event = target.MessageArrived(session=received.peer, message=decode(received.payload))
+            for action in receiver.handle(event, 0.0):
+                if isinstance(action, target.Send):
+                    encode(action.message)
+                    answers += 1
+
+        for _ in range(num_messages):
+            assert client.send(payload)
+        watch.start()
+        server.watch(asyncio.get_running_loop(), on_received)
+        async with asyncio.timeout(DEADLINE_S):
+            while answers < num_messages:
+                await asyncio.sleep(0)
+        client.close()
+        server.close()
+
+    watch.run(main)
 
 
 # Pages of one token

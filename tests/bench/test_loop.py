@@ -39,10 +39,11 @@ def burn(seconds: float) -> Callable[[Watch], None]:
         lambda watch: loop_cases.collector_pause(watch, num_requests=1, num_tokens=512),
         lambda watch: loop_cases.many_grants(watch, num_grants=40),
         lambda watch: loop_cases.many_sessions(watch, num_sessions=3),
+        lambda watch: loop_cases.repeated_questions(watch, num_chunks=4, num_messages=3),
         lambda watch: loop_cases.hash_chains(watch, num_tokens=64),
         lambda watch: loop_cases.step_tables(watch, num_requests=2, num_tokens=64),
     ],
-    ids=["storm", "prompt", "nearly whole", "collector", "grants", "sessions", "chains", "tables"],
+    ids=["storm", "prompt", "nearly whole", "collector", "grants", "sessions", "questions", "chains", "tables"],
 )
 def test_a_case_runs_to_its_end_and_has_turns(run: Callable[[Watch], None]) -> None:
     watch = Watch()
