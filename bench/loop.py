@@ -69,6 +69,7 @@ def cases() -> list[Case]:
         Case(name="pages of one token: hashes of 131,072 tokens on both leaders", run=loop_cases.hash_chains),
         Case(name="pages of one token: tables of 32 requests of 130,000 tokens", run=loop_cases.step_tables, is_quick=True),
         Case(name="four prompts of 131,072 tokens are nearly whole: a cancel, a session lost", run=loop_cases.nearly_whole),
+        Case(name="eight prompts of 131,072 tokens to eight decode ranks: one of these is lost", run=loop_cases.lost_decode_rank),
         Case(name="eight prompts of 131,072 tokens are nearly whole: the garbage collector", run=loop_cases.collector_pause),
         *(Case(name=name, run=run) for name, run in loop_cases.prompts()),
     ]

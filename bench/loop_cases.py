@@ -193,6 +193,24 @@ def nearly_whole(watch: Watch, *, num_requests: int = 4, num_tokens: int = CONTE
     machines.check_idle()
 
 
+def lost_decode_rank(watch: Watch, *, num_requests: int = 8, num_tokens: int = CONTEXT_TOKENS) -> None:
+    """A prefill rank sends eight long prompts to eight decode ranks, and loses its session with one of them.
+
+    Real: the machines of every rank, and the rings.
+    """
+    machines = Machines(watch, llama_3_8b(), Shard(), Shard(tp_size=8))
+    for number in range(num_requests):
+        machines.start(f"request {number}", num_tokens)
+        machines.compute(f"request {number}", range(machines.num_chunks(num_tokens) // 4))
+    machines.run(most=NUM_TURNS)
+    machines.tick()
+    machines.lose(next(iter(machines.sessions)))
+    machines.run()
+    machines.tick()
+    machines.run()
+    machines.check_idle()
+
+
 def collector_pause(watch: Watch, *, num_requests: int = 8, num_tokens: int = CONTEXT_TOKENS) -> None:
     """A full collection of the garbage collector in a decode rank that has nearly all of eight long prompts.
 
