@@ -2,12 +2,15 @@
 
 A step is ``[name, number, number, ...]``, in msgpack. Every number means something: what is missing is 0, what is too large for a
 choice goes round. So every input is a history, and a change of a number is another one.
+
+A history whose first list ends in ``"crowded"`` has few of everything: two requests and one that nobody knows, two sessions, six
+positions, four chunks. Messages then meet, cross and repeat each other often. In other histories numbers are at the borders.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgpack
@@ -30,6 +33,7 @@ LAYOUT = KVLayout(
 CUTS = ((1, 1), (1, 2), (2, 1), (2, 2))
 TOKENS = (1, 4, 8, 11, 20)
 IDS = ("r0", "r1", "r2", "r3", "nobody", "x" * 128)
+CROWDED = "crowded"
 PREFILL_LIFE, DECODE_LIFE = 11, 22
 MAX_SESSIONS = 12
 
@@ -55,6 +59,31 @@ class Step:
         """A number of a message: 64 bits, without a sign."""
         return self.number() % 2**64
 
+    def request(self) -> str:
+        """A request of this side."""
+        return IDS[self.below(4)]
+
+    def session(self, peers: Sequence[int], edge_of: Callable[[int], int] = lambda _: 0) -> int:
+        """A session in which the peer speaks; perhaps there is none of that number.
+
+        Args:
+            peers: The session of each route; 0 where it is closed.
+            edge_of: Given a session, the position from which the positions of a crowded history count.
+        """
+        return 1 + self.below(4)
+
+    def chunk(self) -> int:
+        """The index of a chunk, as the peer says it."""
+        return self.unsigned()
+
+    def attempt(self) -> int:
+        """The number of an attempt, as the peer says it."""
+        return self.unsigned()
+
+    def num_bytes(self, right: int) -> int:
+        """The size of a payload, as the peer says it; 0 means the right one."""
+        return self.unsigned() or right
+
     def seconds(self) -> float:
         """Time that passes: less than a beat, three beats, or more than a write may take."""
         return (0.1, 1.5, 31.0)[self.below(3)]
@@ -72,11 +101,53 @@ class Step:
             "route": self.unsigned(),
         }
 
+    def _nested(self, items: list[Any]) -> Step:
+        return Step(items)
+
     def list(self) -> list[Step]:
         """A nested list of steps, at most 64."""
         value = self._items[self._at] if self._at < len(self._items) else []
         self._at += 1
-        return [Step(item) for item in value if isinstance(item, list)][:64] if isinstance(value, list) else []
+        return [self._nested(item) for item in value if isinstance(item, list)][:64] if isinstance(value, list) else []
+
+
+class CrowdedStep(Step):
+    """One step of a crowded history."""
+
+    def __init__(self, items: list[Any], *, edge: int = 0) -> None:
+        super().__init__(items)
+        self._edge = edge
+        self._route = 0
+
+    def request(self) -> str:
+        return IDS[self.below(2)]
+
+    def session(self, peers: Sequence[int], edge_of: Callable[[int], int] = lambda _: 0) -> int:
+        self._route = self.below(len(peers))
+        self._edge = edge_of(peers[self._route])
+        return peers[self._route]
+
+    def chunk(self) -> int:
+        return self.below(4)
+
+    def attempt(self) -> int:
+        return self.below(2)
+
+    def num_bytes(self, right: int) -> int:
+        return self.below(2) or right
+
+    def position(self) -> int:
+        """One of six, from the ring's edge on."""
+        return self._edge + self.below(6) * ALIGNMENT_BYTES
+
+    def head(self, *, peer: int, own: int) -> dict[str, Any]:
+        """The right life; one of three requests; as a rule the session's own route."""
+        self.number()
+        request_id, other = ("r0", "r1", "nobody")[self.below(3)], self.below(4) == 3
+        return {"incarnation": peer, "request_id": request_id, "route": self._route ^ other}
+
+    def _nested(self, items: list[Any]) -> Step:
+        return CrowdedStep(items, edge=self._edge)
 
 
 def read(data: bytes) -> tuple[Step, list[tuple[str, Step]]]:
@@ -87,7 +158,8 @@ def read(data: bytes) -> tuple[Step, list[tuple[str, Step]]]:
         tree = []
     items = [item for item in tree if isinstance(item, list)] if isinstance(tree, list) else []
     head, steps = (items[0], items[1:]) if items else ([], [])
-    return Step(head), [(item[0], Step(item[1:])) for item in steps[:MAX_STEPS] if item and isinstance(item[0], str)]
+    kind = CrowdedStep if head and head[-1] == CROWDED else Step
+    return Step(head), [(item[0], kind(item[1:])) for item in steps[:MAX_STEPS] if item and isinstance(item[0], str)]
 
 
 class Played(Protocol):
@@ -122,7 +194,7 @@ Make = Callable[[random.Random], list[Any]]
 
 
 def mutator(kinds: Mapping[str, Make]) -> Callable[[bytes, random.Random], bytes]:
-    """Changes histories: steps put in, left out, repeated, moved; numbers changed.
+    """Changes histories: steps put in, left out, moved, repeated here or anywhere; numbers changed.
 
     Args:
         kinds: Name of a step -> what makes its numbers.
@@ -155,7 +227,7 @@ def mutator(kinds: Mapping[str, Make]) -> Callable[[bytes, random.Random], bytes
                 case 5 if at < len(tree):
                     tree.insert(rng.randrange(1, len(tree)), tree.pop(at))
                 case 6 if at < len(tree):
-                    tree.insert(at, tree[at])
+                    tree.insert(rng.randrange(1, len(tree) + 1), tree[at])
                 case _:
                     if at < len(tree) and isinstance(tree[at], list) and tree[at]:
                         changed = changed_tree(tree[at][1:], rng)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from decode_node import receiver_events as rx
 from decode_node.receiver import Receiver
 from fuzz.histories import (
+    CROWDED,
     DECODE_LIFE,
     IDS,
     LAYOUT,
@@ -205,9 +206,9 @@ class World:
         match name:
             case "expect":
                 tokens = TOKENS[step.below(len(TOKENS))]
-                self.expect(IDS[step.below(4)], tokens, step.below(tokens))
+                self.expect(step.request(), tokens, step.below(tokens))
             case "cancel":
-                self.cancel(IDS[step.below(4)])
+                self.cancel(step.request())
             case "settled":
                 if self.posted:
                     self.settle(sorted(self.posted)[step.below(len(self.posted))], step.below(4))
@@ -225,7 +226,7 @@ class World:
             case "open":
                 self.open_session(self.routes[step.below(len(self.routes))].prefill_rank)
             case _:
-                session = 1 + step.below(4)
+                session = step.session([self.session_of.get(route.prefill_rank, 0) for route in self.routes])
                 try:
                     message = _message(name, step, self)
                 except ValidationError:
@@ -253,14 +254,14 @@ def _message(name: str, step: Step, world: World) -> Message:
         case "request":
             chunks = {}
             for item in step.list():
-                chunk, size = item.unsigned(), item.number()
-                chunks[chunk] = ChunkSize(chunk=chunk, num_bytes=_size(world, head, chunk) if size == 0 else size % 2**64)
+                chunk = item.chunk()
+                chunks[chunk] = ChunkSize(chunk=chunk, num_bytes=item.num_bytes(_size(world, head, chunk)))
             return GrantRequest(**head, chunks=tuple(chunks.values()))
         case "ready":
-            chunk, begin, size, attempt = step.unsigned(), step.position(), step.number(), step.unsigned()
+            chunk, begin = step.chunk(), step.position()
+            num_bytes, attempt = step.num_bytes(_size(world, head, chunk)), step.attempt()
             if begin == 0:  # where the chunk's grant is, if it has one
                 begin = _begin(world, head, chunk)
-            num_bytes = _size(world, head, chunk) if size == 0 else size % 2**64
             return ChunkReady(**head, chunk=chunk, begin=begin, num_bytes=num_bytes, digest=7, attempt=attempt)
         case "drained":
             return WriterDrained(**head)
@@ -312,11 +313,24 @@ def seeds() -> list[bytes]:
     two = ["request", 0, 0, 0, 0, [[0, 0], [1, 0]]]
     broken = [["expect", 1, 0, 0], two, ["settled", 0, 0], ready[0], ["scattered", 0, 3], ["settled", 0, 0]]
     again = ["ready", 0, 0, 0, 0, 0, 0, 0, 1]
+    crowded: list[list[Any]] = [
+        ["expect", 1, 0],
+        *(["request", writer, 0, 0, 0, [[0, 0], [1, 0]]] for writer in (0, 1)),
+        *([["settled", 0, 0]] * 4),
+        *(["ready", writer, 0, 0, 0, chunk, 0, 0, 0] for writer in (0, 1) for chunk in (0, 1)),
+        ["scattered", 0, 3],
+        ["settled", 0, 0],
+        ["ready", 0, 0, 0, 0, 0, 0, 0, 1],
+        *([["scattered", 0, 0]] * 4),
+        ["cancel", 0],
+        *(["drained", writer, 0, 0, 0] for writer in (0, 1)),
+    ]
     return [
         *(history([sided, 0, cells], *whole) for sided in (0, 1) for cells in (3, 40)),
         history([0, 3, 7], *broken, again, ["scattered", 0, 0]),
         history([1, 3, 7], *broken, again, ["lose", 0, 0], ["scattered", 0, 3], ["over", 0], ["open", 0]),
         history([0, 1, 7], ["expect", 1, 0, 0], two, ["cancel", 0], ["settled", 0, 1], ["drained", 0, 0, 0, 0], ["tick", 1]),
+        *(history([sided, cut, 7, CROWDED], *crowded) for sided in (0, 1) for cut in (0, 2)),
     ]
 
 

@@ -7,9 +7,12 @@ nothing may be left.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 
 from fuzz.histories import (
+    CROWDED,
     DECODE_LIFE,
     IDS,
     LAYOUT,
@@ -192,14 +195,22 @@ class World:
             require(len(session.waiting) <= pieces, "endless waiting")
         require(len(self.machine._requests) <= len(IDS), "requests that nobody started")
 
+    def _peers(self) -> list[int]:
+        return [self.session_of.get(route.decode_rank, 0) for route in self.routes]
+
+    def _edge_of(self, session: int) -> int:
+        """The position up to which the session's ring is heard to be released."""
+        state = self.machine._sessions.get(session)
+        return state.view.watermark.position if state is not None else 0
+
     def play(self, name: str, step: Step) -> None:
         """One step."""
         match name:
             case "start":
                 tokens = TOKENS[step.below(len(TOKENS))]
-                self.start(IDS[step.below(4)], tokens, step.below(tokens))
+                self.start(step.request(), tokens, step.below(tokens))
             case "compute":
-                self.compute(IDS[step.below(4)])
+                self.compute(step.request())
             case "gathered":
                 if self.gathering:
                     self.end_gather(sorted(self.gathering)[step.below(len(self.gathering))])
@@ -216,7 +227,7 @@ class World:
             case "open":
                 self.open_session(self.routes[step.below(len(self.routes))].decode_rank)
             case "watermark":
-                session = 1 + step.below(4)
+                session = step.session(self._peers(), self._edge_of)
                 self.sequence += step.below(3)
                 life = DECODE_LIFE if step.below(8) else PREFILL_LIFE
                 try:
@@ -227,7 +238,7 @@ class World:
                     return  # refused where it is read
                 self.tell(tx.WatermarkArrived(session=session, watermark=mark))
             case _:
-                session = 1 + step.below(4)
+                session = step.session(self._peers(), self._edge_of)
                 try:
                     message = _message(name, step)
                 except ValidationError:
@@ -235,8 +246,13 @@ class World:
                 self.tell(tx.MessageArrived(session=session, message=message))
 
     def end(self) -> None:
-        """The peer is gone, what is under way settles: nothing may be left."""
+        """Everything is heard to be released, the peer is gone, what is under way settles: nothing may be left."""
         for session in list(self.open):
+            mark = Watermark(incarnation=DECODE_LIFE, sequence=self.sequence + 1, position=2**64)
+            self.tell(tx.WatermarkArrived(session=session, watermark=mark))
+        for session in list(self.open):
+            state = self.machine._sessions[session]
+            require(not state.spent and not state.written, "a key or a piece waits for bytes that were released")
             self.lose(session)
         for slot in list(self.gathering):
             self.end_gather(slot)
@@ -252,24 +268,24 @@ def _message(name: str, step: Step) -> Message:
         case "grants":
             grants = {}
             for item in step.list():
-                chunk, begin, end = item.unsigned(), item.position(), item.position()
+                chunk, begin, end = item.chunk(), item.position(), item.position()
                 if begin < end:
                     grants[chunk] = IssuedGrant(chunk=chunk, begin=begin, end=end)
             return GrantsIssued(**head, grants=tuple(grants.values()))
         case "refused":
             return GrantRefused(**head, reason="no")
         case "rejected":
-            chunk, begin, attempt = step.unsigned(), step.position(), step.unsigned()
+            chunk, begin, attempt = step.chunk(), step.position(), step.attempt()
             return ChunkRejected(**head, chunk=chunk, begin=begin, attempt=attempt, reason="digest")
         case "aborted":
             return AbortTransfer(**head, reason="given up")
         case "drained":
             return WriterDrained(**head)
         case "ready":
-            chunk, begin = step.unsigned(), step.position()
+            chunk, begin = step.chunk(), step.position()
             return ChunkReady(**head, chunk=chunk, begin=begin, num_bytes=256, digest=0, attempt=0)
         case _:
-            return GrantRequest(**head, chunks=(ChunkSize(chunk=step.unsigned(), num_bytes=256),))
+            return GrantRequest(**head, chunks=(ChunkSize(chunk=step.chunk(), num_bytes=256),))
 
 
 KINDS = {
@@ -309,10 +325,35 @@ def seeds() -> list[bytes]:
         ["tick", 1],
         ["watermark", 0, 1, 1, 14, []],
     ]
+    moved = [["gathered", 0], ["written", 0, 0]]
+    one = [
+        ["start", 1, 0],
+        ["compute", 0],
+        ["compute", 0],
+        ["grants", 0, 0, 0, 0, [[0, 0, 2], [1, 2, 4]]],
+        *moved,
+        *moved,
+        ["rejected", 0, 0, 0, 0, 0, 0, 0],
+        *moved,
+    ]
+    sent = [["watermark", 0, 1, 1, 4, []]]
+    cancelled = [["aborted", 0, 0, 0, 0], *sent]
+    two: list[list[Any]] = [
+        ["start", 1, 0],
+        ["compute", 0],
+        ["compute", 0],
+        *(["grants", session, 0, 0, 0, [[0, 0, 1], [1, 1, 2]]] for session in (0, 1)),
+        *(moved * 4),
+        ["rejected", 1, 0, 0, 0, 1, 1, 0],
+        *moved,
+        *(["watermark", session, 1, 1, 2, []] for session in (0, 1)),
+    ]
     return [
         history([1, 3, 0, 15, 0], *whole),
         history([1, 3, 0, 15, 255], *whole),
         history([3, 7, 1, 31, 2], *whole, ["aborted", 0, 0, 0, 0], ["lose", 0], ["open", 0]),
+        *(history([1, 3, 0, 15, direct, CROWDED], *one, *end) for direct in (0, 255) for end in (sent, cancelled)),
+        *(history([3, 3, 1, 7, direct, CROWDED], *two) for direct in (0, 2, 255)),
     ]
 
 
