@@ -136,6 +136,8 @@ class Sender:
         for slot, piece in self._slots.held().items():
             if self._requests.get(piece.request.request_id) is not piece.request:
                 raise LocalProtocolError(f"invariant broken: slot {slot} is held for a request that is over")
+        for session in self._sessions.values():
+            session.check_invariants()
         for request in self._requests.values():
             gathers = request.num_pieces - sum(piece.gathered for piece in request.pieces())
             releases = request.num_pieces - sum(piece.stage is Stage.RELEASED for piece in request.pieces())
@@ -560,8 +562,7 @@ class Sender:
         """Settle the receive of a key that will never be written; once, and never for one that is over."""
         session = self._sessions.get(number)
         key = grant_key(grant.begin, attempt)
-        if session is not None and key not in session.spent and not session.view.is_released(grant):
-            session.spend(key, grant)
+        if session is not None and session.spend(key, grant):
             self._actions.append(Decline(session=number, key=key))
 
     def _finish_failed(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from transfer.chunk import Chunk, Pieces, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layout import wire_slices
-from transfer.ring import Grant, RingView, Watermark, grant_key
+from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
 from transfer.ring_index import PositionIndex, WaitingGrants
 
 
@@ -185,8 +185,8 @@ class SessionState:
         self.waiting = WaitingGrants(self.view.blocker_of)
 
     def is_taken(self, begin: int) -> bool:
-        """Whether a grant that begins there is a living piece's, or was declined and is not released yet."""
-        return begin in self.held or grant_key(begin, 0) in self.spent
+        """Whether a grant that begins there is a living piece's, or one of its keys is spent and it is not released yet."""
+        return begin in self.held or any(grant_key(begin, attempt) in self.spent for attempt in range(MAX_ATTEMPTS))
 
     def add_written(self, piece: Piece) -> None:
         """The piece was written, and its grant is not released yet."""
@@ -199,11 +199,17 @@ class SessionState:
             del self.written[piece]
             self._watched.remove(piece.granted.end - 1, piece)
 
-    def spend(self, key: int, grant: Grant) -> None:
-        """The key was written or declined for a request that failed; remembered until its grant is heard to be released."""
-        if not self.view.is_released(grant):
-            self.spent[key] = grant
-            self._watched.add(grant.end - 1, key)
+    def spend(self, key: int, grant: Grant) -> bool:
+        """Remember until its grant is heard to be released that the key was written or declined for a request that failed.
+
+        Returns:
+            False when it changes nothing: the key is spent already, or its grant is released. It must not be declined then.
+        """
+        if key in self.spent or self.view.is_released(grant):
+            return False
+        self.spent[key] = grant
+        self._watched.add(grant.end - 1, key)
+        return True
 
     def take_in(self, watermark: Watermark) -> list[Piece]:
         """Learn from a watermark: the written pieces that the peer has taken over, taken out.
@@ -226,6 +232,15 @@ class SessionState:
                 else:
                     del self.spent[one]
         return released
+
+    def check_invariants(self) -> None:
+        """Raises LocalProtocolError when what waits to be released is watched never or twice, or a held grant's key is spent."""
+        if len(self._watched) != len(self.written) + len(self.spent):
+            raise LocalProtocolError(
+                f"invariant broken: {len(self._watched)} watched, {len(self.written)} pieces written and {len(self.spent)} keys spent"
+            )
+        if both := self.held & {key // MAX_ATTEMPTS * ALIGNMENT_BYTES for key in self.spent}:
+            raise LocalProtocolError(f"invariant broken: keys of the grants that begin at {sorted(both)} are held and spent")
 
 
 class StagingSlots:

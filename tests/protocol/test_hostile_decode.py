@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefill_node import sender_events as tx
 from prefill_node.sender import MAX_SPENT_KEYS
-from tests.protocol.machines import SenderHand, cells, messages, of_type
+from tests.protocol.machines import CELL, WHOLE_CHUNK, SenderHand, cells, declined, messages, of_type
 from transfer.messages import ChunkReady
 from transfer.ring import grant_key
 
@@ -114,3 +114,47 @@ def test_a_ring_full_of_direct_pieces_that_are_never_taken_over_ends_its_session
     over = sender.gathered(gathers[3].slot)
     assert [type(action) for action in over] == [tx.SourceReleased, tx.RequestFailed]
     assert sender.machine.is_idle
+
+
+def settle(sender: SenderHand, actions: list[tx.Action]) -> list[tx.Action]:
+    """Carry out every gather and write that the actions start; return the actions and all that followed."""
+    every = list(actions)
+    for action in every:
+        if isinstance(action, tx.StartGather):
+            every += sender.gathered(action.slot)
+        elif isinstance(action, tx.StartWrite):
+            every += sender.written(action.slot)
+    return every
+
+
+def test_seven_legal_messages_about_one_key_never_end_the_rank() -> None:
+    sender = SenderHand()
+    actions = sender.reject(0, request_id="nobody")
+    actions += sender.start(num_tokens=4)
+    actions += sender.compute(0)
+    actions += settle(sender, sender.grant({0: cells(0, 2)}))
+    actions += settle(sender, sender.reject(0))
+    actions += settle(sender, sender.abort())
+    actions += settle(sender, sender.reject(0))
+    actions += settle(sender, sender.grant({0: cells(0, 2)}, request_id="nobody"))
+    actions += settle(sender, sender.watermark(2 * WHOLE_CHUNK))
+    keys = declined(actions) + [write.key for write in of_type(actions, tx.StartWrite)]
+    assert len(keys) == len(set(keys)), "a key is written or declined once"
+    assert sender.machine.is_idle
+    assert declined(sender.grant({0: cells(4, 6)}, request_id="nobody")) == [grant_key(4 * CELL, 0)]  # it still serves its peer
+
+
+def test_a_grant_whose_second_attempt_was_declined_is_not_taken() -> None:
+    sender = SenderHand()
+    assert declined(sender.reject(0, request_id="nobody")) == [grant_key(0, 1)]
+    sender.start(num_tokens=4)
+    assert dropped(sender.grant({0: cells(0, 2)})) == ["granted_twice"]
+
+
+def test_a_rejection_that_is_repeated_is_declined_once() -> None:
+    sender = SenderHand()
+    assert declined(sender.reject(0, request_id="nobody")) == [grant_key(0, 1)]
+    assert sender.reject(0, request_id="nobody") == []
+    assert sender.reject(0, request_id="another") == []
+    sender.watermark(CELL)
+    assert sender.reject(0, request_id="nobody") == []  # its bytes were released

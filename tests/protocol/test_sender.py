@@ -546,6 +546,19 @@ def test_a_spoilt_sender_is_noticed() -> None:
     assert LAYOUT.num_layers == 2
 
 
+def test_a_key_that_is_watched_twice_or_is_another_pieces_is_noticed() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    sender.grant({0: cells(4, 6)}, request_id="nobody")
+    session = sender.machine._sessions[1]
+    spent = session.spent.pop(grant_key(4 * CELL, 0))
+    with pytest.raises(LocalProtocolError, match="1 watched, 0 pieces written and 0 keys spent"):
+        sender.machine.check_invariants()
+    session.spent[grant_key(0, 1)] = spent
+    with pytest.raises(LocalProtocolError, match=r"keys of the grants that begin at \[0\] are held and spent"):
+        sender.machine.check_invariants()
+
+
 def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing() -> None:
     """Looking at all of them for every event cost four fifths of the chunks a second with 256 requests in flight."""
     sender = SenderHand(ring_cells=4, num_slots=4)
