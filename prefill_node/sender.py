@@ -138,11 +138,13 @@ class Sender:
                 raise LocalProtocolError(f"invariant broken: slot {slot} is held for a request that is over")
         for session in self._sessions.values():
             session.check_invariants()
+        held: set[tuple[int, int]] = set()
         for request in self._requests.values():
-            gathers = request.num_pieces - sum(piece.gathered for piece in request.pieces())
-            releases = request.num_pieces - sum(piece.stage is Stage.RELEASED for piece in request.pieces())
-            if request.failure is None and (gathers, releases) != (request.to_gather, request.to_release):
-                raise LocalProtocolError(f"invariant broken: counts of request {request.request_id}")
+            request.check_invariants()
+            granted = [piece for piece in request.outstanding() if piece.grant is not None]
+            held.update((piece.route.session, piece.granted.begin) for piece in granted if piece.route.session in self._sessions)
+        if held != {(number, begin) for number, session in self._sessions.items() for begin in session.held}:
+            raise LocalProtocolError("invariant broken: held grants and the grants of the requests differ")
 
     # Sessions
 
@@ -156,15 +158,16 @@ class Sender:
         self._sessions.pop(event.session, None)  # said twice, it changes nothing
         self._eager.pop(event.session, None)
         for request in list(self._requests.values()):
-            lost = [route for route in request.routes.values() if route.outgoing.session == event.session and len(route.expected)]
+            lost = [route for route in request.routes.values() if route.outgoing.session == event.session and route.pieces]
             if not lost:
                 continue
-            for piece in (piece for route in lost for piece in route.pieces.values()):
+            for piece in [piece for route in lost for piece in route.outstanding.values()]:
                 if piece.stage in (Stage.WRITING, Stage.WRITTEN):
                     self._slots.free(piece)
-                if piece.stage not in (Stage.GATHERING, Stage.RELEASED):
+                if piece.stage is not Stage.GATHERING:
                     self._end_wait(piece)
                     piece.stage = Stage.DROPPED
+                    self._let_go(piece)
             if request.failure is None:
                 self._fail(request, event.reason)
             else:
@@ -196,9 +199,7 @@ class Sender:
             del self._requests[request.request_id]
             self._actions.append(RequestSent(request_id=request.request_id, stats=request.stats(self._now_s)))
         else:
-            route = request.routes[piece.route.route.index]
-            route.num_outstanding -= 1
-            self._ask(request, route)
+            self._ask(request, request.routes[piece.route.route.index])
 
     # Requests
 
@@ -222,16 +223,14 @@ class Sender:
 
     def _ask(self, request: Request, route: RouteState) -> None:
         """Ask for the route's next grants, as far as `grants_ahead` allows."""
-        fresh = request.next_pieces(route, max(0, self._settings.grants_ahead - route.num_outstanding))
-        route.num_outstanding += len(fresh)
+        fresh = request.next_pieces(route, max(0, self._settings.grants_ahead - len(route.outstanding)))
         self._send_grant_request(request, route, fresh)
 
     def _send_grant_request(self, request: Request, route: RouteState, pieces: list[Piece]) -> None:
         if not pieces:
             return
         for piece in pieces:
-            piece.stage, piece.since_s = Stage.ASKED, self._now_s
-            route.asked[piece.chunk.index] = piece
+            piece.since_s = self._now_s
         sizes = tuple(ChunkSize(chunk=piece.chunk.index, num_bytes=piece.num_bytes) for piece in pieces)
         message = GrantRequest(
             incarnation=self._incarnation, request_id=request.request_id, route=route.outgoing.route.index, chunks=sizes
@@ -435,7 +434,7 @@ class Sender:
         route = request.route_of(session, message.route) if request is not None else None
         if request is None or route is None:
             return
-        if any(piece.stage is Stage.ASKED for piece in route.pieces.values()):
+        if route.is_asking:
             self._fail(request, message.reason)
         else:
             # The answer to a repeated question: the target has everything, has forgotten the request, and the watermark says so.
@@ -510,7 +509,9 @@ class Sender:
         if request.failure is not None:
             return
         request.failure = reason
-        for piece in request.pieces():
+        for route in request.routes.values():
+            route.unasked = iter(())
+        for piece in request.outstanding():
             if piece.stage in (Stage.ASKED, Stage.GRANTED):
                 self._give_up(piece)
             elif piece.stage is Stage.WRITTEN:
@@ -541,7 +542,8 @@ class Sender:
             session.spend(grant_key(grant.begin, attempt), grant)
 
     def _let_go(self, piece: Piece) -> None:
-        """The piece's grant is no living piece's any more."""
+        """The piece is outstanding no more, and its grant is no living piece's."""
+        piece.request.routes[piece.route.route.index].outstanding.pop(piece.chunk.index, None)
         session = self._sessions.get(piece.route.session)
         if session is not None and piece.grant is not None:
             session.held.discard(piece.grant.begin)
@@ -567,9 +569,10 @@ class Sender:
 
     def _finish_failed(self, request: Request) -> None:
         """After a step of a failed request: say what has drained, and forget it when all has (rule 9)."""
-        if not any(piece.stage is Stage.GATHERING for piece in request.pieces()):
+        under_way = request.outstanding()
+        if not any(piece.stage is Stage.GATHERING for piece in under_way):
             self._release_source(request)
-        if any(piece.stage in (Stage.GATHERING, Stage.WRITING) for piece in request.pieces()):
+        if under_way:
             return
         del self._requests[request.request_id]
         for route in request.outgoing.routes:
@@ -589,10 +592,8 @@ class Sender:
         due_s = self._now_s - self._settings.repeat_after_s
         for request in self._requests.values():
             for route in request.routes.values():
-                if route.asked:
-                    route.asked = {chunk: piece for chunk, piece in route.asked.items() if piece.stage is Stage.ASKED}
-                    overdue = [piece for piece in route.asked.values() if piece.since_s <= due_s]
-                    self._send_grant_request(request, route, overdue)
+                overdue = [p for p in route.outstanding.values() if p.stage is Stage.ASKED and p.since_s <= due_s]
+                self._send_grant_request(request, route, overdue)
         for session in self._sessions.values():
             for piece in session.written:
                 if piece.since_s <= due_s:

@@ -32,6 +32,9 @@ class Stage(Enum):
     DROPPED = auto()  # given up; no slot, no write
 
 
+UNDER_WAY = (Stage.GATHERING, Stage.WRITING)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Piece:
     """The part of a chunk that travels on one route: one grant, one gather, one write."""
@@ -75,19 +78,26 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RouteState:
-    """A request's pieces of one route."""
+    """A request's pieces of one route.
+
+    A request can have tens of thousands of pieces, and only `grants_ahead` of a route are outstanding: no event walks over all.
+    """
 
     outgoing: OutgoingRoute
     expected: Pieces
-    unasked: Iterator[tuple[Chunk, int]]  # of those, with their bytes, in the order of computation
-    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index: those that were asked for
-    asked: dict[int, Piece] = field(default_factory=dict)  # by chunk index: those without an answer, and some with one
-    num_outstanding: int = 0  # asked for and not released
+    unasked: Iterator[tuple[Chunk, int]]  # of those, with their bytes, in the order of computation; none of a failed request
+    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index: all that were asked for
+    outstanding: dict[int, Piece] = field(default_factory=dict)  # of those, neither released nor dropped
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a piece of the route waits for its grant."""
+        return any(piece.stage is Stage.ASKED for piece in self.outstanding.values())
 
     @property
     def is_drained(self) -> bool:
         """Whether nothing of the route is under way."""
-        return not any(piece.stage in (Stage.GATHERING, Stage.WRITING) for piece in self.pieces.values())
+        return not any(piece.stage in UNDER_WAY for piece in self.outstanding.values())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -139,12 +149,13 @@ class Request:
             Piece(request=self, route=route.outgoing, chunk=chunk, num_bytes=num_bytes)
             for chunk, num_bytes in itertools.islice(route.unasked, count)
         ]
-        route.pieces.update((piece.chunk.index, piece) for piece in fresh)
+        for piece in fresh:
+            route.pieces[piece.chunk.index] = route.outstanding[piece.chunk.index] = piece
         return fresh
 
-    def pieces(self) -> Iterator[Piece]:
-        """The pieces that were asked for."""
-        return (piece for route in self.routes.values() for piece in route.pieces.values())
+    def outstanding(self) -> list[Piece]:
+        """The pieces that were asked for and are neither released nor dropped."""
+        return [piece for route in self.routes.values() for piece in route.outstanding.values()]
 
     def route_of(self, session: int, route_index: int) -> RouteState | None:
         """The route of that index, if it is this session's to speak of."""
@@ -163,6 +174,19 @@ class Request:
             exposed_s=now_s - max(first_s, computed_s),
             resends=self.resends,
         )
+
+    def check_invariants(self) -> None:
+        """Raises LocalProtocolError when what is counted, or kept as outstanding, is not what the pieces say."""
+        every = [piece for route in self.routes.values() for piece in route.pieces.values()]
+        gathers = self.num_pieces - sum(piece.gathered for piece in every)
+        releases = self.num_pieces - sum(piece.stage is Stage.RELEASED for piece in every)
+        if self.failure is None and (gathers, releases) != (self.to_gather, self.to_release):
+            raise LocalProtocolError(f"invariant broken: counts of request {self.request_id}")
+        living = [piece for piece in every if piece.stage not in (Stage.RELEASED, Stage.DROPPED)]
+        if living != self.outstanding():
+            raise LocalProtocolError(f"invariant broken: outstanding pieces of request {self.request_id}")
+        if self.failure is not None and any(piece.stage not in UNDER_WAY for piece in living):
+            raise LocalProtocolError(f"invariant broken: failed request {self.request_id} has pieces that nothing is done with")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -236,9 +260,8 @@ class SessionState:
     def check_invariants(self) -> None:
         """Raises LocalProtocolError when what waits to be released is watched never or twice, or a held grant's key is spent."""
         if len(self._watched) != len(self.written) + len(self.spent):
-            raise LocalProtocolError(
-                f"invariant broken: {len(self._watched)} watched, {len(self.written)} pieces written and {len(self.spent)} keys spent"
-            )
+            counts = f"{len(self._watched)} watched, {len(self.written)} pieces written and {len(self.spent)} keys spent"
+            raise LocalProtocolError(f"invariant broken: {counts}")
         if both := self.held & {key // MAX_ATTEMPTS * ALIGNMENT_BYTES for key in self.spent}:
             raise LocalProtocolError(f"invariant broken: keys of the grants that begin at {sorted(both)} are held and spent")
 

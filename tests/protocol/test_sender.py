@@ -9,7 +9,7 @@ import pytest
 from decode_node import receiver_events as rx
 from decode_node.receiver_state import Request as IncomingState
 from prefill_node import sender_events as tx
-from prefill_node.sender_state import Request
+from prefill_node.sender_state import Request, Stage
 from tests.protocol.machines import (
     CELL,
     DECODE_LIFE,
@@ -559,6 +559,26 @@ def test_a_key_that_is_watched_twice_or_is_another_pieces_is_noticed() -> None:
         sender.machine.check_invariants()
 
 
+def test_a_piece_that_is_outstanding_wrongly_is_noticed() -> None:
+    sender = SenderHand()
+    sender.to_writing()
+    machine = sender.machine
+    request = machine._requests["r"]
+    machine._sessions[1].held.clear()
+    with pytest.raises(LocalProtocolError, match="held grants and the grants of the requests differ"):
+        machine.check_invariants()
+    machine._sessions[1].held.add(0)
+    (piece,) = request.outstanding()
+    request.routes[0].outstanding.clear()
+    with pytest.raises(LocalProtocolError, match="outstanding pieces of request r"):
+        machine.check_invariants()
+    request.routes[0].outstanding[0] = piece
+    sender.abort()
+    piece.stage = Stage.GRANTED
+    with pytest.raises(LocalProtocolError, match="failed request r has pieces that nothing is done with"):
+        request.check_invariants()
+
+
 def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing() -> None:
     """Looking at all of them for every event cost four fifths of the chunks a second with 256 requests in flight."""
     sender = SenderHand(ring_cells=4, num_slots=4)
@@ -655,7 +675,7 @@ def test_only_the_session_whose_write_hangs_is_closed() -> None:
 def test_a_piece_without_a_grant_says_so() -> None:
     sender = SenderHand()
     sender.start(num_tokens=4)
-    (piece,) = sender.machine._requests["r"].pieces()
+    (piece,) = sender.machine._requests["r"].outstanding()
     with pytest.raises(LocalProtocolError, match="chunk 0 of request r has no grant at ASKED"):
         _ = piece.granted
 

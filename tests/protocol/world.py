@@ -735,7 +735,7 @@ class World:
             machine = sender.machine
             if not machine.is_idle:
                 stages = {
-                    request_id: (request.failure, [f"{p.stage.name}{p.grant}" for p in request.pieces()])
+                    request_id: (request.failure, [f"{p.stage.name}{p.grant}" for p in request.outstanding()])
                     for request_id, request in machine._requests.items()
                 }
                 parts.append(f"sender {sender.rank}: slots {machine.num_slots_used}, {stages}")
