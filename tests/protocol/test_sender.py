@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -705,3 +707,49 @@ def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
         sender.gathered(slots[chunk])
         sender.written(slots[chunk])
     assert [ready.chunk for ready in messages(sender.tell(tx.Tick(), now_s=2.0), ChunkReady)] == order
+
+
+def lines_of_a_failure(num_tokens: int) -> list[int]:
+    """The lines of the sender that each event of a request's start and failure runs; the invariants are checked beside them."""
+    sender = SenderHand(prefill_tp=1, decode_tp=2, ring_cells=64, num_slots=8, grants_ahead=4)
+    counts: list[int] = []
+    handle = sender.machine.handle
+
+    def counted(event: tx.Event, now_s: float) -> list[tx.Action]:
+        num_lines = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal num_lines
+            num_lines += frame.f_code.co_filename.endswith(("sender.py", "sender_state.py"))
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return handle(event, now_s)
+        finally:
+            sys.settrace(before)
+            counts.append(num_lines)
+
+    sender.machine.handle = counted  # type: ignore[method-assign]
+    sender.start(num_tokens=num_tokens)
+    sender.compute(0)
+    sender.compute(1)
+    for route in (0, 1):
+        sender.grant({chunk: cells(2 * chunk, 2 * chunk + 2) for chunk in range(4)}, route=route)
+    assert drops(sender.refuse()) == ["nothing_asked"]
+    sender.tell(tx.Tick(), now_s=5.0)
+    sender.gathered(0)
+    sender.abort()
+    sender.abort()
+    sender.tell(tx.SessionLost(session=2, reason="x"))
+    sender.written(0)
+    sender.gathered(1)
+    for slot in (2, 3):
+        sender.gathered(slot)
+    assert sender.machine.is_idle
+    return counts
+
+
+def test_no_event_of_a_long_request_costs_more_than_of_a_short_one() -> None:
+    assert lines_of_a_failure(num_tokens=4 * 1024) == lines_of_a_failure(num_tokens=4 * 8)
