@@ -10,7 +10,7 @@ fails it closed. Numbered rules are those of docs/protocol.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from decode_node.receiver_events import (
@@ -148,7 +148,9 @@ class Receiver:
             raise LocalProtocolError(
                 f"invariant broken: {self._ring.num_live_grants} live grants, {len(self._live)} pieces hold one"
             )
-        of_requests = {piece.grant.begin for request in self._requests.values() for piece in request.pieces.values()}
+        for request in self._requests.values():
+            request.check_invariants()
+        of_requests = {piece.grant.begin for request in self._requests.values() for piece in request.pieces()}
         if of_requests != self._live.keys():
             raise LocalProtocolError("invariant broken: live pieces and the pieces of the requests differ")
 
@@ -179,12 +181,12 @@ class Receiver:
     def _give_up(self, request: Request, reason: str) -> None:
         """Take no more of the request, quarantine what its writers may still write, and ask them to drain."""
         request.failure = reason
-        for piece in request.pieces.values():
+        for piece in request.pieces():
             if piece.stage is Stage.GRANTED:
                 self._ring.quarantine(piece.grant)
         for route in request.routes.values():
             self._ask_to_drain(request, route)
-        self._settle(request)
+        self._settle(request, request.pieces())
 
     def _ask_to_drain(self, request: Request, route: RouteState) -> None:
         if route.is_drained or route.incoming.session not in self._sessions:
@@ -198,26 +200,30 @@ class Receiver:
         )
         self._actions.append(Send(session=route.incoming.session, message=message))
 
-    def _settle(self, request: Request) -> None:
-        """After a step of a request that was given up: release what is proven dead, say when its pages are safe, forget it."""
-        for piece in list(request.pieces.values()):
+    def _settle(self, request: Request, pieces: Iterable[Piece]) -> None:
+        """After a step of a request that was given up: release what is proven dead, say when its pages are safe, forget it.
+
+        Args:
+            pieces: The pieces that the step can have proven dead; not all, for a writer can have tens of thousands granted.
+        """
+        for piece in pieces:
             route = request.routes[piece.route.route.index]
             # On a live two-sided session every key is received once and written or declined once, also where the receive can
             # only be posted later; otherwise a decline that nobody receives would stay in the transport for ever.
             is_over = piece.is_settled or self._settings.is_one_sided or piece.route.session not in self._sessions
             if piece.stage is Stage.GRANTED and route.is_drained and is_over:
                 self._release(piece)
-        if not request.has_drained and not any(piece.stage is Stage.SCATTERING for piece in request.pieces.values()):
+        if not request.has_drained and not request.num_scattering:
             request.has_drained = True
             self._actions.append(RequestDrained(request_id=request.request_id))
-        if all(route.is_drained for route in request.routes.values()) and not request.pieces:
+        if all(route.is_drained and not route.pieces for route in request.routes.values()):
             del self._requests[request.request_id]
 
     def _release(self, piece: Piece) -> None:
         self._ring.release(piece.grant)
-        key = piece.route.route.index, piece.chunk.index
-        del piece.request.pieces[key]
-        piece.request.released[key] = piece.grant
+        route = piece.request.routes[piece.route.route.index]
+        del route.pieces[piece.chunk.index]
+        route.released[piece.chunk.index] = piece.grant
         del self._live[piece.grant.begin]
         self._waiting.discard(piece.grant)
         self._waiting.wake(piece.grant.begin, piece.grant.end)
@@ -244,7 +250,7 @@ class Receiver:
             if mine and request.failure is None:
                 self._fail(request, event.reason)
             elif mine:
-                self._settle(request)
+                self._settle(request, [piece for route in mine for piece in route.pieces.values()])
 
     def _on_session_over(self, session: int) -> None:
         """The writer is gone for good: what it could still write into goes back to the ring."""
@@ -256,7 +262,7 @@ class Receiver:
             for route in mine:
                 route.is_drained = True
             if mine:
-                self._settle(request)
+                self._settle(request, [piece for route in mine for piece in route.pieces.values()])
 
     # Messages
 
@@ -308,6 +314,12 @@ class Receiver:
 
     def _problem_of(self, request: Request, route: RouteState, message: GrantRequest) -> str | None:
         """Why the request for grants cannot be served, whole; None when it can."""
+        count = len(route.pieces) + sum(route.grant_of(wanted.chunk) is None for wanted in message.chunks)
+        if count > MAX_CHUNKS_PER_MESSAGE:  # which no writer's grants_ahead can exceed
+            return (
+                f"request {message.request_id} would have {count} unreleased grants on route {message.route}; "
+                f"there can be {MAX_CHUNKS_PER_MESSAGE}"
+            )
         for wanted in message.chunks:
             size = route.expected.size_of(wanted.chunk)
             if not size:
@@ -318,8 +330,8 @@ class Receiver:
 
     def _grant_for(self, request: Request, route: RouteState, chunk: int) -> Grant:
         """The grant that was given before, or a new one: the answer to a repeated request is the same grant (R3)."""
-        key = (route.incoming.route.index, chunk)
-        if (granted := request.grant_of(key)) is not None:
+        granted = route.grant_of(chunk)
+        if granted is not None:
             return granted
         return self._grant(request, route, request.chunks[chunk], route.expected.size_of(chunk))
 
@@ -338,7 +350,7 @@ class Receiver:
     def _grant(self, request: Request, route: RouteState, chunk: Chunk, num_bytes: int) -> Grant:
         head, grant = self._ring.head, self._ring.assign(num_bytes)
         piece = Piece(request=request, route=route.incoming, chunk=chunk, grant=grant, num_bytes=num_bytes)
-        request.pieces[route.incoming.route.index, chunk.index] = piece
+        route.pieces[chunk.index] = piece
         self._live[piece.grant.begin] = piece
         # A grant alone says nothing new to writers, and its ack would only delay the next one; padding may be what one waits for.
         self._may_publish = self._may_publish or grant.begin != head
@@ -396,13 +408,13 @@ class Receiver:
 
     def _on_chunk_ready(self, session: int, message: ChunkReady) -> None:
         found = self._route_of(session, message.request_id, message.route)
-        key = message.route, message.chunk
-        granted = found[0].grant_of(key) if found is not None else None
-        if found is None or granted is None:
+        route = found[1] if found is not None else None
+        granted = route.grant_of(message.chunk) if route is not None else None
+        if route is None or granted is None:
             self._drop(session, "unknown_chunk")
-        elif (message.begin, message.num_bytes) != (granted.begin, found[1].expected.size_of(message.chunk)):
+        elif (message.begin, message.num_bytes) != (granted.begin, route.expected.size_of(message.chunk)):
             self._drop(session, "wrong_grant")
-        elif (piece := found[0].pieces.get(key)) is None:
+        elif (piece := route.pieces.get(message.chunk)) is None:
             self._drop(session, "repeated")  # and released since
         elif piece.stage is Stage.GRANTED and message.attempt < piece.attempt and piece.request.failure is None:
             self._reject(piece, "said again, because the rejection was not heard")
@@ -420,6 +432,7 @@ class Receiver:
             self._on_broken(piece, f"received {piece.received_bytes} bytes of {piece.num_bytes}")
             return
         piece.stage = Stage.SCATTERING
+        piece.request.num_scattering += 1
         self._actions.append(
             StartScatter(
                 session=piece.route.session,
@@ -438,9 +451,11 @@ class Receiver:
         if found is None:
             return  # the answer to a repeated abort
         request, route = found
+        if route.is_drained:
+            return  # said again
         route.is_drained = True
         if request.failure is not None:
-            self._settle(request)
+            self._settle(request, list(route.pieces.values()))
         elif not route.is_whole:
             self._fail(request, "the prefill rank gave the request up")
         # Otherwise the writer has sent all of its part, and has forgotten the request that others are still sending.
@@ -459,7 +474,7 @@ class Receiver:
             return  # its session was lost, and the grant released, first
         piece.is_settled, piece.received_bytes = True, event.num_bytes
         if piece.request.failure is not None:
-            self._settle(piece.request)
+            self._settle(piece.request, [piece])
         else:
             self._scatter_if_here(piece)
 
@@ -476,6 +491,7 @@ class Receiver:
                 f"scatter of grant [{event.grant.begin}, {event.grant.end}) finished, but none was under way"
             )
         request = piece.request
+        request.num_scattering -= 1
         if not event.is_intact:
             piece.stage = Stage.GRANTED
             self._on_broken(piece, "digest mismatch")
@@ -483,7 +499,7 @@ class Receiver:
         self._release(piece)  # rule 5: only now
         request.routes[piece.route.route.index].scattered.add(piece.chunk.index)
         if request.failure is not None:
-            self._settle(request)
+            self._settle(request, ())
         elif request.is_whole:
             self._complete(request)
 
@@ -495,7 +511,7 @@ class Receiver:
         piece.ready = None
         if request.failure is not None:
             self._ring.quarantine(piece.grant)
-            self._settle(request)
+            self._settle(request, [piece])
         elif piece.attempt + 1 >= MAX_ATTEMPTS:
             where = (
                 f"chunk {piece.chunk.index} of request {request.request_id} from prefill rank {piece.route.route.prefill_rank}"
@@ -539,11 +555,11 @@ class Receiver:
 
     def _remind(self, request: Request, route: RouteState) -> None:
         """Tell a drained writer again of what it may never have heard: it declines what it has not written."""
-        waiting = [p for p in request.pieces.values() if p.route is route.incoming and p.stage is Stage.GRANTED]
+        waiting = [piece for piece in route.pieces.values() if piece.stage is Stage.GRANTED]
         route.asked_s = self._now_s
         for piece in waiting:
             if piece.attempt:
                 self._reject(piece, "said again, because nothing came")
-        fresh = [piece for piece in waiting if not piece.attempt][:MAX_CHUNKS_PER_MESSAGE]
+        fresh = [piece for piece in waiting if not piece.attempt]
         if fresh:
             self._issue(route.incoming, request.request_id, {piece.chunk.index: piece.grant for piece in fresh})

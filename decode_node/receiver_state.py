@@ -10,6 +10,7 @@ from enum import Enum, auto
 
 from decode_node.receiver_events import IncomingRequest, IncomingRoute
 from transfer.chunk import Chunk, Chunks, Pieces, split_into_chunks
+from transfer.errors import LocalProtocolError
 from transfer.messages import ChunkReady
 from transfer.ring import Grant
 
@@ -39,13 +40,22 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RouteState:
-    """How far a request's writer on one route has got with going away."""
+    """A request's pieces of one route, and how far its writer has got with going away."""
 
     incoming: IncomingRoute
     expected: Pieces  # all that has to come
-    scattered: set[int] = field(default_factory=set)  # chunk indexes: of those, the pieces that lie in the pool
+    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index, as below: granted and not released
+    # Grants of those that were released, which are asked for or announced twice at times. Nothing else of them is kept: a long
+    # prompt has thousands, which each step of a request that was given up, and the garbage collector, would walk.
+    released: dict[int, Grant] = field(default_factory=dict)
+    scattered: set[int] = field(default_factory=set)  # of those, the ones that lie in the pool
     is_drained: bool = False  # the writer said, or its session's end proves, that nothing more will come
     asked_s: float = 0.0  # when the abort was last sent
+
+    def grant_of(self, chunk: int) -> Grant | None:
+        """Where the piece may be written, or was; None if it was not granted."""
+        piece = self.pieces.get(chunk)
+        return self.released.get(chunk) if piece is None else piece.grant
 
     @property
     def is_whole(self) -> bool:
@@ -60,10 +70,7 @@ class Request:
     incoming: IncomingRequest
     chunks: Chunks
     routes: dict[int, RouteState]
-    pieces: dict[tuple[int, int], Piece] = field(default_factory=dict)  # granted and not released
-    # Grants of the others, which are asked for or announced twice at times. Nothing else of them is kept. A long prompt has
-    # thousands: each step of a request that was given up would walk them, and so would the garbage collector.
-    released: dict[tuple[int, int], Grant] = field(default_factory=dict)
+    num_scattering: int = 0
     failure: str | None = None
     has_drained: bool = False  # RequestDrained was said
 
@@ -92,7 +99,14 @@ class Request:
     def request_id(self) -> str:
         return self.incoming.request_id
 
-    def grant_of(self, key: tuple[int, int]) -> Grant | None:
-        """Where the piece (route index, chunk index) may be written, or was; None: it was not granted."""
-        piece = self.pieces.get(key)
-        return self.released.get(key) if piece is None else piece.grant
+    def pieces(self) -> list[Piece]:
+        """The pieces that were granted and are not released."""
+        return [piece for route in self.routes.values() for piece in route.pieces.values()]
+
+    def check_invariants(self) -> None:
+        """Raises LocalProtocolError when what is counted is not what the pieces say."""
+        if sum(piece.stage is Stage.SCATTERING for piece in self.pieces()) != self.num_scattering:
+            raise LocalProtocolError(f"invariant broken: scatters of request {self.request_id}")
+        for route in self.routes.values():
+            if route.pieces.keys() & route.released.keys() or not route.scattered <= route.released.keys():
+                raise LocalProtocolError(f"invariant broken: released pieces of request {self.request_id}")

@@ -16,7 +16,7 @@ from transfer.chunk import Chunk, Pieces, split_into_chunks
 from transfer.engine_types import DeviceEvent
 from transfer.errors import LocalProtocolError
 from transfer.layout import wire_slices
-from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
+from transfer.ring import MAX_ATTEMPTS, Grant, RingView, Watermark, grant_key
 from transfer.ring_index import PositionIndex, WaitingGrants
 
 
@@ -210,7 +210,7 @@ class SessionState:
 
     def is_taken(self, begin: int) -> bool:
         """Whether a grant that begins there is a living piece's, or one of its keys is spent and it is not released yet."""
-        return begin in self.held or any(grant_key(begin, attempt) in self.spent for attempt in range(MAX_ATTEMPTS))
+        return begin in self.held or self._is_spent(begin)
 
     def add_written(self, piece: Piece) -> None:
         """The piece was written, and its grant is not released yet."""
@@ -262,8 +262,12 @@ class SessionState:
         if len(self._watched) != len(self.written) + len(self.spent):
             counts = f"{len(self._watched)} watched, {len(self.written)} pieces written and {len(self.spent)} keys spent"
             raise LocalProtocolError(f"invariant broken: {counts}")
-        if both := self.held & {key // MAX_ATTEMPTS * ALIGNMENT_BYTES for key in self.spent}:
-            raise LocalProtocolError(f"invariant broken: keys of the grants that begin at {sorted(both)} are held and spent")
+        both = [begin for begin in self.held if self._is_spent(begin)]
+        if both:
+            raise LocalProtocolError(f"invariant broken: keys of the grants that begin at {both} are held and spent")
+
+    def _is_spent(self, begin: int) -> bool:
+        return any(grant_key(begin, attempt) in self.spent for attempt in range(MAX_ATTEMPTS))
 
 
 class StagingSlots:

@@ -283,7 +283,8 @@ def _size(world: World, head: dict[str, Any], chunk: int) -> int:
 
 def _begin(world: World, head: dict[str, Any], chunk: int) -> int:
     request = world.machine._requests.get(head["request_id"])
-    piece = request.pieces.get((head["route"], chunk)) if request is not None else None
+    route = request.routes.get(head["route"]) if request is not None else None
+    piece = route.pieces.get(chunk) if route is not None else None
     return piece.grant.begin if piece is not None else 0
 
 

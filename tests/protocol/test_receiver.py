@@ -10,9 +10,28 @@ import pytest
 
 from decode_node import receiver_events as rx
 from decode_node.receiver_state import Piece
-from tests.protocol.machines import CELL, LAYOUT, PLAN, PREFILL_LIFE, WHOLE_CHUNK, ReceiverHand, cells, messages, of_type
+from tests.protocol.machines import (
+    CELL,
+    LAYOUT,
+    PLAN,
+    PREFILL_LIFE,
+    WHOLE_CHUNK,
+    ReceiverHand,
+    cells,
+    count_lines,
+    messages,
+    of_type,
+)
 from transfer.errors import ConfigError, LocalProtocolError
-from transfer.messages import AbortTransfer, ChunkReady, ChunkRejected, GrantRefused, GrantsIssued, WriterDrained
+from transfer.messages import (
+    MAX_CHUNKS_PER_MESSAGE,
+    AbortTransfer,
+    ChunkReady,
+    ChunkRejected,
+    GrantRefused,
+    GrantsIssued,
+    WriterDrained,
+)
 from transfer.ring import Grant, grant_key
 
 
@@ -407,6 +426,66 @@ def test_a_spoilt_receiver_is_noticed() -> None:
     receiver.ring._live_bytes = 0
     with pytest.raises(LocalProtocolError, match="R4"):
         receiver.machine.check_invariants()
+
+
+def test_a_request_whose_pieces_are_counted_wrongly_is_noticed() -> None:
+    receiver = ReceiverHand()
+    receiver.to_scattering()
+    request = receiver.machine._requests["r"]
+    request.num_scattering = 0
+    with pytest.raises(LocalProtocolError, match="scatters of request r"):
+        receiver.machine.check_invariants()
+    request.num_scattering = 1
+    request.routes[0].scattered.add(0)
+    with pytest.raises(LocalProtocolError, match="released pieces of request r"):
+        receiver.machine.check_invariants()
+
+
+def test_a_writer_has_no_more_unreleased_grants_than_a_message_can_ask_for() -> None:
+    receiver = ReceiverHand(ring_cells=2)
+    most = MAX_CHUNKS_PER_MESSAGE
+    receiver.expect(num_tokens=4 * (most + 2))
+    grants = receiver.grants_of(receiver.ask(*range(most)))
+    assert len(receiver.grants_of(receiver.ask(*range(most)))) == most, "the answer to a repeated request is the same grants"
+    (refusal,) = messages(receiver.ask(most), GrantRefused)
+    assert refusal.reason == f"request r would have {most + 1} unreleased grants on route 0; there can be {most}"
+    receiver.settled(grants[0])
+    receiver.ready(0, grants[0])
+    receiver.scattered(grants[0])
+    assert len(receiver.grants_of(receiver.ask(0, most))) == 2
+
+
+def test_a_writer_that_repeats_that_it_drained_changes_nothing() -> None:
+    receiver = ReceiverHand()
+    receiver.expect(num_tokens=4)
+    grant = receiver.grants_of(receiver.ask(0))[0]
+    receiver.cancel()
+    assert receiver.drained() == receiver.drained() == []  # the receive has not settled
+    assert receiver.ring.num_live_grants == 1
+    receiver.settled(grant, 0)
+    assert receiver.machine.is_idle
+
+
+def lines_of_a_cancel(num_grants: int) -> list[int]:
+    """The lines of the receiver that each event after the cancel of a request runs, the first `WriterDrained` apart."""
+    receiver = ReceiverHand(ring_cells=2 * num_grants)
+    receiver.expect(num_tokens=4 * num_grants)
+    grants = receiver.grants_of(receiver.ask(*range(num_grants)))
+    receiver.settled(grants[0])
+    receiver.ready(0, grants[0])
+    receiver.cancel()
+    counts = count_lines(receiver.machine, "receiver.py", "receiver_state.py")
+    receiver.scattered(grants[0], is_intact=False)
+    receiver.settled(grants[1])
+    receiver.drained()  # which looks at each unreleased grant of its route, once
+    receiver.drained()
+    receiver.settled(grants[2])
+    del counts[2]
+    return counts
+
+
+def test_no_event_of_a_cancelled_request_costs_more_with_many_grants() -> None:
+    assert lines_of_a_cancel(num_grants=512) == lines_of_a_cancel(num_grants=4)
 
 
 def test_a_session_that_carries_nothing_of_a_request_is_lost_without_it() -> None:

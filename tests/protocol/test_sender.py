@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from tests.protocol.machines import (
     PREFILL_LIFE,
     SenderHand,
     cells,
+    count_lines,
     declined,
     drops,
     messages,
@@ -710,28 +709,9 @@ def test_what_was_written_is_said_again_in_the_order_of_writing() -> None:
 
 
 def lines_of_a_failure(num_tokens: int) -> list[int]:
-    """The lines of the sender that each event of a request's start and failure runs; the invariants are checked beside them."""
+    """The lines of the sender that each event of a request's start and failure runs."""
     sender = SenderHand(prefill_tp=1, decode_tp=2, ring_cells=64, num_slots=8, grants_ahead=4)
-    counts: list[int] = []
-    handle = sender.machine.handle
-
-    def counted(event: tx.Event, now_s: float) -> list[tx.Action]:
-        num_lines = 0
-
-        def trace(frame: FrameType, event: str, argument: object) -> Any:
-            nonlocal num_lines
-            num_lines += frame.f_code.co_filename.endswith(("sender.py", "sender_state.py"))
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            return handle(event, now_s)
-        finally:
-            sys.settrace(before)
-            counts.append(num_lines)
-
-    sender.machine.handle = counted  # type: ignore[method-assign]
+    counts = count_lines(sender.machine, "sender.py", "sender_state.py")
     sender.start(num_tokens=num_tokens)
     sender.compute(0)
     sender.compute(1)
@@ -744,8 +724,7 @@ def lines_of_a_failure(num_tokens: int) -> list[int]:
     sender.abort()
     sender.tell(tx.SessionLost(session=2, reason="x"))
     sender.written(0)
-    sender.gathered(1)
-    for slot in (2, 3):
+    for slot in (1, 2, 3):
         sender.gathered(slot)
     assert sender.machine.is_idle
     return counts

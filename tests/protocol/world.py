@@ -747,7 +747,7 @@ class World:
                     request_id: (
                         request.failure,
                         [r.is_drained for r in request.routes.values()],
-                        [f"{p.stage.name}{p.grant}" for p in request.pieces.values()],
+                        [f"{p.stage.name}{p.grant}" for p in request.pieces()],
                     )
                     for request_id, request in receiver.machine._requests.items()
                 }
