@@ -18,10 +18,11 @@ from fuzz.target import NAMES, load
 from fuzz.targets import stored_page
 from kvferry import plan_options
 from node_runtime.rank_link import RankCodec
+from prefill_node.sender_state import SessionState
 from transfer import load_config, messages
 from transfer.memory.config_fields import ConfigFields
 from transfer.registry import convert
-from transfer.ring import RingView
+from transfer.ring import RingView, grant_key
 from transfer.storage import envelope
 from transfer.transport import cuda_ipc_blob, nixl_metadata, ucx_address
 
@@ -164,6 +165,15 @@ def test_a_protocol_that_is_wrong_in_one_way_is_found(name: str, monkeypatch: py
                 honest(self, piece) for piece in list(self._live.values()) if piece.route.session == session
             ],
         )
+    assert search(target, executions=EXECUTIONS, inputs=target.seeds()) is not None
+
+
+def test_two_messages_about_one_key_meet_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender takes a grant whose second attempt was declined: it needs a rejection and a grant at one position."""
+    monkeypatch.setattr(
+        SessionState, "is_taken", lambda self, begin: begin in self.held or grant_key(begin, attempt=0) in self.spent
+    )
+    target = load("sender")
     assert search(target, executions=EXECUTIONS, inputs=target.seeds()) is not None
 
 
