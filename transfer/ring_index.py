@@ -149,7 +149,8 @@ class WaitingGrants(Generic[_S, _T]):
         self._items: dict[int, tuple[_S, _T]] = {}  # by grant.begin, as everything here
         self._blockers: dict[int, int] = {}  # of those that wait
         self._blocked: PositionIndex[int] = PositionIndex()  # the reverse
-        self._free: list[int] = []  # a heap of those that may go; some are gone
+        # A heap of those that may go. Some are gone, and at their position may be another grant, which waits: a peer can say so.
+        self._free: list[int] = []
 
     def __len__(self) -> int:
         return len(self._items)
@@ -157,7 +158,7 @@ class WaitingGrants(Generic[_S, _T]):
     @property
     def has_free(self) -> bool:
         """Whether `pop()` would give one."""
-        while self._free and self._free[0] not in self._items:
+        while self._free and (self._free[0] not in self._items or self._free[0] in self._blockers):
             heapq.heappop(self._free)
         return bool(self._free)
 

@@ -153,6 +153,7 @@ class World:
                 require(action.request_id in self.kept, "a gather from pages that were given back")
                 require(action.chunk.index < self.uncomputed[action.request_id], "a gather before its chunk is computed")
                 self._check_target(action.grant, action.num_bytes)
+                self._check_writable(action.session, action.grant)
                 self.gathering[action.slot] = action
             case tx.StartWrite():
                 require(action.session in self.open, "a write on a session that is closed")
@@ -180,6 +181,11 @@ class World:
         offset = grant.begin % capacity
         require(offset % ALIGNMENT_BYTES == 0 and 0 < num_bytes <= grant.end - grant.begin, f"{grant} is no grant of {num_bytes}")
         require(offset + num_bytes <= capacity, f"{grant} reaches over the end of a ring of {capacity} bytes")
+
+    def _check_writable(self, session: int, grant: Grant) -> None:
+        """Rule 2: the peer has told that the bytes are released; a view that had to forget ranges may know it no more."""
+        view = self.machine._sessions[session].view
+        require(view.is_writable(grant) or len(view._begins) == MAX_KEPT_RANGES, f"{grant} begins before its bytes are released")
 
     def _check_bounds(self, num_actions: int) -> None:
         """What a peer says cannot make this side keep, or do, more than the requests ask for."""
@@ -348,12 +354,26 @@ def seeds() -> list[bytes]:
         *moved,
         *(["watermark", session, 1, 1, 2, []] for session in (0, 1)),
     ]
+    full: list[list[Any]] = [  # two requests, one slot, and a ring of which each cell is granted more than once
+        *(["start", 1, request, 0] for request in (0, 1)),
+        *(["compute", request] for request in (0, 1, 0, 1)),
+        ["grants", 0, 0, 0, 0, [[0, 0, 1], [1, 1, 2]]],
+        ["grants", 0, 0, 1, 0, [[0, 2, 3], [1, 3, 5]]],
+        *moved,
+        ["watermark", 0, 1, 1, 0, [[1, 2]]],
+        *moved,
+        ["aborted", 0, 0, 1, 0],
+        ["watermark", 0, 1, 1, 0, [[1, 3]]],
+        ["watermark", 0, 1, 1, 3, []],
+        *moved,
+    ]
     return [
         history([1, 3, 0, 15, 0], *whole),
         history([1, 3, 0, 15, 255], *whole),
         history([3, 7, 1, 31, 2], *whole, ["aborted", 0, 0, 0, 0], ["lose", 0], ["open", 0]),
         *(history([1, 3, 0, 15, direct, CROWDED], *one, *end) for direct in (0, 255) for end in (sent, cancelled)),
         *(history([3, 3, 1, 7, direct, CROWDED], *two) for direct in (0, 2, 255)),
+        *(history([0, 7, 1, cells - 1, 0, CROWDED], *full) for cells in (3, 4, 5)),
     ]
 
 

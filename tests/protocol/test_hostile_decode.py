@@ -158,3 +158,26 @@ def test_a_rejection_that_is_repeated_is_declined_once() -> None:
     assert sender.reject(0, request_id="another") == []
     sender.watermark(CELL)
     assert sender.reject(0, request_id="nobody") == []  # its bytes were released
+
+
+def test_a_position_that_is_granted_again_is_not_taken_for_the_grant_that_was_given_up() -> None:
+    """The first grant could be written and waited for a slot; the second is larger, and an older one is on its bytes."""
+    sender = SenderHand(num_slots=1)
+    sender.watermark(4 * CELL)
+    for request_id, grant in (("a", cells(6, 8)), ("b", cells(8, 10)), ("c", cells(10, 12))):
+        sender.start(request_id, num_tokens=4)
+        sender.compute(0, request_id)
+        sender.grant({0: grant}, request_id)
+    sender.abort("c")
+    sender.watermark(4 * CELL, cells(10, 12))
+    sender.start("d", num_tokens=4)
+    sender.compute(0, "d")
+    sender.grant({0: cells(10, 14)}, "d")
+    actions: list[tx.Action] = []
+    for released in ((cells(6, 8), cells(10, 12)), (cells(6, 12),)):  # of "a", then of "b" too
+        sender.gathered(0)
+        sender.written(0)
+        actions = sender.watermark(4 * CELL, *released)
+    assert not of_type(actions, tx.StartGather), "cells 4 to 6 are not released"
+    (gather,) = of_type(sender.watermark(10 * CELL), tx.StartGather)
+    assert (gather.request_id, gather.grant) == ("d", cells(10, 14))

@@ -99,6 +99,21 @@ def test_what_is_discarded_is_gone_whether_it_may_go_or_waits() -> None:
     assert (len(waiting), waiting.has_free) == (0, False)
 
 
+def test_a_grant_that_waits_where_one_was_discarded_that_could_go_has_to_wait() -> None:
+    """No honest ring gives out one position twice; a peer can say that it does."""
+    blockers: dict[int, int | None] = {0: None, 1: None}
+    waiting: WaitingGrants[Grant, str] = WaitingGrants(lambda grant: blockers[grant.begin])
+    waiting.add(Grant(0, 1), "first")
+    waiting.add(Grant(1, 2), "given up")
+    waiting.discard(Grant(1, 2))
+    blockers[1] = 7
+    waiting.add(Grant(1, 3), "waits")
+    assert waiting.pop() == "first" and not waiting.has_free
+    blockers[1] = None
+    waiting.wake(7, 8)
+    assert waiting.pop() == "waits" and not waiting.has_free and len(waiting) == 0
+
+
 def test_what_waited_and_is_free_now_can_be_discarded() -> None:
     ring = ring_of(1)
     waiting: WaitingGrants[Grant, str] = WaitingGrants(ring.blocker_of)
