@@ -288,7 +288,10 @@ def hash_chains(watch: Watch, *, num_tokens: int = CONTEXT_TOKENS, page_size: in
     tokens = tuple(number % 50_000 for number in range(num_tokens))
 
     async def main() -> None:
-        leader = OffloadLeader(_context(num_tokens, page_size), slack_pages=0, seed_of=lambda salt: salt.encode(), store=None)
+        own = _instance(page_size)
+        leader = OffloadLeader(
+            _context(num_tokens, page_size), slack_pages=0, seed_of=lambda salt, prefill: salt.encode(), store=None
+        )
         store = _AllStored()
         heard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
@@ -306,9 +309,9 @@ def hash_chains(watch: Watch, *, num_tokens: int = CONTEXT_TOKENS, page_size: in
 
             loads = PrefixLoads(
                 store,  # type: ignore[arg-type]  # all that is asked of a client here
+                own=own,
                 store_salt="",
                 timeout_s=DEADLINE_S,
-                num_ranks=1,
                 broadcast=broadcast,
                 on_loaded=lambda request_id, count: None,
                 on_task_over=lambda task: None,
@@ -316,11 +319,11 @@ def hash_chains(watch: Watch, *, num_tokens: int = CONTEXT_TOKENS, page_size: in
             watch.start()
             checked_prompt(tokens, max_context_tokens=2 * num_tokens, vocab_size=50_000)
             await asyncio.sleep(0)
-            prompt = await leader.look_up(tokens, "", may_skip=True)
+            prompt = await leader.look_up(tokens, "", prefill=own, may_skip=True)
             await asyncio.sleep(0)
-            leader.place("request", prompt, max_new_tokens=1, chunk_tokens=128, may_skip=True)
+            leader.place("request", prompt, max_new_tokens=1, chunk_tokens=128, may_skip=True, accepted_s=0.0)
             await asyncio.sleep(0)
-            loads.begin("request", tokens, _instance(page_size), cache_salt="")
+            loads.begin("request", tokens, own, cache_salt="")
             async with asyncio.timeout(DEADLINE_S):
                 await heard
             await loads.close()

@@ -148,9 +148,7 @@ def placed_together(watch: Watch, *, number: int = NUM_PLACED, num_tokens: int =
                 tiers=DeviceOnly(Admission(pool_pages=pool, needs=page_needs(groups, 16), max_running=number)),
                 peers=peers,
                 text=_NoText(),  # type: ignore[arg-type]  # nothing is generated
-                num_ranks=1,
-                num_layers=LAYOUT.num_layers,
-                incarnation=DECODE_LIFE,
+                own=instance(DECODE_LIFE, tp_size=1),
                 max_queued=number,
                 queue_timeout_s=DEADLINE_S,
                 join_timeout_s=DEADLINE_S,

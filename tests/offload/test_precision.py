@@ -92,7 +92,7 @@ async def test_host_memory_answers_requests_of_the_same_precision_only(tmp_path:
         tiers.tier.ready(page)
         tiers.tier.let_go(page)
     again = await looked_up(tiers.leader, prefill)
-    place = tiers.leader.place("again", again, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True)
+    place = tiers.leader.place("again", again, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0)
     assert place is not None and place.start_token == num_hits * PAGE
 
 

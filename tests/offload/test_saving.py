@@ -142,7 +142,7 @@ async def test_a_request_that_ends_has_no_more_saves_ordered_than_the_loop_has_t
     where = replace(context(), broadcast=orders.append)
     leader = OffloadLeader(where, slack_pages=0, seed_of=lambda salt, prefill: b"", store=None)
     prompt = await leader.look_up(range(15 * PAGE), "", prefill=instance(1), may_skip=True)
-    assert leader.place("a", prompt, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True) is not None
+    assert leader.place("a", prompt, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0) is not None
     leader.begin("a")
     leader.finish("a")
     assert [len(order.runs[0].host_pages) for order in orders if isinstance(order, SavePages)] == [2, 2, 2]
