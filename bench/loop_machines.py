@@ -1,7 +1,7 @@
 """Both protocol machines of one transfer without anything between them, for `bench.loop`: real `Sender`s and `Receiver`s.
 
 What their loops do besides is left out: encoding messages, copying, writing. A turn is what one wake-up of a rank's loop has the
-machine handle: one event, or as many messages as a control channel hands over at once (`WATCH_BATCH`).
+machine handle: one event, or as many messages as a control channel hands over at once (`WATCH_BATCH`, `WATCH_S`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from decode_node.receiver import Receiver
 from prefill_node import sender_events as source
 from prefill_node.sender import Sender
 from transfer.chunk import ChunkPlan, split_into_chunks
-from transfer.control.base import WATCH_BATCH
+from transfer.control.base import WATCH_BATCH, WATCH_S
 from transfer.layout import KVLayout, Route, Shard, routes, wire_dtype
 from transfer.ring import ALIGNMENT_BYTES, MAX_ATTEMPTS, Grant, StagingAllocator
 
@@ -198,11 +198,15 @@ class Machines:
 
     def _turn(self, rank: _Rank, events: list[Any]) -> None:
         first = events[0]
-        name = f"{rank.name}: {len(events)} x {type(getattr(first, 'message', first)).__name__}"
+        name = f"{rank.name}: up to {len(events)} x {type(getattr(first, 'message', first)).__name__}"
 
         def work() -> list[Any]:
             found: list[Any] = []
-            for event in events:
+            ends_s = time.thread_time() + WATCH_S
+            for number, event in enumerate(events):
+                if number and time.thread_time() >= ends_s:  # as a control channel does
+                    rank.events.extendleft(reversed(events[number:]))
+                    break
                 for action in rank.machine.handle(event, self.now_s):
                     is_watermark = isinstance(action, target.PublishWatermark)
                     found.append((action, self.rings[self.receivers.index(rank)].watermark()) if is_watermark else action)

@@ -244,10 +244,12 @@ class SessionState:
             RemoteProtocolError: A newer watermark moves back (R2).
         """
         position = self.view.watermark.position
+        # Most ranges are said in each watermark until the position has passed them, and nothing waits for one that is known.
+        fresh = [(span.begin, span.end) for span in watermark.released if not self.view.is_released(span)]
         if not self.view.update(watermark):
             return []
         released: list[Piece] = []
-        for begin, end in ((position, watermark.position), *[(span.begin, span.end) for span in watermark.released]):
+        for begin, end in ((position, watermark.position), *fresh):
             self.waiting.wake(begin, end)
             for one in self._watched.take(begin, end):
                 if isinstance(one, Piece):
