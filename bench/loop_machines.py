@@ -7,6 +7,7 @@ machine handle: one event, or as many messages as a control channel hands over a
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
