@@ -24,8 +24,6 @@ from transfer.ring_index import CoveredOffsets, SortedPositions
 ALIGNMENT_BYTES = 256  # widest vector access of a GPU warp, and a multiple of every element size
 MAX_PUBLISHED_RANGES = 64  # a watermark stays under 2 KB; when there are more, they take turns in laps
 MAX_KEPT_RANGES = 16 * MAX_PUBLISHED_RANGES  # what a writer remembers of one ring; a peer must not be able to grow it
-MAX_SKIPPED_RANGES = 64
-"""Released ranges that one look for a grant's blocker skips; a peer must not be able to have each look skip all that are kept."""
 MAX_ATTEMPTS = 2  # a broken chunk is sent again once; a second mismatch is no accident of the wire
 
 
@@ -78,23 +76,16 @@ def _blocker_of(grant: Grant, *, position: int, capacity_bytes: int, unreleased_
     Looks only where the grant's bytes were in earlier rounds of the ring, and skips the rounds that a released range covers.
     Nothing unreleased is a whole round older than a grant that ends within a round of the watermark.
 
-    A grant behind more than `MAX_SKIPPED_RANGES` ranges waits for the watermark to move. In an honest ring, that takes as many
-    writers that froze in different rounds.
-
     Args:
         position: Watermark position.
         unreleased_edge: Given a position above the watermark's, one past the highest unreleased position below it.
     """
     size = grant.end - grant.begin
     window = grant.begin - capacity_bytes
-    num_skipped = 0
     while window + size > position:
         edge = unreleased_edge(window + size)
         if edge > window:
             return edge - 1
-        if num_skipped == MAX_SKIPPED_RANGES:
-            return position
-        num_skipped += 1
         window = edge - 1 - (edge - 1 - grant.begin) % capacity_bytes
     return None
 

@@ -16,7 +16,6 @@ from transfer.ring import (
     MAX_ATTEMPTS,
     MAX_KEPT_RANGES,
     MAX_PUBLISHED_RANGES,
-    MAX_SKIPPED_RANGES,
     Grant,
     RingView,
     StagingAllocator,
@@ -563,31 +562,6 @@ def test_rounds_that_are_released_are_skipped() -> None:
     grants = [ring.assign(CELL) for _ in range(4)]
     assert [ring.blocker_of(grant) for grant in grants].count(0 * CELL + CELL - 1) == 1
     assert steps <= 2 * len(grants)
-
-
-def test_a_peer_cannot_have_a_look_skip_every_range_that_is_kept() -> None:
-    """Each round is released but for its last cell, so each range is skipped by itself."""
-    view = view_of(4)
-    num_rounds = MAX_KEPT_RANGES - 1
-    for sequence, first in enumerate(range(1, num_rounds, MAX_PUBLISHED_RANGES), start=1):
-        last = min(first + MAX_PUBLISHED_RANGES, num_rounds)
-        ranges = tuple(cells(4 * at, 4 * at + 3) for at in range(first, last))
-        view.update(Watermark(incarnation=7, sequence=sequence, position=0, released=ranges))
-    steps = 0
-    edge_of = view._unreleased_edge
-
-    def counted(position: int) -> int:
-        nonlocal steps
-        steps += 1
-        return edge_of(position)
-
-    view._unreleased_edge = counted  # type: ignore[method-assign]
-    near, far = cells(4 * MAX_SKIPPED_RANGES, 4 * MAX_SKIPPED_RANGES + 1), cells(4 * num_rounds, 4 * num_rounds + 1)
-    assert view.blocker_of(near) == CELL - 1
-    assert view.blocker_of(far) == 0, "it waits for the watermark to move"
-    assert steps <= 2 * MAX_SKIPPED_RANGES + 2
-    view.update(Watermark(incarnation=7, sequence=99, position=4 * num_rounds * CELL))
-    assert view.blocker_of(far) is None
 
 
 class RingMachine(RuleBasedStateMachine):
