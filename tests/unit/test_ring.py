@@ -22,6 +22,7 @@ from transfer.ring import (
     Watermark,
     grant_key,
 )
+from transfer.ring_index import WaitingGrants
 
 CELL = ALIGNMENT_BYTES
 
@@ -562,6 +563,33 @@ def test_rounds_that_are_released_are_skipped() -> None:
     grants = [ring.assign(CELL) for _ in range(4)]
     assert [ring.blocker_of(grant) for grant in grants].count(0 * CELL + CELL - 1) == 1
     assert steps <= 2 * len(grants)
+
+
+def test_a_grant_that_is_never_released_delays_only_what_needs_its_bytes_however_far_the_ring_has_gone() -> None:
+    """Each lap leaves one more grant that waits for those bytes. With a bound on the laps that a look
+    goes back, the ring would wedge.
+    """
+    ring = ring_of(32)
+    waiting: WaitingGrants[Grant, Grant] = WaitingGrants(ring.blocker_of)
+    stuck = ring.assign(CELL)
+
+    def ask() -> None:
+        grant = ring.assign(CELL)
+        waiting.add(grant, grant)
+
+    def use(num_grants: int) -> None:
+        for _ in range(num_grants):
+            grant = waiting.pop()
+            ring.release(grant)
+            waiting.wake(grant.begin, grant.end)
+            ask()
+
+    for _ in range(200):
+        ask()
+    use(100 * 32)  # 100 laps
+    ring.quarantine(stuck)
+    use(100 * 32)
+    ring.check_invariants()
 
 
 class RingMachine(RuleBasedStateMachine):
