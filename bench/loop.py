@@ -62,6 +62,8 @@ def cases() -> list[Case]:
         Case(name="a frozen writer holds the whole ring, and another asks for grants", run=loop_cases.frozen_writer),
         Case(name="a writer repeats its question for 1,024 grants 256 times", run=loop_cases.repeated_questions),
         Case(name="10,000 live grants", run=loop_cases.many_grants),
+        Case(name="a decode rank makes a writer look back 1,023 laps for each of 2,048 grants", run=loop_cases.dear_looks),
+        Case(name="a writer with a grant in each of 4,000 laps asks for 1,024 more", run=loop_cases.dear_grants),
         Case(name="256 sessions with requests, lost one by one", run=loop_cases.many_sessions),
         Case(name="256 writers of a decode rank", run=loop_many_peers.writers),
         Case(name="256 prefill nodes of a decode leader", run=loop_many_peers.prefill_nodes),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import examples.one_process
-from bench.loop_machines import Machines, forget_plans
+from bench.loop_machines import DECODE_LIFE, Machines, forget_plans
 from bench.loop_models import CONTEXT_TOKENS, layouts, llama_3_8b
 from bench.loop_turns import Watch
 from decode_node import receiver_events as target
@@ -26,6 +26,7 @@ from examples.one_process import TwoTiers
 from node_runtime.prompt import checked_prompt
 from node_runtime.rank_link import LeaderLink, RankLink
 from prefill_node import rank_messages
+from prefill_node import sender_events as source
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.sender import Sender
 from prefill_node.sender_events import SenderSettings
@@ -35,10 +36,18 @@ from transfer.control.inproc import InprocControlClient, InprocControlServer
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout, Shard
-from transfer.messages import MAX_CHUNKS_PER_MESSAGE, PROTOCOL_VERSIONS, GrantRequest, decode, encode
+from transfer.messages import (
+    MAX_CHUNKS_PER_MESSAGE,
+    PROTOCOL_VERSIONS,
+    GrantRequest,
+    GrantsIssued,
+    IssuedGrant,
+    decode,
+    encode,
+)
 from transfer.metrics import NodeMetrics
 from transfer.page_allocator import GroupAllocator
-from transfer.ring import ALIGNMENT_BYTES
+from transfer.ring import ALIGNMENT_BYTES, MAX_KEPT_RANGES, MAX_PUBLISHED_RANGES, Grant, Watermark
 
 DEADLINE_S = 120.0
 NUM_CANCELLED, NUM_LIVE_GRANTS = 64, 10_000
@@ -275,6 +284,55 @@ def repeated_questions(watch: Watch, *, num_chunks: int = MAX_CHUNKS_PER_MESSAGE
         server.close()
 
     watch.run(main)
+
+
+def dear_looks(watch: Watch, *, num_laps: int = MAX_KEPT_RANGES - 1, num_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
+    """A decode rank announces a released range in each of 1,023 laps of its ring, and then has 2,048 grants looked at at once.
+
+    Real: the sending machine. A look for what is in a grant's way goes back through all laps.
+    """
+    lap_cells = 2 * num_chunks + 1
+    lap_bytes = lap_cells * ALIGNMENT_BYTES
+
+    def cells(lap: int, begin: int, end: int) -> Grant:
+        return Grant(lap * lap_bytes + begin * ALIGNMENT_BYTES, lap * lap_bytes + end * ALIGNMENT_BYTES)
+
+    machines = Machines(watch, TINY, Shard(), Shard(), ring_bytes=lap_bytes, grants_ahead=num_chunks)
+    (session,), sender, plan = machines.sessions, machines.senders[0], ChunkPlan(chunk_tokens=1)
+
+    def announce(sequence: int, position: int, ranges: tuple[Grant, ...] = ()) -> None:
+        watermark = Watermark(incarnation=DECODE_LIFE, sequence=sequence, position=position, released=ranges)
+        sender.events.append(source.WatermarkArrived(session=session, watermark=watermark))
+        machines.run_sender()
+
+    for sequence, first in enumerate(range(1, num_laps, MAX_PUBLISHED_RANGES), start=1):
+        laps = range(first, min(first + MAX_PUBLISHED_RANGES, num_laps))
+        announce(sequence, 0, tuple(cells(lap, 0, lap_cells - 1) for lap in laps))
+    for number in range(2):
+        name = f"request {number}"
+        machines.start(name, num_chunks, plan=plan)
+        spans = [cells(num_laps, cell, cell + 1) for cell in range(number * num_chunks, (number + 1) * num_chunks)]
+        grants = tuple(IssuedGrant(chunk=chunk, begin=span.begin, end=span.end) for chunk, span in enumerate(spans))
+        issued = GrantsIssued(incarnation=DECODE_LIFE, request_id=name, route=0, grants=grants)
+        sender.events.append(source.MessageArrived(session=session, message=issued))
+        machines.compute(name, range(num_chunks))
+        machines.run_sender()
+    announce(1 << 20, (lap_cells - 1) * ALIGNMENT_BYTES)  # what was in the way of all of them
+
+
+def dear_grants(watch: Watch, *, num_laps: int = 4000, num_chunks: int = MAX_CHUNKS_PER_MESSAGE) -> None:
+    """A writer has one small grant in each of 4,000 laps of a ring, and asks for 1,024 more at once.
+
+    Real: the receiving machine, and its ring, which is brought there without the machine.
+    """
+    machines = Machines(watch, TINY, Shard(), Shard(), ring_bytes=64 * ALIGNMENT_BYTES, grants_ahead=num_chunks)
+    ring = machines.rings[0]
+    for _ in range(num_laps):
+        ring.release(ring.assign(63 * ALIGNMENT_BYTES))
+        ring.assign(ALIGNMENT_BYTES)
+    machines.start("request", num_chunks, plan=ChunkPlan(chunk_tokens=1))
+    machines.run(most=2 * num_chunks)
+    machines.tick()
 
 
 # Pages of one token

@@ -74,7 +74,8 @@ class Receiver:
         self._lost: set[int] = set()  # sessions that were closed, and whose writers may still write
         self._requests: dict[str, Request] = {}
         self._live: dict[int, Piece] = {}  # by grant.begin
-        self._waiting: WaitingGrants[Grant, Piece] = WaitingGrants(ring.blocker_of)  # of those, not writable yet
+        # Of those, not writable yet.
+        self._waiting: WaitingGrants[Grant, Piece] = WaitingGrants(ring.blocker_of, lambda: ring.num_steps)
         self._actions: list[Action] = []
         self._now_s = 0.0
         self._may_publish = False  # bytes were released, padding included
@@ -107,6 +108,7 @@ class Receiver:
             LocalProtocolError: The owner broke a rule (an outcome for a grant that is not live, a request expected twice).
         """
         self._now_s = now_s
+        self._waiting.begin_turn()
         match event:
             case SessionOpened():
                 if event.session in self._sessions or event.session in self._lost:

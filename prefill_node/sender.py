@@ -177,6 +177,7 @@ class Sender:
         session = self._sessions.get(event.session)
         if session is None:
             return
+        session.waiting.begin_turn()
         try:
             released = session.take_in(event.watermark)
         except RemoteProtocolError as error:
@@ -258,8 +259,8 @@ class Sender:
         self._note_free(piece.route.session, session)
 
     def _note_free(self, number: int, session: SessionState) -> None:
-        """Some of the session's waiting grants may have become writable."""
-        if session.waiting.has_free:
+        """Some of the session's waiting grants may have become writable, or have to be looked at."""
+        if session.waiting.has_free or session.waiting.has_later:
             self._eager[number] = session
 
     def _begin_ready_pieces(self) -> None:
@@ -268,6 +269,10 @@ class Sender:
         A slot goes only to a grant that may be written now: held by one that waits, it could be missing for the older grant
         that is waited for (rule 2, and docs/adr/0010).
         """
+        unlooked = next((number for number, session in self._eager.items() if session.waiting.has_later), None)
+        if unlooked is not None:  # of one session in a turn, however many peers make their looks dear
+            self._eager[unlooked] = self._eager.pop(unlooked)
+            self._eager[unlooked].waiting.begin_turn()
         is_last_kept: bool | None = None
         for number, session in list(self._eager.items()):
             waiting = session.waiting
@@ -283,7 +288,7 @@ class Sender:
                         break
                 self._begin(waiting.pop(), session)
                 self._eager[number] = self._eager.pop(number)  # now it comes after the others
-            if not waiting.has_free:
+            if not waiting.has_free and not waiting.has_later:
                 del self._eager[number]
 
     def _is_last_slot_kept(self) -> bool:

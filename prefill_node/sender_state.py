@@ -206,7 +206,7 @@ class SessionState:
     _watched: PositionIndex[Piece | int] = field(default_factory=PositionIndex)
 
     def __post_init__(self) -> None:
-        self.waiting = WaitingGrants(self.view.blocker_of)
+        self.waiting = WaitingGrants(self.view.blocker_of, lambda: self.view.num_steps)
 
     def is_taken(self, begin: int) -> bool:
         """Whether a grant that begins there is a living piece's, or one of its keys is spent and it is not released yet."""

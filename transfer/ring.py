@@ -124,6 +124,7 @@ class StagingAllocator:
         self._sequence = 0
         self._live_bytes = 0
         self._quarantined_bytes = 0
+        self.num_steps = 0  # that looks for blockers have taken, in all
 
     @property
     def head(self) -> int:
@@ -312,6 +313,7 @@ class StagingAllocator:
         self._begin_of[end] = begin
 
     def _unreleased_edge(self, position: int) -> int:
+        self.num_steps += 1
         begin = self._range_begins.below(position)
         return position if begin is None or self._end_of[begin] < position else begin
 
@@ -337,6 +339,7 @@ class RingView:
         # Released ranges above the watermark: all that was ever heard of.
         self._begins: list[int] = []
         self._ends: list[int] = []
+        self.num_steps = 0  # that looks for blockers have taken, in all
 
     @property
     def watermark(self) -> Watermark:
@@ -384,6 +387,7 @@ class RingView:
         )
 
     def _unreleased_edge(self, position: int) -> int:
+        self.num_steps += 1
         at = bisect_left(self._begins, position) - 1
         return position if at < 0 or self._ends[at] < position else self._begins[at]
 

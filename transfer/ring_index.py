@@ -17,6 +17,10 @@ _BLOCK: Final = 512
 _T = TypeVar("_T")
 
 
+LOOK_STEPS: Final = 1 << 14
+"""Rounds of the ring that the looks of one turn go back, some 5 ms. One look goes back once for each released range at most."""
+
+
 class SortedPositions:
     """A set of positions in ascending order, in blocks: adding or removing one moves at most a block, and not all above it.
 
@@ -140,12 +144,19 @@ class WaitingGrants(Generic[_S, _T]):
     Each waits for one position, the highest that is in its way, and is not looked at again before that one is released. Ahead of
     it in line are as a rule grants that must go first anyway, so a grant is looked at once or twice, however many wait.
 
+    A peer can make looks dear, and have all grants looked at at once. So a turn looks only until its steps are used up, and the
+    next turns look at the rest.
+
     Args:
         blocker_of: The highest unreleased position in a grant's way, or None: `RingView.blocker_of` or its allocator's.
+        num_steps: Steps that looks have taken so far, in all: the ring's `num_steps`. Without it, a turn has no bound.
     """
 
-    def __init__(self, blocker_of: Callable[[_S], int | None]) -> None:
+    def __init__(self, blocker_of: Callable[[_S], int | None], num_steps: Callable[[], int] = lambda: 0) -> None:
         self._blocker_of = blocker_of
+        self._num_steps = num_steps
+        self._last_step = LOOK_STEPS  # of this turn
+        self._later: dict[int, None] = {}  # those that no turn has had the steps for, in order
         self._items: dict[int, tuple[_S, _T]] = {}  # by grant.begin, as everything here
         self._blockers: dict[int, int] = {}  # of those that wait
         self._blocked: PositionIndex[int] = PositionIndex()  # the reverse
@@ -158,9 +169,22 @@ class WaitingGrants(Generic[_S, _T]):
     @property
     def has_free(self) -> bool:
         """Whether `pop()` would give one."""
-        while self._free and (self._free[0] not in self._items or self._free[0] in self._blockers):
+        while self._free and not self._is_free(self._free[0]):
             heapq.heappop(self._free)
         return bool(self._free)
+
+    @property
+    def has_later(self) -> bool:
+        """Whether grants are left for `begin_turn()` to look at."""
+        return bool(self._later)
+
+    def begin_turn(self) -> None:
+        """Begin another turn, with looks at the grants that the turns before left."""
+        self._last_step = self._num_steps() + LOOK_STEPS
+        while self._later and self._num_steps() < self._last_step:
+            name = next(iter(self._later))
+            del self._later[name]
+            self._look(self._items[name][0])
 
     def add(self, grant: _S, item: _T) -> None:
         """A grant that is new here."""
@@ -169,6 +193,7 @@ class WaitingGrants(Generic[_S, _T]):
 
     def discard(self, grant: _S) -> None:
         """The grant waits no more; one that does not wait is ignored."""
+        self._later.pop(grant.begin, None)
         if self._items.pop(grant.begin, None) is not None and grant.begin in self._blockers:
             self._blocked.remove(self._blockers.pop(grant.begin), grant.begin)
 
@@ -184,7 +209,13 @@ class WaitingGrants(Generic[_S, _T]):
             raise IndexError(f"{len(self)} grants wait, and none may go")
         return self._items.pop(heapq.heappop(self._free))[1]
 
+    def _is_free(self, name: int) -> bool:
+        return name in self._items and name not in self._blockers and name not in self._later
+
     def _look(self, grant: _S) -> None:
+        if self._num_steps() >= self._last_step:
+            self._later[grant.begin] = None
+            return
         blocker = self._blocker_of(grant)
         if blocker is None:
             heapq.heappush(self._free, grant.begin)

@@ -238,6 +238,9 @@ class BootstrapServer:
         is_other = told is not None and told.dp_rank != dp_rank and now < told.until
         if is_other and not self._is_of_engine(request, content):
             return web.Response(status=409, text=f"bootstrap_room {room} is taken")
+        is_full = len(self._rooms) >= MAX_ROOMS and next(iter(self._rooms.values())).until > now
+        if told is None and is_full and not self._is_of_engine(request, content):
+            return web.Response(status=503, text=f"{MAX_ROOMS} rooms are kept, the most that strangers can add")
         self._rooms[room] = _Room(dp_rank, now + DP_RANK_KEPT_S)
         self._rooms.move_to_end(room)
         for _ in range(2):  # each call adds one at most, so the table shrinks when its entries expire

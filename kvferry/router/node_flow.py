@@ -95,9 +95,8 @@ class NodeFlow:
     async def read(self, path: str, content: bytes) -> NodeBody:
         if path != CHAT:
             return await self._reader.read(content, node_body.completion, self._model)
-        if not is_light(content):  # messages are handed to the chat template as they are, and could not come from another process
-            raise ApiError(413, "the body is too large for a chat with a kvferry decode node, whose messages are text")
-        body = await self._reader.read(content, node_body.check, path, self._model)
+        check = node_body.check if is_light(content) else node_body.check_costly_chat
+        body = await self._reader.read(content, check, path, self._model)
         if self._template is None:
             raise ApiError(
                 400,

@@ -31,7 +31,7 @@ def test_the_sentence_names_what_is_counted() -> None:
             routes=tuple(OutgoingRoute(route=route, session=1) for route in found),
         )
     )
-    pieces = list(request.pieces())
+    pieces = [piece for route in request.routes.values() for piece in request.next_pieces(route, NUM_TOKENS)]
     stats = pb.TransferStats(
         bytes=sum(piece.num_bytes for piece in pieces),
         writes=len(pieces),

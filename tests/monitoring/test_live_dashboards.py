@@ -82,6 +82,7 @@ AT_REST: Final = {
     "Transfers not settled",
     "Watermark: bytes behind",
     "Watermark: standing still for",
+    "Steps without memory",
 }
 """Charts, or single lines, that are there at zero, and need not leave it while nothing is wrong or nobody happens to look. All
 others have to."""

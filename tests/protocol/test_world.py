@@ -189,6 +189,21 @@ def test_watermarks_without_room_for_every_range_are_enough(is_one_sided: bool, 
         assert not any(plan.excuses for plan in world.requests.values())
 
 
+@pytest.mark.parametrize("is_one_sided", [False, True], ids=["two_sided", "one_sided"])
+def test_one_look_a_turn_is_enough(is_one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grants that a turn has no steps left for are looked at by the next turns: nothing wedges, also with faults."""
+    monkeypatch.setattr("transfer.ring_index.LOOK_STEPS", 1)
+    faults = Faults(loss=20, duplicate=20, reorder=True, corrupt=5, cancel=20, abort=20)
+    for seed in range(10):
+        for more in ({}, {"faults": faults}):
+            config = WorldConfig(
+                prefill_tp=2, decode_tp=1, is_one_sided=is_one_sided, spare_cells=seed % 3, num_slots=2, grants_ahead=8, **more
+            )
+            world = World(config, seed)
+            world.run()
+            assert more or not any(plan.excuses for plan in world.requests.values())
+
+
 def test_the_faults_happen_and_some_requests_survive_them() -> None:
     """The histories are worth playing: in a fair number of them requests fail, and in a fair number they complete."""
     faults = Faults(loss=20, duplicate=20, reorder=True, corrupt=5, cancel=20, abort=20, link_deaths=1)

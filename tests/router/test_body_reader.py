@@ -118,12 +118,17 @@ async def test_a_process_whose_request_is_given_up_is_ended(all_by_process: list
         assert all_by_process[-1].returncode == -signal.SIGKILL
 
 
-async def test_a_node_takes_no_chat_that_is_costly_to_read() -> None:
+async def test_a_costly_chat_with_a_node_has_few_values_and_texts_of_any_length() -> None:
     settings = RouterSettings(prefill=(), decode=("127.0.0.1:1",), are_nodes=True)
     flow = NodeFlow(settings, PlainText(), RouterMetrics())
+    document = json.dumps({"messages": [{"role": "user", "content": "[1.5, 2.5]," * 60_000}]}).encode()
+    values = json.dumps({"messages": [[]] * 40_000}).encode()
+    assert not is_light(document) and not is_light(values)
     try:
-        with pytest.raises(ApiError, match="too large for a chat") as refused:
-            await flow.read(CHAT, repeated("[]", 100_000))
+        with pytest.raises(ApiError, match="chats need a chat template"):  # the next thing that is looked at
+            await flow.read(CHAT, document)
+        with pytest.raises(ApiError, match="can have 10000 JSON values") as refused:
+            await flow.read(CHAT, values)
         assert refused.value.status == 413
     finally:
         await flow.close()

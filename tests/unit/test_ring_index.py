@@ -208,3 +208,53 @@ def test_gaps_between_intervals_agree_with_counts_of_every_byte(seed: int) -> No
             order = [*range(start, capacity), *range(start)]
             free = (at for at in order if at + size <= capacity and not any(counts[at : at + size]))
             assert covered.first_gap(start, size) == next(free, None)
+
+
+def test_a_turn_looks_at_no_more_than_it_has_steps_for_and_the_next_ones_look_at_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look takes three steps here, and a turn has five."""
+    monkeypatch.setattr("transfer.ring_index.LOOK_STEPS", 5)
+    steps = 0
+    blockers: dict[int, int | None] = {begin: None for begin in range(0, 7 * CELL, CELL)}
+
+    def blocker_of(grant: Grant) -> int | None:
+        nonlocal steps
+        steps += 3
+        return blockers[grant.begin]
+
+    waiting: WaitingGrants[Grant, int] = WaitingGrants(blocker_of, lambda: steps)
+    grants = [Grant(begin, begin + CELL) for begin in blockers]
+    for grant in grants:
+        waiting.add(grant, grant.begin)
+    assert (steps, len(waiting), waiting.has_later) == (6, 7, True)
+    assert [waiting.pop(), waiting.pop()] == [0, CELL] and not waiting.has_free
+    waiting.discard(grants[2])
+    blockers[3 * CELL] = 9
+    waiting.begin_turn()
+    assert steps == 12 and waiting.pop() == 4 * CELL and not waiting.has_free and waiting.has_later
+    waiting.begin_turn()
+    assert not waiting.has_later and [waiting.pop(), waiting.pop()] == [5 * CELL, 6 * CELL]
+    blockers[3 * CELL] = None
+    waiting.wake(9, 10)
+    assert not waiting.has_free and waiting.has_later, "the turn has no steps left"
+    waiting.begin_turn()
+    assert waiting.pop() == 3 * CELL and len(waiting) == 0
+
+
+def test_a_grant_that_has_to_be_looked_at_is_not_taken_for_one_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.ring_index.LOOK_STEPS", 1)
+    steps = 0
+
+    def blocker_of(grant: Grant) -> int | None:
+        nonlocal steps
+        steps += 1
+        return None if grant.end == CELL else 7
+
+    waiting: WaitingGrants[Grant, str] = WaitingGrants(blocker_of, lambda: steps)
+    waiting.add(Grant(0, CELL), "given up")
+    waiting.discard(Grant(0, CELL))
+    waiting.add(Grant(0, 2 * CELL), "blocked, and not looked at yet")
+    assert waiting.has_later and not waiting.has_free
+    waiting.begin_turn()
+    assert not waiting.has_free and len(waiting) == 1

@@ -396,7 +396,11 @@ class ZmqControlClient:
         """The wait is over: connect again, or part where the socket still cannot send."""
         self._end_wait()
         if self._is_parted:
-            self._socket.connect(self._address)
+            try:
+                self._socket.connect(self._address)
+            except zmq.ZMQError:  # such as for want of a file descriptor
+                self._wait()
+                return
             self._is_parted = False
         elif not _events(self._socket) & _POLLOUT:
             self._part()
