@@ -1,12 +1,12 @@
-"""Who has room on the decode node: by count, all or nothing, for the whole life of a request. Pure.
+"""Reserve room on the decode node: by count, all or nothing, for the whole life of a request. Pure.
 
 All ranks have pools of the same number of pages, so one count serves them all. Room is taken when prefill is about to start
 and not before, and covers prompt and new tokens, so that generation can never run out of pages half way. Where pages can leave
 the device early (`decode_node.offload`), it covers what a request cannot do without, and the rest is promised in host memory.
 
-A request that finds too little room waits, and its prefill node asks again. Room is set aside for the oldest request that waits,
-so that younger requests cannot take it between two of its questions: they take only what is free beyond that. Without this rule,
-an endless stream of short requests starves a long one.
+A request that finds too little room waits, and its prefill node asks again. Room is set aside for the oldest request that waits.
+Younger requests can take only the free room beyond it. Without this rule, an endless stream of short requests starves a long
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transfer.errors import LocalProtocolError
 from transfer.layer_groups import LayerGroup, PageCounts, PageNeeds
 
 WAITS_S: Final = 1.0
-"""A waiting request whose prefill node has not asked again for so long has nothing set aside, until it asks again.
+"""Seconds after the last question about a waiting request, after which nothing is set aside for it until the next question.
 
 A prefill node asks about the oldest requests of its queue every 50 to 60 ms, as long as it has room for them itself.
 """
@@ -42,7 +42,7 @@ class Room:
 
     Args:
         pages: Device pages of each group of layers, on every rank.
-        host_pages: Pages in host memory, where there is any.
+        host_pages: Pages in host memory; 0 without host memory.
     """
 
     pages: PageCounts
@@ -51,7 +51,7 @@ class Room:
 
 @dataclass(slots=True, kw_only=True)
 class _Waiting:
-    """A request that has found too little room: its place in the order of age, its need, and when it was asked about last."""
+    """A request that found too little room: its place in the order of age, its need, and the time of the last question."""
 
     place: tuple[float, str]
     needed: Room
@@ -59,13 +59,13 @@ class _Waiting:
 
 
 class Admission:
-    """Counts the pages that requests hold, and sets room aside for the oldest request that waits.
+    """Count the pages that requests hold, and set room aside for the oldest request that waits.
 
     Args:
         pool_pages: Pages of every rank's pool.
         needs: What requests take of it.
         max_running: Requests that may hold room at once.
-        now_s: The clock.
+        now_s: Returns monotonic seconds.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Admission:
         """Take room for a request; False means "not yet". Does not take what is set aside for an older request.
 
         Args:
-            accepted_s: When the request was accepted, which decides who is older. All attempts of a request have the same.
+            accepted_s: Time of the request's acceptance, which defines its age. All attempts of a request have the same.
         """
         if request_id in self._held:
             raise LocalProtocolError(f"request {request_id} has room already")
@@ -127,10 +127,10 @@ class Admission:
         return True
 
     def wait(self, request_id: str, needed: Room, *, accepted_s: float) -> None:
-        """Remember a request that has found too little room. A request that the pool can never hold is not remembered.
+        """Remember a request that found too little room, unless the pool can never hold it.
 
         Args:
-            needed: The least that it can start with.
+            needed: The least room with which it can start.
             accepted_s: As of `reserve`.
         """
         if not needed.pages.fit(self._pool_pages):
@@ -141,24 +141,24 @@ class Admission:
         self._waiting[request_id] = _Waiting(place=place, needed=needed, asked_s=self._now_s())
 
     def stop_waiting(self, request_id: str) -> None:
-        """Set nothing aside for a request any more. Does nothing for one that does not wait."""
+        """Stop setting room aside for a request. Ignore a request that does not wait."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             del self._by_age[bisect_left(self._by_age, waiting.place)]
 
     def set_aside(self, request_id: str, *, accepted_s: float) -> Room:
-        """The room that a request may not take, because an older request waits for it."""
+        """Return the room that a request may not take, because an older request waits for it."""
         older = self._older(request_id, accepted_s)
         return self._nothing if older is None else older.needed
 
     @property
     def wanted(self) -> Room:
-        """The room that the oldest request that waits needs; nothing where no request waits."""
+        """Room that the oldest waiting request needs; empty if no request waits."""
         oldest = self._oldest()
         return self._nothing if oldest is None else oldest.needed
 
     def _older(self, request_id: str, accepted_s: float) -> _Waiting | None:
-        """The oldest request that waits, where it is older than this one."""
+        """Return the oldest waiting request if it is older than this one."""
         oldest = self._oldest()
         return oldest if oldest is not None and oldest.place < (accepted_s, request_id) else None
 

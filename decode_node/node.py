@@ -116,7 +116,7 @@ class _Life:
         )
 
         def on_no_room(transfer_id: str) -> None:
-            if admission.num_running < config.limits.max_running_requests:  # else it is not pages that it waits for
+            if admission.num_running < config.limits.max_running_requests:  # otherwise it waits for a slot, not for pages
                 self.full_pool.waits(transfer_id)
 
         self.tiers: LeaderTiers | None = None

@@ -31,7 +31,7 @@ GIVE_UP_TIMEOUT_S: Final = 2.0
 ANY_TOKEN: Final = 1 << 32
 
 LONG_PROMPT_TOKENS: Final = 8192
-"""From here on, one prompt a turn of the loop is put into a message: 131,072 tokens take 3 ms, and many can start at once."""
+"""Tokens from which a prompt is encoded alone in a turn of the loop: 131,072 tokens take 3 ms, and many can start at once."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class PrefillPeer:
     unnamed_s: float | None = None  # since when discovery has not named it
     other: PrefillPeer | None = None  # of an alias: by whom its node is joined
     last_incarnation: int = 0  # of whom it was the address last
-    asking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for a turn by whoever asks with a long prompt
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one turn by each call with a long prompt
     alias_of: int = 0  # the life of which it was last told to be one more address
     over: asyncio.Future[None] | None = None  # while it is joined: done when it no longer is
 

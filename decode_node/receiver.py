@@ -203,10 +203,10 @@ class Receiver:
         self._actions.append(Send(session=route.incoming.session, message=message))
 
     def _settle(self, request: Request, pieces: Iterable[Piece]) -> None:
-        """After a step of a request that was given up: release what is proven dead, say when its pages are safe, forget it.
+        """Continue to end a failed request: release dead pieces, report when its pages are safe, and forget it.
 
         Args:
-            pieces: The pieces that the step can have proven dead; not all, for a writer can have tens of thousands granted.
+            pieces: The pieces that the step can have proven dead. A writer can have tens of thousands, so not all are checked.
         """
         for piece in pieces:
             route = request.routes[piece.route.route.index]
@@ -331,14 +331,14 @@ class Receiver:
         return None
 
     def _grant_for(self, request: Request, route: RouteState, chunk: int) -> Grant:
-        """The grant that was given before, or a new one: the answer to a repeated request is the same grant (R3)."""
+        """Return the earlier grant, or a new one. The answer to a repeated request is the same grant (R3)."""
         granted = route.grant_of(chunk)
         if granted is not None:
             return granted
         return self._grant(request, route, request.chunks[chunk], route.expected.size_of(chunk))
 
     def _issue(self, route: IncomingRoute, request_id: str, grants: Mapping[int, Grant]) -> None:
-        """Say where chunks may be written; `grants` by chunk index."""
+        """Send `GrantsIssued`; `grants` is by chunk index."""
         issued = tuple(IssuedGrant(chunk=chunk, begin=grant.begin, end=grant.end) for chunk, grant in grants.items())
         message = GrantsIssued(incarnation=self._ring.incarnation, request_id=request_id, route=route.route.index, grants=issued)
         self._actions.append(Send(session=route.session, message=message))
@@ -454,7 +454,7 @@ class Receiver:
             return  # the answer to a repeated abort
         request, route = found
         if route.is_drained:
-            return  # said again
+            return  # a repeated message
         route.is_drained = True
         if request.failure is not None:
             self._settle(request, list(route.pieces.values()))

@@ -45,21 +45,21 @@ class RouteState:
     incoming: IncomingRoute
     expected: Pieces  # all that has to come
     pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index, as below: granted and not released
-    # Grants of those that were released, which are asked for or announced twice at times. Nothing else of them is kept: a long
-    # prompt has thousands, which each step of a request that was given up, and the garbage collector, would walk.
+    # Grants of released pieces, for repeated messages about them. Nothing else of these pieces is kept: a long prompt has
+    # thousands, and each step of a failed request, and the garbage collector, would walk over all of them.
     released: dict[int, Grant] = field(default_factory=dict)
-    scattered: set[int] = field(default_factory=set)  # of those, the ones that lie in the pool
+    scattered: set[int] = field(default_factory=set)  # released pieces whose KV is in the pool
     is_drained: bool = False  # the writer said, or its session's end proves, that nothing more will come
     asked_s: float = 0.0  # when the abort was last sent
 
     def grant_of(self, chunk: int) -> Grant | None:
-        """Where the piece may be written, or was; None if it was not granted."""
+        """Return the present or released grant of a chunk; None if it was not granted."""
         piece = self.pieces.get(chunk)
         return self.released.get(chunk) if piece is None else piece.grant
 
     @property
     def is_whole(self) -> bool:
-        """Whether every expected piece was scattered; none is scattered that is not expected."""
+        """Whether every expected piece was scattered. Only expected pieces are scattered."""
         return len(self.scattered) == len(self.expected)
 
 
@@ -104,7 +104,7 @@ class Request:
         return [piece for route in self.routes.values() for piece in route.pieces.values()]
 
     def check_invariants(self) -> None:
-        """Raises LocalProtocolError when what is counted is not what the pieces say."""
+        """Raise LocalProtocolError if the counts do not match the pieces."""
         if sum(piece.stage is Stage.SCATTERING for piece in self.pieces()) != self.num_scattering:
             raise LocalProtocolError(f"invariant broken: scatters of request {self.request_id}")
         for route in self.routes.values():

@@ -179,8 +179,8 @@ class Observer:
         on_token: Seconds since the token before.
         on_retry: A request is tried on another prefill node.
         on_given_up: A request that was queued has ended with this error.
-        on_no_room: A try, named by its id, has found too little room, and waits.
-        on_wait_over: A try has room, or has ended without.
+        on_no_room: An attempt, given by its id, found too little room, and waits.
+        on_wait_over: An attempt that waited has room, or has ended.
     """
 
     on_outcome: Callable[[str], None]

@@ -62,7 +62,7 @@ PLACED_AT_ONCE: Final = 32
 """Requests that waited, of one such moment: the first node that comes is not to have all, if others are on their way."""
 
 PLACED_TOKENS_AT_ONCE: Final = 1 << 18
-"""Tokens of their prompts, of one such moment. To choose a node for 131,072 tokens takes the loop some 5 ms."""
+"""Tokens of the prompts that are placed at one such moment. Choosing a node for 131,072 tokens takes the loop some 5 ms."""
 
 
 class DecodeRequests:
@@ -221,8 +221,10 @@ class DecodeRequests:
             self._placing = asyncio.get_running_loop().call_later(PLACE_AFTER_S, self.place_waiting)
 
     def place_waiting(self) -> None:
-        """Send what waits for a prefill node, the oldest request first, each where it is best by then; `PLACED_AT_ONCE`, or those
-        of `PLACED_TOKENS_AT_ONCE`, and the rest a moment later."""
+        """Send requests that wait for a prefill node to the best node, the oldest request first.
+
+        At most `PLACED_AT_ONCE` requests, or `PLACED_TOKENS_AT_ONCE` tokens, are sent at once. The others follow a moment later.
+        """
         if self._placing is not None:
             self._placing.cancel()
             self._placing = None
@@ -402,7 +404,7 @@ class DecodeRequests:
         deadline = asyncio.get_running_loop().call_later(self._queue_left_s(a_try), self._expire, a_try)
         try:
             may_skip = peer.can_start_late
-            # Anew for each try: KV of a node of another precision has other hashes.
+            # Each attempt looks up again, because KV from a node of another precision has other hashes.
             a_try.prompt = await self._tiers.look_up(request.token_ids, request.cache_salt, prefill=instance, may_skip=may_skip)
             call = peer.prefill(
                 a_try.transfer_id,

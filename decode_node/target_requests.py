@@ -183,7 +183,7 @@ class TargetRequests:
         self._prompts: dict[str, _Prompt] = {}  # by the engine's name, until they are settled
         self._transfers: dict[str, _Transfer] = {}
         self._following: set[asyncio.Task[None]] = set()  # calls of prefill nodes that are not at their end
-        self._telling: set[asyncio.Task[None]] = set()  # prefill nodes that they need keep a prompt no longer
+        self._telling: set[asyncio.Task[None]] = set()  # calls that let prefill nodes release a prompt
 
     @property
     def num_prompts(self) -> int:
@@ -311,7 +311,7 @@ class TargetRequests:
                     await asyncio.sleep(RETELL_S)
 
     def _on_told(self, telling: asyncio.Task[None]) -> None:
-        """A task whose exception nobody takes would end the hosting engine; the prefill side lets go of the prompt by itself."""
+        """Log the exception of a task, which would otherwise end the engine. The prefill side releases the prompt anyway."""
         self._telling.discard(telling)
         if not telling.cancelled() and (error := telling.exception()) is not None:
             log.critical("decline_broke", error=str(error), exc_info=error)

@@ -435,7 +435,7 @@ class EmbeddedEngine:
         """Run a planned step; does not wait for the device.
 
         Raises:
-            OutOfMemory: There is no memory for the step. Nothing of it runs any more, and the next step may find some.
+            OutOfMemory: There is no memory for the step. None of its kernels runs any more, and the next step can succeed.
             EngineError: The step failed; of a group, the engine is then of no further use.
         """
         with self._step(*_use_of(batch)):
@@ -542,10 +542,10 @@ class EmbeddedEngine:
 
     @contextmanager
     def _step(self, doing: str, advice: str) -> Iterator[None]:
-        """What surrounds every step: no autograd, and one kind of error for whatever breaks.
+        """Run a step without autograd, and convert each failure to an `EngineError`.
 
         Args:
-            doing, advice: As of `out_of_memory`.
+            doing, advice: Those of `out_of_memory`.
         """
         if self._model is None:
             raise EngineError("the engine is closed; a step needs an open one")
@@ -561,7 +561,7 @@ class EmbeddedEngine:
             # Every rank has run the whole step: the group is still in step.
             is_complete = True
             raise
-        except (RuntimeError, MemoryError) as error:  # torch's: no memory, a peer's closed connection, a collective's deadline
+        except (RuntimeError, MemoryError) as error:  # from torch: no memory, a closed connection, a deadline
             failure = self._failed(error, doing, advice)
             if not isinstance(failure, OutOfMemory):
                 raise failure from error
@@ -572,7 +572,7 @@ class EmbeddedEngine:
             raise failure
 
     def _failed(self, error: RuntimeError | MemoryError, doing: str, advice: str) -> EngineError:
-        """End a step that broke; what it is to be reported as."""
+        """End a step that failed, and return the error to report."""
         rank = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
         is_memory = is_out_of_memory(error)
         if is_memory:
@@ -584,7 +584,7 @@ class EmbeddedEngine:
                 return EngineBroken(self._failure)
         if self._group is None and self._device.type == "cuda":
             try:
-                # The kernels that the step has queued write KV. Its pages are about to be given to other requests.
+                # Kernels that the step queued still write KV, and its pages go to other requests next.
                 torch.cuda.synchronize(self._device)
             except RuntimeError as broken:
                 self._failure = f"{failure}; then the device failed: {one_line(broken)}"
@@ -630,14 +630,14 @@ def _check_settings(shard: Shard, group: TensorParallelGroup | None, **counts: i
 
 
 def _use_of(batch: ForwardBatch) -> tuple[str, str]:
-    """What a step does, and what to change where it finds no memory."""
+    """Return the description of a step, and the settings to change if it finds no memory."""
     if batch.decode_items:
         return f"computing a decode step of {len(batch.decode_items)} requests", _DECODE_ADVICE
     return f"computing a prefill step of {len(batch.token_ids)} tokens", _PREFILL_ADVICE
 
 
 def _has_broken_device(error: RuntimeError | MemoryError) -> bool:
-    """Whether every later call would fail as well, as after an illegal memory access; not of memory that ran out."""
+    """Return whether every later call would fail as well, as after an illegal memory access. False for lack of memory."""
     return isinstance(error, torch.AcceleratorError) or _OF_A_GPU.search(str(error)) is not None
 
 

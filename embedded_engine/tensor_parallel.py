@@ -161,7 +161,7 @@ def load_causal_lm(
                 **options,
             )
     except Exception as error:  # whatever the loaders below raise means: these weights cannot be loaded
-        # transformers catches what breaks while it joins the tensors of experts, and raises an error that names no cause.
+        # transformers catches errors while it joins the tensors of experts, and raises an error without their cause.
         if is_out_of_memory(error) or num_ooms(device) > num_ooms_before:
             raise out_of_memory(error, doing, device=device, advice=_WEIGHTS_ADVICE) from error
         raise EngineError(f"{files.directory}: the weights cannot be loaded: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""What a leader tells of memory: steps that found none, and a KV pool that is full. Each once for as long as it lasts."""
+"""Log steps that found no memory, and a full KV pool. Each condition is logged once for as long as it lasts."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Final
 import structlog
 
 QUIET_S: Final = 60.0
-"""Without a step that finds no memory, after which the next one is told of again."""
+"""Time without a step that finds no memory, after which the next such step is logged again."""
 
 MOST_IN_A_ROW: Final = 8
-"""Steps in a row that find no memory before the ranks are given up. Their next life measures the device again."""
+"""Steps in a row that find no memory before the ranks are started again. The new ranks measure the device again."""
 
 LINGER_S: Final = 5.0
-"""For so long no request may have to wait for pages before the pool counts as having room: a busy pool is full again at once."""
+"""Time without a request that waits for pages, after which the pool counts as having room. A busy pool is full again at once."""
 
 log = structlog.get_logger(__name__)
 
 
 class OutOfMemoryWatch:
-    """Hears of each step of the engine. Owned by the leader's loop, for one life of the ranks.
+    """Watch for steps of the engine that find no memory. Owned by the leader's loop, for one life of the ranks.
 
     Args:
         on_step: Called for each step that found no memory.
-        on_hopeless: Called with the reason when `MOST_IN_A_ROW` steps found none, with no other step between.
-        clock: Seconds.
+        on_hopeless: Called with the reason when `MOST_IN_A_ROW` steps in a row found no memory.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class OutOfMemoryWatch:
         self._on_hopeless = on_hopeless
         self._clock = clock
         self._num_in_a_row = 0
-        self._num_steps = 0  # since it was told of
+        self._num_steps = 0  # since the warning
         self._first_s = self._last_s = 0.0
 
     def step_done(self) -> None:
-        """A step ended well."""
+        """Record a step that succeeded."""
         self._num_in_a_row = 0
         if self._num_steps and self._clock() - self._last_s >= QUIET_S:
             log.info("out_of_memory_over", steps=self._num_steps, lasted_s=round(self._last_s - self._first_s, 3))
             self._num_steps = 0
 
     def step_failed(self, reason: str) -> None:
-        """A step found no memory."""
+        """Record a step that found no memory."""
         self._on_step()
         self._last_s = self._clock()
         if not self._num_steps:
@@ -61,7 +61,7 @@ class OutOfMemoryWatch:
 
 
 class FullPool:
-    """Knows which requests wait for pages of the node's own KV pool. Owned by the leader's loop, for one life of the ranks.
+    """Track the requests that wait for pages of the node's own KV pool. Owned by the leader's loop, for one life of the ranks.
 
     Args:
         advice: The settings to change, as an imperative.
@@ -72,22 +72,22 @@ class FullPool:
         self._advice = advice
         self._on_change = on_change
         self._waiting: frozenset[str] = frozenset()
-        self._have_waited: set[str] = set()  # since it was told of
+        self._have_waited: set[str] = set()  # since the warning
         self._first_s = self._last_s = 0.0
         self._ending: asyncio.TimerHandle | None = None
 
     def waits(self, request_id: str) -> None:
-        """The request has found too few pages, and asks again."""
+        """Record that a request found too few pages and asks again."""
         if request_id not in self._waiting:
             self.only(self._waiting | {request_id})
 
     def waits_no_more(self, request_id: str) -> None:
-        """The request has room, or has ended. Does nothing for one that did not wait."""
+        """Record that a request has room or has ended. Ignore a request that did not wait."""
         if request_id in self._waiting:
             self.only(self._waiting - {request_id})
 
     def only(self, request_ids: Iterable[str]) -> None:
-        """These requests wait for pages, and no others."""
+        """Replace the requests that wait for pages."""
         waiting = frozenset(request_ids)
         if waiting == self._waiting:
             return
@@ -104,7 +104,7 @@ class FullPool:
             self._ending = loop.call_later(LINGER_S, self._end)
 
     def close(self) -> None:
-        """The ranks' life is over, and with it every wait."""
+        """End all waits at the end of the ranks' life."""
         if self._have_waited:
             self.only(())
             self._stop_ending()

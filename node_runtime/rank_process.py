@@ -262,8 +262,8 @@ def _crash(spec: RankSpec, loop: asyncio.AbstractEventLoop, context: dict[str, A
 
 
 def _log_crash(spec: RankSpec, error: BaseException) -> int:
-    """Write down what ends the rank; the exit code."""
-    if is_out_of_memory(error):  # of a copy, for example: no bug, and the one line says more than a traceback
+    """Log the error that ends the rank, and return the exit code."""
+    if is_out_of_memory(error):  # for example in a copy: no bug, so one line instead of a traceback
         line = out_of_memory(error, f"copying KV on rank {spec.rank}", device=spec.device, advice="lower memory.static_fraction")
         log.critical("rank_out_of_memory", error=str(line))
         return exit_codes.NO_MEMORY

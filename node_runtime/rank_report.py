@@ -70,7 +70,7 @@ class RankStartFailed:
     """The rank cannot start; the leader ends the node with `exit_code`.
 
     Args:
-        may_pass: The reason may be gone after a pause, as that of memory which another process still holds.
+        may_pass: Whether a later attempt can succeed, for example when another process still holds memory.
     """
 
     rank: int

@@ -94,7 +94,7 @@ class TableEntries:
             if len(pages) < len(fresh):
                 self._look_for_gaps(known)
         is_fixed = isinstance(table, tuple | PageEntries)
-        self._last = table if is_fixed else None  # a list may be another one when it comes again
+        self._last = table if is_fixed else None  # the same list object can have other entries later
 
     def check(self, first: int, end: int) -> None:
         """

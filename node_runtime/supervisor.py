@@ -286,7 +286,7 @@ class RankSupervisor:
     def _end_switch_if_heard(self) -> None:
         """Where a rank could not change its role, and each has said whether it could: nothing more is to be waited for."""
         if self._refusals and len(self._refusals.keys() | self._hellos.keys()) == self._num_ranks:
-            self._refuse_start(next(iter(self._refusals.values())))  # what others say later can be a consequence of the first
+            self._refuse_start(next(iter(self._refusals.values())))  # later refusals can be a consequence of the first
 
     def _tick(self) -> None:
         """Count towards each rank's silence.

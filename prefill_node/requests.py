@@ -42,10 +42,10 @@ from transfer.metrics import outcome_of
 from transfer.tracing import Span
 
 RETRY_RESERVE_S = 0.05
-"""Shortest pause after an answer "not yet", before the decode node is asked about the same request again, whatever happens."""
+"""Shortest pause after "not yet", before the next question about the same request."""
 
 PAUSES_END_EVERY_S = 0.01
-"""Pauses end together, on multiples of this: each time the leader looks at all requests that wait, which can be thousands."""
+"""Pauses end together, on multiples of this: after each pause, the leader checks all waiting requests, which can be thousands."""
 
 OnLoaded = Callable[[str, int], None]
 OnTaskOver = Callable[[asyncio.Task[None]], None]
@@ -117,7 +117,7 @@ class PrefillRequests:
         on_broken: Called with why when nothing can be scheduled any more; the life is of no more use.
         on_outcome: Called with "sent", "failed", "aborted" or "refused" for each request that was queued and ends.
         on_given_up: Called with the error of each that was not "sent".
-        on_short: Called often with the requests that wait for pages of this node.
+        on_short: Called with the requests that wait for pages of this node, also when they did not change.
         loads: Makes what looks for stored beginnings, given whom to tell of them; None: there is no store.
     """
 
@@ -427,7 +427,7 @@ class PrefillRequests:
             self._fail(request, StagingError(f"no room within {self._queue_timeout_s:g} s (limits.queue_timeout_s)"))
 
     def _next_deadline_in_s(self) -> float | None:
-        """Seconds until `_expire` has something to do; None where no request waits."""
+        """Return the seconds until the next deadline of `_expire`; None if no request waits."""
         deadlines = [request.deadline_s for request in self._requests.values() if request.started_s is None]
         return min(deadlines) - time.monotonic() if deadlines else None
 
@@ -440,7 +440,7 @@ class PrefillRequests:
                 task.add_done_callback(self._on_task_over)
 
     async def _ask(self, request: Request) -> None:
-        """Ask once. The request counts as being asked about until it may be asked about again."""
+        """Ask the decode node once, and keep the request in `_asking` until the next question is allowed."""
         try:
             answer = await self._reserve(request.join, request.request_id)
             if answer.is_reserved and answer.start_token is not None:
@@ -511,7 +511,7 @@ class PrefillRequests:
 
 
 def _pause_s() -> float:
-    """From now until the next multiple of `PAUSES_END_EVERY_S` that is `RETRY_RESERVE_S` away at least."""
+    """Return the seconds until the next multiple of `PAUSES_END_EVERY_S` that is at least `RETRY_RESERVE_S` away."""
     earliest_s = time.monotonic() + RETRY_RESERVE_S
     return RETRY_RESERVE_S + -earliest_s % PAUSES_END_EVERY_S
 

@@ -19,8 +19,8 @@ STEPS_AHEAD = (
 ASKED_AT_ONCE = 8
 """Oldest requests for one destination that are named at a time.
 
-A decode node sets room aside for the oldest request that waits, so questions about the others would be in vain. Several are named
-so that a burst of requests that have room does not wait for one answer after the other.
+A decode node sets room aside for the oldest request that waits, so it would answer "not yet" for the others. Several requests are
+named, so that requests of a burst that all have room do not wait for one answer after the other.
 """
 
 
@@ -52,9 +52,9 @@ class _Request:
 
 @dataclass(slots=True, kw_only=True)
 class _Room:
-    """What this node would have left, if all the requests for one destination that are named so far were started.
+    """Room left on this node if all the requests named so far for one destination were started.
 
-    `slots` is how many more can be named.
+    `slots` is the number of further requests that can be named.
     """
 
     pages: PageCounts
@@ -124,8 +124,8 @@ class PrefillScheduler:
         They are those that this node has room for, counted for each destination by itself: whether a destination has room is not
         known here, and one that has none must not use up, in this count, what the others could be started with. Within one
         destination a younger request is named only while the older ones before it fit as well. A destination's oldest that does
-        not fit is named all the same once others have overtaken it: when it is accepted, the next pages are its own. Of each
-        destination `ASKED_AT_ONCE` are named at most.
+        not fit is named all the same once others have overtaken it: when it is accepted, the next pages are its own. At most
+        `ASKED_AT_ONCE` requests of each destination are named.
         """
         pages = self._free_pages
         for request in self._accepted.values():
@@ -148,7 +148,7 @@ class PrefillScheduler:
         return names
 
     def short_of_pages(self) -> list[str]:
-        """The requests that wait, where the oldest of them finds too few pages here; empty where it does not."""
+        """Return the waiting requests if the oldest of them finds too few pages on this node, or an empty list."""
         waiting = {**self._accepted, **self._waiting}
         oldest = next(iter(waiting.values()), None)
         if oldest is None or self.num_running >= self._max_running or oldest.pages.fit(self._free_pages):

@@ -547,7 +547,7 @@ class Sender:
             session.spend(grant_key(grant.begin, attempt), grant)
 
     def _let_go(self, piece: Piece) -> None:
-        """The piece is outstanding no more, and its grant is no living piece's."""
+        """Remove a piece from the outstanding pieces, and its grant from the held grants."""
         piece.request.routes[piece.route.route.index].outstanding.pop(piece.chunk.index, None)
         session = self._sessions.get(piece.route.session)
         if session is not None and piece.grant is not None:

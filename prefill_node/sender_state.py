@@ -80,14 +80,15 @@ class Piece:
 class RouteState:
     """A request's pieces of one route.
 
-    A request can have tens of thousands of pieces, and only `grants_ahead` of a route are outstanding: no event walks over all.
+    A request can have tens of thousands of pieces, so no event walks over all of them. At most `grants_ahead` pieces of a route
+    are outstanding.
     """
 
     outgoing: OutgoingRoute
     expected: Pieces
-    unasked: Iterator[tuple[Chunk, int]]  # of those, with their bytes, in the order of computation; none of a failed request
-    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index: all that were asked for
-    outstanding: dict[int, Piece] = field(default_factory=dict)  # of those, neither released nor dropped
+    unasked: Iterator[tuple[Chunk, int]]  # chunk and bytes, in the order of computation; empty for a failed request
+    pieces: dict[int, Piece] = field(default_factory=dict)  # by chunk index: all pieces whose grant was requested
+    outstanding: dict[int, Piece] = field(default_factory=dict)  # pieces neither released nor dropped
 
     @property
     def is_asking(self) -> bool:
@@ -122,7 +123,7 @@ class Request:
 
     @classmethod
     def of(cls, outgoing: OutgoingRequest) -> Request:
-        """The request before any piece of it is asked for; pieces of no bytes are left out."""
+        """Create a request without a requested piece. Pieces without bytes are omitted."""
         layout, num_tokens = outgoing.layout, outgoing.num_tokens
         chunks = split_into_chunks(
             outgoing.plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=outgoing.start_token
@@ -136,7 +137,7 @@ class Request:
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of the request, asked for or not."""
+        """Number of pieces of the request, requested or not."""
         return sum(len(route.expected) for route in self.routes.values())
 
     @property
@@ -144,7 +145,7 @@ class Request:
         return self.outgoing.request_id
 
     def next_pieces(self, route: RouteState, count: int) -> list[Piece]:
-        """Make the next `count` pieces of the route, or as many as are left, to be asked for."""
+        """Create the next `count` pieces of the route, or as many as are left, whose grants the caller requests."""
         fresh = [
             Piece(request=self, route=route.outgoing, chunk=chunk, num_bytes=num_bytes)
             for chunk, num_bytes in itertools.islice(route.unasked, count)
@@ -154,7 +155,7 @@ class Request:
         return fresh
 
     def outstanding(self) -> list[Piece]:
-        """The pieces that were asked for and are neither released nor dropped."""
+        """Return the requested pieces that are neither released nor dropped."""
         return [piece for route in self.routes.values() for piece in route.outstanding.values()]
 
     def route_of(self, session: int, route_index: int) -> RouteState | None:
@@ -176,7 +177,7 @@ class Request:
         )
 
     def check_invariants(self) -> None:
-        """Raises LocalProtocolError when what is counted, or kept as outstanding, is not what the pieces say."""
+        """Raise LocalProtocolError if the counts or the outstanding pieces do not match the pieces."""
         every = [piece for route in self.routes.values() for piece in route.pieces.values()]
         gathers = self.num_pieces - sum(piece.gathered for piece in every)
         releases = self.num_pieces - sum(piece.stage is Stage.RELEASED for piece in every)
@@ -209,7 +210,7 @@ class SessionState:
         self.waiting = WaitingGrants(self.view.blocker_of, lambda: self.view.num_steps)
 
     def is_taken(self, begin: int) -> bool:
-        """Whether a grant that begins there is a living piece's, or one of its keys is spent and it is not released yet."""
+        """Return whether a living piece holds a grant at `begin`, or an unreleased grant there has a spent key."""
         return begin in self.held or self._is_spent(begin)
 
     def add_written(self, piece: Piece) -> None:
@@ -224,10 +225,10 @@ class SessionState:
             self._watched.remove(piece.granted.end - 1, piece)
 
     def spend(self, key: int, grant: Grant) -> bool:
-        """Remember until its grant is heard to be released that the key was written or declined for a request that failed.
+        """Mark a key of a failed request as written or declined, until a watermark shows that its grant is released.
 
         Returns:
-            False when it changes nothing: the key is spent already, or its grant is released. It must not be declined then.
+            False if the key is spent already or its grant is released. Do not decline the key then.
         """
         if key in self.spent or self.view.is_released(grant):
             return False
@@ -260,7 +261,7 @@ class SessionState:
         return released
 
     def check_invariants(self) -> None:
-        """Raises LocalProtocolError when what waits to be released is watched never or twice, or a held grant's key is spent."""
+        """Raise LocalProtocolError if an unreleased key is not watched exactly once, or the key of a held grant is spent."""
         if len(self._watched) != len(self.written) + len(self.spent):
             counts = f"{len(self._watched)} watched, {len(self.written)} pieces written and {len(self.spent)} keys spent"
             raise LocalProtocolError(f"invariant broken: {counts}")

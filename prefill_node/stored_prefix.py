@@ -17,7 +17,7 @@ from transfer.storage.keys import PageHashes, chain_seed, rounding, store_finger
 from transfer.storage.pages import can_be_stored
 
 MAX_PAGES: Final = 1 << 17
-"""Of a prompt that are looked for, 2,097,152 tokens in pages of 16. The order to load them takes the leader's loop 28 ms."""
+"""Most pages of a prompt that are looked up: 2,097,152 tokens in pages of 16. Ordering them takes the leader's loop 28 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +62,10 @@ class StoredPrefix:
 
 
 def num_storable_tokens(num_tokens: int, decode: Instance) -> int:
-    """How many tokens of a prompt's beginning could be stored and be of use; 0 when none could.
+    """Return the number of tokens of a prompt's beginning that can be stored and used; 0 if none can.
 
     Args:
-        num_tokens: Of the prompt, at least 1.
+        num_tokens: Tokens of the prompt, at least 1.
         decode: The instance that it is for.
     """
     if not all(map(can_be_stored, layer_groups(decode.layout))):
@@ -75,7 +75,7 @@ def num_storable_tokens(num_tokens: int, decode: Instance) -> int:
 
 
 def prefix_chain(prefill: Instance, decode: Instance, *, store_salt: str, request_salt: str) -> PageHashes:
-    """For the hashes of a prompt's pages, as the decode instance stores them; without tokens yet.
+    """Return an empty chain for the hashes of a prompt's pages, as the decode instance stores them.
 
     Args:
         prefill: The instance that computes the prompt.

@@ -41,8 +41,8 @@ class ChunkPlan:
 MAX_PIECES: Final = 1 << 16
 """Pieces (chunks x routes) of one request on one rank: 1,048,576 tokens in chunks of 128 tokens on 8 routes.
 
-A rank keeps some 500 bytes for each piece until the request is over, and goes through them when the request fails. The plan of a
-decode rank is the choice of its peer, so it must be bounded.
+A rank keeps some 500 bytes for each piece until the request is over, and walks over all pieces when the request fails.
+The peer of a decode rank chooses the plan, so the plan must be bounded.
 """
 
 
@@ -55,7 +55,7 @@ def check_num_pieces(
         prefill, decode: The shards of any rank of the instances.
 
     Raises:
-        LayoutError: There are more than `MAX_PIECES`; the numbers are named.
+        LayoutError: The plan has more than `MAX_PIECES` pieces. The message contains the numbers.
     """
     num_routes = most_routes(layout, prefill, decode)
     num_chunks = len(split_into_chunks(plan, num_tokens=num_tokens, num_layers=layout.num_layers, start_token=start_token))
@@ -68,7 +68,7 @@ def check_num_pieces(
 
 
 class Chunks(Sequence[Chunk]):
-    """The chunks of one request, in the order in which prefill computes them; each is made when it is asked for."""
+    """The chunks of one request, in the order in which prefill computes them. Each chunk is created on access."""
 
     def __init__(self, plan: ChunkPlan, *, num_tokens: int, num_layers: int, start_token: int) -> None:
         if not 0 <= start_token < num_tokens:
@@ -126,10 +126,10 @@ def split_into_chunks(plan: ChunkPlan, *, num_tokens: int, num_layers: int, star
 
 
 class Pieces:
-    """The parts of a request's chunks that travel on one route, with their payload. Both sides count with this.
+    """The parts of a request's chunks that travel on one route, with their payload. Both sides use this class.
 
-    Nothing is made before it is asked for: a long prompt has tens of thousands of pieces, and a rank takes a request in within
-    one turn of its loop.
+    Each piece is created on access. A long prompt has tens of thousands of pieces, and a rank accepts a request within one turn
+    of its loop.
 
     Args:
         chunks: All chunks of the request.
@@ -139,7 +139,7 @@ class Pieces:
 
     def __init__(self, chunks: Chunks, layout: KVLayout, route: Route, *, num_tokens: int, dtype: DType) -> None:
         self._chunks, self._layout, self._route, self._num_tokens, self._dtype = chunks, layout, route, num_tokens, dtype
-        # What travels of a group of layers begins at one token: its pieces are the chunks from that token range on.
+        # The payload of a group of layers begins at one token. Its pieces are the chunks from that token range on.
         self._first_ranges = [
             chunks.range_of(first_travelling_token(layout, route, layers=layers, num_tokens=num_tokens, dtype=dtype))
             for layers in chunks.groups
@@ -156,7 +156,7 @@ class Pieces:
                 yield chunk, self._size_of(chunk)
 
     def size_of(self, index: int) -> int:
-        """Payload of the chunk of that index, in bytes; 0 if nothing of it travels here, or there is no such chunk."""
+        """Return the payload of a chunk in bytes; 0 if the chunk has no payload on this route, or does not exist."""
         return self._size_of(self._chunks[index]) if self._is_piece(index) else 0
 
     def _is_piece(self, index: int) -> bool:

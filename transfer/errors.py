@@ -108,7 +108,7 @@ class EngineError(TransferError):
 class OutOfMemory(EngineError, MemoryPlanError):
     """Memory ran out. The message names the work, the bytes asked for, the free bytes, and the settings to change.
 
-    It says nothing against the KV of the requests that it ended.
+    The KV of the requests that it ended is not damaged.
     """
 
     def __init__(self, *args: object) -> None:

@@ -359,7 +359,7 @@ def routes(layout: KVLayout, prefill: Shard, decode: Shard) -> tuple[Route, ...]
     return tuple(found)
 
 
-@lru_cache(maxsize=64)  # of few pairs of instances, and asked for each request
+@lru_cache(maxsize=64)  # called for each request, with few pairs of instances
 def most_routes(layout: KVLayout, prefill: Shard, decode: Shard) -> int:
     """Return the most routes that one rank of either instance has."""
     every = routes(layout, prefill, decode)
@@ -495,7 +495,7 @@ def wire_slices(layout: KVLayout, route: Route, *, tokens: Span, layers: Span, n
 
 
 def first_travelling_token(layout: KVLayout, route: Route, *, layers: Span, num_tokens: int, dtype: DType) -> int:
-    """Return the first token of a prompt of which something travels on `route`; `num_tokens` if nothing does.
+    """Return the first token of a prompt that has a payload on `route`; `num_tokens` if none has.
 
     From that token on each token range has a payload: a window reaches to the end of the prompt, and a recurrent state travels
     with the last token.
@@ -519,23 +519,23 @@ class _WindowRate:
     token_buffers: int
 
     def first_token(self, num_tokens: int) -> int:
-        """The first token that travels, of a prompt of `num_tokens`."""
+        """Return the first token that travels, for a prompt of `num_tokens`."""
         return max(0, num_tokens - self.window_tokens) if self.window_tokens else 0
 
     def count(self, tokens: Span, num_tokens: int) -> int:
-        """How many of `tokens` travel."""
+        """Return the number of `tokens` that travel."""
         return max(0, tokens.end - max(tokens.begin, self.first_token(num_tokens)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rates:
-    """Payload of some layers on one route: for each distinct window, and the recurrent states beside."""
+    """Payload of some layers on one route: of each distinct window, and of the recurrent states."""
 
     windows: tuple[_WindowRate, ...]
     num_states: int
 
 
-@lru_cache(maxsize=1024)  # by layers of a group: asked for each piece of each request
+@lru_cache(maxsize=1024)  # called for each piece of each request; one entry for each group of layers
 def _rates(layout: KVLayout, route: Route, layers: Span, dtype: DType) -> _Rates:
     of_window: dict[int, list[LayerSpec]] = {}
     num_states = 0

@@ -1,9 +1,9 @@
-"""How long each turn of an asyncio loop takes. Long turns are logged with their cause.
+"""Measure each turn of an asyncio loop, and log long turns with their cause.
 
-A turn is the time between two calls of the loop's selector. Nothing else runs on the loop meanwhile: no heartbeat is sent or
-noticed, no session makes progress. Processes whose loop carries sessions run it as a `MeasuredLoop`.
+A turn is the time between two calls of the loop's selector. Nothing else runs on the loop meanwhile. No heartbeat is sent or
+noticed, and no session makes progress. Processes whose loop carries sessions run it as a `MeasuredLoop`.
 
-What handles events notes each with `LoopTurns.took`; coroutines are noted with `TimedSteps`. The longest of a turn is its cause.
+Handlers record each event with `LoopTurns.took`, and coroutines with `TimedSteps`. The longest event of a turn is its cause.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LONG_TURN_S: Final = 0.25
 """Half a heartbeat interval. Six such turns in a row end every session of the process."""
 
 SAID_AGAIN_S: Final = 10.0
-"""Between two warnings with the same cause."""
+"""Shortest time between two warnings with the same cause."""
 
 _CPU_LOOK_S: Final = 0.01
-"""Between two looks at the thread's CPU clock. A look is a system call, and costs more than all else here together."""
+"""Shortest time between two reads of the thread's CPU clock. A read is a system call, and costs more than all other work here."""
 
 _T = TypeVar("_T")
 
@@ -34,10 +34,10 @@ log = structlog.get_logger(__name__)
 
 
 class LoopTurns:
-    """Counts the turns of one loop. Owned by the loop's thread.
+    """Count the turns of one loop. Owned by the loop's thread.
 
     Attributes:
-        counts: Turns by the buckets of `TURN_BUCKETS_S`, and longer ones.
+        counts: Turns in each bucket of `TURN_BUCKETS_S`, then longer turns.
         total_s: Seconds of all counted turns.
 
     Args:
@@ -53,14 +53,14 @@ class LoopTurns:
         self._is_counting = False
         self._begun_s = clock()
         self._cpu_looked_s = self._begun_s - _CPU_LOOK_S
-        self._cpu_s = 0.0  # the thread's, as of that look
+        self._cpu_s = 0.0  # CPU time of the thread at that read
         self._longest: object = None  # event of the present turn
         self._longest_s = 0.0
         self._num_events = 0
         self._said_s: dict[str, float] = {}  # by cause
 
     def start_counting(self) -> None:
-        """Count turns from now on. Before a process serves, its turns are long and harm nobody."""
+        """Start to count turns. Turns before a process serves are long and harmless."""
         if not self._is_counting:
             self._begun_s = self._clock()
             self._is_counting = True
@@ -88,7 +88,7 @@ class LoopTurns:
         return _name_of(self._longest)
 
     def took(self, event: object, begun_s: float) -> None:
-        """Note that handling `event` has taken the time since `begun_s` of the present turn."""
+        """Record that handling `event` took the time since `begun_s` of the present turn."""
         event_s = self._clock() - begun_s
         self._num_events += 1
         if event_s >= self._longest_s:
@@ -99,7 +99,7 @@ class LoopTurns:
         if now_s - self._said_s.get(name, -SAID_AGAIN_S) < SAID_AGAIN_S:
             return
         self._said_s[name] = now_s
-        cpu_s = min(turn_s, self._cpu_clock() - self._cpu_s)  # at most `_CPU_LOOK_S` of it are of turns before
+        cpu_s = min(turn_s, self._cpu_clock() - self._cpu_s)  # includes at most `_CPU_LOOK_S` of earlier turns
         log.warning(
             "loop_turn_long",
             seconds=round(turn_s, 3),
@@ -114,7 +114,7 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
     """A loop whose turns are measured.
 
     Args:
-        turns: Count them; None makes a new `LoopTurns`.
+        turns: Counts the turns; None creates a new `LoopTurns`.
     """
 
     def __init__(self, turns: LoopTurns | None = None) -> None:
@@ -123,7 +123,7 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 
 
 class _MeasuredSelector(selectors.DefaultSelector):
-    """Tells when turns begin and end: they are the time that a loop spends between calls of `select`."""
+    """Report the begin and end of turns: the time of a loop between calls of `select`."""
 
     def __init__(self, turns: LoopTurns) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _MeasuredSelector(selectors.DefaultSelector):
 
 
 def turns_of(loop: asyncio.AbstractEventLoop) -> LoopTurns:
-    """Return what counts the loop's turns; of a loop that is not measured, something that counts nothing."""
+    """Return the counter of the loop's turns; for a loop that is not measured, a counter that does not count."""
     return loop.turns if isinstance(loop, MeasuredLoop) else LoopTurns()
 
 
@@ -148,7 +148,7 @@ def run_measured(main: Coroutine[Any, Any, _T]) -> _T:
 
 
 class TimedSteps(Generator[Any, Any, _T]):
-    """Await a coroutine, and note each of its steps under a name. A step is the part of it that runs within one turn."""
+    """Await a coroutine, and record each of its steps under a name. A step is the part of it that runs within one turn."""
 
     def __init__(self, name: str, coroutine: Coroutine[Any, Any, _T]) -> None:
         self._name = name
@@ -174,7 +174,7 @@ class TimedSteps(Generator[Any, Any, _T]):
 
 
 def _name_of(event: object) -> str:
-    """Name an event by its class; by its message's, where it is the arrival of one."""
+    """Return the class name of an event; for the arrival of a message, the class name of the message."""
     if event is None:
         return "none noted"
     return event if isinstance(event, str) else type(getattr(event, "message", event)).__name__

@@ -1,4 +1,4 @@
-"""Memory that ran out: the only place where errors of torch, CUDA and Python of that kind become `OutOfMemory`.
+"""Convert out-of-memory errors of torch, CUDA and Python to `OutOfMemory`. No other module does so.
 
 Importing it does not load torch: a rank's process imports it before it knows its engine.
 """
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     import torch
 
 _WORDS: Final = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
-"""In the text of RuntimeErrors that have no type of their own: of CUDA, NCCL and Triton, cuBLAS, cuDNN, and torch on a CPU."""
+"""Texts of RuntimeErrors without a type of their own: from CUDA, NCCL and Triton, cuBLAS, cuDNN, and torch on a CPU."""
 
 _ASKED: Final = re.compile(r"[Tt]ried to allocate ([\d.,]+ (?:[KMGT]iB|bytes))")
-"""In torch's texts, for a device and for the host. A text without it only leaves the number out."""
+"""The requested bytes in torch's messages, for a device and for the host. If a message has none, the number is unknown."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, or `error` was raised because it did."""
+    """Return whether `error` is an out-of-memory error, or was raised because of one."""
     return _cause_in(error) is not None
 
 
 def out_of_memory(
     error: BaseException, doing: str, *, device: torch.device | str, advice: str, num_bytes: int | None = None
 ) -> OutOfMemory:
-    """`error`, which says that memory ran out, as the one line that operators read. Measures the free memory now.
+    """Return an `OutOfMemory` whose one line tells operators what failed. Measures the free memory now.
 
     Args:
         doing: The work that found no memory, such as "allocating the KV pool".
         device: Device of that work.
         advice: The settings to change, as an imperative.
-        num_bytes: Bytes that were asked for; None takes them from the text of the error.
+        num_bytes: Requested bytes; None reads them from the text of the error.
     """
     cause = _cause_in(error) or error
     found = None if num_bytes is not None else _ASKED.search(str(cause))
@@ -51,22 +51,22 @@ def out_of_memory(
         free = _host_shown()
     elif _is_of_torch(cause):
         free = _device_shown(device)
-    else:  # CUDA says the same of pinned host memory
+    else:  # CUDA raises the same error for pinned host memory
         free = f"{_device_shown(device)}, {_host_shown()}"
     return OutOfMemory(f"out of memory while {doing}: {asked} asked for, {free}; {advice}")
 
 
 @contextmanager
 def allocating(doing: str, *, device: torch.device | str, advice: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Raise `OutOfMemory` in place of any error in the block that says that memory ran out; arguments as of `out_of_memory`.
+    """Raise `OutOfMemory` in place of any out-of-memory error in the block. The arguments are those of `out_of_memory`.
 
-    The memory that the failed work still held is given back to the device.
+    Memory that the failed work still held is released to the device.
     """
     failure: OutOfMemory | None = None
     try:
         yield
     except Exception as error:
-        # What was named where it happened keeps that name. An engine of no more use stays one.
+        # An error that an inner block named keeps its name. A broken engine stays broken.
         if isinstance(error, OutOfMemory) or (isinstance(error, EngineError) and error.is_fatal) or not is_out_of_memory(error):
             raise
         failure = out_of_memory(error, doing, device=device, advice=advice, num_bytes=num_bytes)
@@ -77,23 +77,23 @@ def allocating(doing: str, *, device: torch.device | str, advice: str, num_bytes
 
 
 def drop_frames(error: BaseException) -> None:
-    """Forget the local variables of the calls that `error` ended: they hold the tensors of the failed work."""
+    """Clear the local variables of the calls that `error` ended: they hold the tensors of the failed work."""
     for one in _chain(error):
         traceback.clear_frames(one.__traceback__)
 
 
 def give_back(device: torch.device | str) -> None:
-    """Give memory that torch keeps for later back to the device, where other libraries can take it."""
+    """Release the memory that torch caches to the device, so that other libraries can allocate it."""
     if _is_gpu(device):
         import torch
 
-        # torch refuses after a capture that could not be ended. Then the memory stays with torch, as it would without this call.
+        # torch refuses this call after a capture that could not be ended. The memory then stays with torch.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
 
 def num_ooms(device: torch.device) -> int:
-    """How often this process has run out of the device's memory; 0 for host memory.
+    """Return how often this process ran out of the device's memory; 0 for host memory.
 
     For calls into libraries that catch the error and raise another one, which does not mention it.
     """
@@ -115,7 +115,7 @@ def _is_cause(error: BaseException) -> bool:
 
 
 def _is_of_torch(error: BaseException) -> bool:
-    """Whether it has torch's type for its allocator of a device. Where torch is not loaded there is none."""
+    """Return whether `error` is torch's error of a device allocator. False if torch is not loaded."""
     loaded = sys.modules.get("torch")
     return loaded is not None and isinstance(error, loaded.OutOfMemoryError)
 
@@ -125,7 +125,7 @@ def _is_gpu(device: torch.device | str) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from or because of."""
+    """Return the error and its chain of causes and contexts."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -25,14 +25,14 @@ from transfer.layer_groups import NO_PAGE, GroupKind, LayerGroup, PageCounts, Pa
 
 @final
 class PageEntries(Sequence[int]):
-    """A page table as it was when it was asked for: entry i is the page of the i-th page of tokens, or `NO_PAGE`.
+    """A snapshot of a page table: entry i is the page of the i-th page of tokens, or `NO_PAGE`.
 
-    Making one takes no longer for a long table than for a short one: a step of a decode rank makes one for each request that has
-    got a page. It shares the list of its owner, which is appended to and never changed.
+    The time to create a snapshot does not depend on the length of the table. A step of a decode rank creates one for each request
+    with a new page. The snapshot shares its owner's list, whose entries are appended and never changed.
 
     Args:
         entries: The owner's list.
-        num_passed: Entries at the front that are `NO_PAGE`, whatever the list has there.
+        num_passed: Number of entries at the front that are `NO_PAGE`, whatever the list contains there.
     """
 
     __slots__ = ("_as_tuple", "_entries", "_num_entries", "_num_passed")
@@ -69,13 +69,13 @@ class PageEntries(Sequence[int]):
         return f"PageEntries{self.as_tuple()}"
 
     def as_tuple(self) -> tuple[int, ...]:
-        """The entries; the same object each time. From any thread."""
+        """Return the entries, as the same object each time. Thread-safe."""
         if self._as_tuple is None:
             self._as_tuple = self[:]
         return self._as_tuple
 
     def without(self, count: int) -> PageEntries:
-        """The same table with at least its first `count` entries `NO_PAGE`."""
+        """Return the table with at least its first `count` entries set to `NO_PAGE`."""
         found = PageEntries(self._entries, max(count, self._num_passed))
         found._num_entries = self._num_entries
         return found
@@ -85,8 +85,10 @@ _Item = TypeVar("_Item", PrefillItem, DecodeItem)
 
 
 def with_tuples(item: _Item) -> _Item:
-    """The item with its page tables as tuples, the same ones while nothing has changed. To be called where the engine runs: of a
-    long table this takes a millisecond."""
+    """Return the item with its page tables as tuples, which are the same objects while the tables do not change.
+
+    Call it on the engine's thread: for a long table, it takes a millisecond.
+    """
     tables = [table.as_tuple() if isinstance(table, PageEntries) else table for table in item.page_tables]
     return replace(item, page_tables=tuple(tables))
 
@@ -97,8 +99,8 @@ class _Holding:
 
     reserved: int = 0
     num_passed: int = 0  # entries at the front of its table that have no page any more, or never had one
-    entries: list[int] = field(default_factory=list)  # those that were passed too; of what is there nothing is changed
-    table: PageEntries | None = None  # as `pages()` gave it last, while nothing has changed
+    entries: list[int] = field(default_factory=list)  # including passed entries; appended to, never changed
+    table: PageEntries | None = None  # last result of `pages()`; None after a change
 
     @property
     def bound(self) -> list[int]:
@@ -229,7 +231,7 @@ class PageAllocator:
             raise LocalProtocolError(f"owner {owner!r} binds {count} pages in front; {holding.num_passed} entries were passed")
         front, behind = holding.entries[: holding.num_passed - count], holding.bound
         bound = self.bind(owner, count)
-        holding.entries = front + bound + behind  # another list: tables that were given out stay as they were
+        holding.entries = front + bound + behind  # a new list, so that tables that were returned do not change
         holding.num_passed -= count
         holding.table = None
         return bound

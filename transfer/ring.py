@@ -180,13 +180,13 @@ class StagingAllocator:
         return grant
 
     def _place(self, size: int) -> int:
-        """Return where a grant of `size` begins: never across the end of the ring, and around quarantined bytes if possible."""
+        """Return the begin of a grant of `size`: never across the end of the ring, and around quarantined bytes if possible."""
         capacity = self.capacity_bytes
         offset = self._head % capacity
         gap = self._suspect.first_gap(offset, size) if self._quarantined else None
         if gap is not None:
             return self._head + (gap - offset) % capacity
-        # Without a way around, the grant waits until the quarantine ends, as any overcommitted grant waits.
+        # If no gap is large enough, the grant waits until the quarantine ends, as any overcommitted grant does.
         return self._head if offset + size <= capacity else self._head + capacity - offset
 
     def release(self, grant: Grant) -> None:
@@ -229,8 +229,8 @@ class StagingAllocator:
     def watermark(self) -> Watermark:
         """The state to publish, under the next sequence number.
 
-        When there is no room for all released ranges, they take turns: a range that a writer never hears of holds its staging
-        slot, and the grants that reuse the range's bytes, while anything older is unreleased.
+        If a watermark has no room for all released ranges, they take turns. A range that a writer never receives holds its
+        staging slot, and blocks the grants that reuse its bytes, while anything older is unreleased.
         """
         self._sequence += 1
         is_cut = len(self._end_of) > MAX_PUBLISHED_RANGES
@@ -243,7 +243,7 @@ class StagingAllocator:
         )
 
     def _next_turn(self) -> list[int]:
-        """Begins of the ranges that the next watermark names: those behind the last ones, until the lap has named each range.
+        """Return the begins of the ranges for the next watermark: those behind the last ones, until the lap has named each range.
 
         Each lap begins at a random range. Watermarks are states, and a stream skips some. A stream that delivers every second
         watermark would deliver the same ranges for ever if each lap of two watermarks began at the same range.

@@ -160,7 +160,7 @@ class WaitingGrants(Generic[_S, _T]):
         self._items: dict[int, tuple[_S, _T]] = {}  # by grant.begin, as everything here
         self._blockers: dict[int, int] = {}  # of those that wait
         self._blocked: PositionIndex[int] = PositionIndex()  # the reverse
-        # A heap of those that may go. Some are gone, and at their position may be another grant, which waits: a peer can say so.
+        # A heap of grants that may begin. Some are gone, and a peer can place another grant, which waits, at their position.
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -227,8 +227,8 @@ class WaitingGrants(Generic[_S, _T]):
 class CoveredOffsets:
     """The offsets of a ring that intervals cover, and the gaps between them.
 
-    Intervals may overlap: an offset is covered until every interval on it is removed. The offsets are kept as runs which equally
-    many intervals cover, so intervals side by side are one run, and an operation costs as much as the runs that it passes.
+    Intervals may overlap: an offset is covered until every interval on it is removed. Offsets are kept as runs, and the same
+    number of intervals covers each offset of a run. The cost of an operation is proportional to the runs that it passes.
 
     Args:
         capacity_bytes: Size of the ring. Intervals lie within [0, capacity_bytes).
@@ -249,7 +249,7 @@ class CoveredOffsets:
         self._no_gap_bytes = self._edges[-1] + 1
 
     def first_gap(self, offset: int, size: int) -> int | None:
-        """Return where the first `size` uncovered bytes begin, or None if no gap has that size.
+        """Return the begin of the first `size` uncovered bytes, or None if no gap has that size.
 
         The search begins at `offset` and continues at 0 after the end of the ring; a gap does not cross that end.
         """
@@ -266,7 +266,7 @@ class CoveredOffsets:
         return None
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return where each run begins and how many intervals cover it, in ascending order."""
+        """Return the begin of each run and the number of intervals that cover it, in ascending order."""
         return list(zip(self._edges, self._counts, strict=False))
 
     def _count(self, begin: int, end: int, step: int) -> None:

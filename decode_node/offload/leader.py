@@ -32,7 +32,7 @@ MAX_SAVES: Final = 4
 """Saves under way at once, over all requests: one is copied while the ranks' answers to another are on their way."""
 
 MAX_LAST_SAVES: Final = 48
-"""Of a request that ends, ordered at once; its other pages are not kept. All saves of a long prompt in pages of one token took
+"""Saves that are ordered when a request ends; its other pages are not kept. All saves of a long prompt in pages of one token took
 the loop 0.4 s."""
 
 MAX_BROUGHT_BACK: Final = 256
@@ -45,7 +45,7 @@ class OffloadLeader:
     Args:
         context: Settings, index, counts and ranks.
         slack_pages: Pages of a window that are set aside, see `TieredRequest.may_step`.
-        seed_of: From a request's salt, and the instance that computes its prompt, what its hashes begin with.
+        seed_of: Returns the seed of the hashes, given a request's salt and the instance that computes its prompt.
         store: Keeps what is in host memory, and brings what is not; None: there is no third tier.
     """
 

@@ -21,7 +21,7 @@ from transfer.layer_groups import PageCounts
 from transfer.storage.keys import PageHashes
 
 MAX_HITS: Final = 48 << 10
-"""Pages that a prompt can have from host memory, 786,432 tokens in pages of 16: each takes 0.7 us of the leader's loop."""
+"""Most pages that a prompt gets from host memory: 786,432 tokens in pages of 16. Each page takes 0.7 us of the leader's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def place(
     Args:
         chain: Of the prompt.
         chunk_tokens: Where its chunks begin.
-        may_skip: Whether what is there of the prompt can be left out of what prefill sends.
+        may_skip: Whether prefill can omit the parts of the prompt that are there.
         accepted_s: When the request was accepted.
 
     Raises:
@@ -129,11 +129,11 @@ def place(
     _refuse_what_never_fits(context, total, least, prompt_tokens, chunk_tokens)
 
     def in_host_memory(share: int) -> int:
-        """Pages that have to be promised there, if the request gets this share of the device."""
+        """Return the host pages to promise if the request gets this share of the device."""
         boundary = rules.first_boundary(prompt_tokens, total_pages=total, share=share, grid_pages=grid)
         return max(total - share, boundary)
 
-    # The least share whose remainder an empty host memory can hold. A smaller one would have to wait for ever.
+    # The least share whose remainder an empty host memory can hold. A request with a smaller share would wait for ever.
     shares = range(least, total)
     smallest = least + bisect_left(shares, True, key=lambda share: in_host_memory(share) <= context.tier.num_pages(FULL))
     others = admission.set_aside(request_id, accepted_s=accepted_s)

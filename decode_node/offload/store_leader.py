@@ -31,7 +31,7 @@ LOOKUP_FRACTION: Final = 1 / 3
 """Of a fetch's time, after which the store is asked for no further page: what is found takes time to come."""
 
 PAGES_A_TURN: Final = 1024
-"""Of a prompt that are looked at in one turn of the loop."""
+"""Pages of a prompt that one turn of the loop looks up."""
 
 RETRY_S: Final = 5.0
 """For which nothing is put into a store that has taken nothing of a job: it is full or away, and pages wait in host memory."""
@@ -265,10 +265,10 @@ class StoreLeader:
         return frozenset(came.hashes)
 
     async def _wanted(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float) -> dict[int, Sequence[int]]:
-        """By group, places of pages that are missing and stored, so that with what is known they are a beginning of the prompt.
+        """Return, by group, the places of missing pages that are stored and extend the known beginning of the prompt.
 
         Args:
-            hashes: Of the prompt's pages that are of use.
+            hashes: Hashes of the prompt's usable pages.
         """
         known = await self._num_known(hashes)
         while known < len(hashes) and (coming := self._coming.get(hashes[known])) is not None:
@@ -378,7 +378,7 @@ class StoreLeader:
 
 
 async def _first(is_it: Callable[[int], bool], end: int) -> int:
-    """The first number below `end` that it is, or else `end`; of a long prompt over several turns of the loop."""
+    """Return the first number below `end` for which the test is true, or `end`. Long prompts take several turns of the loop."""
     for begin in range(0, end, PAGES_A_TURN):
         if begin:
             await asyncio.sleep(0)

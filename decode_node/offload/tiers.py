@@ -62,7 +62,7 @@ class Tiers(Protocol):
         """Bring what can be had of a prompt near, in bounded time.
 
         Args:
-            prefill: Whose KV the try gets: only KV of the same precision is shared.
+            prefill: Instance that computes the prompt. Only KV of the same precision is shared.
             may_skip: As of `place`; if not, nothing of it is of use, and nothing is waited for.
         """
         ...
@@ -82,7 +82,7 @@ class Tiers(Protocol):
         Args:
             chunk_tokens: Where the chunks of its prompt begin.
             may_skip: Whether prefill can leave out what is known of the prompt.
-            accepted_s: When the request was accepted, on the monotonic clock; all of its tries have the same.
+            accepted_s: Time of the request's acceptance, on the monotonic clock. All attempts of a request have the same.
 
         Raises:
             LayoutError: With chunks of that size it can never have room.

@@ -4,8 +4,8 @@ SGLang gives every request the host and port of this server and asks it, before 
 it also says where the engine's kvferry listens (PrefillControl); the KV and everything about it go there. The routes are those
 that SGLang and its routers use: ``/route``, ``/register_dp_rank``, ``/query_dp_ranks``, ``/health``.
 
-Anybody who reaches the port can ask. Only the engine's own processes can register a rank or change an entry: they sign with a key
-that SGLang's launcher and the processes that it starts have in common, see `engine_key`.
+Any client that reaches the port can query it. Only the engine's own processes can register a rank or change an entry. They sign
+with a key that SGLang's launcher shares with the processes that it starts, see `engine_key`.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ START_TIMEOUT_S: Final = 10.0
 DP_RANK_KEPT_S: Final = 600.0
 MAX_ROOMS: Final = 65_536
 MAX_BODY_BYTES: Final = 1 << 20
-"""Of a call: a question about some 50,000 rooms."""
+"""Largest body of a call, enough for a query of some 50,000 rooms."""
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 
 MAX_LOOKUPS: Final = 32
-"""Prefill engines that are asked at a time."""
+"""Prefill engines that are queried at a time."""
 
 MAX_ENGINES: Final = 1024
-"""Prefill engines of which an answer is kept, and as many that gave none."""
+"""Prefill engines whose answers are kept, and the same number of engines whose failures are kept."""
 
 RETRY_LOOKUP_S: Final = 2.0
-"""A prefill engine that gave no answer is not asked again before. SGLang gives up a request after 15 s."""
+"""Shortest pause before a prefill engine is queried again after a failure. SGLang gives up a request after 15 s."""
 
 LOOKUP_WAIT_S: Final = 0.02
 LOOKUP_WAIT_SHARE: Final = 0.05
-"""A scheduler waits so long for an answer, and for no more than this share of its time. Most answers come within milliseconds,
-and SGLang looks again only after a second."""
+"""Longest wait of a scheduler for an answer, and the largest share of its time for waits. Most answers arrive within
+milliseconds, and SGLang checks again only after a second."""
 
 KEY: Final = "SGLANG_KVFERRY_BOOTSTRAP_KEY"
-"""Environment variable with the key of `engine_key`, for an engine whose schedulers are not started by its launcher's process."""
+"""Environment variable with the key of `engine_key`, for an engine whose launcher does not start its schedulers."""
 
 SIGNATURE: Final = "X-Kvferry-Signature"
 _MAX_ROOM: Final = 2**64 - 1
@@ -107,15 +107,15 @@ class PrefillInfo:
 def engine_key() -> bytes:
     """Return the key that the processes of one engine share.
 
-    Python makes a random one in each program and hands it to the processes that `multiprocessing` starts, theirs included. It is
-    neither on disk nor in any environment, and an engine that is started again has another one.
+    Python generates a random key in each program and passes it to the processes that `multiprocessing` starts. The key is neither
+    on disk nor in an environment. An engine that is started again has another key.
     """
     given = os.environ.get(KEY)
     return given.encode() if given else bytes(multiprocessing.current_process().authkey)
 
 
 def signature(key: bytes, path: str, content: bytes) -> str:
-    """Return what proves that a call comes from a process of the engine."""
+    """Return the signature that proves that a call comes from a process of the engine."""
     return hmac.new(key, f"kvferry bootstrap {path}\n".encode() + content, hashlib.sha256).hexdigest()
 
 
@@ -261,15 +261,17 @@ class BootstrapServer:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Which replica has a request, and until when it is kept."""
+    """The replica that has a request, and the end of the entry's life."""
 
     dp_rank: int
     until: float
 
 
 def _object(content: bytes) -> dict[str, Any]:
-    """Raises:
-    ValueError: It is no JSON object.
+    """Return the JSON object in `content`.
+
+    Raises:
+        ValueError: `content` is not a JSON object.
     """
     try:
         body = json.loads(content)
@@ -309,7 +311,7 @@ def register_rank(url: str, rank: PrefillRank) -> threading.Thread:
 
 
 def register_dp_rank(url: str, *, room: int, dp_rank: int) -> None:
-    """Tell the engine's own bootstrap server which replica has a request; see `_call` for what it raises."""
+    """Register the replica of a request at the engine's own bootstrap server. Raises the errors of `_call`."""
     _call("POST", url, "/register_dp_rank", {"bootstrap_room": room, "dp_rank": dp_rank})
 
 
@@ -343,14 +345,14 @@ def fetch_info(url: str) -> PrefillInfo:
 
 
 class PrefillLookups:
-    """What is known of prefill engines, by the address of their bootstrap servers. Owned by a scheduler's thread.
+    """Cache of prefill engines, by the address of their bootstrap servers. Owned by a scheduler's thread.
 
-    A request names the address, and may name one that never answers, or answers a byte at a time. So engines are asked on other
-    threads, and an engine is not known before it has answered.
+    A request names the address, which may never answer, or answer a byte at a time. So engines are queried on other threads, and
+    an engine is not known before it has answered.
 
     Args:
-        fetch: `fetch_info`.
-        clock: Seconds.
+        fetch: Queries an engine, as `fetch_info` does.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, *, fetch: Callable[[str], PrefillInfo] = fetch_info, clock: Callable[[], float] = time.monotonic) -> None:
@@ -359,11 +361,11 @@ class PrefillLookups:
         self._clock = clock
         self._threads = ThreadPoolExecutor(max_workers=MAX_LOOKUPS, thread_name_prefix="kvferry-lookup")
         self._asked: dict[str, Future[PrefillInfo]] = {}
-        self._failed: OrderedDict[str, float] = OrderedDict()  # when each may be asked again, the oldest first
+        self._failed: OrderedDict[str, float] = OrderedDict()  # time of the next allowed query, the oldest first
         self._next_wait_s = 0.0
 
     def is_known(self, address: str) -> bool:
-        """Whether the engine at `address` (host:port) is in `known`; it is asked if not."""
+        """Return whether the engine at `address` (host:port) is in `known`. If not, start a query."""
         self._take_answers()
         if address in self.known:
             return True
@@ -379,7 +381,7 @@ class PrefillLookups:
         return address in self.known
 
     def forget(self, address: str) -> None:
-        """Another life of the engine may be at `address` by now."""
+        """Forget the engine at `address`, because it may have been started again."""
         self.known.pop(address, None)
 
     def close(self) -> None:
@@ -419,7 +421,7 @@ def _call(method: str, url: str, path: str, body: object = None) -> Any:
 
 
 async def _ask(method: str, url: str, content: bytes, headers: Mapping[str, str]) -> Any:
-    """Raises what `_call` does. Only a limit of the whole call bounds an answer that comes a byte at a time."""
+    """Send a call and return the answer. The limit of the whole call bounds an answer that arrives a byte at a time."""
     said = bytearray()
     try:
         async with (

@@ -147,7 +147,7 @@ class KvferryManager(BaseKVManager):
         register_rank(self._bootstrap_url, rank)
 
     def tell_dp_rank(self, room: int) -> None:
-        """Tell the engine's bootstrap server that this replica has a request. On another thread, one after the other."""
+        """Register this replica of a request at the engine's bootstrap server, on another thread, one call at a time."""
 
         def tell() -> None:
             try:
@@ -160,7 +160,7 @@ class KvferryManager(BaseKVManager):
     # What decode's queue calls
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether it is known how the prefill engine is cut; its bootstrap server is asked if not. The scheduler calls this."""
+        """Return whether the shards of the prefill engine are known. If not, start a query. The scheduler calls this."""
         return self._lookups.is_known(bootstrap_addr)
 
     def _ensure_prefill_recompute_executor(self) -> ThreadPoolExecutor:

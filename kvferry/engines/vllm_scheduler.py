@@ -73,7 +73,7 @@ def request_id_of(name: str) -> str:
 
 
 def _params_of(request: Any) -> Mapping[str, Any]:
-    """The request's kv_transfer_params. vLLM takes them from a client's `vllm_xargs`, too, where they can be text or a list."""
+    """The request's kv_transfer_params. vLLM also accepts them from a client's `vllm_xargs`, where they can be text or a list."""
     params = request.kv_transfer_params
     if params is not None and not isinstance(params, dict):
         log.warning("kv_transfer_params_ignored", request_id=request.request_id, kind=type(params).__name__)

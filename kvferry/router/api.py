@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from node_runtime.health import Readiness  # brings aiohttp, which the process that reads a costly body does without
+    from node_runtime.health import Readiness  # imports aiohttp, which the process for costly bodies does not need
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -38,7 +38,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Callable[..., ApiError], tuple[int, str]]:
-        """An error can come from the process that reads a costly body."""
+        """Support pickling: an error can come from the process that parses a costly body."""
         return partial(ApiError, param=self.param, retry_after_s=self.retry_after_s), (self.status, self.message)
 
     def body(self) -> bytes:
@@ -53,7 +53,7 @@ class ApiError(Exception):
 
 
 Body = TypeVar("Body")
-"""The form in which a backend keeps a request's body."""
+"""A backend's representation of a request's body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Backend(Protocol[Body]):
         """Read the body of a request to `path`.
 
         Raises:
-            ApiError: The body is not a request that the servers can take.
+            ApiError: The servers cannot accept the body.
         """
         ...
 

@@ -160,7 +160,7 @@ class RouterApp:
         return await reply.end() if head.is_stream else _whole(head, first_part)
 
     async def _content_of(self, request: web.Request, reply: _Reply) -> bytes:
-        """The request's body, whose bytes count as held until the request ends."""
+        """Yield the request's body, whose bytes count as held until the request ends."""
         coding = request.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise ApiError(415, f"Content-Encoding is {coding!r}; bodies are not compressed here")
@@ -204,7 +204,7 @@ class RouterApp:
 
 
 class _NoRoom(ApiError):
-    """The router holds as much as it may."""
+    """The router holds its maximum of body bytes."""
 
 
 class _Reply:

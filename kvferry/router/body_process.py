@@ -1,4 +1,4 @@
-"""Reads one costly body, in a process that `kvferry.router.body_reader` starts.
+"""Parse one costly body, in a process that `kvferry.router.body_reader` starts.
 
 Job and body arrive on standard input, and the answer goes to standard output.
 """
@@ -14,7 +14,7 @@ from kvferry.router.openai_body import parse_body
 
 
 def main() -> None:
-    """Answer with what the job makes of the body, or with the ApiError by which it is refused."""
+    """Write the result of the job for the body, or the ApiError that refuses the body."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the router drains then, and needs the answer
         signal.signal(number, signal.SIG_IGN)
     make, args = pickle.load(sys.stdin.buffer)

@@ -1,7 +1,7 @@
-"""Reads the bodies of requests, none of them for long on the router's loop.
+"""Parse the bodies of requests without blocking the router's loop.
 
-Python's JSON parser holds the interpreter's lock until it returns, so a thread would stop the loop, too. A body that takes long
-is therefore read by a process of its own (`kvferry.router.body_process`).
+Python's JSON parser holds the interpreter's lock until it returns, so a thread would block the loop, too. A costly body is
+therefore parsed in a separate process (`kvferry.router.body_process`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kvferry.router.api import ApiError
 from kvferry.router.openai_body import check_body, load_body
 
 MAX_LIGHT_VALUES: Final = 200_000
-"""A body that counts for more is read by a process of its own. The loop takes three turns over a body that counts for less, each
-below 50 ms of processor time whatever the values are. 131,072 token ids count for less."""
+"""Weight above which a separate process parses a body. The loop parses a lighter body in three turns, each below 50 ms of CPU
+time for any values. 131,072 token ids are lighter."""
 
-BYTES_PER_VALUE: Final = 16  # take about as long as a small integer does
+BYTES_PER_VALUE: Final = 16  # bytes that take as long as a small integer
 MAX_PROCESSES: Final = 2
 
 _MARKS: Final = {b",": 1, b".": 1, b":": 3, b"[": 6, b"{": 6}
-"""The number of small integers that take as long as what follows the mark: a value, the digits of a float, a member, a list, an
-object. Marks inside a text count, too."""
+"""Cost of a value, a float's digits, a member, a list and an object after each mark, in small integers. Marks inside a text
+count, too."""
 
 _EXPONENT: Final = 10
-_LIKE_NUMBERS: Final = bytes.maketrans(b"123456789+-E", b"00000000000e")  # by which a number with an exponent has 0e0 in it
+_LIKE_NUMBERS: Final = bytes.maketrans(b"123456789+-E", b"00000000000e")  # an exponent then appears as 0e0
 
 Made = TypeVar("Made")
 
 
 def is_light(content: bytes) -> bool:
-    """Whether a body may be read on the loop."""
+    """Return whether the loop may parse a body."""
     left = MAX_LIGHT_VALUES - len(content) // BYTES_PER_VALUE
     if left < 0:
         return False
@@ -43,7 +43,7 @@ def is_light(content: bytes) -> bool:
 
 
 class BodyReader:
-    """Reads bodies, at most `MAX_PROCESSES` costly ones at a time. Owned by one loop."""
+    """Parse bodies, at most `MAX_PROCESSES` costly ones at a time. Owned by one loop."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(MAX_PROCESSES)
@@ -73,7 +73,7 @@ class BodyReader:
 
 
 async def _in_process(content: bytes, job: object) -> Any:
-    """The answer of a process. If nobody waits for it any more, the process is ended."""
+    """Return the answer of a process. End the process if the call is cancelled."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvferry.router.body_process", stdin=PIPE, stdout=PIPE)
     assert process.stdin is not None
     try:

@@ -86,7 +86,7 @@ class NodeBody:
     Args:
         request: The node's request.
         is_stream: Whether the client wants a stream.
-        with_usage: Whether the stream ends with an event on how many tokens there were.
+        with_usage: Whether the stream ends with an event with the number of tokens.
     """
 
     request: pb.GenerateRequest
@@ -95,23 +95,23 @@ class NodeBody:
 
 
 def completion(model: str, body: Mapping[str, Any]) -> NodeBody:
-    """The request for a completion by `model`.
+    """Return the request for a completion by `model`.
 
     Raises:
-        ApiError: The body asks for what a decode node cannot do.
+        ApiError: The body asks for a feature that decode nodes lack.
     """
     check(COMPLETIONS, model, body)
     return node_body(COMPLETIONS, body, prompt_of(body))
 
 
 def node_body(path: str, body: Mapping[str, Any], prompt: str | Sequence[int]) -> NodeBody:
-    """The request for a body that `check` has passed; see `generate_request`."""
+    """Return the request for a body that passed `check`; see `generate_request`."""
     request = generate_request(path, body, prompt)
     return NodeBody(request=request, is_stream=bool(body.get("stream")), with_usage=wants_usage(body))
 
 
 def check(path: str, model: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body if it asks `model` for nothing but what a decode node can do.
+    """Return the body if a decode node of `model` supports all of its fields.
 
     Raises:
         ApiError: It asks for something else.
@@ -237,7 +237,7 @@ def wants_usage(body: Mapping[str, Any]) -> bool:
 
 
 def _are_ids(given: list[Any]) -> bool:
-    """Whether all are token ids, of which there can be a million."""
+    """Return whether all values are token ids. There can be a million."""
     return set(map(type, given)) <= {int} and min(given, default=0) >= 0 and max(given, default=0) <= _UINT32
 
 

@@ -11,11 +11,11 @@ from typing import Any, Final
 from kvferry.router.api import CHAT, ApiError
 
 KV_FIELD: Final = "kv_transfer_params"
-_EXTRA_FIELD: Final = "vllm_xargs"  # whose members vLLM puts beside kv_transfer_params, among a request's extra arguments
+_EXTRA_FIELD: Final = "vllm_xargs"  # vLLM merges its members with kv_transfer_params
 
 MAX_DEPTH: Final = 100
-"""Of objects and lists in each other. Requests have some ten, the schema of a tool a few more; Python's own limits differ from
-version to version, and functions that follow a value into its depth would meet them."""
+"""Most nested objects and lists. Requests have some ten, and the schema of a tool a few more. Python's own recursion limits,
+which differ between versions, must not be reached."""
 
 _CHARS_PER_TOKEN: Final = 4  # about, in most languages that are written with letters; only loads are compared by it
 
@@ -37,7 +37,7 @@ def parse_body(content: bytes) -> dict[str, Any]:
     """The JSON object of a request.
 
     Raises:
-        ApiError: It is none, or one that no server can be sent.
+        ApiError: The body is not a JSON object, or no server accepts it.
     """
     body = load_body(content)
     check_body(content, body)
@@ -45,7 +45,7 @@ def parse_body(content: bytes) -> dict[str, Any]:
 
 
 def load_body(content: bytes) -> dict[str, Any]:
-    """The JSON object of a request, to be checked by `check_body`.
+    """Return the JSON object of a request. The caller must pass it to `check_body`.
 
     Raises:
         ApiError: It is none.
@@ -62,8 +62,10 @@ def load_body(content: bytes) -> dict[str, Any]:
 
 
 def check_body(content: bytes, body: Mapping[str, Any]) -> None:
-    """Raises:
-    ApiError: The body is nested too deeply, has half a character, or has a field that is the router's, or no boolean.
+    """Reject a body that no server accepts.
+
+    Raises:
+        ApiError: The body is nested too deeply, has half of a surrogate pair, sets a field of the router, or has a bad `stream`.
     """
     if _is_too_deep(content, body):
         raise _too_deep()
@@ -102,7 +104,7 @@ def _is_too_deep(content: bytes, body: Mapping[str, Any]) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as a message can quote it."""
+    """Return a value in a form that a message can quote."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
@@ -159,11 +161,11 @@ def _above(value: object, limit: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmBody:
-    """A request to vLLM servers, written as JSON but for what the router adds.
+    """A request to vLLM servers as JSON, without the members that the router adds.
 
     Args:
-        shared: Members of the JSON object that both servers are sent.
-        for_decode: Members that the decode server alone is sent.
+        shared: Members of the JSON object for both servers.
+        for_decode: Members for the decode server alone.
         prompt_tokens: Estimated number of tokens of the prompt.
         alone: `why_decode_alone`.
         has_completion_limit: Whether `max_completion_tokens` is one of `for_decode`.
@@ -176,10 +178,9 @@ class VllmBody:
     has_completion_limit: bool
 
     def prefill(self, params: Mapping[str, Any]) -> bytes:
-        """The body for the prefill server: the same prompt, one token, in one answer.
+        """Return the body for the prefill server: the same prompt, one token, in one answer.
 
-        `min_tokens` keeps that token from being one that ends an answer: connectors hand over nothing of a request that has ended
-        so.
+        `min_tokens` prevents an end token, because connectors transfer no KV of a request that ended with one.
         """
         own: dict[str, Any] = {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, KV_FIELD: params}
         if self.has_completion_limit:
@@ -187,12 +188,12 @@ class VllmBody:
         return _object(self.shared, _members(own))
 
     def decode(self, params: Mapping[str, Any] | None) -> bytes:
-        """The body for the decode server: the client's own, and where the KV comes from (None: from nowhere)."""
+        """Return the body for the decode server: the client's own, with the source of the KV. None means no source."""
         return _object(self.shared, self.for_decode, b"" if params is None else _members({KV_FIELD: params}))
 
 
 def vllm_body(path: str, body: Mapping[str, Any]) -> VllmBody:
-    """The request that servers are sent for a body of `parse_body`.
+    """Return the request to the servers for a body of `parse_body`.
 
     Raises:
         ApiError: A number is out of range.
@@ -208,7 +209,7 @@ def vllm_body(path: str, body: Mapping[str, Any]) -> VllmBody:
 
 
 def _members(fields: Mapping[str, Any]) -> bytes:
-    """An object's JSON without its braces."""
+    """Return an object's JSON without its braces."""
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()[1:-1]
     except ValueError:

@@ -91,7 +91,7 @@ async def open_router(settings: RouterSettings, security: Security | None) -> As
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=_STOP_S,
-        auto_decompress=False,  # some bytes could become many; see RouterApp
+        auto_decompress=False,  # a compressed body could exceed the limit; see RouterApp
     )
     try:
         await runner.setup()

@@ -36,8 +36,8 @@ class RouterSettings:
         decode: URLs of vLLM decode servers, or ``host:port`` of decode nodes.
         are_nodes: `decode` are kvferry's own nodes.
         are_prefill_nodes: `prefill` are.
-        max_body_bytes: Of a client's request.
-        max_body_total_bytes: Of all requests under way.
+        max_body_bytes: Largest body of a client's request.
+        max_body_total_bytes: Largest size of the bodies of all requests under way.
 
     Raises:
         ConfigError: A value is out of range.

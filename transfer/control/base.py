@@ -36,7 +36,7 @@ WATCH_BATCH: Final = 256
 """Payloads handed over or dropped before a watched loop gets its turn."""
 
 WATCH_S: Final = 0.005
-"""Time for them. A question for 1,024 grants, which a peer may repeat, takes 4 ms: a whole batch of them, a second."""
+"""Time limit of a batch. A peer can repeat a request for 1,024 grants, which takes 4 ms, so a full batch would take a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

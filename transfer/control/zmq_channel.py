@@ -17,10 +17,10 @@
   process (libzmq 4.3.5, stream_engine_base.cpp:310). An honest peer cannot fill the queue: the protocol bounds what it has in
   flight. A peer whose key is allowed can make it grow, as it can with one message of endless parts, which ZeroMQ keeps until the
   last has come; one whose key is not allowed has no queue. SECURITY.md says what follows from that.
-- libzmq connects again by itself after a connection broke, and never again after it heard what is no message of the protocol, for
-  example one byte that somebody on the way has changed. The socket then takes nothing more. So a client parts when a send is
-  refused, or when its socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, whether or
-  not anybody sends: a timer of the watching loop sees to that, or the next call where no loop watches.
+- libzmq reconnects by itself after a connection broke, but never after it received an invalid message of the protocol, for
+  example one byte that changed on the way. The socket then accepts nothing more. So a client disconnects when a send is
+  refused, or when its socket has not been writable for `RECONNECT_MS`. It connects again `RECONNECT_MS` later, even without a
+  send. A timer of the watching loop starts that connection. Without a watching loop, the next call starts it.
 - Whatever is dropped is one step of a batch, so whoever floods the port slows the owner's loop but never keeps it.
 
 Source of the heartbeat numbers: they noticed a SIGSTOPped peer in 0.8 s.
@@ -331,9 +331,9 @@ class ZmqControlClient:
             self._socket.close(linger=0)
             raise PeerUnreachable(f"control address is {address[:200]!r}; it cannot be connected to: {error.strerror}") from error
         self._address = address
-        self._is_parted = False  # and not to be connected before its time
-        self._stuck_s: float | None = None  # since when it cannot send
-        self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
+        self._is_parted = False  # disconnected until the wait ends
+        self._stuck_s: float | None = None  # time since which it cannot send
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that watches the socket
         self._timer: asyncio.TimerHandle | None = None
         self._fileno = int(self._socket.getsockopt(zmq.FD))
         self._messages = _Messages(self._socket, num_parts=1)
@@ -355,7 +355,7 @@ class ZmqControlClient:
         return is_sent
 
     def _look(self) -> int:
-        """What the socket is ready for. Where it cannot send, either its queue is full or libzmq has given the server up.
+        """Return the events that the socket is ready for. If it cannot send, its queue is full or libzmq gave up the server.
 
         A queue that is still full when the wait ends has been stuck for longer than a connection may be silent.
         """
@@ -367,17 +367,17 @@ class ZmqControlClient:
         return events
 
     def _part(self) -> None:
-        """Disconnect, and connect again when the server has had the time to see that."""
+        """Disconnect, and connect again after the server had time to detect it."""
         if self._is_parted:
             return
-        with contextlib.suppress(zmq.ZMQError):  # it has given the address up already
+        with contextlib.suppress(zmq.ZMQError):  # libzmq has given up the address already
             self._socket.disconnect(self._address)
         self._is_parted = True
         self._end_wait()
         self._wait()
 
     def _wait(self) -> None:
-        """For `RECONNECT_MS`: by a timer of the loop that watches, if one does."""
+        """Start the wait of `RECONNECT_MS`, with a timer if a loop watches the socket."""
         self._stuck_s = time.monotonic()
         if self._loop is not None:
             self._timer = self._loop.call_later(RECONNECT_MS / 1000, self._go_on)
@@ -393,7 +393,7 @@ class ZmqControlClient:
             self._go_on()
 
     def _go_on(self) -> None:
-        """The wait is over: connect again, or part where the socket still cannot send."""
+        """End the wait: connect again, or disconnect if the socket still cannot send."""
         self._end_wait()
         if self._is_parted:
             try:
@@ -405,7 +405,7 @@ class ZmqControlClient:
         elif not _events(self._socket) & _POLLOUT:
             self._part()
         if self._waker is not None:
-            self._waker.after_send()  # all of these can take the edge of what came just now
+            self._waker.after_send()  # each of these calls can consume the edge of a new message
 
     def receive(self) -> bytes | None:
         self._go_on_if_due()
@@ -413,7 +413,7 @@ class ZmqControlClient:
             parts = self._messages.step()
             if not isinstance(parts, _Step):
                 return parts[0]
-            if parts is _Step.NOTHING and not self.has_pending():  # a look can take the edge of what came just now
+            if parts is _Step.NOTHING and not self.has_pending():  # reading the events can consume the edge of a new message
                 break
         return None
 
@@ -512,7 +512,7 @@ def _received(socket: zmq.Socket[bytes], *, copy: bool) -> Any:
 def _events(socket: zmq.Socket[bytes]) -> int:
     """`_POLLIN` if something can be received, and `_POLLOUT` if something can be sent; 0 once the socket is closed.
 
-    Asked after every send. Without the enumeration's operators and a context it takes half as long.
+    Called after every send. Without the enumeration's operators and a context, the call takes half the time.
     """
     try:
         return 0 if socket.closed else int(socket.getsockopt(zmq.EVENTS))

@@ -116,11 +116,11 @@ class NodeMetrics:
         self._series("generated_tokens").inc(num_tokens)
 
     def step_out_of_memory(self) -> None:
-        """A step failed because memory ran out."""
+        """Count a step that failed because memory ran out."""
         self._series("out_of_memory_steps").inc()
 
     def waiting_for_pages(self, num_requests: int) -> None:
-        """So many requests wait for pages of this node's KV pool now."""
+        """Set the number of requests that wait for pages of this node's KV pool."""
         self._series("requests_waiting_for_pages").set(num_requests)
 
     def request_retried(self) -> None:

@@ -76,7 +76,7 @@ class _Histogram:
         """Show values that another object counted by the same bounds.
 
         Args:
-            counts: Values in each bucket, and behind them those above the highest bound.
+            counts: Number of values in each bucket, then the number above the highest bound.
             total: Sum of all values.
         """
         self._counts[:] = counts

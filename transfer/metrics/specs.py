@@ -1,4 +1,4 @@
-"""What a metric is declared with, and the values that labels have. Data alone; the metrics are in `rank_specs`, `node_specs`,
+"""Types of a metric's declaration, and the values of labels. Data alone; the metrics are in `rank_specs`, `node_specs`,
 `store_specs` and `loop_specs`.
 
 Labels have bounded sets of values; no request, session or peer ever is one.

@@ -42,7 +42,7 @@ after how long another try can do better; google.rpc.ErrorInfo and RetryInfo car
 INTERNAL has `SPARES_KV` among its trailing metadata where nothing is said against the KV of the one request: a step failed for
 all of its requests, or there is a bug. Without, as an older peer always sends it, that KV may be damaged.
 
-RESOURCE_EXHAUSTED with `SPARES_KV` is `OutOfMemory`: an engine found no memory for a step, which speaks against its node.
+RESOURCE_EXHAUSTED with `SPARES_KV` is `OutOfMemory`: an engine found no memory for a step, which counts against its node.
 """
 
 from __future__ import annotations

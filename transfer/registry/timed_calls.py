@@ -1,4 +1,4 @@
-"""A server's calls, noted with the turns of its loop."""
+"""Record the steps of a server's calls with the turns of its loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transfer.registry.handlers import method_of, with_method
 
 
 class TimedCalls(grpc.aio.ServerInterceptor):
-    """Notes the steps of each call under its method's name, for the warning about a long turn."""
+    """Record the steps of each call under its method's name, for the warning about a long turn."""
 
     async def intercept_service(
         self,

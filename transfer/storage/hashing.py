@@ -1,4 +1,4 @@
-"""Hashes of long prompts, made on a loop that has other things to do.
+"""Hash long prompts without blocking a leader's loop.
 
 A prompt of 131,072 tokens in pages of one token takes 60 ms to hash, and all sessions of a leader wait for its loop meanwhile.
 """
@@ -12,17 +12,17 @@ from typing import Final
 from transfer.storage.keys import PageHashes
 
 SLICE_TOKENS: Final = 8192
-"""Hashed in one turn of a loop: 4 ms with pages of one token, below 1 ms with pages of 16."""
+"""Tokens that one turn of a loop hashes: 4 ms with pages of one token, below 1 ms with pages of 16."""
 
 
 class HashingTurns:
-    """Hashes long prompts on a loop without holding it up: one slice of one prompt in a turn of the loop. Owned by one loop."""
+    """Hash one slice of one prompt in each turn of a loop. Owned by one loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()  # prompts that wait take turns, a slice each
 
     async def extend(self, chain: PageHashes, token_ids: Sequence[int]) -> None:
-        """As `PageHashes.extend`, over as many turns of the loop as it takes."""
+        """Extend the hashes as `PageHashes.extend` does, over several turns of the loop."""
         for begin in range(0, len(token_ids), SLICE_TOKENS):
             async with self._turn:
                 chain.extend(token_ids[begin : begin + SLICE_TOKENS])

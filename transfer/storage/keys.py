@@ -1,8 +1,8 @@
 """Names of stored pages: equal KV has an equal key, and KV that differs in anything never has.
 
 A page's hash names all tokens from the prompt's first to the page's last, for the KV of a token depends on every one before it:
-``h_i = SHA-256(h_{i-1}, tokens of page i)``. The chain begins with the fingerprint of whatever else the KV depends on, with the
-salts that keep tenants apart, and with what the KV was rounded to on its way into the pool. Only whole pages have a hash.
+``h_i = SHA-256(h_{i-1}, tokens of page i)``. The chain begins with the fingerprint of all other inputs of the KV, the salts that
+keep tenants apart, and the precision to which the KV was rounded on its way into the pool. Only whole pages have a hash.
 
 A key is ``FINGERPRINT/HASH-GROUP-PART``: a tensor-parallel rank stores its own heads, so PART is ``1of2``; an MLA latent is the
 same on every rank, and is stored once, as ``all``. With several pipeline stages the stage's layers come first: ``0_16-1of2``.
@@ -55,13 +55,13 @@ def store_fingerprint(instance: Instance) -> str:
 
 
 def rounding(prefill: Instance, decode: Instance) -> str:
-    """What rounded a prompt's KV on its way into the decode instance's pool, apart from that pool: the wire's element type.
+    """Return the rounding of a prompt's KV before it reaches the decode instance's pool: the wire's element type.
 
     A wire that is narrower than the decode pool has the element type of the prefill pool, and its scales. Generated tokens and
-    pages that are loaded again belong to the chain of their prompt: they were computed from KV that was rounded so.
+    pages that are loaded again belong to the chain of their prompt, because they were computed from KV with that rounding.
 
     Returns:
-        Empty where the wire has the element type of the decode pool, which the fingerprint names.
+        Empty bytes if the wire has the element type of the decode pool, which the fingerprint names.
     """
     wire = wire_dtype(decode.layout, prefill.shard, decode.shard)
     if wire is decode.pool_dtype:
@@ -76,7 +76,7 @@ def chain_seed(fingerprint: str, store_salt: str, request_salt: str, rounded: st
         fingerprint: See `store_fingerprint`.
         store_salt: Of the nodes, `storage.salt`: they share pages only with nodes of the same one.
         request_salt: Of the request, `cache_salt`: it shares pages only with requests of the same one.
-        rounded: See `rounding`. Empty adds nothing, so that the keys of pages that were not rounded stay what they were.
+        rounded: See `rounding`. Empty adds nothing, so that the keys of unrounded pages do not change.
     """
     digest = hashlib.sha256(b"kvferry-kv-chain")
     for text in (fingerprint, store_salt, request_salt, *([rounded] if rounded else ())):

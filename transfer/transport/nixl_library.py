@@ -130,8 +130,8 @@ class Agent:
         lib: What `load_nixl` returned.
         backend: The NIXL plugin that moves the bytes.
         options: UCX options without their ``UCX_`` prefix; none for other backends.
-        is_target: Start NIXL's progress thread. A writer needs none: it looks at its writes itself, and the thread is not safe
-            beside copies on a GPU, which only a writer has (docs/adr/0041-nixl-progress-thread.md).
+        is_target: Start NIXL's progress thread. A writer needs none, because it polls its writes itself. The thread is not safe
+            beside copies on a GPU, which only a writer starts (docs/adr/0041-nixl-progress-thread.md).
 
     Raises:
         ConfigError: The plugin is missing or cannot be set up here.

@@ -314,7 +314,7 @@ class NixlSession:
         return self._agent is None or self._failure is not None
 
     def _fail(self, reason: str) -> None:
-        """The session cannot go on; what NIXL still holds of it ends in `close()`."""
+        """Mark the session as failed. `close()` releases the resources that NIXL still holds."""
         self._failure = reason
         for handle in self._pending.values():
             if handle.request is not None and handle.memory is not None:
@@ -337,10 +337,10 @@ class NixlSession:
         self._let_go()
 
     def _drain(self, agent: Agent) -> None:
-        """Have NIXL take note of the copies that have ended: UCX 1.23 crashes if a worker is destroyed before it has."""
+        """Let NIXL record the copies that have ended. Otherwise UCX 1.23 crashes when the worker is destroyed."""
         ends_at = time.monotonic() + _DRAIN_S
         for request in self._unfinished:
-            with contextlib.suppress(Exception):  # NIXL's: a write that failed is not under way either
+            with contextlib.suppress(Exception):  # from NIXL; a failed write is not under way either
                 while not agent.is_done(request) and time.monotonic() < ends_at:
                     time.sleep(_CLOSE_LOOK_S)
 
