@@ -90,11 +90,11 @@ NODES: Final = Group(
                 'increase(kvferry_loop_turn_seconds_bucket{le="0.25"}[10m]) > 5'
             ),
             lasts="0m",
-            summary="A process of {{ $labels.role }} node {{ $labels.instance }} stands still again and again.",
+            summary="The event loop of a process of {{ $labels.role }} node {{ $labels.instance }} stalls repeatedly.",
             description=(
                 "The event loop of one process of the {{ $labels.role }} node {{ $labels.instance }} has had {{ $value | "
-                "humanize }} turns above 0.25 s in 10 minutes. Heartbeats and all transfers of the process wait meanwhile; "
-                "after 1.5 s its sessions are lost. The label rank tells which rank it is; without it, it is the leader."
+                "humanize }} turns above 0.25 s in 10 minutes. Heartbeats and transfers of the process wait during a turn. "
+                "After 1.5 s its sessions are lost. The label rank names the rank; without it, the process is the leader."
             ),
         ),
         Alert(
@@ -384,7 +384,7 @@ MEMORY: Final = Group(
             summary="{{ $labels.role }} node {{ $labels.instance }} runs out of memory.",
             description=(
                 "{{ $value | humanize }} steps of the {{ $labels.role }} node {{ $labels.instance }} found no memory in 15 "
-                "minutes. All requests of each step failed. The log names the work, the bytes and the settings to lower."
+                "minutes. All requests of these steps failed. The log names the work, the bytes and the settings to lower."
             ),
         ),
         Alert(
@@ -394,8 +394,8 @@ MEMORY: Final = Group(
             lasts="5m",
             summary="The KV pool of {{ $labels.role }} node {{ $labels.instance }} is full.",
             description=(
-                "For 10 minutes, at least {{ $value | humanize }} requests at a time have waited for pages of the KV pool of the "
-                "{{ $labels.role }} node {{ $labels.instance }}. After limits.queue_timeout_s they are refused."
+                "At least {{ $value | humanize }} requests at a time have waited for pages of the KV pool of the "
+                "{{ $labels.role }} node {{ $labels.instance }} for 10 minutes. They are refused after limits.queue_timeout_s."
             ),
         ),
         Alert(

@@ -86,8 +86,8 @@ _POOL: Final = Row(
         Chart(
             title="Requests that wait for pages",
             description=(
-                "Requests that find too few free pages in their node's own pool. Above zero for minutes: the alert "
-                "KvferryPoolFull; raise memory.static_fraction or pool.num_pages, or add nodes of the tier."
+                "Requests that find too few free pages in their node's own pool. If above zero for minutes, KvferryPoolFull "
+                "fires. Raise memory.static_fraction or pool.num_pages, or add nodes of the tier."
             ),
             unit=Unit.REQUESTS,
             lines=(Line(expr=summed("kvferry_requests_waiting_for_pages", "role", "instance"), legend="{{role}} {{instance}}"),),
@@ -96,8 +96,8 @@ _POOL: Final = Row(
         Chart(
             title="Steps without memory",
             description=(
-                "Steps that failed because memory ran out, with all of their requests. Any: the alert KvferryOutOfMemory; the "
-                "log names the settings to lower."
+                "Steps that failed because memory ran out, with all of their requests. KvferryOutOfMemory fires on any such "
+                "step. The log names the settings to lower."
             ),
             unit=Unit.TIMES_PER_S,
             lines=(

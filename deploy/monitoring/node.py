@@ -283,8 +283,8 @@ _PROCESSES: Final = Row(
         Chart(
             title="Longest turns of the event loops",
             description=(
-                "Below it are 99.9 % of the turns of the event loops of a node's leader and ranks. Heartbeats and transfers of "
-                "a process wait during its turn. Above 0.25 s: the runbook of KvferryLoopTurnsLong."
+                "99.9th percentile of the turns of the event loops of a node's leader and ranks. Heartbeats and transfers of a "
+                "process wait during a turn. If above 0.25 s, see the runbook of KvferryLoopTurnsLong."
             ),
             unit=Unit.SECONDS,
             lines=(Line(expr=quantile(0.999, "kvferry_loop_turn_seconds", "instance"), legend="{{instance}}"),),

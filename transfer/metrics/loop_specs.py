@@ -13,8 +13,8 @@ LOOP_METRICS: Final = (
     declare(
         "histogram",
         "loop_turn_seconds",
-        "Seconds of a turn of the event loop, by the clock, since the process was first ready. The loop sends and notices no"
-        " heartbeat during a turn. An engine that hosts both sides in one process has one loop, shown for both roles.",
+        "Wall-clock seconds of a turn of the event loop, counted since the process was first ready. The loop sends and notices no"
+        " heartbeat during a turn. An engine that hosts both sides in one process has one loop, which both roles report.",
         buckets=TURN_BUCKETS_S,
         advice="Turns above 0.25: loop_turn_long in the process's log names the longest event. See KvferryLoopTurnsLong in"
         " docs/runbooks.md.",

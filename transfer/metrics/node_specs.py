@@ -116,13 +116,13 @@ REQUEST_METRICS: Final = (
         "gauge",
         "requests_waiting_for_pages",
         "Requests that wait because the KV pool of this node has too few free pages for them.",
-        advice="Above 0 for minutes: the pool is the limit. Raise memory.static_fraction or pool.num_pages, or add nodes.",
+        advice="If above 0 for minutes, the pool is the limit. Raise memory.static_fraction or pool.num_pages, or add nodes.",
     ),
     declare(
         "counter",
         "out_of_memory_steps",
         "Steps that failed because memory ran out. All requests of such a step failed.",
-        advice="Alarm on any: the log names the work, the bytes and the settings to lower.",
+        advice="Alert on any increase. The log names the work, the bytes and the settings to lower.",
     ),
 )
 
