@@ -2,13 +2,13 @@
 
     python -m bench.loop [--json FILE] [--quick] [--only WORD ...] [--bound-ms 50] [--only-measure]
 
-Every session of a process stands still during a turn, and three missed heartbeats of 0.5 s end it; so no input may make a turn
-long. Each case drives the real classes; its docstring in `bench.loop_cases` or `bench.loop_many_peers` says which, and what is
-left out. A case that misses the bound is run once more, and the better of the two counts.
+Every session of a process waits during a turn, and three missed heartbeats of 0.5 s end it. So no input may make a turn long.
+Each case drives the real classes. Its docstring in `bench.loop_cases` or `bench.loop_many_peers` names them, and the parts that
+are left out. A case that misses the bound is run once more, and the better of the two runs counts.
 
-The garbage collector is as nodes have it: what lives before a case is spared (`node_runtime.collector`). A case can have several
-ranks in one process, and the collector looks at the objects of all of them at once. So turns do not contain the collector. Its
-longest pause stands beside them, and one case has its pause in a single rank. A row has what measuring costs a turn.
+The garbage collector is set up as in nodes: objects from before a case are frozen (`node_runtime.collector`). A case can have
+several ranks in one process, and the collector walks over the objects of all ranks at once. So turns exclude the collector. Its
+longest pause is reported beside them, and one case measures the pause in a single rank. One row is the cost of measuring a turn.
 
 Exit code 1 when a case misses the bound or fails; with ``--quick`` (few cases, small ones) only when one fails.
 """
@@ -42,8 +42,8 @@ class Case:
     """One row.
 
     Args:
-        name: What happens.
-        run: Does it.
+        name: Description of the case.
+        run: Runs the case.
         is_quick: Whether it is part of ``--quick``.
     """
 
@@ -78,7 +78,7 @@ def cases() -> list[Case]:
 
 
 def measure_case(case: Case, *, bound_s: float) -> Watch:
-    """The case's turns; the better of two runs where the first misses the bound."""
+    """Return the case's turns: the better of two runs if the first misses the bound."""
     first = _run(case)
     if first.worst.seconds <= bound_s:
         return first
@@ -95,7 +95,7 @@ def _run(case: Case) -> Watch:
 
 
 def cost_of_measuring() -> list[float]:
-    """CPU seconds that an empty turn takes longer for being measured; one value per round."""
+    """Return the CPU seconds that measuring adds to an empty turn, one value per round."""
 
     async def turns() -> None:
         for _ in range(NUM_EMPTY_TURNS):
@@ -116,7 +116,7 @@ def cost_of_measuring() -> list[float]:
 
 
 def measure(chosen: Sequence[Case], *, bound_s: float) -> Report:
-    """A row for each case. A case that raises ends the benchmark."""
+    """Return a report with a row for each case. A case that raises ends the benchmark."""
     report = Report(title=f"Longest turn of a loop, CPU time (at most {bound_s * 1e3:g} ms)")
     for case in chosen:
         begun_s = time.monotonic()
@@ -134,7 +134,7 @@ def measure(chosen: Sequence[Case], *, bound_s: float) -> Report:
 
 
 def print_table(report: Report, *, bound_s: float, console: Console | None = None) -> None:
-    """Case, longest turn, whether it is within the bound, and what took it."""
+    """Print each case with its longest turn, the verdict and the longest event."""
     console = Console() if console is None else console
     if not console.is_terminal:
         console.width = max(console.width, 200)

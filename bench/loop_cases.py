@@ -1,4 +1,4 @@
-"""The cases of `bench.loop` but for those of 256 peers: what a peer, a client or one long prompt can have a loop do at once."""
+"""The cases of `bench.loop` without those of 256 peers: work that a peer, a client or one long prompt can cause in one turn."""
 
 from __future__ import annotations
 

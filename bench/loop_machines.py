@@ -1,7 +1,7 @@
 """Both protocol machines of one transfer without anything between them, for `bench.loop`: real `Sender`s and `Receiver`s.
 
-What their loops do besides is left out: encoding messages, copying, writing. A turn is what one wake-up of a rank's loop has the
-machine handle: one event, or as many messages as a control channel hands over at once (`WATCH_BATCH`, `WATCH_S`).
+Other work of their loops is left out: encoding messages, copying, writing. A turn is the machine's work in one wake-up of a
+rank's loop: one event, or the messages that a control channel delivers at once (`WATCH_BATCH`, `WATCH_S`).
 """
 
 from __future__ import annotations

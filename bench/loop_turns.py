@@ -1,4 +1,4 @@
-"""What `bench.loop` measures with: CPU time of turns, and what of it the garbage collector took."""
+"""Measure turns for `bench.loop`: their CPU time, and the share of the garbage collector."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a loop: its CPU time without the garbage collector, and what was the longest part of it."""
+    """One turn of a loop: its CPU time without the garbage collector, and its longest event."""
 
     seconds: float = 0.0
     name: str = ""
@@ -32,7 +32,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Watch:
-    """Remembers the longest turn of a case, and the longest pause of the garbage collector."""
+    """Record the longest turn of a case, and the longest pause of the garbage collector."""
 
     worst: Turn = Turn()
     num_turns: int = 0

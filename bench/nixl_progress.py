@@ -45,17 +45,17 @@ from transfer.transport.nixl import Lane, NixlTransport
 from transfer.transport.nixl_library import Agent
 
 _MEMORY_BYTES = 64 << 20
-_NUM_SLOTS = 16  # of the memory; no two writes of a burst share one
-_CUT_BYTES = 32 << 20  # of a write that its session's end cuts off: it starts at the memory's begin
+_NUM_SLOTS = 16  # slots of the memory; no two writes of a burst share a slot
+_CUT_BYTES = 32 << 20  # size of a write that its session's end interrupts, at the memory's begin
 _SESSIONS, _BURSTS, _ROUNDS_OF_A_MEMORY = 3, 4, 3  # at most
 _PAUSE_S = 0.25  # at most; the progress thread wakes up every 0.1 s
 _DEADLINE_S = 60.0
-_SILENCE_S = 90.0  # without a report of a pair that runs; one comes each round, of a second or so
+_SILENCE_S = 90.0  # without a report of a running pair; a round with its report takes about a second
 _OUTPUT_LINES = 60
 
 
 class _ThreadAtWriter(NixlTransport):
-    """The transport as it was when both ends had a progress thread."""
+    """A transport whose both ends run a progress thread, as before ADR 0041."""
 
     def _create_agent(self, lane: str, *, is_target: bool) -> Agent:
         return super()._create_agent(lane, is_target=True)
@@ -63,7 +63,7 @@ class _ThreadAtWriter(NixlTransport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What one pair does."""
+    """The plan of one pair."""
 
     lane: Lane
     has_writer_thread: bool
@@ -82,7 +82,7 @@ class _Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What a pair has done so far."""
+    """The counts of one pair so far."""
 
     memories: int = 0
     sessions: int = 0
@@ -244,7 +244,7 @@ def _compare(tensor: Tensor, expected: Tensor, writes: Sequence[_Write]) -> None
 
 
 def _run(role: str, plan: _Plan, pipe: Connection, report: Connection) -> None:
-    """A process's whole work; all its output, the C libraries' too, goes to the plan's file."""
+    """Run one process. All output, including that of C libraries, goes to the plan's file."""
     output = os.open(f"{plan.output}.{role}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -282,7 +282,7 @@ class _Pair:
         return any(process.is_alive() for process in self._processes.values())
 
     def look(self) -> None:
-        """Take the counts; end both processes where one of them has failed."""
+        """Read the counts, and end both processes if one has failed."""
         try:
             while self._report.poll():
                 self.counts = self._report.recv()
@@ -292,11 +292,11 @@ class _Pair:
         codes = {role: process.exitcode for role, process in self._processes.items()}
         died = {role: code for role, code in codes.items() if code}
         if died and not self.failure:
-            # The one that died by a signal is named first: the other one then finds its pipe closed.
+            # Report the process that a signal killed first. The other one then finds its pipe closed.
             role, code = min(died.items(), key=lambda item: item[1])
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             self.failure = f"{role} {how}"
-            time.sleep(1.0)  # the other one may be about to fail by itself, and says why
+            time.sleep(1.0)  # the other process may be about to fail, and log the cause
             self.kill()
         elif time.monotonic() - self._heard_s > _SILENCE_S and self.is_running:
             self.failure = f"said nothing for {_SILENCE_S:g} s"
@@ -304,7 +304,7 @@ class _Pair:
             self.kill()
 
     def _print_stacks(self) -> None:
-        """Have both processes write where they are, into their output."""
+        """Make both processes write their stacks to their output."""
         for process in self._processes.values():
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)
@@ -321,7 +321,7 @@ class _Pair:
 
     @property
     def ucx_errors(self) -> int:
-        """Lines of UCX's own, at both ends."""
+        """Number of error lines of UCX at both ends."""
         return sum(" ERROR " in line for role in self._processes for line in self.output(role))
 
     def to_json(self) -> dict[str, object]:

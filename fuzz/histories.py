@@ -3,8 +3,8 @@
 A step is ``[name, number, number, ...]``, in msgpack. Every number means something: what is missing is 0, what is too large for a
 choice goes round. So every input is a history, and a change of a number is another one.
 
-A history whose first list ends in ``"crowded"`` has few of everything: two requests and one that nobody knows, two sessions, six
-positions, four chunks. Messages then meet, cross and repeat each other often. In other histories numbers are at the borders.
+A history whose first list ends in ``"crowded"`` has two requests and one unknown request, two sessions, six positions and four
+chunks. Its messages often collide, cross and repeat each other. In other histories, numbers are at the borders.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Step:
         return IDS[self.below(4)]
 
     def session(self, peers: Sequence[int], edge_of: Callable[[int], int] = lambda _: 0) -> int:
-        """A session in which the peer speaks; perhaps there is none of that number.
+        """Return a session for the peer's message, possibly one that does not exist.
 
         Args:
             peers: The session of each route; 0 where it is closed.
-            edge_of: Given a session, the position from which the positions of a crowded history count.
+            edge_of: Returns the first position of a crowded history, given a session.
         """
         return 1 + self.below(4)
 

@@ -205,7 +205,7 @@ class World:
         return [self.session_of.get(route.decode_rank, 0) for route in self.routes]
 
     def _edge_of(self, session: int) -> int:
-        """The position up to which the session's ring is heard to be released."""
+        """Return the position up to which the session's ring is known to be released."""
         state = self.machine._sessions.get(session)
         return state.view.watermark.position if state is not None else 0
 
@@ -252,7 +252,7 @@ class World:
                 self.tell(tx.MessageArrived(session=session, message=message))
 
     def end(self) -> None:
-        """Everything is heard to be released, the peer is gone, what is under way settles: nothing may be left."""
+        """Release everything, end the peer, settle all work under way, and require that nothing is left."""
         for session in list(self.open):
             mark = Watermark(incarnation=DECODE_LIFE, sequence=self.sequence + 1, position=2**64)
             self.tell(tx.WatermarkArrived(session=session, watermark=mark))

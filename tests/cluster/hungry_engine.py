@@ -1,4 +1,4 @@
-"""The embedded engine, which asks for more memory than there is in the steps of requests with certain seeds."""
+"""An embedded engine whose steps request too much memory for requests with certain seeds."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ async def test_room_is_only_for_who_waits_here(world: World, name: str, prefill:
 async def test_a_plan_of_too_many_pieces_is_refused_before_a_rank_hears_of_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank keeps every piece until the request is over, and the plan is its peer's choice."""
+    """A rank keeps every piece until the request is over, and its peer chooses the plan."""
     monkeypatch.setattr(chunk_module, "MAX_PIECES", 8)
     world.submit("a", num_tokens=3)
     await turns()

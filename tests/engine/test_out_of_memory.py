@@ -1,4 +1,4 @@
-"""An engine that finds no memory while it loads: the line that its node ends with."""
+"""An engine that finds no memory while it loads raises the line that its node logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 def test_a_pool_that_the_system_refuses(demo_dir: Path) -> None:
-    """Really: of half an exbibyte."""
+    """The system refuses a real allocation of half an exbibyte."""
     says = (
         r"^out of memory while allocating the KV pool of 35184372088832 pages: [\d,.]+ GiB asked for, the host has .* free; "
         r"lower memory.static_fraction or pool.num_pages$"

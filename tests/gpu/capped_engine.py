@@ -1,4 +1,4 @@
-"""The embedded engine in a process that may take a part of its GPU only, of which its memory plan knows nothing."""
+"""An embedded engine whose process may allocate only a part of its GPU, unknown to its memory plan."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 NO_MEMORY = 3
 BLOCKS = (1 << 30, 32 << 20, 2 << 20, 1 << 20, 64 << 10, 4 << 10, 512)
-"""Sizes of what fills the device: the smallest is the least that torch's allocator hands out."""
+"""Sizes of the allocations that fill the device. The smallest is the minimum of torch's allocator."""
 
 SHOWN = r"cuda(:0)? has [\d.,]+ (B|KiB|MiB|GiB) of [\d.]+ GiB free \(this process holds [\d.,]+ (MiB|GiB)\)"
 CAPTURED = (2, 4)
@@ -42,7 +42,7 @@ NEXT_OF_SHORT = DecodeItem(request_id="b", token_id=7, position=100, page_tables
 
 
 class Ballast:
-    """Takes every byte of the device that is left, through torch's allocator."""
+    """Allocate every free byte of the device through torch's allocator."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -68,7 +68,7 @@ def ballast() -> Iterator[Ballast]:
 
 
 def out_of_memory_in(work: Callable[[], Any]) -> str:
-    """The one line; nothing of the error, whose traceback holds tensors, is kept."""
+    """Return the line of the error. The error itself, whose traceback holds tensors, is dropped."""
     with pytest.raises(OutOfMemory) as failed:
         work()
     assert not failed.value.is_fatal
@@ -96,7 +96,7 @@ def test_weights(model: Directory, ballast: Ballast) -> None:
 
 
 def test_a_pool(model: Directory) -> None:
-    """Of as many pages as would take the whole device, of which weights and context have taken some."""
+    """The pool would need the whole device, but weights and context already hold a part of it."""
     engine = engine_of(model)
     page_bytes = engine.pool.groups[0].page_bytes(engine.layout, engine.shard)
     total = torch.cuda.mem_get_info()[1]
@@ -143,7 +143,7 @@ def test_the_steps_before_a_capture(model: Directory, ballast: Ballast) -> None:
 
 @pytest.mark.parametrize("captured", [(), CAPTURED], ids=["launched", "replayed"])
 def test_steps(model: Directory, ballast: Ballast, captured: tuple[int, ...]) -> None:
-    """They fail alone: memory comes back, and what other requests have in the pool is as it was."""
+    """Only the failed step's request fails. Memory is released, and the KV of other requests does not change."""
     engine = engine_of(model, captured)
     tokens = tokens_of(engine)
     torch.cuda.synchronize()
@@ -163,7 +163,7 @@ def test_steps(model: Directory, ballast: Ballast, captured: tuple[int, ...]) ->
 
 
 def test_a_step_in_mid_model_gives_all_back(model: Directory, ballast: Ballast) -> None:
-    """It ran over some layers; the tensors of those are held by the frames of the error until they are dropped."""
+    """The step ran over some layers. The frames of the error hold their tensors until the frames are dropped."""
     engine = engine_of(model)
     tokens = tokens_of(engine)
     engine._layers_per_group = 1
@@ -186,7 +186,7 @@ def test_a_step_in_mid_model_gives_all_back(model: Directory, ballast: Ballast) 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_node_ends_with_the_code_that_no_supervisor_restarts(model: Directory, role: str) -> None:
-    """Its plan gives the pool most of the device, of which the process may have a twentieth."""
+    """Its plan assigns most of the device to the pool, but the process may allocate only a twentieth."""
     transport = "ucx" if importlib.util.find_spec("ucxx") else "cuda_ipc"
     settings = {"engine": "tests.gpu.capped_engine:load_engine", "device": "cuda", "transport.name": transport}
     command = [sys.executable, "-m", f"{role}_node", "serve", "--insecure", "--model", str(model("llama"))]

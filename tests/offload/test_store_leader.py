@@ -446,7 +446,7 @@ async def test_what_is_missing_ends_what_is_fetched() -> None:
 
 
 async def test_a_long_prompt_is_looked_at_over_several_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one in pages of one token the leader would otherwise look at a hundred thousand pages in one turn."""
+    """Without this bound, the leader would look up a hundred thousand pages of one token in one turn."""
     monkeypatch.setattr("decode_node.offload.store_leader.PAGES_A_TURN", 4)
     world, chain = Leader(), chain_of(21)
     world.ready(chain, 12)

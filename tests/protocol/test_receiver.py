@@ -706,7 +706,7 @@ def test_what_a_long_prompt_has_received_costs_nothing_to_cancel() -> None:
 
 
 def test_of_what_a_long_prompt_has_received_little_is_kept() -> None:
-    """What is kept is walked by each full collection of the garbage collector."""
+    """Each full collection of the garbage collector walks over all kept objects."""
     gc.collect()
     before = _pieces_and_messages()
     receiver = _transferred(300)

@@ -1,4 +1,4 @@
-"""Which bodies the loop reads itself, and what becomes of those that a process reads for it."""
+"""The loop parses light bodies itself, and a separate process parses costly ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def repeated(value: str, number: int) -> bytes:
 
 @pytest.fixture
 def all_by_process(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """The processes that read bodies, which is all bodies here."""
+    """Let processes parse all bodies, and return these processes."""
     made: list[Process] = []
     make = asyncio.create_subprocess_exec
 

@@ -1,4 +1,4 @@
-"""What a leader tells of memory that ran out, and of a full pool: once for as long as it lasts."""
+"""A leader logs steps without memory, and a full pool, once for as long as the condition lasts."""
 
 from __future__ import annotations
 

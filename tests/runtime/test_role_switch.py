@@ -149,7 +149,7 @@ async def test_a_change_is_a_new_life_of_the_same_processes(tmp_path: Path) -> N
 
 
 async def test_the_first_rank_that_cannot_change_says_why(tmp_path: Path) -> None:
-    """What the others say later is a consequence."""
+    """Later refusals are consequences of the first."""
     async with node_of(tmp_path, rank_entries.hungry_in_the_other) as node:
         with pytest.raises(RankStartError, match="out of memory while starting rank 1: ") as caught:
             await node.daemon.switch_role()

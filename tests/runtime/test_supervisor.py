@@ -85,7 +85,7 @@ async def test_an_idle_rank_that_contradicts_itself_ends(tmp_path: Path, capfd: 
 async def test_a_rank_that_finds_no_memory_besides_its_steps_ends_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy of KV, for example. It is no bug, of which a traceback would tell."""
+    """A copy of KV, for example. This is not a bug, so no traceback is logged."""
     async with ranks_of(tmp_path, rank_entries.obedient) as ranks:
         await ranks.supervisor.start()
         ranks.supervisor.send(1, Order(what="hunger"))

@@ -115,7 +115,7 @@ def test_seeds_are_stable_across_versions() -> None:
     ],
 )
 def test_rounding_names_a_wire_that_is_not_of_the_decode_pools_type(prefill: DType, decode: DType, wire: DType | None) -> None:
-    """What the decode pool itself rounds to is in the fingerprint."""
+    """The fingerprint contains the precision of the decode pool itself."""
     found = rounding(instance(shard=replace(SHARD, dtype=prefill)), instance(shard=replace(SHARD, dtype=decode)))
     assert found == ("" if wire is None else f'{{"dtype":"{wire}","kv_scales":[]}}')
 

@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out, and the one line that operators read of it."""
+"""Out-of-memory errors are recognized, and become one line for operators."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def failing(error: Exception) -> None:
 
 
 class Gpu:
-    """What is asked of torch.cuda, of a device with 512 MiB of 79.1 GiB free."""
+    """A fake torch.cuda with 512 MiB of 79.1 GiB free."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_emptied = 0
@@ -127,7 +127,7 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
 
 
 def test_an_error_that_was_raised_because_of_it_counts() -> None:
-    """Such as that of a capture of a CUDA graph, which cannot be ended after it."""
+    """An example is the error of a CUDA graph capture that cannot be ended after the first error."""
     try:
         try:
             raise ON_A_GPU[0]

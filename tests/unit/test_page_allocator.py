@@ -430,7 +430,7 @@ def test_a_window_does_not_pass_what_a_copy_still_reads() -> None:
 
 
 def test_a_table_is_that_of_the_moment_and_reads_as_a_tuple() -> None:
-    """Whatever becomes of its owner: an engine reads the table of a step while the next one's grows."""
+    """An engine reads the table of a step while the owner already adds pages for the next step."""
     chance = random.Random(5)
     allocator = PageAllocator(64)
     assert allocator.reserve("a", 40)
@@ -469,7 +469,7 @@ def test_a_table_is_that_of_the_moment_and_reads_as_a_tuple() -> None:
 
 
 def test_an_engine_is_given_tuples_which_are_the_same_while_nothing_has_changed() -> None:
-    """By which it knows that it need not look at them again."""
+    """The engine can then skip tables that did not change."""
     allocator = PageAllocator(4)
     allocator.reserve("a", 4)
     allocator.bind("a", 1)
