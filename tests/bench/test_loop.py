@@ -39,12 +39,27 @@ def burn(seconds: float) -> Callable[[Watch], None]:
         lambda watch: loop_cases.lost_decode_rank(watch, num_requests=2, num_tokens=1024),
         lambda watch: loop_cases.collector_pause(watch, num_requests=1, num_tokens=512),
         lambda watch: loop_cases.many_grants(watch, num_grants=40),
+        lambda watch: loop_cases.dear_looks(watch, num_laps=9, num_chunks=8),
+        lambda watch: loop_cases.dear_grants(watch, num_laps=9, num_chunks=8),
         lambda watch: loop_cases.many_sessions(watch, num_sessions=3),
         lambda watch: loop_cases.repeated_questions(watch, num_chunks=4, num_messages=3),
         lambda watch: loop_cases.hash_chains(watch, num_tokens=64),
         lambda watch: loop_cases.step_tables(watch, num_requests=2, num_tokens=64),
     ],
-    ids=["storm", "prompt", "nearly whole", "lost", "collector", "grants", "sessions", "questions", "chains", "tables"],
+    ids=[
+        "storm",
+        "prompt",
+        "nearly whole",
+        "lost",
+        "collector",
+        "grants",
+        "looks",
+        "laps",
+        "sessions",
+        "questions",
+        "chains",
+        "tables",
+    ],
 )
 def test_a_case_runs_to_its_end_and_has_turns(run: Callable[[Watch], None]) -> None:
     watch = Watch()

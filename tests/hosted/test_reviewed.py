@@ -72,17 +72,19 @@ def test_the_id_of_a_try_that_is_under_way_is_used_again(pair: Pair, monkeypatch
     source, decode = pair()
 
     monkeypatch.setattr(source.leader._source.requests, "_reserve", reserve_once(source))
-    begun = hold_gathers(source, monkeypatch)
+    held = hold_gathers(source, monkeypatch)
     decode.leader.want("b", "t", source.leader.address, PROMPT)
     decode.leader.bind("b", [TO])
     source.leader.offer("a", "t", PROMPT)
     source.leader.begin("a")
     source.compute("a", FROM, PROMPT, 0, 64)
-    wait_for(lambda: begun or None, "a gather is under way")
+    wait_for(lambda: held or None, "a gather is under way")
     (request_id,) = source.leader._source.requests.request_ids
     said = asyncio.run(ask_again(source, decode, request_id))
     assert "a transfer of that id is still under way" in said
     monkeypatch.undo()
+    for let_go in held:
+        let_go()
     source.leader.withdraw("a", "enough")
     for rank in source.ranks:
         rank.finish("a")
@@ -105,20 +107,19 @@ def reserve_once(source: Instance) -> Any:
     return reserve
 
 
-def hold_gathers(source: Instance, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gathers of every rank take half a second; says which have begun."""
-    begun: list[str] = []
+def hold_gathers(source: Instance, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Gathers of every rank wait; returns what lets each one go that has begun."""
+    held: list[Callable[[], object]] = []
     for rank in source.ranks:
         part = rank._source
         assert part is not None
         lane = part._sender._lane
 
         def later(*args: Any, gather: Any = lane.gather, loop: Any = rank._thread.loop, **named: Any) -> None:
-            begun.append("gather")
-            loop.call_later(0.5, partial(gather, *args, **named))
+            held.append(partial(loop.call_soon_threadsafe, partial(gather, *args, **named)))
 
         monkeypatch.setattr(lane, "gather", later)
-    return begun
+    return held
 
 
 def test_a_note_that_no_honest_peer_sends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
