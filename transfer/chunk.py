@@ -145,6 +145,7 @@ class Pieces:
             for layers in chunks.groups
         ]
         self._len = sum(chunks.num_ranges - first for first in self._first_ranges)
+        self._sizes: dict[int, int] = {}  # of the pieces that were asked about: each is asked about a few times
 
     def __len__(self) -> int:
         return self._len
@@ -157,7 +158,12 @@ class Pieces:
 
     def size_of(self, index: int) -> int:
         """Return the payload of a chunk in bytes; 0 if the chunk has no payload on this route, or does not exist."""
-        return self._size_of(self._chunks[index]) if self._is_piece(index) else 0
+        size = self._sizes.get(index)
+        if size is None:
+            size = self._size_of(self._chunks[index]) if self._is_piece(index) else 0
+            if size:
+                self._sizes[index] = size
+        return size
 
     def _is_piece(self, index: int) -> bool:
         at, group = divmod(index, len(self._first_ranges))
