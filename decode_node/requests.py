@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -254,13 +255,27 @@ class DecodeRequests:
         self._fail(request, error)
 
     def on_peer_lost(self, peer: PrefillPeer, reason: str) -> None:
-        """Tries whose KV has not all arrived from the peer cannot go on; the others need it no more."""
-        for a_try in list(self._tries.values()):
-            if a_try.peer is peer:
-                if not a_try.is_sent:
-                    self._fail_transfer(a_try, PeerUnreachable(f"prefill node {peer.address} is lost: {reason}"))
-                if a_try.prefill is not None:
-                    a_try.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
+        """Tries whose KV has not all arrived from the peer cannot go on; the others need it no more.
+
+        The requests of `PLACED_TOKENS_AT_ONCE` tokens are tried again at once, the others in the next turns of the loop.
+        """
+        lost = deque(a_try for a_try in self._tries.values() if a_try.peer is peer)
+        self._lose(lost, f"prefill node {peer.address} is lost: {reason}")
+
+    def _lose(self, lost: deque[Try], reason: str) -> None:
+        num_tokens = 0
+        while lost:
+            if num_tokens >= PLACED_TOKENS_AT_ONCE:
+                asyncio.get_running_loop().call_soon(self._lose, lost, reason)
+                return
+            a_try = lost.popleft()
+            if self._tries.get(a_try.transfer_id) is not a_try:
+                continue  # it has ended meanwhile
+            num_tokens += len(a_try.request.token_ids)
+            if not a_try.is_sent:
+                self._fail_transfer(a_try, PeerUnreachable(reason))
+            if a_try.prefill is not None:
+                a_try.prefill.cancel()  # a frozen node would leave the call open, and a finished request without its end
 
     # Tries
 

@@ -233,6 +233,20 @@ async def test_bytes_that_were_broken_twice_are_not_tried_again(world: World) ->
     assert isinstance(outcome(request), IntegrityError) and not world.other.calls
 
 
+async def test_long_prompts_of_a_lost_node_are_tried_elsewhere_a_few_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt takes time that grows with the prompt. The attempts of 32 long prompts in one turn took 175 ms."""
+    monkeypatch.setattr(requests_module, "PLACED_TOKENS_AT_ONCE", 5)
+    world.other.state = "draining"
+    requests = [await waiting(world, name) for name in "abc"]  # of three tokens each
+    world.other.state = "joined"
+    world.lose(world.peer)
+    assert sum(len(request.tries) for request in requests) == len(requests) + 2
+    await turns()
+    assert sorted(world.other.calls) == ["a.2", "b.2", "c.2"]
+
+
 async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
