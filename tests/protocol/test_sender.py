@@ -606,6 +606,21 @@ def test_hundreds_that_wait_for_a_full_ring_cost_an_event_nothing() -> None:
     assert not sender.machine._eager  # nor is the session looked at before something of it is free
 
 
+def test_a_grant_that_a_turn_has_no_steps_to_look_at_begins_in_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes a step here. A turn has one for what it adds, and one for what the turns before left."""
+    monkeypatch.setattr("transfer.ring_index.LOOK_STEPS", 1)
+    sender = SenderHand(num_slots=3)
+    sender.start(num_tokens=12)
+    for chunk in range(3):
+        sender.compute(chunk)
+    sender.watermark(0, cells(1, 8))
+    begun = of_type(sender.grant({0: cells(9, 11), 1: cells(11, 13), 2: cells(13, 15)}), tx.StartGather)
+    assert [gather.chunk.index for gather in begun] == [0, 1]
+    begun = of_type(sender.tell(tx.Tick()), tx.StartGather)
+    assert [gather.chunk.index for gather in begun] == [2]
+    assert not sender.machine._eager
+
+
 def test_the_oldest_grant_begins_first_whatever_was_ready_first() -> None:
     sender = SenderHand(ring_cells=4, num_slots=1)
     sender.start("late", num_tokens=4)
