@@ -4,7 +4,7 @@
 
 Every session of a process waits during a turn, and three missed heartbeats of 0.5 s end it. So no input may make a turn long.
 Each case drives the real classes. Its docstring in `bench.loop_cases` or `bench.loop_many_peers` names them, and the parts that
-are left out. A case that misses the bound is run once more, and the better of the two runs counts.
+are left out.
 
 The garbage collector is set up as in nodes: objects from before a case are frozen (`node_runtime.collector`). A case can have
 several ranks in one process, and the collector walks over the objects of all ranks at once. So turns exclude the collector. Its
@@ -77,16 +77,8 @@ def cases() -> list[Case]:
     ]
 
 
-def measure_case(case: Case, *, bound_s: float) -> Watch:
-    """Return the case's turns: the better of two runs if the first misses the bound."""
-    first = _run(case)
-    if first.worst.seconds <= bound_s:
-        return first
-    second = _run(case)
-    return min(first, second, key=lambda watch: watch.worst.seconds)
-
-
-def _run(case: Case) -> Watch:
+def measure_case(case: Case) -> Watch:
+    """Run the case once; return what was measured."""
     watch = Watch()
     spare_what_lives()
     with watch.collecting():
@@ -120,7 +112,7 @@ def measure(chosen: Sequence[Case], *, bound_s: float) -> Report:
     report = Report(title=f"Longest turn of a loop, CPU time (at most {bound_s * 1e3:g} ms)")
     for case in chosen:
         begun_s = time.monotonic()
-        watch = measure_case(case, bound_s=bound_s)
+        watch = measure_case(case)
         report.add(case.name, TURN, [watch.worst.seconds])
         report.facts[case.name] = {
             "event": watch.worst.name,
