@@ -187,7 +187,7 @@ class Machines:
                 self._turn(rank, self._next(rank))
 
     def run_sender(self) -> None:
-        """Let the first prefill rank have its turns until nothing is left to do; what it says is not heard."""
+        """Run the first prefill rank until it has no events left. Its messages are dropped."""
         while self.senders[0].events:
             self._turn(self.senders[0], self._next(self.senders[0]))
 

@@ -66,7 +66,7 @@ async def write(address: str, number: int) -> None:
 
 
 class _PrefillNodes(pb_grpc.PrefillControlServicer):
-    """Each address is another node's, for whoever joins it."""
+    """Serve joins; each address belongs to another node."""
 
     def __init__(self) -> None:
         self._incarnations: dict[str, int] = {}

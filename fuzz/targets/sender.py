@@ -183,7 +183,7 @@ class World:
         require(offset + num_bytes <= capacity, f"{grant} reaches over the end of a ring of {capacity} bytes")
 
     def _check_writable(self, session: int, grant: Grant) -> None:
-        """Rule 2: the peer has told that the bytes are released; a view that had to forget ranges may know it no more."""
+        """Rule 2: the peer reported these bytes as released; a view that dropped ranges may not know it."""
         view = self.machine._sessions[session].view
         require(view.is_writable(grant) or len(view._begins) == MAX_KEPT_RANGES, f"{grant} begins before its bytes are released")
 

@@ -303,7 +303,7 @@ INFO = PrefillInfo(dp_size=1, follow_bootstrap_room=True, page_size=16, attn_tp_
 
 
 class Engines:
-    """Prefill engines that answer when they are told to."""
+    """Prefill engines whose answers the test releases."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

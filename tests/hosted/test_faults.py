@@ -485,6 +485,6 @@ def test_an_unexpected_fault_while_a_prefill_side_is_told_ends_nothing(pair: Pai
     with monkeypatch.context() as broken:
         broken.setattr(PrefillPeer, "stub", stub)
         decode.leader.decline("t", source.leader.address, "its client went away")
-        wait_for(lambda: told or None, "the prefill side is told")
+        wait_for(lambda: told or None, "the prefill side is notified")
     hand_over(source, decode, "next")
     assert_not_broken(decode)

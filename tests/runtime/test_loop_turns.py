@@ -28,7 +28,7 @@ DEADLINE_S = 20.0
 
 
 class Clocks:
-    """A wall clock and a CPU clock, which move as they are told."""
+    """A wall clock and a CPU clock that the test moves."""
 
     def __init__(self) -> None:
         self.wall_s = 100.0
