@@ -78,7 +78,7 @@ test-sglang: setup ## two real SGLang engines on the CPU, KV by kvferry; install
 	@$(BIN)/python -m pytest tests/sglang/served.py $(TEST_ARGS)
 
 chaos: setup ## every fault of docs/operations.md on real processes and networks, the slow ones too, CHAOS_RUNS times
-	@for run in $$(seq $(CHAOS_RUNS)); do $(BIN)/python -m pytest tests/chaos tests/offload tests/bench/test_soak.py $(TEST_ARGS); done
+	@for run in $$(seq $(CHAOS_RUNS)); do $(BIN)/python -m pytest tests/cluster/faults tests/offload tests/bench/test_soak.py $(TEST_ARGS); done
 
 check: setup lint types spelling proto-check proto-lint coverage ## lint, format, types, spelling, stubs; every branch of the pure core
 

@@ -21,16 +21,16 @@ settings.register_profile("soak", settings.get_profile("kvferry"), max_examples=
 settings.load_profile("ci" if os.environ.get("CI") else "kvferry")
 
 
-CLUSTERS = ("tests/cluster/", "tests/chaos/", "tests/router/test_nodes.py")
+CLUSTERS = ("tests/cluster/", "tests/cluster/faults/", "tests/router/test_nodes.py")
 # The longest first, so that no worker is left with them when the others are done. Of the clusters those that are held to a time
 # come last: the other worker is then past its own clusters, and starts no dozen of processes beside them.
 FIRST = (
-    "tests/cluster/test_tokens.py",
-    "tests/cluster/test_bad_start.py",
-    "tests/cluster/test_serving.py",
-    "tests/cluster/test_stop.py",
-    "tests/cluster/test_two_prefill_nodes.py",
-    "tests/chaos/",
+    "tests/cluster/nodes/test_tokens.py",
+    "tests/cluster/nodes/test_bad_start.py",
+    "tests/cluster/nodes/test_serving.py",
+    "tests/cluster/nodes/test_stop.py",
+    "tests/cluster/nodes/test_two_prefill_nodes.py",
+    "tests/cluster/faults/",
     "tests/cli/test_demo.py",
     "tests/cli/test_local_cluster.py",
     "tests/protocol/test_world.py",

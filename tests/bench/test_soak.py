@@ -29,7 +29,7 @@ def make_traffic(*, may_be_unreachable: Callable[[float], bool] = lambda _: Fals
     return Traffic("127.0.0.1:1", [PROMPT], num_clients=1, seed=1, may_be_unreachable=may_be_unreachable)
 
 
-@pytest.mark.slow  # tests/chaos has its faults one by one
+@pytest.mark.slow  # tests/cluster/faults has its faults one by one
 @pytest.mark.timeout(300)  # the nodes start, and after a fault they start again
 def test_it_runs_and_finds_nothing_wrong(tmp_path: Path) -> None:
     record = bench("bench.soak", tmp_path / "record.json", timeout_s=240)

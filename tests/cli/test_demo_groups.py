@@ -143,7 +143,7 @@ def test_the_table_fits_a_narrow_terminal_and_a_llama_has_none() -> None:
     assert "group of layers" not in output.getvalue()
 
 
-@pytest.mark.slow  # tests/cluster/test_kinds.py has windows on real nodes, and tests/cli/test_demo.py the demo
+@pytest.mark.slow  # tests/cluster/nodes/test_kinds.py has windows on real nodes, and tests/cli/test_demo.py the demo
 @pytest.mark.timeout(120)
 def test_demo_of_a_kind_counts_what_travelled(tmp_path: Path) -> None:
     file = tmp_path / "report.json"

@@ -20,7 +20,8 @@ from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.plain_text import ANYWHERE
-from transfer.registry.security import PlainText
+from transfer.registry.peer_channel import PeerChannel
+from transfer.registry.security import MutualTls, PlainText
 
 if TYPE_CHECKING:
     from transfer.pb.kvferry_pb2_grpc import DecodeControlAsyncStub, PrefillControlAsyncStub, TransferControlAsyncStub
@@ -67,14 +68,24 @@ def transfer_control(channel: grpc.aio.Channel) -> TransferControlAsyncStub:
 
 
 class Caller:
-    """One client of a decode node, with a connection of its own. Use as an async context manager."""
+    """One client of a decode node, with its own connection. Use as an async context manager.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: host:port of the node.
+        security: Credentials of the client; None means plain text.
+    """
+
+    def __init__(self, address: str, security: MutualTls | None = None) -> None:
+        self._secure = None if security is None else PeerChannel(address, security)
         self.channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.stub = decode_control(self.channel)
         self.tasks: list[asyncio.Task[Answer]] = []
 
     async def __aenter__(self) -> Caller:
+        if self._secure is not None:
+            await self.channel.close()
+            self.channel = await self._secure.ready()
+            self.stub = decode_control(self.channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -207,7 +218,7 @@ def leftovers(status: pb.NodeStatus | None) -> list[str]:
     return held
 
 
-async def until_idle(*nodes: ClusterNode, within_s: float = 5.0) -> None:
+async def until_idle(*nodes: ClusterNode, within_s: float = 30.0) -> None:
     """Wait until nothing of any request is left on the nodes; names what is."""
     held: dict[str, list[str]] = {}
 

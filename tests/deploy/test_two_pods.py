@@ -18,7 +18,7 @@ import pytest
 
 from kvferry.demo_model import make_demo_model
 from tests.authority import Authority, Files
-from tests.chaos.hosts import Hosts, open_hosts, why_not
+from tests.cluster.faults.hosts import Hosts, open_hosts, why_not
 from tests.deploy.containers import Disk, environment
 from tests.deploy.kustomize import ROOT, Manifest, Pod, of_kind, pods
 

@@ -11,7 +11,7 @@ import torch
 from kvferry.local_cluster import ClusterNode
 from kvferry.node_client import NodeClient
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
-from tests.cluster.nodes import open_nodes
+from tests.cluster.open_nodes import open_nodes
 from tests.gpu.small_engines import Directory
 from transfer.plain_text import ANYWHERE
 from transfer.registry.security import PlainText

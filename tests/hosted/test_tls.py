@@ -58,7 +58,7 @@ def refused(source: Instance, decode: Instance) -> str:
 def test_both_show_what_the_other_was_told_of(
     source: Instance, decode: Callable[..., Instance], authority: Authority, tmp_path: Path
 ) -> None:
-    """With the certificates of our own nodes' kind: tests/cluster/test_tls.py has the same names."""
+    """With the certificates of our own nodes' kind: tests/cluster/nodes/test_tls.py has the same names."""
     target = decode(authority.files(tmp_path / "decode", DECODE), PREFILL)
     wait_for(target.joined, "joined")
     target.leader.want("b", "t", source.leader.address, PROMPT)

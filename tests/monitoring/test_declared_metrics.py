@@ -22,10 +22,10 @@ from transfer.pb import kvferry_pb2 as pb
 pytestmark = pytest.mark.timeout(180)
 
 LATER: Final = {
-    "kvferry_refused_calls": "once a certificate was refused: tests/cluster/test_tls.py",
-    "kvferry_rank_refused_calls": "once a certificate was refused: tests/cluster/test_tls.py",
-    "kvferry_certificate_expiry_timestamp_seconds": "with certificates: tests/cluster/test_tls.py",
-    "kvferry_certificate_stale": "with certificates: tests/cluster/test_tls.py",
+    "kvferry_refused_calls": "once a certificate was refused: tests/cluster/nodes/test_tls.py",
+    "kvferry_rank_refused_calls": "once a certificate was refused: tests/cluster/nodes/test_tls.py",
+    "kvferry_certificate_expiry_timestamp_seconds": "with certificates: tests/cluster/nodes/test_tls.py",
+    "kvferry_certificate_stale": "with certificates: tests/cluster/nodes/test_tls.py",
     "kvferry_discovery_addresses": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
     "kvferry_discovery_age_seconds": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
     "kvferry_discovery_interval_seconds": "on prefill nodes that register themselves: tests/prefill/test_node.py",

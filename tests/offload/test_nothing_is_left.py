@@ -18,10 +18,10 @@ import grpc
 import pytest
 
 from kvferry.local_cluster import LocalCluster
-from tests.chaos.conftest import warm_up
-from tests.chaos.scenario import Tiers
 from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
+from tests.cluster.faults.conftest import warm_up
+from tests.cluster.faults.scenario import Tiers
 from tests.offload.clusters import EARLY, number, spec, stored_files, until_all_is_back
 
 NUM_PROMPTS = 12

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Nodes, open_nodes
+from tests.cluster.open_nodes import Nodes, open_nodes
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.hosts import DATA, open_hosts, why_not
+from tests.cluster.faults.hosts import DATA, open_hosts, why_not
 
 WHY_NOT = why_not()
 ROOT = Path(__file__).resolve().parents[2]

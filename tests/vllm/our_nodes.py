@@ -11,7 +11,7 @@ from pathlib import Path
 from kvferry.cluster_node import ClusterNode
 from kvferry.cluster_spec import Role, child_environment
 from kvferry.node_client import NodeClient
-from tests.cluster.nodes import Nodes
+from tests.cluster.open_nodes import Nodes
 from tests.vllm.answers import TIMEOUT_S, Answer
 from tests.vllm.instances import HEARTBEAT_S
 from transfer.pb import kvferry_pb2 as pb

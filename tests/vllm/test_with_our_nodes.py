@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from kvferry.cluster_node import ClusterNode
 from kvferry.node_client import NodeClient
 from tests.cluster.calls import until, until_idle
-from tests.cluster.nodes import Nodes, open_nodes
+from tests.cluster.open_nodes import Nodes, open_nodes
 from tests.vllm.answers import MAX_TOKENS, Answer, answer, client
 from tests.vllm.commands import MAX_MODEL_LEN
 from tests.vllm.instances import (

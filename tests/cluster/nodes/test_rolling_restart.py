@@ -47,7 +47,7 @@ TEXTS = [" ".join(WORDS[first : first + number]) for first, number in ((0, 10), 
 LONG_TEXT = " ".join((WORDS * 4)[:1500])  # two seconds of a core: it comes where a node is ended, not all the time
 LONG_TEXT_TOKENS = 2000
 COMMAND_S = 60.0
-OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.faulty_node prefill|decode serve ...`: the real daemon, whose ranks can be told to treat messages badly.
+"""`python -m tests.cluster.faults.faulty_node ROLE serve ...`: the real daemon, with faults for messages...
 
 All of the product runs as it is, over its real sockets. What is put between is in the ranks only, where the owner's loop meets
 its channels: control messages of both directions and watermarks can be lost, said twice, or held back so that later ones
@@ -161,7 +161,7 @@ def main(role: str) -> None:
         leader = load()
         module: Any = importlib.import_module(f"{role}_node.node")
         # By the name under which the processes of the ranks import it: this module is __main__ here.
-        faulty = importlib.import_module("tests.chaos.faulty_node")
+        faulty = importlib.import_module("tests.cluster.faults.faulty_node")
         setattr(module, f"run_{role}_rank", getattr(faulty, f"run_faulty_{role}_rank"))
         return leader
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.local_cluster import ClusterNode
-from tests.chaos.conftest import reached_at, warm_up
-from tests.chaos.proxy import HOST, PROXY_HOST, ProxyNetwork
-from tests.chaos.scenario import OK, UNAVAILABLE, Scenario, Tiers
 from tests.cluster.calls import Reference, status_of, until
-from tests.cluster.nodes import open_nodes
+from tests.cluster.faults.conftest import reached_at, warm_up
+from tests.cluster.faults.proxy import HOST, PROXY_HOST, ProxyNetwork
+from tests.cluster.faults.scenario import OK, UNAVAILABLE, Scenario, Tiers
+from tests.cluster.open_nodes import open_nodes
 
 pytestmark = pytest.mark.timeout(180)
 

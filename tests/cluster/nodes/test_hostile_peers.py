@@ -10,24 +10,18 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import msgpack
 import pytest
 import zmq
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry import exit_codes
 from kvferry.cluster_spec import child_environment
-from kvferry.local_cluster import ClusterNode, LocalCluster
+from kvferry.local_cluster import LocalCluster
 from tests.cluster.calls import (
-    Answer,
     Caller,
     Reference,
     decode_control,
@@ -59,42 +53,6 @@ VOCABULARY = 768
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "new", "sampling", "says"),
-    [
-        ((), 4, {}, ("prompt is empty",)),
-        (prompt(CONTEXT), 1, {}, (str(CONTEXT), "context")),
-        ((1, VOCABULARY), 4, {}, (f"token_ids has {VOCABULARY} at 1", str(VOCABULARY))),
-        ((1, 2**32 - 1), 4, {}, (str(2**32 - 1),)),
-        (prompt(5), 0, {}, ("max_new_tokens is 0", f"[1, {CONTEXT - 5}]")),
-        (prompt(5), CONTEXT, {}, (f"max_new_tokens is {CONTEXT}", f"[1, {CONTEXT - 5}]")),
-        (prompt(5), 4, {"temperature": -1.0}, ("temperature", "-1")),
-        (prompt(5), 4, {"temperature": float("nan")}, ("temperature", "nan")),
-        (prompt(5), 4, {"temperature": 1.0, "top_p": 1.5}, ("top_p", "1.5")),
-    ],
-    ids=["empty", "too long", "id too large", "id far too large", "no tokens", "too many", "cold", "nan", "top_p"],
-)
-async def test_bad_request_is_refused_in_one_line(
-    steady: LocalCluster, token_ids: tuple[int, ...], new: int, sampling: dict[str, Any], says: tuple[str, ...]
-) -> None:
-    async with Caller(steady.decode.address) as caller:
-        answer = await caller.ask(token_ids, new, sampling=pb.SamplingParams(**sampling))
-    assert answer.code is INVALID, f"{answer.code}: {answer.details}"
-    assert "\n" not in answer.details
-    for word in says:
-        assert word in answer.details
-
-
-async def test_request_without_a_prompt_or_with_a_long_id(steady: LocalCluster) -> None:
-    async with Caller(steady.decode.address) as caller:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await caller.stub.Generate(pb.GenerateRequest(max_new_tokens=4)).read()
-        assert (refused.value.code(), "prompt is missing" in (refused.value.details() or "")) == (INVALID, True)
-        answer = await caller.ask(prompt(5), answer=Answer(request_id="x" * 129))
-        assert answer.code is INVALID
-        assert answer.details.startswith("request_id has 129 characters")
-
-
 async def test_what_the_pool_can_never_hold_is_refused_at_once(steady: LocalCluster) -> None:
     """The context allows it; a pool of 8192 tokens does too: so this is about the prefill node's answer being passed on."""
     async with grpc.aio.insecure_channel(steady.prefill.address) as channel:
@@ -106,100 +64,6 @@ async def test_what_the_pool_can_never_hold_is_refused_at_once(steady: LocalClus
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Prefill(pb.PrefillRequest(request_id="a", decode_incarnation=steady.decode.incarnation)).read()
         assert refused.value.code() is INVALID
-
-
-def series(text: str) -> dict[str, float]:
-    """Sums of all series of a name."""
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-    return sums
-
-
-async def scraped(node: ClusterNode) -> dict[str, float]:
-    code, text = await node.http("/metrics")
-    assert code == 200
-    return series(text)
-
-
-async def test_counters_agree_with_what_requests_are_told(steady: LocalCluster, reference: Reference) -> None:
-    await until_idle(steady.prefill, steady.decode)
-    before: dict[str, dict[str, float]] = {node.role: await scraped(node) for node in steady.nodes}
-    prompts = [prompt(num_tokens, num_tokens) for num_tokens in (7, 128, 200, 431)]
-    async with Caller(steady.decode.address) as caller:
-        answers = await asyncio.gather(*(caller.ask(token_ids) for token_ids in prompts))
-    told = [answer.done.stats for answer in answers if answer.done is not None]
-    assert len(told) == len(prompts)
-    num_bytes, writes = sum(stats.bytes for stats in told), sum(stats.writes for stats in told)
-
-    def grown(name: str, role: str, after: Mapping[str, float]) -> float:
-        return after.get(name, 0.0) - before[role].get(name, 0.0)
-
-    async def agree() -> bool:
-        prefill, decode = await scraped(steady.prefill), await scraped(steady.decode)
-        return (
-            grown("kvferry_transferred_bytes_total", "prefill", prefill) == num_bytes
-            and grown("kvferry_transferred_bytes_total", "decode", decode) == num_bytes
-            and grown("kvferry_writes_total", "prefill", prefill) == writes
-            and grown("kvferry_requests_total", "prefill", prefill) == len(prompts)
-            and grown("kvferry_requests_total", "decode", decode) == len(prompts)
-            and grown("kvferry_time_to_first_token_seconds_count", "decode", decode) == len(prompts)
-            and prefill["kvferry_queued_requests"] == decode["kvferry_running_requests"] == 0
-            and decode["kvferry_ring_live_bytes"] == decode["kvferry_ring_quarantined_bytes"] == 0
-        )
-
-    await until(agree, f"counters say {num_bytes} bytes in {writes} writes", within_s=5)
-    await until_idle(steady.prefill, steady.decode)
-
-
-async def test_the_memory_plan_is_in_status_and_on_the_page_of_metrics(steady: LocalCluster) -> None:
-    for node, transfer_line in ((steady.prefill, "staging"), (steady.decode, "ring")):
-        status = await status_of(node)
-        assert status is not None
-        plan = status.memory_plan
-        lines = {line.name: line for line in plan.lines}
-        assert sum(line.planned_bytes for line in plan.lines if not line.inside) == plan.device_bytes
-        assert plan.max_total_tokens == sum(pool.pages for pool in status.ranks[0].pools) * status.instance.shard.page_size
-        for name in ("weights", transfer_line):
-            assert lines[name].planned_bytes == lines[name].real_bytes > 0, "made of what was measured, and then allocated"
-        assert lines["pool_full"].real_bytes == pytest.approx(lines["pool_full"].planned_bytes, rel=0.01)
-        assert not plan.warnings
-        code, page = await node.http("/metrics")
-        assert code == 200
-        for rank in range(2):
-            for name, planned in ((name, line.planned_bytes) for name, line in lines.items()):
-                assert metric(page, "kvferry_memory_planned_bytes", line=name, rank=str(rank)) == planned
-            assert metric(page, "kvferry_memory_real_bytes", line="pool_full", rank=str(rank)) == pytest.approx(
-                lines["pool_full"].planned_bytes, rel=0.01
-            )
-
-
-def metric(page: str, name: str, **labels: str) -> float:
-    """The one sample of that name and with these labels among its own."""
-    (value,) = [
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    ]
-    return value
-
-
-async def test_health_readiness_and_reflection(steady: LocalCluster) -> None:
-    for node, service in ((steady.prefill, "kvferry.v1.PrefillControl"), (steady.decode, "kvferry.v1.DecodeControl")):
-        assert await node.http("/healthz") == (200, "ok\n")
-        assert await node.http("/readyz") == (200, "ready\n")
-        assert (await node.http("/nothing"))[0] == 404
-        async with grpc.aio.insecure_channel(node.address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            for name in ("", service):
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-            call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-            listed = {found.name async for answer in call for found in answer.list_services_response.service}
-            assert {service, "grpc.health.v1.Health"} <= listed
 
 
 async def control_ports(cluster: LocalCluster) -> list[int]:

@@ -1,25 +1,22 @@
-"""A two-tier cluster of processes over mutual TLS: tokens, rotation under load, and who is not let in."""
+"""Certificates of a running cluster are replaced under load."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_spec import child_environment
 from kvferry.local_cluster import ClusterSpec, ClusterTls, LocalCluster, TierSpec, TlsFiles
 from kvferry.node_client import NodeClient
 from tests.authority import Authority, Files
 from tests.cluster.calls import Reference, prompt, until
 from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, START_TIMEOUT_S, Start
-from transfer.errors import ConfigError, PeerUnreachable, TransferError
+from transfer.errors import PeerUnreachable, TransferError
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.certificates import CertificateFiles
 from transfer.registry.security import MutualTls
@@ -77,58 +74,6 @@ async def generate(client: NodeClient, token_ids: list[int], max_new_tokens: int
     async for event in client.generate(question, accept_timeout_s=60, timeout_s=120):
         tokens += event.tokens.token_ids
     return tokens
-
-
-async def test_tokens_over_tls_are_those_of_one_process(sides: Sides, reference: Reference) -> None:
-    async with sides.client() as client:
-        for variant, length in enumerate((1, 129, 400)):
-            token_ids = prompt(length, variant)
-            assert await generate(client, token_ids) == reference.tokens(token_ids, 12)
-    for node in sides.cluster.nodes:
-        assert (await node.status()).ready
-        assert not list(node.log.events("insecure"))
-
-
-async def test_who_is_in_no_list_is_refused_counted_and_spoken_of_once(sides: Sides) -> None:
-    stranger = sides.authority.files(sides.folder / "stranger", "stranger.example", *NAMES["decode"])
-    async with sides.client(stranger) as client:  # a decode node, as it were: no client
-        for _ in range(3):
-            with pytest.raises(
-                ConfigError,
-                match=r"may not call NodeControl/Status: it is not in tls\.peer_names or tls\.client_names of this node",
-            ):
-                await client.status(timeout_s=30)
-        with pytest.raises(ConfigError, match=r"may not call DecodeControl/Generate"):
-            await generate(client, [1, 2, 3])
-    _, page = await sides.cluster.decode.http("/metrics")
-    assert 'kvferry_refused_calls_total{method="NodeControl/Status",role="decode"} 3.0' in page
-    assert 'kvferry_certificate_stale{role="decode"} 0.0' in page and "kvferry_certificate_expiry_timestamp_seconds" in page
-    assert "example" not in page, "whoever reads the metrics learns no names"
-    said = [line for line in sides.cluster.decode.log.events("call_refused") if line["method"] == "NodeControl/Status"]
-    assert len(said) == 1 and "stranger.example" in said[0]["caller"]
-
-
-def kvferry(sides: Sides, *arguments: str) -> subprocess.CompletedProcess[str]:
-    files = sides.files["client"]
-    tls = [
-        "--tls-cert",
-        str(files.cert),
-        "--tls-key",
-        str(files.key),
-        "--tls-ca",
-        str(files.ca),
-        "--peer-name",
-        NAMES["decode"][0],
-    ]
-    command = [sys.executable, "-m", "kvferry", arguments[0], "--target", sides.cluster.decode.address, *tls, *arguments[1:]]
-    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_commands_over_tls(sides: Sides) -> None:
-    shown = kvferry(sides, "status", "--json")
-    assert shown.returncode == 0 and '"ready": true' in shown.stdout and not shown.stderr, shown.stderr
-    said = kvferry(sides, "generate", "--token-ids", "1,2,3", "--max-new-tokens", "4", "--ignore-eos", "--json")
-    assert said.returncode == 0 and '"finish_reason": "length"' in said.stdout and not said.stderr, said.stderr
 
 
 async def test_a_new_authority_under_load_and_what_comes_after(sides: Sides, reference: Reference) -> None:

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.chaos.conftest import MAX_QUEUED, POOL_TOKENS, RING_BYTES, Chaos
-from tests.chaos.scenario import CANCELLED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, Scenario
 from tests.cluster.calls import Reference, status_of, until
+from tests.cluster.faults.conftest import MAX_QUEUED, POOL_TOKENS, RING_BYTES, Chaos
+from tests.cluster.faults.scenario import CANCELLED, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, Scenario
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -12,12 +12,10 @@ import pytest
 
 from kvferry.cluster_spec import Role
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from tests.chaos.faulty_node import FAULTS_FILE
-from tests.chaos.scenario import Tiers
 from tests.cluster.calls import Caller, prompt
-from tests.cluster.conftest import START_TIMEOUT_S, model, reference, running
-
-__all__ = ["model", "reference"]
+from tests.cluster.conftest import START_TIMEOUT_S, running
+from tests.cluster.faults.faulty_node import FAULTS_FILE
+from tests.cluster.faults.scenario import Tiers
 
 RING_BYTES = 1 << 20
 POOL_TOKENS = 6144
@@ -29,7 +27,7 @@ class FaultySpec(ClusterSpec):
 
     def command(self, role: Role, *, port: int, prefill_addresses: Sequence[str], ready_file: Path) -> list[str]:
         python, module, _, *rest = super().command(role, port=port, prefill_addresses=prefill_addresses, ready_file=ready_file)
-        return [python, module, "tests.chaos.faulty_node", role, *rest]
+        return [python, module, "tests.cluster.faults.faulty_node", role, *rest]
 
 
 @dataclass(slots=True, kw_only=True)

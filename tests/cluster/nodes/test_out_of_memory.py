@@ -11,12 +11,12 @@ import pytest
 from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start
-from tests.cluster.hungry_engine import SEED_OF_DECODE, SEED_OF_PREFILL
+from tests.cluster.nodes.hungry_engine import SEED_OF_DECODE, SEED_OF_PREFILL
 from transfer.pb import kvferry_pb2 as pb
 
 pytestmark = pytest.mark.timeout(180)
 
-ENGINE = {"engine": "tests.cluster.hungry_engine:load_engine"}
+ENGINE = {"engine": "tests.cluster.nodes.hungry_engine:load_engine"}
 
 
 async def figure(node: ClusterNode, metric: str) -> float:

@@ -18,7 +18,7 @@ import pytest
 from kvferry.local_cluster import ClusterNode
 from tests.cluster.calls import Caller, prompt, status_of, until
 from tests.cluster.conftest import POOL_TOKENS
-from tests.cluster.nodes import Nodes, open_nodes
+from tests.cluster.open_nodes import Nodes, open_nodes
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -66,7 +66,7 @@ REFUSALS = {
     ),
     "memory that the system refuses": Refusal(
         role="decode",
-        arguments=("--model", "MODEL", "--set", "engine=tests.cluster.hungry_engine:load_too_much"),
+        arguments=("--model", "MODEL", "--set", "engine=tests.cluster.nodes.hungry_engine:load_too_much"),
         says=("out of memory while starting rank 0", "1152921504606846976 bytes asked for", "lower memory.static_fraction"),
         exit_code=NO_MEMORY,
     ),

@@ -1,11 +1,11 @@
-"""A router in front of kvferry's own nodes: a real two-tier cluster of processes behind it."""
+"""A router in front of the nodes of the running cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,18 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.router.node_flow import NodeFlow
 from kvferry.router.serve import OpenRouter, open_router
 from kvferry.router.settings import RouterSettings
 from tests.cluster.calls import Reference, leftovers, prompt, status_of, until
-from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, model, reference, running
 from tests.router.conftest import Client
-from tests.router.test_engines_page import COMMANDS, curl
-from transfer.registry.security import PlainText
-
-__all__ = ["model", "reference"]
+from tests.serving.conftest import Serving
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role not in ['user', 'system', 'assistant'] %}"
     "{{ raise_exception('no such role: ' + message.role) }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if shout is defined %}LOUD {% endif %}assistant: "
 )
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[LocalCluster]:
-    prefill = TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192)
-    decode = TierSpec(model=model, tp_size=1, page_size=32, pool_tokens=8192)
-    with running(
-        ClusterSpec(prefill=prefill, decode=decode, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)
-    ) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +39,16 @@ def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class NodeSetup:
-    def __init__(self, router: OpenRouter, client: Client, cluster: LocalCluster) -> None:
+    def __init__(self, router: OpenRouter, client: Client, serving: Serving) -> None:
         self.router = router
         self.client = client
-        self._cluster = cluster
+        self._serving = serving
 
     async def idle(self) -> None:
         """Nothing is left of any request on either node."""
 
         async def is_idle() -> bool:
-            return not [left for node in self._cluster.nodes for left in leftovers(await status_of(node))]
+            return not [left for node in self._serving.cluster.nodes for left in leftovers(await status_of(node))]
 
         await until(is_idle, "both nodes idle", within_s=20)
         assert isinstance(self.router.backend, NodeFlow)
@@ -73,15 +58,15 @@ class NodeSetup:
 
 
 @asynccontextmanager
-async def routed(cluster: LocalCluster, *more: str, **options: Any) -> AsyncIterator[NodeSetup]:
-    address = next(node.address for node in cluster.nodes if node.role == "decode")
+async def routed(serving: Serving, *more: str, **options: Any) -> AsyncIterator[NodeSetup]:
+    address = next(node.address for node in serving.cluster.nodes if node.role == "decode")
     options = {"health_interval_s": 0.1, **options}
     settings = RouterSettings(prefill=(), decode=(address, *more), are_nodes=True, port=0, **options)
-    async with open_router(settings, PlainText()) as router:
+    async with open_router(settings, serving.security()) as router:
         client = Client(router.address)
         try:
             await until(lambda: router.backend.readiness().is_ready, "the router is ready", within_s=20)
-            yield NodeSetup(router, client, cluster)
+            yield NodeSetup(router, client, serving)
         finally:
             await client.session.close()
 
@@ -92,8 +77,8 @@ def text_of(model: Path, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_completions_are_the_models_own(cluster: LocalCluster, model: Path, reference: Reference, is_stream: bool) -> None:
-    async with routed(cluster) as setup:
+async def test_completions_are_the_models_own(serving: Serving, model: Path, reference: Reference, is_stream: bool) -> None:
+    async with routed(serving) as setup:
         asked = [prompt(length, variant) for variant, length in enumerate((10, 150, 400))]
         answers = await asyncio.gather(
             *(
@@ -115,8 +100,8 @@ async def test_completions_are_the_models_own(cluster: LocalCluster, model: Path
         await setup.idle()
 
 
-async def test_the_shapes_of_a_stream(cluster: LocalCluster) -> None:
-    async with routed(cluster, model_name="demo") as setup:
+async def test_the_shapes_of_a_stream(serving: Serving) -> None:
+    async with routed(serving, model_name="demo") as setup:
         answer = await setup.client.post(
             "/v1/completions",
             {
@@ -140,8 +125,8 @@ async def test_the_shapes_of_a_stream(cluster: LocalCluster) -> None:
         assert contents[-1]["choices"] == [] and contents[-1]["usage"]["completion_tokens"] == 5
 
 
-async def test_a_chat_is_its_template_as_a_prompt(cluster: LocalCluster, tokenizer: Path) -> None:
-    async with routed(cluster, tokenizer=tokenizer) as setup:
+async def test_a_chat_is_its_template_as_a_prompt(serving: Serving, tokenizer: Path) -> None:
+    async with routed(serving, tokenizer=tokenizer) as setup:
         models = (await setup.client.get("/v1/models")).json["data"]
         assert [one["id"] for one in models] == ["demo-chat"]
         same = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -174,16 +159,16 @@ async def test_a_chat_is_its_template_as_a_prompt(cluster: LocalCluster, tokeniz
             assert answer.status == 400 and said in answer.error, answer.body
 
 
-async def test_chats_without_a_template_are_told_what_is_missing(cluster: LocalCluster) -> None:
-    async with routed(cluster) as setup:
+async def test_chats_without_a_template_are_told_what_is_missing(serving: Serving) -> None:
+    async with routed(serving) as setup:
         answer = await setup.client.chat()
         assert answer.status == 404  # "tiny" is not its name
         answer = await setup.client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
         assert answer.status == 400 and "--tokenizer" in answer.error
 
 
-async def test_what_the_node_refuses_is_the_clients_error(cluster: LocalCluster) -> None:
-    async with routed(cluster) as setup:
+async def test_what_the_node_refuses_is_the_clients_error(serving: Serving) -> None:
+    async with routed(serving) as setup:
         for body, said in (
             ({"prompt": ""}, "prompt is empty"),
             ({"prompt": [10**6]}, "vocabulary"),
@@ -197,17 +182,8 @@ async def test_what_the_node_refuses_is_the_clients_error(cluster: LocalCluster)
         assert huge.status in (400, 413), huge.body
 
 
-async def test_the_curl_line_of_the_page_works(cluster: LocalCluster) -> None:
-    (line,) = [line for line in COMMANDS if line.startswith("curl") and '"prompt": [' in line]
-    path, body = curl(line)
-    assert body is not None
-    async with routed(cluster) as setup:
-        answer = await setup.client.post(path, body.encode())
-        assert answer.status == 200 and answer.events[-1] == "[DONE]", answer.body
-
-
-async def test_seeds_make_answers_repeatable_and_their_absence_does_not(cluster: LocalCluster) -> None:
-    async with routed(cluster) as setup:
+async def test_seeds_make_answers_repeatable_and_their_absence_does_not(serving: Serving) -> None:
+    async with routed(serving) as setup:
         body = {"prompt": "The harbour", "max_tokens": 24, "ignore_eos": True, "temperature": 2.0}
         same = [(await setup.client.post("/v1/completions", {**body, "seed": 7})).text for _ in range(2)]
         others = {(await setup.client.post("/v1/completions", body)).text for _ in range(3)}
@@ -215,11 +191,11 @@ async def test_seeds_make_answers_repeatable_and_their_absence_does_not(cluster:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_client_that_goes_away_ends_the_generation(cluster: LocalCluster, is_stream: bool) -> None:
-    async with routed(cluster) as setup:
+async def test_a_client_that_goes_away_ends_the_generation(serving: Serving, is_stream: bool) -> None:
+    async with routed(serving) as setup:
         body = {"prompt": list(prompt(64)), "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": is_stream}
         asking = asyncio.create_task(setup.client.post("/v1/completions", body))
-        decode = next(node for node in cluster.nodes if node.role == "decode")
+        decode = next(node for node in serving.cluster.nodes if node.role == "decode")
 
         async def runs() -> bool:
             status = await status_of(decode)
@@ -231,16 +207,16 @@ async def test_a_client_that_goes_away_ends_the_generation(cluster: LocalCluster
         assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
 
 
-async def test_a_node_that_is_not_there_is_left_for_one_that_is(cluster: LocalCluster) -> None:
-    async with routed(cluster, "127.0.0.1:1") as setup:
+async def test_a_node_that_is_not_there_is_left_for_one_that_is(serving: Serving) -> None:
+    async with routed(serving, "127.0.0.1:1") as setup:
         for _ in range(3):
             answer = await setup.client.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
             assert answer.status == 200, answer.body
         assert await setup.client.metric("servers", tier="decode", state="healthy") == 1
 
 
-async def test_a_prefill_node_is_not_taken_for_a_decode_node(cluster: LocalCluster) -> None:
-    address = next(node.address for node in cluster.nodes if node.role == "prefill")
+async def test_a_prefill_node_is_not_taken_for_a_decode_node(serving: Serving) -> None:
+    address = next(node.address for node in serving.cluster.nodes if node.role == "prefill")
     settings = RouterSettings(prefill=(), decode=(address,), are_nodes=True, port=0, health_interval_s=0.1)
-    async with open_router(settings, PlainText()) as router:
+    async with open_router(settings, serving.security()) as router:
         await until(lambda: "prefill node" in router.backend.readiness().reason, "it has looked", within_s=20)

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from kvferry.cluster_spec import Role
-from tests.chaos.conftest import Chaos
-from tests.chaos.scenario import UNAVAILABLE, Scenario
 from tests.cluster.calls import Reference, status_of, until
+from tests.cluster.faults.conftest import Chaos
+from tests.cluster.faults.scenario import UNAVAILABLE, Scenario
 
 pytestmark = pytest.mark.timeout(180)
 

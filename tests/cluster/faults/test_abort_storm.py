@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
-from tests.chaos.conftest import warm_up
-from tests.chaos.scenario import Tiers
 from tests.cluster.calls import Answer, Caller, Reference, prompt
 from tests.cluster.conftest import START_TIMEOUT_S, running
+from tests.cluster.faults.conftest import warm_up
+from tests.cluster.faults.scenario import Tiers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

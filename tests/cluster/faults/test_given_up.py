@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from kvferry.node_client import NodeClient
-from tests.chaos.conftest import Chaos
-from tests.chaos.faulty_node import POISON
-from tests.chaos.scenario import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INTERNAL, Flight, Scenario
 from tests.cluster.calls import Answer, Caller, Reference, prefill_control, prompt, until
+from tests.cluster.faults.conftest import Chaos
+from tests.cluster.faults.faulty_node import POISON
+from tests.cluster.faults.scenario import ABORTED, CANCELLED, DEADLINE_EXCEEDED, INTERNAL, Flight, Scenario
 from transfer.pb import kvferry_pb2 as pb
 
 pytestmark = pytest.mark.timeout(180)

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import pytest
 
 from kvferry.cluster_spec import Role
-from tests.chaos.conftest import Chaos
-from tests.chaos.scenario import OK, UNAVAILABLE, Scenario
 from tests.cluster.calls import Reference
+from tests.cluster.faults.conftest import Chaos
+from tests.cluster.faults.scenario import OK, UNAVAILABLE, Scenario
 
 pytestmark = pytest.mark.timeout(180)
 

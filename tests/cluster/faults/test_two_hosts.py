@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import reached_at, warm_up
-from tests.chaos.hosts import DATA, Hosts, open_hosts, why_not
-from tests.chaos.scenario import OK, UNAVAILABLE, Scenario, Tiers
 from tests.cluster.calls import Reference, status_of, until
-from tests.cluster.nodes import open_nodes
+from tests.cluster.faults.conftest import reached_at, warm_up
+from tests.cluster.faults.hosts import DATA, Hosts, open_hosts, why_not
+from tests.cluster.faults.scenario import OK, UNAVAILABLE, Scenario, Tiers
+from tests.cluster.open_nodes import open_nodes
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")]

@@ -22,17 +22,15 @@ from kvferry.cluster_node import ClusterNode
 from kvferry.cluster_spec import Role
 from kvferry.node_client import NodeClient
 from tests.cluster.calls import Caller, Reference, prompt, until, until_idle
-from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS, model, reference
-from tests.cluster.nodes import Nodes, open_nodes
+from tests.cluster.conftest import HEARTBEAT_S, POOL_TOKENS
+from tests.cluster.open_nodes import Nodes, open_nodes
 from transfer.errors import RemoteProtocolError
 from transfer.pb import kvferry_pb2 as pb
-
-__all__ = ["model", "reference"]
 
 pytestmark = pytest.mark.timeout(240)
 
 RELEASES = Path(__file__).parent / "releases"
-RELEASED = Path(__file__).parents[2] / "proto" / "released"
+RELEASED = Path(__file__).parents[3] / "proto" / "released"
 PROMPTS = [prompt(length, variant) for variant, length in enumerate((10, 150, 300, 500))]
 TRIES = 12
 

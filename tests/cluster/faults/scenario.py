@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvferry.local_cluster import ClusterNode
-from tests.chaos.figures import Figures, figures_of_node
-from tests.chaos.stalls import StallMeter
 from tests.cluster.calls import Answer, Caller, Reference, leftovers, prompt, status_of, until
+from tests.cluster.faults.figures import Figures, figures_of_node
+from tests.cluster.faults.stalls import StallMeter
 from transfer.pb import kvferry_pb2 as pb
 
 NOTICE_S = 2.0

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from node_runtime.tracing_client import OtelTracer
-from tests.cluster.calls import decode_control, prompt, until, until_idle
-from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start
-from tests.decode.test_peers_hurry import held_port
-from tests.tracing.collector import Collector, Received, listening
+from tests.cluster.calls import prompt
+from tests.serving.conftest import Serving
+from tests.tracing.collector import Received
 from transfer.config import TracingConfig
 from transfer.pb import kvferry_pb2 as pb
 from transfer.tracing import SPANS, TRACEPARENT
@@ -34,46 +26,15 @@ BY_NAME = {spec.name: spec for spec in SPANS}
 EVERY = set(BY_NAME)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """A cluster that traces only what its clients ask for, its collector, and the collector's life."""
-
-    cluster: LocalCluster
-    collector: Collector
-    port: int
-    life: contextlib.ExitStack
-
-    @property
-    def config(self) -> TracingConfig:
-        return TracingConfig(endpoint=f"http://127.0.0.1:{self.port}")
-
-
-@pytest.fixture(scope="module")
-def traced(model: Path, start: Start) -> Iterator[Traced]:
-    collector = Collector()
-    with held_port() as port, contextlib.ExitStack() as life:  # nobody takes it while the collector is away
-        life.enter_context(listening(collector, port))
-        settings = {"tracing.endpoint": f"http://127.0.0.1:{port}", "tracing.sample_ratio": 0}
-        spec = ClusterSpec(
-            prefill=TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=2048, settings=settings),
-            decode=TierSpec(model=model, page_size=32, pool_tokens=2048, settings=settings),
-            chunk_tokens=64,
-            heartbeat_s=HEARTBEAT_S,
-            start_timeout_s=START_TIMEOUT_S,
-        )
-        with start(spec) as cluster:
-            yield Traced(cluster=cluster, collector=collector, port=port, life=life)
-
-
 async def generate(
-    traced: Traced, traceparent: str, *, new: int = 6, variant: int = 0, gives_up_after: int | None = None
+    serving: Serving, traceparent: str, *, new: int = 6, variant: int = 0, gives_up_after: int | None = None
 ) -> None:
     """A request whose client says that it lies in that span; empty: says nothing."""
-    async with grpc.aio.insecure_channel(traced.cluster.decode.address) as channel:
-        ids = pb.TokenIds(ids=prompt(NUM_TOKENS, variant))
+    async with serving.caller() as caller:
+        ids = pb.TokenIds(ids=prompt(NUM_TOKENS, 350 + variant))  # a prompt that the store has is not sent
         request = pb.GenerateRequest(token_ids=ids, max_new_tokens=new, ignore_eos=True)
         metadata = ((TRACEPARENT, traceparent),) if traceparent else None
-        call = decode_control(channel).Generate(request, metadata=metadata, timeout=60.0)
+        call = caller.stub.Generate(request, metadata=metadata, timeout=60.0)
         num_tokens = 0
         async for event in call:
             num_tokens += len(event.tokens.token_ids)
@@ -82,12 +43,12 @@ async def generate(
                 return
 
 
-async def asked(traced: Traced, **how: Any) -> str:
+async def asked(serving: Serving, **how: Any) -> str:
     """Ask as a client that traces by itself, into the same collector; the trace's id."""
-    tracer = OtelTracer(traced.config, role="client")
+    tracer = OtelTracer(TracingConfig(endpoint=f"http://127.0.0.1:{serving.collector_port}"), role="client")
     span = tracer.begin(CLIENT)
     assert span is not None
-    await generate(traced, span.traceparent, **how)
+    await generate(serving, span.traceparent, **how)
     span.end()
     await asyncio.to_thread(tracer.close)
     return span.traceparent.split("-")[1]
@@ -117,10 +78,10 @@ def check_whole(spans: list[Received]) -> None:
         assert parent.begun_ns - CLOCK_NS <= span.begun_ns <= span.ended_ns
 
 
-async def test_one_trace_from_the_client_to_the_ranks_of_both_tiers(traced: Traced) -> None:
-    trace_id = await asked(traced)
+async def test_one_trace_from_the_client_to_the_ranks_of_both_tiers(serving: Serving) -> None:
+    trace_id = await asked(serving)
     # The second prefill rank's, too: its last one comes when all others of it have.
-    spans = await asyncio.to_thread(traced.collector.until, trace_id, [*EVERY, CLIENT, "kvferry.send"])
+    spans = await asyncio.to_thread(serving.collector.until, trace_id, [*EVERY, CLIENT, "kvferry.send"])
     check_whole(spans)
 
     def of(name: str) -> list[Received]:
@@ -154,59 +115,20 @@ async def test_one_trace_from_the_client_to_the_ranks_of_both_tiers(traced: Trac
         assert before.begun_ns <= before.ended_ns <= write.ended_ns and write.begun_ns - CLOCK_NS <= after.begun_ns
 
 
-async def test_who_does_not_ask_for_a_trace_has_none(traced: Traced) -> None:
+async def test_who_does_not_ask_for_a_trace_has_none(serving: Serving) -> None:
     """The node's own share is none; a client that says "not sampled" is heard, and so is nonsense, as nothing."""
-    before = {span.trace_id for span in traced.collector.all()}
+    before = {span.trace_id for span in serving.collector.all()}
     not_sampled = f"00-{'a' * 32}-{'b' * 16}-00"
     for number, told in enumerate(("", not_sampled, "nonsense", f"00-{'0' * 32}-{'b' * 16}-01")):
-        await generate(traced, told, variant=number + 1)
-    trace_id = await asked(traced)  # comes after what would have come
-    await asyncio.to_thread(traced.collector.until, trace_id, EVERY)
-    assert {span.trace_id for span in traced.collector.all()} == before | {trace_id}
+        await generate(serving, told, variant=number + 1)
+    trace_id = await asked(serving)  # comes after what would have come
+    await asyncio.to_thread(serving.collector.until, trace_id, EVERY)
+    assert {span.trace_id for span in serving.collector.all()} == before | {trace_id}
 
 
-async def test_a_request_that_ends_early_says_why(traced: Traced) -> None:
-    trace_id = await asked(traced, new=400, gives_up_after=3)
-    spans = await asyncio.to_thread(traced.collector.until, trace_id, {CLIENT, "kvferry.generate", "kvferry.try"})
+async def test_a_request_that_ends_early_says_why(serving: Serving) -> None:
+    trace_id = await asked(serving, new=400, gives_up_after=3)
+    spans = await asyncio.to_thread(serving.collector.until, trace_id, {CLIENT, "kvferry.generate", "kvferry.try"})
     (generated,) = [span for span in spans if span.name == "kvferry.generate"]
     assert generated.is_error and generated.attributes["kvferry.error"] == "the client went away"
     assert 3 <= generated.attributes["kvferry.generated_tokens"] < 400
-
-
-async def test_a_collector_that_is_away_is_told_of_once_and_harms_nobody(traced: Traced) -> None:
-    cluster = traced.cluster
-    sampled = f"00-{'c' * 32}-{'d' * 16}-01"
-    everybody = {("decode", None), ("decode", 0), ("prefill", None), ("prefill", 0), ("prefill", 1)}
-
-    def told(event: str) -> Counter[tuple[str, object]]:
-        return Counter((node.role, line.get("rank")) for node in cluster.nodes for line in node.log.events(event))
-
-    async def is_there() -> bool:
-        """Whoever took the collector for away has found it again: on a busy machine an export may have taken too long."""
-        if told("tracing_collector_away") == told("tracing_collector_back"):
-            return True
-        await generate(traced, sampled, variant=9)
-        return False
-
-    await until(is_there, "nobody takes the collector for away")
-    away, back = told("tracing_collector_away"), told("tracing_collector_back")
-    traced.life.close()
-    for variant in range(3):
-        await generate(traced, sampled, variant=variant + 10)
-    await until(lambda: set(told("tracing_collector_away") - away) == everybody, "every process has said so")
-    for variant in range(3):
-        await generate(traced, sampled, variant=variant + 20)
-    await until_idle(*cluster.nodes)
-    said_while_away = told("tracing_collector_away")
-    with listening(traced.collector, traced.port):
-
-        async def is_back() -> bool:
-            await generate(traced, sampled, variant=30)
-            return set(told("tracing_collector_back") - back) == everybody
-
-        await until(is_back, "the collector has been found again")
-        trace_id = await asked(traced)
-        check_whole(await asyncio.to_thread(traced.collector.until, trace_id, EVERY | {CLIENT}))
-    assert said_while_away - away == Counter(everybody), "each says it once"
-    noise = [line for node in cluster.nodes for line in node.log.lines() if "opentelemetry" in line or "Traceback" in line]
-    assert not noise

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from tests.chaos.conftest import Chaos
-from tests.chaos.scenario import CANCELLED, Scenario
 from tests.cluster.calls import Reference
+from tests.cluster.faults.conftest import Chaos
+from tests.cluster.faults.scenario import CANCELLED, Scenario
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,8 +15,10 @@ import grpc
 import pytest
 
 from kvferry.local_cluster import LocalCluster
-from tests.cluster.calls import Caller, prefill_control, prompt, status_of, until, until_idle
+from tests.cluster.calls import Caller, prefill_control, prompt, status_of, until
+from tests.serving.conftest import Serving
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.peer_channel import PeerChannel
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -76,11 +78,11 @@ def processes_of(cluster: LocalCluster) -> str:
     return "\n".join(shown)
 
 
-async def test_nothing_of_a_prompt_is_found_anywhere(steady: LocalCluster) -> None:
+async def test_nothing_of_a_prompt_is_found_anywhere(serving: Serving) -> None:
     codes: list[grpc.StatusCode] = []
     generated: list[tuple[list[int], str]] = []
     invalid, cancelled = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.CANCELLED
-    async with Caller(steady.decode.address) as caller:
+    async with serving.caller() as caller:
         # What goes well, as text and as ids.
         for request in (
             pb.GenerateRequest(prompt=TEXT, max_new_tokens=24, ignore_eos=True),
@@ -121,20 +123,22 @@ async def test_nothing_of_a_prompt_is_found_anywhere(steady: LocalCluster) -> No
         call.cancel()
         assert await call.code() is cancelled
     # At the prefill node too, from a decode node that it does not know.
-    async with grpc.aio.insecure_channel(steady.prefill.address) as channel:
-        for ids in (IDS, (*IDS, WRONG_ID)):
-            stranger = pb.PrefillRequest(request_id="stranger.1", token_ids=ids, decode_incarnation=5)
-            with pytest.raises(grpc.aio.AioRpcError):
-                await prefill_control(channel).Prefill(stranger).read()
-    await until_idle(steady.prefill, steady.decode)
+    prefill = PeerChannel(serving.cluster.prefill.address, serving.security("decode"))
+    for ids in (IDS, (*IDS, WRONG_ID)):
+        stranger = pb.PrefillRequest(request_id="stranger.1", token_ids=ids, decode_incarnation=5)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"has not joined|ids must be below the vocabulary"):
+            await prefill_control(await prefill.ready()).Prefill(stranger).read()
+    await prefill.close()
+    await serving.until_idle()
 
-    looked_at = {"processes": processes_of(steady)}
-    for node in steady.nodes:
+    looked_at = {"processes": processes_of(serving.cluster)}
+    for node in serving.cluster.nodes:
         with open(node.log.path, encoding="utf-8", errors="replace") as log:
             looked_at[f"log of {node.role}"] = log.read()
         looked_at[f"metrics of {node.role}"] = (await node.http("/metrics"))[1]
         looked_at[f"page of {node.role}"] = (await node.http("/status.json"))[1]
         looked_at[f"status of {node.role}"] = str(await status_of(node))
+    looked_at["traces"] = str(serving.collector.all())
     assert '"level": "debug"' in looked_at["log of decode"], "the node does not log at level debug"
     assert "given-up" in looked_at["log of decode"], "what this test did is not in the log"
     for where, text in looked_at.items():

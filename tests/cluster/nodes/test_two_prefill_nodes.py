@@ -23,7 +23,7 @@ from kvferry.local_cluster import ClusterNode
 from node_runtime import exit_codes
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_arriving, until_idle
 from tests.cluster.conftest import POOL_TOKENS
-from tests.cluster.nodes import Nodes, open_nodes
+from tests.cluster.open_nodes import Nodes, open_nodes
 from transfer.pb import kvferry_pb2 as pb
 
 pytestmark = pytest.mark.timeout(240)

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from kvferry.local_cluster import ClusterNode
 from tests.cluster.calls import Answer, Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import POOL_TOKENS
-from tests.cluster.nodes import Nodes, open_nodes
+from tests.cluster.open_nodes import Nodes, open_nodes
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 

@@ -1,0 +1,131 @@
+"""One kill, one freeze, one drain and one roll-out: no request that can be served fails. `make test-cluster` has the others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
+from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
+from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, running
+
+LONG = 900
+
+
+@pytest.fixture(scope="module")
+def started(model: Path) -> Iterator[LocalCluster]:
+    tier = TierSpec(model=model, pool_tokens=8192, settings={"restart.backoff_s": 0.1, "restart.max_restarts": 10})
+    spec = ClusterSpec(prefill=tier, decode=tier, num_prefill=2, heartbeat_s=HEARTBEAT_S, start_timeout_s=START_TIMEOUT_S)
+    with running(spec) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def cluster(started: LocalCluster) -> AsyncIterator[LocalCluster]:
+    """Two prefill nodes and a decode node, joined; afterwards idle."""
+    await started.wait_joined()
+    yield started
+    await until_idle(*(node for node in started.nodes if node.exit_code is None))
+
+
+async def num_retries(decode: ClusterNode) -> float:
+    _, page = await decode.http("/metrics")
+    families = text_string_to_metric_families(page)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == "kvferry_retries_total")
+
+
+async def is_at_work(node: ClusterNode) -> bool:
+    status = await status_of(node)
+    return status is not None and status.running_requests + status.queued_requests > 0
+
+
+async def test_a_killed_prefill_rank(cluster: LocalCluster, reference: Reference) -> None:
+    """Its requests are computed again by the other prefill node, and its node starts the rank again."""
+    killed, before = cluster.prefill, await num_retries(cluster.decode)
+    incarnation = killed.incarnation
+    prompts = [prompt(LONG, variant) for variant in range(4)]
+    async with Caller(cluster.decode.address) as caller:
+        flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
+        await until(lambda: is_at_work(killed), "a request at the node")
+        os.kill(killed.rank_pids[0], signal.SIGKILL)
+        for token_ids, flight in zip(prompts, flights, strict=True):
+            reference.check(token_ids, await flight)
+    assert await num_retries(cluster.decode) > before
+    await until(lambda: killed.lives_anew(incarnation), "another rank", within_s=START_TIMEOUT_S)
+    await cluster.wait_joined()
+
+
+async def test_a_frozen_prefill_rank(cluster: LocalCluster, reference: Reference) -> None:
+    """Its requests are computed by the other prefill node; once it runs again, it is used again."""
+    frozen, before = cluster.prefill_nodes[1].rank_pids[0], await num_retries(cluster.decode)
+    prompts = [prompt(LONG, 10 + variant) for variant in range(4)]
+    async with Caller(cluster.decode.address) as caller:
+        os.kill(frozen, signal.SIGSTOP)
+        try:  # the decode node does not know of it yet, and sends requests to both
+            flights = [caller.begin(token_ids, 4)[1] for token_ids in prompts]
+            for token_ids, flight in zip(prompts, flights, strict=True):
+                reference.check(token_ids, await flight)
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+    assert await num_retries(cluster.decode) > before
+    await cluster.wait_joined()
+
+
+async def test_a_roll_out_of_the_prefill_tier(cluster: LocalCluster, reference: Reference) -> None:
+    """Each node is stopped and started again in turn, as a service manager does it, while requests keep arriving."""
+    is_over = asyncio.Event()
+    lives = [node.incarnation for node in cluster.prefill_nodes]
+    num_served = 0
+
+    async def ask(caller: Caller, number: int) -> None:
+        nonlocal num_served
+        while not is_over.is_set():
+            token_ids = prompt(150 + number, num_served % 8)
+            reference.check(token_ids, await caller.ask(token_ids, 4))
+            num_served += 1
+
+    async with Caller(cluster.decode.address) as caller, asyncio.TaskGroup() as load:
+        for number in range(3):
+            load.create_task(ask(caller, number))
+        for index, node in enumerate(cluster.prefill_nodes):
+            enough = num_served + 5
+            await until(lambda enough=enough: num_served >= enough, "requests are served", within_s=60)
+            await until(lambda node=node: is_at_work(node), "a request at the node", within_s=60)
+            node.terminate()
+            await until(lambda node=node: node.exit_code is not None, "the end of the node", within_s=60)
+            assert node.exit_code == 0, node.log.tail()
+            cluster.launch("prefill", index)
+            await cluster.wait_joined()
+        is_over.set()
+    assert all(node.incarnation not in lives for node in cluster.prefill_nodes)
+
+
+async def test_a_drained_decode_node(cluster: LocalCluster, reference: Reference) -> None:
+    """SIGTERM: requests in flight end with all their tokens, later ones are refused, and the exit code is 0."""
+    decode = cluster.decode
+    prompts = [prompt(LONG, 20), prompt(100, 21)]
+    async with Caller(decode.address) as caller, Caller(decode.address) as late:
+        await late.ask(())  # connected before the node stops to accept connections
+        flights = [caller.begin(prompts[0], 16), caller.begin(prompts[1], 200)]
+        await until(lambda: len(flights[1][0].tokens) > 3, "some tokens")
+        decode.terminate()
+
+        async def is_draining() -> bool:
+            return (status := await status_of(decode)) is not None and status.draining
+
+        await until(is_draining, "the node drains")
+        refused = await late.ask(prompt(5))
+        assert (refused.code, refused.details) == (grpc.StatusCode.UNAVAILABLE, "the decode node is draining")
+        for token_ids, (_, flight) in zip(prompts, flights, strict=True):
+            reference.check(token_ids, await flight)
+    await until(lambda: decode.exit_code is not None, "the end of the node", within_s=60)
+    assert decode.exit_code == 0 and decode.ready_file is None, decode.log.tail()
+    cluster.launch("decode")
+    await cluster.wait_joined()

@@ -1,0 +1,147 @@
+"""`kvferry top` shows the running cluster under load, once and live."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from click.testing import Result
+from textual.pilot import Pilot
+from textual.widgets import DataTable, RichLog, Static
+from typer.testing import CliRunner
+
+from kvferry import exit_codes
+from kvferry.__main__ import app as commands
+from kvferry.cluster_watch import ClusterWatch
+from kvferry.top_app import Confirm, TopApp
+from tests.serving.conftest import Serving
+from transfer.registry.security import Security
+
+LOOKS = 5
+
+
+def run_top(serving: Serving, *arguments: str) -> Result:
+    return CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(commands, ["top", *arguments, *serving.tls_options()])
+
+
+def test_top_once_shows_the_cluster_from_any_of_its_nodes(serving: Serving) -> None:
+    bar, decode = "[█░]{10}", serving.cluster.decode.address
+    with serving.load():
+        for _ in range(LOOKS):  # a look can meet the load between two of its long requests
+            found = run_top(serving, "--once", serving.cluster.prefill.address)
+            assert found.exit_code == 0, found.stderr
+            lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
+            told = [line for line in lines if line.startswith("customer-") and " generating " in line]
+            if told:
+                break
+    assert re.fullmatch(r"kvferry: 1 prefill, 1 decode; 2 links; \d+ requests in flight", lines[0])
+    for heading in (
+        "nodes",
+        "tier node state queued running pool staging up version reason",
+        "rings",
+        "ring from the watermark on live of watermark quarantine",
+        "links",
+        "from prefill rank to decode rank lane latency probe now of probe",
+        "requests",
+        "request stage computed moved generated age prefill decode retries",
+    ):
+        assert heading in lines, found.stdout
+    for node in serving.cluster.prefill_nodes:
+        row = rf"prefill {node.address} ready \d+ \d+ {bar} [\d,]+ of 1,024 {bar} \d+ of \d+ \S+ (s|min) \S+"
+        assert [line for line in lines if re.fullmatch(row, line)], found.stdout
+        link = rf"{node.address} #[01] {decode} #0 ucx/\S+ [\d,]+ us [\d.]+ GB/s {bar} ([\d.]+ GB/s [\d.]+|idle)"
+        assert [line for line in lines if re.fullmatch(link, line)], found.stdout
+    ring = rf"{decode} #0 [█░┃]{{24}} \S+ (B|KiB|MiB) \S+ MiB [\d,]+"
+    assert [line for line in lines if re.fullmatch(ring, line)], found.stdout
+    assert told and all(re.search(rf" generating {bar} 40/40 {bar} 1/1 {bar} \d+/400 ", line) for line in told), found.stdout
+
+
+def test_top_for_programs_and_nodes_that_do_not_answer(serving: Serving) -> None:
+    found = run_top(serving, "--json", serving.cluster.decode.address, "127.0.0.1:1")
+    assert found.exit_code == 0, found.stderr
+    nodes = {node["address"]: node for node in json.loads(found.stdout)["nodes"]}
+    assert set(nodes) == {node.address for node in serving.cluster.nodes} | {"127.0.0.1:1"}
+    assert nodes["127.0.0.1:1"]["status"] is None and nodes["127.0.0.1:1"]["error"]
+    alone = run_top(serving, "--once", "127.0.0.1:1")
+    assert alone.exit_code == exit_codes.UNAVAILABLE and "127.0.0.1:1 unreachable" in " ".join(alone.stdout.split())
+    wrong = run_top(serving, "--once", "nonsense")
+    assert wrong.exit_code == exit_codes.BAD_INPUT and wrong.stderr.startswith("kvferry top: ")
+
+
+def rows_of(app: TopApp, name: str) -> dict[str, list[str]]:
+    """Of a table, by key, as they are shown."""
+    table = app.query_one(f"#{name}", DataTable)
+    return {str(row.key.value): [cell.plain for cell in table.get_row(row.key)] for row in table.ordered_rows}
+
+
+def log_of(app: TopApp) -> str:
+    return "\n".join(line.text for line in app.query_one("#log", RichLog).lines)
+
+
+@asynccontextmanager
+async def open_top(address: str, security: Security | None = None) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
+    async with ClusterWatch([address], security=security) as watch:
+        app = TopApp(watch, every_s=0.1)
+        async with app.run_test(size=(200, 50)) as pilot:
+            yield app, pilot
+
+
+async def shows(pilot: Pilot[None], is_true: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < deadline_s, f"{what}: not within {within_s:g} s\n{log_of(pilot.app)}"  # type: ignore[arg-type]
+        await pilot.pause(0.05)
+
+
+async def test_top_live_shows_both_tiers_and_what_is_done_with_its_keys(serving: Serving) -> None:
+    decode, prefill = serving.cluster.decode.address, serving.cluster.prefill.address
+    with serving.load():
+        async with open_top(prefill, serving.security()) as (app, pilot):
+            await shows(pilot, lambda: len(rows_of(app, "nodes")) == 2, "all nodes, found from one of them")
+            assert [cells[0] for cells in rows_of(app, "nodes").values()] == ["prefill", "decode"]
+            assert len(rows_of(app, "rings")) == 1 and len(rows_of(app, "links")) == 2
+            await shows(pilot, lambda: any(cells[7] for cells in rows_of(app, "links").values()), "what a link moves")
+            await shows(pilot, lambda: any("customer-0" in key for key in rows_of(app, "requests")), "a request")
+
+            await pilot.press("p")
+            looks = app.num_looks
+            await pilot.pause(0.5)
+            assert app.num_looks == looks and "PAUSED" in str(app.query_one("#summary", Static).render())
+            await pilot.press("p")
+            await shows(pilot, lambda: app.num_looks > looks, "it goes on")
+
+            titles = []
+            for _ in range(4):
+                titles.append(app.query_one("#requests", DataTable).border_title)
+                await pilot.press("s")
+            assert titles == [f"requests in flight, by {name}" for name in ("age", "stage", "prompt", "node")]
+
+            requests = app.query_one("#requests", DataTable)
+            requests.focus()
+            await shows(pilot, lambda: select(app, "requests", "customer-0"), "a request to abort")
+            await pilot.press("a")
+            await shows(pilot, lambda: isinstance(app.screen, Confirm), "the question")
+            question = app.screen
+            assert isinstance(question, Confirm) and question.question == "Abort request customer-0-story?"
+            await pilot.press("n")
+            await pilot.pause(0.3)
+            assert "customer-0" not in log_of(app)
+            await shows(pilot, lambda: select(app, "requests", "customer-0"), "the request again, or the next of its client")
+            await pilot.press("a")
+            await pilot.press("y")
+            await shows(pilot, lambda: f"request customer-0-story at {decode} is aborted" in log_of(app), "the abort")
+
+
+def select(app: TopApp, name: str, part: str) -> bool:
+    """Put the cursor of a table on the row whose key has that part; False: there is none."""
+    keys = list(rows_of(app, name))
+    found = next((number for number, key in enumerate(keys) if part in key), None)
+    if found is None:
+        return False
+    table = app.query_one(f"#{name}", DataTable)
+    table.focus()
+    table.move_cursor(row=found, animate=False)
+    return True
