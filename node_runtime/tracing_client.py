@@ -177,10 +177,11 @@ class OtelTracer:
         """Nanoseconds since 1970."""
         return round(monotonic_s * 1e9) + self._offset_ns
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Export the last spans; wait at most `timeout_s` for the collector."""
         closing = threading.Thread(target=self._processor.shutdown, name="tracing-closing", daemon=True)
         closing.start()
-        closing.join(CLOSE_S)  # a collector that is away would be waited for
+        closing.join(timeout_s)
 
 
 def open_otel_tracer(config: TracingConfig, *, role: str, rank: int | None = None) -> Tracer:

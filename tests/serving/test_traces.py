@@ -50,7 +50,7 @@ async def asked(serving: Serving, **how: Any) -> str:
     assert span is not None
     await generate(serving, span.traceparent, **how)
     span.end()
-    await asyncio.to_thread(tracer.close)
+    await asyncio.to_thread(tracer.close, 30.0)
     return span.traceparent.split("-")[1]
 
 

@@ -182,6 +182,6 @@ def test_a_span_that_is_told_afterwards_can_have_failed() -> None:
         span.record("kvferry.queue", begun_s=1.0, ended_s=2.0, error="no room")
         span.record("kvferry.decode", begun_s=2.0, ended_s=3.0)
         span.end()
-        tracer.close()
+        tracer.close(30.0)
     told = {one.name: (one.is_error, dict(one.attributes)) for one in collector.all()}
     assert told["kvferry.queue"] == (True, {"kvferry.error": "no room"}) and told["kvferry.decode"] == (False, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +15,8 @@ import grpc
 import pytest
 import trustme
 
-from node_runtime import tracing_client
 from node_runtime.open_tracer import open_tracer
-from node_runtime.tracing_client import CLOSE_S, OtelTracer
+from node_runtime.tracing_client import OtelTracer
 from tests.tracing.collector import Collector, listening
 from transfer.config import PrefillNodeConfig, TracingConfig
 from transfer.errors import ConfigError
@@ -79,7 +79,7 @@ def test_of_many_spans_the_first_are_kept_and_the_others_counted() -> None:
             span.record("kvferry.gather", begun_s=time.monotonic(), ended_s=time.monotonic(), chunk=chunk)
         span.end("it broke")
         span.end()
-        tracer.close()
+        tracer.close(30.0)
         gathered = [one.attributes["kvferry.chunk"] for one in collector.all() if one.name == "kvferry.gather"]
         (sent,) = [one for one in collector.all() if one.name == "kvferry.send"]
     assert gathered == [0, 1]
@@ -95,7 +95,7 @@ def test_times_are_those_of_the_clock_on_the_wall() -> None:
         now_s = time.monotonic()
         span.record("kvferry.queue", begun_s=now_s - 2, ended_s=now_s - 1)
         span.end()
-        tracer.close()
+        tracer.close(30.0)
         queued, generated = sorted(collector.all(), key=lambda one: one.begun_ns)
     assert abs(queued.begun_ns + 2_000_000_000 - before_ns) < 1_000_000_000
     assert queued.ended_ns - queued.begun_ns == pytest.approx(1_000_000_000, abs=1000)
@@ -107,28 +107,21 @@ def test_who_asks_decides_and_only_without_it_the_share() -> None:
         assert tracer.begin("kvferry.generate") is None
         assert tracer.begin("kvferry.generate", parent="nonsense") is None
         assert tracer.begin("kvferry.generate", parent=GIVEN) is not None
-        tracer.close()
+        tracer.close(30.0)
     with tracing(sample_ratio=1) as (tracer, _):
         assert tracer.begin("kvferry.generate", parent=GIVEN[:-1] + "0") is None
         assert tracer.begin("kvferry.generate") is not None
-        tracer.close()
+        tracer.close(30.0)
 
 
-def test_without_a_collector_closing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing_client, "CLOSE_S", CLOSE_S)  # as it is without `patient_close`
-    with listening(Collector()) as port:
-        pass  # nobody listens there any more
-    tracer = OtelTracer(TracingConfig(endpoint=f"http://127.0.0.1:{port}", max_queued_spans=64), role="decode")
-    for _ in range(1000):
+def test_closing_waits_for_a_silent_collector_no_longer_than_it_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+        tracer = OtelTracer(TracingConfig(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), role="decode")
         span = tracer.begin("kvferry.generate")
         assert span is not None
         span.end()
-    shutdown, is_over = tracer._processor.shutdown, threading.Event()
-    monkeypatch.setattr(tracer._processor, "shutdown", lambda: is_over.wait(60) and shutdown())
-    begun_s = time.monotonic()
-    tracer.close()
-    assert time.monotonic() - begun_s < 30
-    is_over.set()
+        tracer.close(timeout_s=0.1)
+        assert "tracing-closing" in {thread.name for thread in threading.enumerate()}, "it waited for the collector"
 
 
 def test_tracing_that_is_off_is_not_loaded() -> None:
@@ -189,7 +182,7 @@ def test_a_collector_with_a_certificate_is_checked(tmp_path: Path) -> None:
             span = tracer.begin("kvferry.generate")
             assert span is not None
             span.end()
-            tracer.close()
+            tracer.close(30.0)
         assert [one.name for one in collector.all()] == (["kvferry.generate"] if is_taken else [])
 
 
@@ -201,7 +194,7 @@ def test_a_leader_leaves_none_out() -> None:
         for name in ("kvferry.queue", "kvferry.decode"):
             span.record(name, begun_s=1.0, ended_s=2.0)
         span.end()
-        tracer.close()
+        tracer.close(30.0)
     assert len(collector.all()) == 3
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvferry.local_cluster import LocalCluster
 from node_runtime.open_files import MAX_OPEN_FILES
 from tests.cluster.calls import Caller, Reference, prompt, until_idle
-from tests.cluster.test_serving import control_ports
+from tests.cluster.nodes.test_hostile_peers import control_ports
 from tests.registry.hostile_messages import hostile_messages
 from tests.registry.test_hostile_fields import PLAN, RPCS, told
 from transfer.instance import AttachRequest

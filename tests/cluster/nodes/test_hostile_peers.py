@@ -1,4 +1,4 @@
-"""One running cluster as its users, its operators and hostile strangers see it."""
+"""Strangers and hostile peers at a running cluster, and load from `kvferry bench serve`."""
 
 from __future__ import annotations
 
