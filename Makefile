@@ -3,7 +3,8 @@
 #   EXTRAS=ucx-cu12,nixl-cu12,dev   the extras of pyproject.toml to install (default: ucx-cu13,nixl,dev)
 #   TORCH_INDEX=URL       take torch from this package index; with PyTorch's CPU index, a machine without a GPU is spared
 #                         gigabytes of CUDA libraries
-#   CHAOS_RUNS=1          how often `make chaos` goes through all of it in a row (default: 3)
+#   JOBS="nodes faults"   the jobs of `make test-cluster`, each a folder of tests/cluster (default: all)
+#   SIDE_BY_SIDE=4        how many of them run at once (default: 2)
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, MUTATION_ARGS, MODEL_ARGS, RDMA_ARGS    passed on to `kvferry demo` or `demo-cluster`, pytest, the
 #                         benchmarks, the mutation check, the model check and the guest of `make test-rdma`
 #   MINUTES=10            how long `make fuzz` searches, all targets together; FUZZ_ARGS: passed on to it
@@ -19,7 +20,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 MUTATION_ARGS ?=
-CHAOS_RUNS ?= 3
+JOBS ?= $(notdir $(patsubst %/,%,$(wildcard tests/cluster/[a-z]*/)))
+SIDE_BY_SIDE ?= 2
 MINUTES ?= 10
 FUZZ_ARGS ?=
 MODEL_ARGS ?=
@@ -31,11 +33,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-# Two for what starts processes and waits for them, which leaves two cores half idle, and one at low priority for tests of logic
-# alone, which takes that half (tests/conftest.py).
-WORKERS := --tx '2*popen' --tx popen//nice=10
-
-.PHONY: help setup demo demo-cluster test test-slow test-rdma test-vllm test-sglang chaos check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-rdma test-vllm test-sglang check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,11 +57,23 @@ demo: setup ## both tiers on this machine: prompts in, tokens out, proof and rep
 demo-cluster: setup ## two nodes in each tier under load, watched by Prometheus where there is one
 	@$(BIN)/kvferry demo-cluster $(DEMO_ARGS)
 
-test: setup ## every test but those marked slow
-	@$(BIN)/python -m pytest $(WORKERS) --dist loadfile -m "not slow and not vllm" $(TEST_ARGS)
+# Three workers: one runs clusters and waits for them most of the time.
+test: setup ## what CI runs: logic, protocol, kernels, storage, one cluster
+	@$(BIN)/python -m pytest -n 3 --dist loadfile $(TEST_ARGS)
 
-test-slow: setup ## the tests marked slow: long ones, and those much like one that `make test` has
-	@$(BIN)/python -m pytest -m "slow and not vllm" $(TEST_ARGS)
+test-cluster: setup ## whatever else starts processes, networks or faults; JOBS run side by side
+	@bash .ci/tools etcd
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target --jobs=$(SIDE_BY_SIDE) $(JOBS:%=test-cluster-%)
+
+test-cluster-%: setup
+	@echo "job $*:"; $(BIN)/python -m pytest --quiet tests/cluster/$* $(TEST_ARGS)
+
+check-deploy: setup ## manifests, dashboards, alerts and the status page, with the tools that they are for
+	@bash .ci/tools deploy
+	@$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
+
+test-all: ## the three above, one after the other
+	@$(MAKE) --no-print-directory --keep-going test test-cluster check-deploy
 
 test-rdma: setup ## transports and a transfer over RDMA verbs, in a guest with soft-RoCE; needs QEMU
 	@$(BIN)/python tests/rdma/boot.py $(RDMA_ARGS) $(TEST_ARGS)
@@ -76,9 +86,6 @@ test-vllm: ## real vLLM servers on the CPU; makes their environment in .kvferry,
 test-sglang: setup ## two real SGLang engines on the CPU, KV by kvferry; installs SGLang into an environment of its own
 	@TORCH_INDEX="$(TORCH_INDEX)" bash tests/sglang/setup.sh
 	@$(BIN)/python -m pytest tests/sglang/served.py $(TEST_ARGS)
-
-chaos: setup ## every fault of docs/operations.md on real processes and networks, the slow ones too, CHAOS_RUNS times
-	@for run in $$(seq $(CHAOS_RUNS)); do $(BIN)/python -m pytest tests/cluster/faults tests/offload tests/bench/test_soak.py $(TEST_ARGS); done
 
 check: setup lint types spelling proto-check proto-lint coverage ## lint, format, types, spelling, stubs; every branch of the pure core
 

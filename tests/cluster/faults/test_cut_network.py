@@ -119,7 +119,6 @@ async def test_a_silence_shorter_than_three_beats(proxied: Proxied, reference: R
         await scene.over(moving)
 
 
-@pytest.mark.slow
 async def test_resets_again_and_again(proxied: Proxied, reference: Reference) -> None:
     """Requests end one way or the other, and nothing is left of them."""
     async with Scenario(proxied, reference, join_s=REJOIN_S) as scene:

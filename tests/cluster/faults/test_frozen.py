@@ -30,7 +30,6 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.slow  # of a prefill rank that is frozen there is a test with two prefill nodes in tests/cluster
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_rank_is_frozen(tiers: Chaos, reference: Reference, role: Role) -> None:
     node = tiers.prefill if role == "prefill" else tiers.decode
@@ -54,7 +53,6 @@ async def test_a_rank_is_frozen(tiers: Chaos, reference: Reference, role: Role) 
     assert tiers.lives() == lives, "the same lives go on"
 
 
-@pytest.mark.slow
 async def test_the_prefill_leader_is_frozen(tiers: Chaos, reference: Reference) -> None:
     """Its ranks could go on; nobody can hear what becomes of a request, so it ends, and the ranks give it up."""
     lives = tiers.lives()
@@ -71,7 +69,6 @@ async def test_the_prefill_leader_is_frozen(tiers: Chaos, reference: Reference) 
     assert tiers.lives() == lives, "the same lives go on"
 
 
-@pytest.mark.slow
 async def test_the_decode_leader_is_frozen(tiers: Chaos, reference: Reference) -> None:
     """Its callers can only wait: each request ends once it goes on, by itself or because the prefill node has given it up."""
     lives = tiers.lives()

@@ -21,7 +21,7 @@ FAULTS = {
 LETTERS = {"lost": "L", "repeated": "R", "reordered": "H", "all of it": "LRH"}
 
 
-@pytest.mark.parametrize("what", ["lost", "repeated", "reordered", pytest.param("all of it", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["lost", "repeated", "reordered", "all of it"])
 async def test_control_messages_and_acks(tiers: Chaos, reference: Reference, what: str) -> None:
     """Grants, ready messages and watermarks of requests that share the ring; one of them is given up meanwhile."""
     before = len(tiers.done())

@@ -98,10 +98,10 @@ async def is_ready(tiers: Tiers) -> bool:
     "how",
     [
         "both ways",
-        pytest.param("towards prefill", marks=pytest.mark.slow),
-        pytest.param("towards decode", marks=pytest.mark.slow),
-        pytest.param("refused", marks=pytest.mark.slow),
-        pytest.param("unplugged", marks=pytest.mark.slow),
+        "towards prefill",
+        "towards decode",
+        "refused",
+        "unplugged",
     ],
 )
 async def test_a_cut_between_two_hosts(two_hosts: TwoHosts, reference: Reference, how: str) -> None:
@@ -117,7 +117,6 @@ async def test_a_network_that_loses_packets(two_hosts: TwoHosts, reference: Refe
         two_hosts.hosts.heal()
 
 
-@pytest.mark.slow
 async def test_a_network_that_comes_and_goes(two_hosts: TwoHosts, reference: Reference) -> None:
     """Cuts of all lengths around the time in which they are noticed, one after the other, with requests under way at each."""
     async with Scenario(two_hosts, reference, join_s=REJOIN_S) as scene:

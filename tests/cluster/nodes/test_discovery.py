@@ -204,7 +204,6 @@ async def test_a_name_with_two_addresses_one_of_which_hangs(tmp_path: Path, mode
         await until_idle(decode, prefill, within_s=10)
 
 
-@pytest.mark.slow
 async def test_etcd_dies_and_a_node_is_killed(tmp_path: Path, model: Path, reference: Reference) -> None:
     with launched(tmp_path, model) as tiers:
         (first, second), (one, two), decode = tiers.prefills, tiers.addresses, tiers.decode
