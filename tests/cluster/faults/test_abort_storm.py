@@ -18,7 +18,7 @@ from tests.cluster.conftest import START_TIMEOUT_S, running
 from tests.cluster.faults.conftest import warm_up
 from tests.cluster.faults.scenario import Tiers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 NUM_REQUESTS, ONE_STAYS_OF = 500, 10
 ARRIVAL_S = 0.03

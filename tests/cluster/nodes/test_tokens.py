@@ -63,9 +63,9 @@ def _spec(model: Path, name: str) -> ClusterSpec:
 @pytest.fixture(
     scope="module",
     params=[
-        "4 to 2, pages 16 to 32, NHD to HND",  # the demo's, of which tests/cli has a run
+        "4 to 2, pages 16 to 32, NHD to HND",
         "2 to 4, pages 64 to 1, two layers at a time",
-        "1 to 2, pools too small for all, pieces of a size",  # tests/cluster/faults fills pools, too
+        "1 to 2, pools too small for all, pieces of a size",
         "3 to 2, NHD to HND, a ring of two chunks",
     ],
 )
