@@ -71,7 +71,7 @@ class Serving:
         return [*options, "--peer-name", NAMES["decode"], "--peer-name", NAMES["prefill"]]
 
     async def until_idle(self) -> None:
-        await until_idle(*self.cluster.nodes, within_s=30)
+        await until_idle(*self.cluster.nodes)
 
     @contextmanager
     def load(self) -> Iterator[None]:

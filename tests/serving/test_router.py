@@ -50,7 +50,7 @@ class NodeSetup:
         async def is_idle() -> bool:
             return not [left for node in self._serving.cluster.nodes for left in leftovers(await status_of(node))]
 
-        await until(is_idle, "both nodes idle", within_s=20)
+        await until(is_idle, "both nodes idle")
         assert isinstance(self.router.backend, NodeFlow)
         assert [server.outstanding for server in self.router.backend.decode.servers] == [0] * len(
             self.router.backend.decode.servers
@@ -65,7 +65,7 @@ async def routed(serving: Serving, *more: str, **options: Any) -> AsyncIterator[
     async with open_router(settings, serving.security()) as router:
         client = Client(router.address)
         try:
-            await until(lambda: router.backend.readiness().is_ready, "the router is ready", within_s=20)
+            await until(lambda: router.backend.readiness().is_ready, "the router is ready")
             yield NodeSetup(router, client, serving)
         finally:
             await client.session.close()
@@ -201,7 +201,7 @@ async def test_a_client_that_goes_away_ends_the_generation(serving: Serving, is_
             status = await status_of(decode)
             return status is not None and status.running_requests == 1
 
-        await until(runs, "it runs", within_s=20)
+        await until(runs, "it runs")
         asking.cancel()
         await setup.idle()
         assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
@@ -219,4 +219,4 @@ async def test_a_prefill_node_is_not_taken_for_a_decode_node(serving: Serving) -
     address = next(node.address for node in serving.cluster.nodes if node.role == "prefill")
     settings = RouterSettings(prefill=(), decode=(address,), are_nodes=True, port=0, health_interval_s=0.1)
     async with open_router(settings, serving.security()) as router:
-        await until(lambda: "prefill node" in router.backend.readiness().reason, "it has looked", within_s=20)
+        await until(lambda: "prefill node" in router.backend.readiness().reason, "it has looked")

@@ -32,7 +32,6 @@ from tests.cluster.calls import (
     until,
     until_idle,
 )
-from tests.cluster.conftest import HEARTBEAT_S
 from transfer import messages
 from transfer.chunk import ChunkPlan
 from transfer.control.base import KeyPair
@@ -159,7 +158,7 @@ async def test_strangers_on_every_port_change_nothing(steady: LocalCluster, refe
     async def are_counted() -> bool:
         return await num_refused(steady) >= before + 3 * len(steady.decode.rank_pids)
 
-    await until(are_counted, "the strangers refused and counted", within_s=30)
+    await until(are_counted, "the strangers refused and counted")
 
 
 def attach_request(prefill: Instance, rank: int, offer: Offer, keys: KeyPair) -> AttachRequest:
@@ -197,7 +196,7 @@ async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: L
                 if payload:
                     control.send(payload)
             reference.check(token_ids, await flight)
-            await until(lambda: has_dropped(steady, before + 6), "lies and garbage dropped and counted", within_s=5)
+            await until(lambda: has_dropped(steady, before + 6), "lies and garbage dropped and counted")
             control.close()
             session.close()
         finally:
@@ -208,7 +207,7 @@ async def test_writer_with_a_session_of_its_own_that_breaks_every_rule(steady: L
         status = await status_of(steady.decode)
         return status is not None and [rank.sessions for rank in status.ranks] == [1, 1]
 
-    await until(is_gone, "the rogue's session ended: it has sent no beat", within_s=5 * HEARTBEAT_S)
+    await until(is_gone, "the rogue's session ended: it has sent no beat")
     await until_idle(steady.prefill, steady.decode)
 
 
@@ -236,8 +235,8 @@ async def test_a_silent_stranger_in_the_nodes_own_name_breaks_no_join(steady: Lo
             return sum(rank.sessions for rank in status.ranks) == number
 
         try:
-            await until(lambda: are_open(3), "the stranger's session", within_s=10)
-            await until(lambda: are_open(2), "the end of the stranger, who sends no beat", within_s=10)
+            await until(lambda: are_open(3), "the stranger's session")
+            await until(lambda: are_open(2), "the end of the stranger, who sends no beat")
             for _ in range(5):
                 assert await are_open(2)
                 await asyncio.sleep(0.1)

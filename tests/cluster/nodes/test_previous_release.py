@@ -142,9 +142,9 @@ async def test_a_drain_of_this_release_is_undone_for_peers_of_the_one_before(tie
 
     async with NodeClient(address) as client:
         assert await client.drain(budget_s=5) == 0
-        await until(lambda: has_heard("draining"), "both decode nodes know of the drain", within_s=5)
+        await until(lambda: has_heard("draining"), "both decode nodes know of the drain")
         assert await client.undrain()
-    await until(lambda: has_heard("joined"), "both decode nodes use it again", within_s=15)
+    await until(lambda: has_heard("joined"), "both decode nodes use it again")
     async with Caller(tiers.old_decode.address) as caller:
         answers = await asyncio.gather(*(caller.ask(ids) for ids in PROMPTS))
     for ids, answer in zip(PROMPTS, answers, strict=True):
