@@ -11,7 +11,7 @@ import pytest
 
 from bench.soak import GROWN_AT_LEAST_BYTES, Look, Watched
 from bench.soak_traffic import MAX_WORDS, Plan, Prompt, Tally, Traffic, make_texts
-from tests.bench.test_bench_smoke import bench, check_rows
+from tests.cluster.commands.test_bench_smoke import bench, check_rows
 from transfer.errors import (
     EngineError,
     IntegrityError,

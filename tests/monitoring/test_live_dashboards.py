@@ -31,8 +31,8 @@ from kvferry.node_client import NodeClient
 from tests.authority import Authority, Files
 from tests.cluster.calls import prompt
 from tests.cluster.conftest import Start
-from tests.monitoring.prometheus import program
-from tests.monitoring.promql_check import OF_PROMETHEUS, selectors, text_of
+from tests.deploy.monitoring.prometheus import program
+from tests.deploy.monitoring.promql_check import OF_PROMETHEUS, selectors, text_of
 from tests.offload.clusters import EARLY, spec
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb

@@ -13,7 +13,7 @@ import pytest
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import Caller, prompt
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S, Start, model, start
-from tests.seeing.chromium import Tab, tab
+from tests.deploy.page.chromium import Tab, tab
 
 __all__ = ["model", "start"]
 

@@ -16,7 +16,7 @@ from kvferry.cluster_watch import ClusterWatch
 from kvferry.demo_model import make_demo_model
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.top_app import TopApp
-from tests.seeing.chromium import tab
+from tests.deploy.page.chromium import tab
 from tests.seeing.conftest import under_load
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.authority import Authority, Files
-from tests.deploy.kustomize import Manifest, Pod, of_kind
+from tests.deploy.manifests.kustomize import Manifest, Pod, of_kind
 
 POD_IP = "10.0.0.7"
 

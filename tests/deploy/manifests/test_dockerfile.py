@@ -15,7 +15,7 @@ import pytest
 import transfer
 from tests.rdma.boot import SUBSTITUTES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 TEXT = DOCKERFILE.read_text(encoding="utf-8")
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.deploy.kustomize import KUBERNETES, OLDEST, ROOT, command
+from tests.deploy.manifests.kustomize import KUBERNETES, OLDEST, ROOT, command
 
 OLD_KUBECTL = 'Client Version: version.Info{Major:"1", Minor:"20", GitVersion:"v1.20.2"}'
 """Of Debian 12; it has kustomize 2.0, and does not say so."""

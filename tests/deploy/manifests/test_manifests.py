@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from deploy.kubernetes import PROMETHEUS_RULE, RULE_FILE, prometheus_rule
-from tests.deploy import custom_resources
-from tests.deploy.kustomize import (
+from tests.deploy.manifests import custom_resources
+from tests.deploy.manifests.kustomize import (
     KUBERNETES,
     VARIANTS,
     Manifest,

@@ -23,9 +23,9 @@ from kvferry.__main__ import app as kvferry_app
 from node_runtime.health import HealthServer, Readiness
 from prefill_node.__main__ import app as prefill_app
 from tests.authority import Authority
-from tests.deploy.containers import POD_IP, Disk, environment
-from tests.deploy.kustomize import RDMA, ROOT, VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of
-from tests.monitoring.prometheus import program
+from tests.deploy.manifests.containers import POD_IP, Disk, environment
+from tests.deploy.manifests.kustomize import RDMA, ROOT, VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of
+from tests.deploy.monitoring.prometheus import program
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
 from transfer.metrics import NodeMetrics, RankMetrics
@@ -224,14 +224,14 @@ async def test_probes_and_scrapes_ask_for_what_the_nodes_answer() -> None:
 
 def declared_metrics() -> set[str]:
     """Every metric's name in docs/metrics or docs/operations, which other tests hold to the code."""
-    docs = Path(__file__).resolve().parents[2] / "docs"
+    docs = Path(__file__).resolve().parents[3] / "docs"
     text = "".join(file.read_text(encoding="utf-8") for file in (docs / "operations.md", docs / "metrics.md") if file.exists())
     return set(re.findall(r"^\| `(kvferry_\w+)` \|", text, re.M))
 
 
 def adapter_rules() -> dict[str, dict[str, Any]]:
     """The rules of prometheus-adapter in deploy/README.md, by the name that they make."""
-    readme = (Path(__file__).resolve().parents[2] / "deploy" / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).resolve().parents[3] / "deploy" / "README.md").read_text(encoding="utf-8")
     (adapter,) = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "metricsQuery" in text]
     return {rule["name"]["as"]: rule for rule in adapter["rules"]}
 

@@ -25,7 +25,7 @@ from transfer.instance import Link
 from transfer.layout import DType, KVLayout, Shard, routes
 from transfer.piece_size import piece_bytes_for
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "deploy" / "README.md").read_text(encoding="utf-8")
 PROMPT, ANSWER, RATE = 4096, 512, 20
 LLAMA = KVLayout.uniform(num_layers=80, num_kv_heads=8, head_dim=128, dtype=DType.BFLOAT16)

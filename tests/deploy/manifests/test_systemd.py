@@ -22,7 +22,7 @@ from prefill_node.__main__ import app as prefill_app
 from tests.authority import Authority, Files
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 
-SYSTEMD = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
+SYSTEMD = Path(__file__).resolve().parents[3] / "deploy" / "systemd"
 ROLES = ("prefill", "decode")
 APPS = {"prefill": prefill_app, "decode": decode_app}
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillNodeConfig, "decode": DecodeNodeConfig}

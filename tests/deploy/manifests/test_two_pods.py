@@ -19,8 +19,8 @@ import pytest
 from kvferry.demo_model import make_demo_model
 from tests.authority import Authority, Files
 from tests.cluster.faults.hosts import Hosts, open_hosts, why_not
-from tests.deploy.containers import Disk, environment
-from tests.deploy.kustomize import ROOT, Manifest, Pod, of_kind, pods
+from tests.deploy.manifests.containers import Disk, environment
+from tests.deploy.manifests.kustomize import ROOT, Manifest, Pod, of_kind, pods
 
 READY_S = 150.0
 END_S = 30.0

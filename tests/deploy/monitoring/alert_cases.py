@@ -1,4 +1,4 @@
-"""When each alert fires, with what it says, and when it does not: data of tests/monitoring/test_alerts.py.
+"""When each alert fires, with what it says, and when it does not: data of tests/deploy/monitoring/test_alerts.py.
 
 Series are in promtool's notation, one value a minute: "0+5x10" grows by five ten times, "0x10" stays, "_x5" is not there.
 """

@@ -15,12 +15,12 @@ import yaml
 
 from deploy.monitoring import ALERTS, RULES
 from deploy.monitoring.rule_file import Alert, Severity, rules_yaml
-from tests.monitoring.alert_cases import CASES, Case, Fires
-from tests.monitoring.prometheus import program
-from tests.monitoring.promql_check import DECLARED, faults, labels_of, parsed, selectors
+from tests.deploy.monitoring.alert_cases import CASES, Case, Fires
+from tests.deploy.monitoring.prometheus import program
+from tests.deploy.monitoring.promql_check import DECLARED, faults, labels_of, parsed, selectors
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig, settings
 
-RUNBOOKS: Final = Path(__file__).resolve().parents[2] / "docs" / "runbooks.md"
+RUNBOOKS: Final = Path(__file__).resolve().parents[3] / "docs" / "runbooks.md"
 ALL: Final = [alert for group in ALERTS for alert in group.alerts]
 BY_NAME: Final = {alert.name: alert for alert in ALL}
 TOOL_S: Final = 60.0

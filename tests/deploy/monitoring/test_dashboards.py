@@ -14,7 +14,7 @@ from deploy.monitoring.charts import FULL_WIDTH, Chart, Dashboard, Line, Unit
 from deploy.monitoring.grafana import EVERY_NODE, dashboard_json
 from deploy.monitoring.overview import OVERVIEW
 from deploy.monitoring.promql import VARIABLES, over, per_second, quantile, selector
-from tests.monitoring.promql_check import faults, parsed
+from tests.deploy.monitoring.promql_check import faults, parsed
 from transfer.config import DecodeNodeConfig, PrefillNodeConfig, settings
 
 CHARTS: Final = [

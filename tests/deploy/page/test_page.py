@@ -18,7 +18,7 @@ import pytest
 from node_runtime.health import HealthServer, Readiness
 from node_runtime.peer_look_client import PeerSeen
 from node_runtime.status_page import HEADERS, KEPT_S, MAX_REQUESTS, PAGE, Picture, StatusPage
-from tests.seeing.chromium import Tab
+from tests.deploy.page.chromium import Tab
 from transfer.pb import kvferry_pb2 as pb
 
 HOSTILE: Final = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'`&amp;"
