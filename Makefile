@@ -33,7 +33,7 @@ PROTO_VENV := .kvferry/proto-venv
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_TOOLS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 buf-bin==1.75.0
 
-.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-rdma test-vllm test-sglang check lint types spelling dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
+.PHONY: help setup demo demo-cluster test test-cluster check-deploy test-all test-rdma test-vllm test-sglang check lint types spelling docs docs-check dashboards proto proto-check proto-lint coverage mutation bench fuzz model clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,7 +87,7 @@ test-sglang: setup ## two real SGLang engines on the CPU, KV by kvferry; install
 	@TORCH_INDEX="$(TORCH_INDEX)" bash tests/sglang/setup.sh
 	@$(BIN)/python -m pytest tests/sglang/served.py $(TEST_ARGS)
 
-check: setup lint types spelling proto-check proto-lint coverage ## lint, format, types, spelling, stubs; every branch of the pure core
+check: setup lint types spelling docs-check proto-check proto-lint coverage ## lint, format, types, spelling, documents, stubs; every branch of the pure core
 
 lint: setup
 	$(BIN)/ruff check .
@@ -153,6 +153,12 @@ proto-check: $(PROTO_STAMP) # the committed stubs are those that proto/ gives
 proto-lint: $(PROTO_STAMP) # its form, and that nothing that the last release speaks has changed its meaning
 	$(PROTO_VENV)/bin/buf lint proto
 	$(PROTO_VENV)/bin/buf breaking proto --against "$$(ls proto/released/*.binpb)"
+
+docs: setup ## write what docs/, SECURITY.md and deploy/ repeat from the code
+	@$(BIN)/python -m docs.tables --write
+
+docs-check: setup # what make docs writes is committed
+	@$(BIN)/python -m docs.tables --check
 
 dashboards: setup ## write what of deploy/ is generated anew: dashboards, alert rules, the manifest with the alerts
 	@$(BIN)/python -m deploy.monitoring

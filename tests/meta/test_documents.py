@@ -1,12 +1,10 @@
-"""Documents point at things that exist, and decisions are numbered without gaps."""
+"""Documents point at files, headings, tests and make targets that exist, and decisions are numbered without gaps."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from urllib.parse import unquote
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ADR_NAME = re.compile(r"^(\d{4})-[a-z0-9]+(-[a-z0-9]+)*\.md$")
@@ -56,9 +54,9 @@ def broken_links(document: Path, text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("document", _documents(), ids=lambda file: file.relative_to(ROOT).as_posix())
-def test_relative_links_resolve(document: Path) -> None:
-    assert broken_links(document, document.read_text(encoding="utf-8")) == []
+def test_relative_links_resolve() -> None:
+    found = {document: broken_links(document, document.read_text(encoding="utf-8")) for document in _documents()}
+    assert {file.relative_to(ROOT).as_posix(): broken for file, broken in found.items() if broken} == {}
 
 
 def test_link_checker_sees_what_is_broken() -> None:
@@ -73,6 +71,35 @@ def test_link_checker_sees_what_is_broken() -> None:
     ]
 
 
+def test_tests_that_documents_name_exist() -> None:
+    """As `test_name`, as `tests/path.py`, or in a comment that lists them."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    known = {*re.findall(r"^ *(?:async )?def (test_\w+)", code, re.M), *(file.stem for file in files)}
+    missing = []
+    for document in _documents():
+        text = document.read_text(encoding="utf-8")
+        if document.name == "CHANGELOG.md":  # tells what was
+            continue
+        named = {*re.findall(r"`(test_\w+)(?:\.py)?`", text), *" ".join(re.findall(r"<!-- tests: (.+) -->", text)).split()}
+        missing += [f"{document.relative_to(ROOT)}: {name}" for name in sorted(named - known)]
+        paths = {path for path in re.findall(r"\btests/[\w/]+\.py\b", text) if not (ROOT / path).is_file()}
+        missing += [f"{document.relative_to(ROOT)}: {path}" for path in sorted(paths)]
+    assert missing == []
+
+
+def test_make_targets_that_documents_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = {
+        (document.name, target)
+        for document in _documents()
+        if document.name != "CHANGELOG.md"
+        for target in re.findall(r"(?:`|^\$ |^)make ([a-z-]+)(?=[`\s])", document.read_text(encoding="utf-8"), re.M)
+    }
+    assert {target for _, target in named} >= {"test", "check", "demo"}
+    assert {(name, target) for name, target in named if target not in targets} == set()
+
+
 def _adrs() -> list[Path]:
     return sorted(file for file in (ROOT / "docs" / "adr").glob("*.md") if file.name != "README.md")
 
@@ -83,11 +110,11 @@ def test_adrs_are_numbered_without_gaps() -> None:
     assert [int(name[:4]) for name in names] == list(range(1, len(names) + 1))
 
 
-@pytest.mark.parametrize("adr", _adrs(), ids=lambda file: file.stem)
-def test_adr_has_its_number_and_sections(adr: Path) -> None:
-    text = adr.read_text(encoding="utf-8")
-    assert text.startswith(f"# {adr.name[:4]}: ")
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ADR_SECTIONS
+def test_each_adr_has_its_number_and_sections() -> None:
+    for adr in _adrs():
+        text = adr.read_text(encoding="utf-8")
+        assert text.startswith(f"# {adr.name[:4]}: "), adr.name
+        assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ADR_SECTIONS, adr.name
 
 
 def test_adr_index_lists_every_adr_by_its_title() -> None:

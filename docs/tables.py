@@ -1,0 +1,296 @@
+"""Write what documents and deploy/ repeat from the code, or report where they differ.
+
+``python -m docs.tables --write`` (`make docs`) writes it; ``--check`` (`make docs-check`) prints differences and fails.
+
+Whole files are generated. In other documents a region between two comments is: ``<!-- begin NAME: written by make docs -->`` and
+``<!-- end NAME -->``. Some columns of a table hold text that only a person can write; the generator keeps that text by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import grpc
+import yaml
+
+from bench import simulate
+from deploy.kubernetes import PROMETHEUS_RULE, prometheus_rule
+from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
+from deploy.monitoring.grafana import dashboard_json
+from deploy.monitoring.rule_file import rules_yaml
+from embedded_engine.architectures import ARCHITECTURES
+from kvferry import exit_codes as command_codes
+from kvferry.router.metrics import ROUTER_METRICS
+from node_runtime import exit_codes as node_codes
+from transfer.config import ChunkConfig, DecodeLimitsConfig, PrefillLimitsConfig, RingConfig, StagingConfig
+from transfer.config.page import configuration_page
+from transfer.errors import TransferError
+from transfer.memory.node_plan import ring_capacity_bytes
+from transfer.metrics.document import metrics_page
+from transfer.registry.status import error_of
+from transfer.tracing import SPANS
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+Row = list[str]
+
+
+class Stale(Exception):
+    """A document lacks something that only a person can write."""
+
+
+def cells_of(line: str) -> Row:
+    """Return the cells of a table's row; an escaped pipe ends none."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def row_text(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(change: Callable[[list[Row]], list[Row]]) -> Callable[[str], str]:
+    """Return a writer of a region that is one table; `change` maps its rows, without the two lines of the heading."""
+
+    def write(region: str) -> str:
+        heading, rule, *rows = region.strip().splitlines()
+        return "\n".join([heading, rule, *(row_text(cells) for cells in change([cells_of(row) for row in rows]))]) + "\n"
+
+    return write
+
+
+def kept(rows: Sequence[Row], names: Iterable[str], *, column: int = 0) -> list[Row]:
+    """Return the row of each name, in the order of `names`.
+
+    Args:
+        column: The column that holds the name, in backticks.
+
+    Raises:
+        Stale: A name has no row.
+    """
+    found = {row[column].strip("`"): row for row in rows}
+    if missing := [name for name in names if name not in found]:
+        raise Stale(f"add a row for {', '.join(missing)}, with the cells that are not generated")
+    return [found[name] for name in names]
+
+
+def constants_of(module: object) -> dict[str, int]:
+    return {name: value for name, value in vars(module).items() if name.isupper() and not name.startswith("_")}
+
+
+def node_exit_codes(rows: list[Row]) -> list[Row]:
+    codes = constants_of(node_codes)
+    return [[str(codes[row[1].strip("`")]), *row[1:]] for row in kept(rows, codes, column=1)]
+
+
+def command_exit_codes(rows: list[Row]) -> list[Row]:
+    """Write the exit code of each name and the gRPC statuses that end in it; keep the meaning."""
+    codes = constants_of(command_codes)
+    metadata = grpc.aio.Metadata()
+    statuses: dict[int, list[str]] = {}
+    for status in grpc.StatusCode:
+        if status is not grpc.StatusCode.OK:
+            error = error_of(grpc.aio.AioRpcError(status, metadata, metadata), peer="h:1")
+            assert isinstance(error, TransferError)
+            statuses.setdefault(command_codes.exit_code_of(error), []).append(f"`{status.name}`")
+    return [
+        [f"`{name}`", str(code), row[2], ", ".join(sorted(statuses.get(code, ())))]
+        for (name, code), row in zip(codes.items(), kept(rows, codes), strict=True)
+    ]
+
+
+def spans(_: list[Row]) -> list[Row]:
+    def code(words: Iterable[str]) -> str:
+        return ", ".join(f"`{word}`" for word in words)
+
+    def parent(text: str) -> str:
+        return code(text.split(", ")) if text.startswith("kvferry.") else text
+
+    return [[f"`{one.name}`", one.recorded_by, parent(one.parent), one.meaning, code(one.attributes)] for one in SPANS]
+
+
+def router_metrics(_: list[Row]) -> list[Row]:
+    found = []
+    for spec in ROUTER_METRICS:
+        labels = f"{{{', '.join(spec.labels)}}}" if spec.labels else ""
+        found.append([f"`{spec.shown_name}{labels}`", spec.kind, spec.help])
+    return found
+
+
+def families(rows: list[Row]) -> list[Row]:
+    """Write whether tensor parallelism divides a family; keep what it stores, and a remark behind the comma."""
+    found = []
+    for name, keeps, is_cut in kept(rows, ARCHITECTURES):
+        _, comma, remark = is_cut.partition(",")
+        found.append([name, keeps, ("yes" if ARCHITECTURES[name.strip("`")].is_cut else "no") + comma + remark])
+    return found
+
+
+BOUNDING_MODULES: Final = (
+    "transfer.messages", "transfer.control.base", "transfer.registry.options", "transfer.registry.convert",
+    "transfer.registry.status", "node_runtime.transfer_ids", "node_runtime.prompt",
+)  # fmt: skip
+"""Modules whose constants MAX_... bound what a peer or a client sends."""
+
+FOLLOW_FROM_OTHERS: Final = {"MAX_TRANSFER_ID_BYTES", "_MAX_POSITION"}
+
+
+def message_limits(rows: list[Row]) -> list[Row]:
+    """Write the number of each limit that names its constant.
+
+    Raises:
+        Stale: A constant that bounds a message has no row.
+    """
+    found = []
+    for plane, what, limit, constant, shown_by in rows:
+        if constant:
+            module, _, name = constant.strip("`").rpartition(".")
+            limit = re.sub(r"^[\d,]+", f"{int(getattr(importlib.import_module(module), name)):,}", limit)
+        elif re.match(r"[\d,]+ ", limit):
+            raise Stale(f"{what}: name the constant of {limit}")
+        found.append([plane, what, limit, constant, shown_by])
+    named = {row[3].strip("`").rpartition(".")[2] for row in rows}
+    for module in BOUNDING_MODULES:
+        text = inspect.getsource(importlib.import_module(module))
+        if missing := set(re.findall(r"^(_?MAX_[A-Z_]+)(?:: Final)? = ", text, re.M)) - FOLLOW_FROM_OTHERS - named:
+            raise Stale(f"add a row for {', '.join(f'{module}.{name}' for name in sorted(missing))}")
+    return found
+
+
+def simulated_settings(rows: list[Row]) -> list[Row]:
+    """Write what the simulator uses and what a node uses by default, by the simulator's option."""
+    simulated = vars(simulate.parser().parse_args([]))
+    defaults = {
+        "decode-running": DecodeLimitsConfig().max_running_requests,
+        "prefill-running": PrefillLimitsConfig().max_running_requests,
+        "chunk-tokens": ChunkConfig().chunk_tokens,
+        "max-step-tokens": PrefillLimitsConfig().max_step_tokens,
+        "ring-mib": ring_capacity_bytes(RingConfig(), 80 << 30, device="cuda") >> 20,
+        "staging-slots": StagingConfig().num_slots,
+    }
+    found = []
+    for setting, here, default in rows:
+        option = re.findall(r"\(`--([a-z-]+)`\)", setting)[0]
+        here = re.sub(r"^\d+", str(simulated[option.replace("-", "_")]), here)
+        found.append([setting, here, re.sub(r"^\d+", str(defaults[option]), default) if option in defaults else default])
+    return found
+
+
+def gpu_settings(_: list[Row]) -> list[Row]:
+    """Write the limits that the component gpu of deploy/kubernetes sets, beside the defaults."""
+    limits = {"prefill": PrefillLimitsConfig(), "decode": DecodeLimitsConfig()}
+    found = []
+    for role, of_role in limits.items():
+        page = yaml.safe_load((ROOT / f"deploy/kubernetes/components/gpu/{role}.yaml").read_text(encoding="utf-8"))
+        for one in page["spec"]["template"]["spec"]["containers"][0]["env"]:
+            section, name = one["name"].removeprefix("KVFERRY_").lower().split("__")
+            default = getattr({"chunk": ChunkConfig(), "limits": of_role}[section], name)
+            found.append([f"`{section}.{name}`", role, f"{default:,}", f"{int(one['value']):,}"])
+    return found
+
+
+def toy_engine(_: str) -> str:
+    source = (ROOT / "examples" / "toy_engine.py").read_text(encoding="utf-8")
+    return f"```python\n{source[source.index('VOCAB_SIZE = ') : source.index('async def main')].rstrip()}\n```\n"
+
+
+REGIONS: Final[Mapping[str, Mapping[str, Callable[[str], str]]]] = {
+    "SECURITY.md": {"message-limits": table(message_limits)},
+    "deploy/README.md": {"gpu-settings": table(gpu_settings)},
+    "docs/embedded-engine.md": {"families": table(families)},
+    "docs/engines.md": {"router-metrics": table(router_metrics)},
+    "docs/integration.md": {"toy-engine": toy_engine},
+    "docs/operations.md": {
+        "node-exit-codes": table(node_exit_codes),
+        "command-exit-codes": table(command_exit_codes),
+        "spans": table(spans),
+    },
+    "docs/scaling.md": {"simulated-settings": table(simulated_settings)},
+}
+"""Writers of regions, by document and by name of the region."""
+
+
+def whole_files() -> dict[Path, str]:
+    rules = rules_yaml(ALERTS)
+    return {
+        ROOT / "docs" / "configuration.md": configuration_page(),
+        ROOT / "docs" / "metrics.md": metrics_page(),
+        **{FOLDER / f"{one.name}.json": dashboard_json(one) for one in DASHBOARDS},
+        RULES: rules,
+        PROMETHEUS_RULE: prometheus_rule(rules),
+    }
+
+
+def with_regions(text: str, writers: Mapping[str, Callable[[str], str]]) -> str:
+    """Return a document with its regions written again.
+
+    Raises:
+        Stale: A region is missing, or lacks text that only a person can write.
+    """
+    for name, write in writers.items():
+        parts = re.search(rf"<!-- begin {name}:[^\n]*-->\n(.*?)<!-- end {name} -->", text, re.S)
+        if parts is None:
+            raise Stale(f"no region {name}")
+        try:
+            text = text[: parts.start(1)] + write(parts[1]) + text[parts.end(1) :]
+        except Stale as reason:
+            raise Stale(f"{name}: {reason}") from None
+    return text
+
+
+def generated() -> dict[Path, str]:
+    """Return each file that is generated in whole or in part, with the content that it should have.
+
+    Raises:
+        Stale: A document lacks a region, or text that only a person can write.
+    """
+    found = whole_files()
+    for document, writers in REGIONS.items():
+        try:
+            found[ROOT / document] = with_regions((ROOT / document).read_text(encoding="utf-8"), writers)
+        except Stale as reason:
+            raise Stale(f"{document}: {reason}") from None
+    return found
+
+
+def differences(files: Mapping[Path, str]) -> list[str]:
+    """Return one diff for each file that differs from its content; a file that does not exist counts as empty."""
+    found = []
+    for file, wanted in files.items():
+        content = file.read_text(encoding="utf-8") if file.exists() else ""
+        if content != wanted:
+            name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
+            lines = difflib.unified_diff(content.splitlines(), wanted.splitlines(), name, f"{name}, generated", n=0, lineterm="")
+            found.append("\n".join(lines))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m docs.tables", description=__doc__)
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--check", action="store_true", help="print differences; exit with 1 if there are any")
+    group.add_argument("--write", action="store_true", help="write all files that differ")
+    is_write = parser.parse_args(arguments).write
+    try:
+        files = generated()
+    except Stale as reason:
+        print(reason, file=sys.stderr)
+        return 1
+    if is_write:
+        for file, content in files.items():
+            file.write_text(content, encoding="utf-8")
+        return 0
+    if found := differences(files):
+        print(*found, "documents differ from the code: run 'make docs' and commit the result", sep="\n", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

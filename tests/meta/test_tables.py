@@ -1,0 +1,32 @@
+"""The generator of tables in documents reports what is stale, and what only a person can write. `make docs-check` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docs.tables import Stale, differences, kept, table, with_regions
+
+PAGE = "# T\n\n<!-- begin codes: written by make docs -->\n| name | code |\n|---|---|\n| `B` | 7 |\n<!-- end codes -->\n\nText.\n"
+
+
+def codes(rows: list[list[str]]) -> list[list[str]]:
+    return [[name, str(number)] for number, (name, _) in enumerate(kept(rows, ["B"]))]
+
+
+def test_a_region_is_written_and_the_rest_stays(tmp_path: Path) -> None:
+    wanted = with_regions(PAGE, {"codes": table(codes)})
+    assert wanted == PAGE.replace("| 7 |", "| 0 |") == with_regions(wanted, {"codes": table(codes)})
+    file = tmp_path / "page.md"
+    file.write_text(PAGE)
+    (found,) = differences({file: wanted})
+    assert "-| `B` | 7 |\n+| `B` | 0 |" in found
+    assert differences({file: PAGE}) == []
+
+
+def test_what_only_a_person_can_write_is_reported() -> None:
+    with pytest.raises(Stale, match="codes: add a row for A, with"):
+        with_regions(PAGE, {"codes": table(lambda rows: kept(rows, ["A", "B"]))})
+    with pytest.raises(Stale, match="no region metrics"):
+        with_regions(PAGE, {"metrics": table(codes)})
