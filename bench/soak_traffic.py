@@ -155,9 +155,9 @@ class Traffic:
                     asking.cancel()
                     await asyncio.wait([asking])
         except TransferError as error:
-            return self._judge_failure(plan, error, began_s, deadline_s, request_id)
+            return self.judge_failure(plan, error, began_s, deadline_s, request_id)
         finally:
-            self._judge_tokens(prompt, tokens, request_id)
+            self.judge_tokens(prompt, tokens, request_id)
         if len(tokens) != num_new:
             self.tally.violate(f"{request_id}: {len(tokens)} tokens instead of {num_new}, and no error")
         self.tally.served_s.append(time.monotonic() - began_s)
@@ -169,15 +169,15 @@ class Traffic:
             if event.HasField("tokens"):
                 tokens.extend(event.tokens.token_ids)
 
-    def _judge_tokens(self, prompt: Prompt, tokens: Sequence[int], request_id: str) -> None:
-        """However a request ended: what was told of it must be right."""
+    def judge_tokens(self, prompt: Prompt, tokens: Sequence[int], request_id: str) -> None:
+        """Count the tokens of a request that ended in any way; tokens that differ from the expected ones are a violation."""
         self.tally.num_tokens_verified += len(tokens)
         expected = prompt.expected[: len(tokens)]
         if tuple(tokens) != expected:
             self.tally.violate(f"{request_id}: prompt of {prompt.num_tokens} tokens gave {list(tokens)}, not {list(expected)}")
 
-    def _judge_failure(self, plan: Plan, error: TransferError, began_s: float, deadline_s: float, request_id: str) -> str:
-        """Whether that end was to be expected."""
+    def judge_failure(self, plan: Plan, error: TransferError, began_s: float, deadline_s: float, request_id: str) -> str:
+        """Return what a failed request counts as; an end that neither its plan nor a fault explains is a violation."""
         took_s = time.monotonic() - began_s
         match error:
             case TransportTimeout() if plan is Plan.RUNS_OUT_OF_TIME:

@@ -1,4 +1,4 @@
-"""The arithmetic, the JSON and the words of reports."""
+"""The arithmetic, the JSON and the verdicts of reports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.table import Outcome
 from bench.timing import Report, Row, link_of, readable_bytes, readable_seconds, sample
 
 
@@ -60,3 +61,25 @@ NIC0	PXB	SYS	 X
 def test_how_two_gpus_are_joined() -> None:
     assert link_of(TOPOLOGY) == "NV18"
     assert link_of("") == ""
+
+
+@pytest.mark.parametrize(
+    ("measured", "limit", "bound", "is_reached"),
+    [
+        (0.2, 0.2, "at least", True),
+        (0.19, 0.2, "at least", False),
+        (3.0, 3.0, "below", False),
+        (2.9, 3.0, "below", True),
+        (1.0, 1.0, "exactly", True),
+        (1.1, 1.0, "exactly", False),
+        (5.0, None, "at least", True),
+        (None, 1.0, "at least", False),
+    ],
+)
+def test_verdicts(measured: float | None, limit: float | None, bound: str, is_reached: bool) -> None:
+    assert Outcome(what="", measured=measured, limit=limit, unit="", bound=bound).is_reached is is_reached  # type: ignore[arg-type]
+
+
+def test_a_benchmark_that_fails_misses_its_bound() -> None:
+    outcome = Outcome.failed("control", "ended with 1: boom")
+    assert not outcome.is_reached and outcome.to_json()["note"] == "ended with 1: boom"

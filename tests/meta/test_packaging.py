@@ -78,7 +78,8 @@ def test_the_oldest_nixl_is_the_same_for_both_cuda_majors() -> None:
 
 
 def test_type_checks_see_all_our_code() -> None:
-    assert {*PACKAGES, "bench", "deploy", "examples", "docs/models", "docs/tables.py", "fuzz"} == set(PYPROJECT["tool"]["mypy"]["files"])
+    others = {"bench", "deploy", "examples", "docs/models", "docs/tables.py", "fuzz"}
+    assert PACKAGES | others == set(PYPROJECT["tool"]["mypy"]["files"])
 
 
 def test_one_version() -> None:

