@@ -14,7 +14,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from kvferry.cluster_view import Alerts, ClusterView, LinkView, RequestView, Seen
+from kvferry.cluster_view import Alert, Alerts, ClusterView, LinkView, RequestView, Seen
 from kvferry.cluster_watch import ClusterWatch
 from kvferry.text_bars import printable
 from kvferry.top_view import (
@@ -100,6 +100,11 @@ class TopApp(App[None]):
         self._sorts = list(_SORTS)
         self._is_paused = False
         self.num_looks = 0
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Return the alerts that hold now."""
+        return list(self._alerts.now.values())
 
     def compose(self) -> ComposeResult:
         yield Static(Text("looking ..."), id="summary")

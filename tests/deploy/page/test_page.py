@@ -1,145 +1,21 @@
-"""The status page in a real browser, of nodes that are made up: it shows what they say, and that is never more than text."""
+"""The status page in a real browser, of made-up nodes: it shows what they say, and only ever as text."""
 
 from __future__ import annotations
 
-import asyncio
-import http.client
 import json
-import re
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
 
-from node_runtime.health import HealthServer, Readiness
 from node_runtime.peer_look_client import PeerSeen
-from node_runtime.status_page import HEADERS, KEPT_S, MAX_REQUESTS, PAGE, Picture, StatusPage
 from tests.deploy.page.chromium import Tab
+from tests.status.served import DECODE_LIFE, REQUESTS, Served, decode_status, prefill_status, served, server
 from transfer.pb import kvferry_pb2 as pb
 
+__all__ = ["served", "server"]
+
 HOSTILE: Final = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'`&amp;"
-PREFILL_LIFE, DECODE_LIFE = 0x1111, 0x2222
-
-
-def decode_status(*, reason: str = "", watermark: int = 0, live: int = 0) -> pb.NodeStatus:
-    pools = [pb.PoolStatus(group="full", pages=200, reserved=20, bound=50)]
-    return pb.NodeStatus(
-        role="decode",
-        state="ready",
-        ready=not reason,
-        not_ready_reason=reason,
-        version="0.2.0",
-        uptime_s=3700,
-        running_requests=2,
-        instance=pb.InstanceInfo(incarnation=DECODE_LIFE, transport="ucx", shard=pb.ShardInfo(tp_size=2, page_size=32)),
-        ranks=[
-            pb.RankStatus(
-                rank=rank, pools=pools, ring_capacity=1 << 20, ring_live_bytes=live, watermark_position=watermark + (7 << 20)
-            )
-            for rank in range(2)
-        ],
-        peers=[
-            pb.PeerStatus(address="127.0.0.1:7001", incarnation=PREFILL_LIFE, state="joined", breaker="closed"),
-            pb.PeerStatus(address="127.0.0.1:7002", state="lost", reason=reason or "gone", breaker="open", breaker_reason="gone"),
-        ],
-        links=[
-            pb.LinkStatus(
-                prefill_rank=0, decode_rank=rank, lane="ucx/shm", latency_s=1e-4, bandwidth_bytes_per_s=(2 - rank) * 3e9,
-                peer_incarnation=PREFILL_LIFE,
-            )
-            for rank in range(2)
-        ],
-    )  # fmt: skip
-
-
-def prefill_status() -> pb.NodeStatus:
-    return pb.NodeStatus(
-        role="prefill",
-        state="draining",
-        version="0.2.0",
-        instance=pb.InstanceInfo(incarnation=PREFILL_LIFE, transport="ucx", shard=pb.ShardInfo(tp_size=1, page_size=16)),
-        ranks=[pb.RankStatus(rank=0, staging_slots=8, staging_slots_used=2)],
-    )
-
-
-REQUESTS: Final = [
-    pb.RequestStatus(request_id="tenant-7/alice", transfer_id="tenant-7/alice.0f", stage="receiving", prompt_tokens=900,
-                     ranks_done=1),
-    pb.RequestStatus(request_id="b", stage="generating", prompt_tokens=80, generated_tokens=16, max_new_tokens=64, age_s=3.25),
-    pb.RequestStatus(request_id="c", stage="queued", prompt_tokens=8),
-]  # fmt: skip
-
-
-class Served:
-    """A real HTTP server of a node, on a thread; what the node says is `picture`."""
-
-    def __init__(self) -> None:
-        self.picture = Picture(address="127.0.0.1:7003", status=pb.NodeStatus(), requests=pb.ListRequestsResponse())
-        self.num_pictures = 0
-        self.port = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._servers: list[HealthServer] = []
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def serve(self, *, shows_request_ids: bool = False, has_page: bool = True, host_names: tuple[str, ...] = ()) -> str:
-        """Another server of the same node; returns its URL."""
-        page = StatusPage(self._picture, shows_request_ids=shows_request_ids) if has_page else None
-        server = HealthServer(lambda: Readiness(is_ready=True), lambda: b"", page=page, host_names=host_names)
-        self._servers.append(server)
-        port = asyncio.run_coroutine_threadsafe(server.start("127.0.0.1", 0), self._loop).result(10)
-        return f"http://127.0.0.1:{port}/"
-
-    def stop_serving(self) -> None:
-        for server in self._servers:
-            asyncio.run_coroutine_threadsafe(server.stop(), self._loop).result(10)
-        self._servers = []
-
-    def end(self) -> None:
-        self.stop_serving()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
-    async def _picture(self) -> Picture:
-        self.num_pictures += 1
-        return self.picture
-
-    def says(self, status: pb.NodeStatus, requests: list[pb.RequestStatus], *others: PeerSeen) -> None:
-        self.picture = Picture(
-            address="127.0.0.1:7003",
-            status=status,
-            requests=pb.ListRequestsResponse(requests=requests, total=len(requests)),
-            others={other.address: other for other in others},
-        )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    one = Served()
-    one.start()
-    yield one
-    one.end()
-
-
-@pytest.fixture
-def served(server: Served) -> Iterator[Served]:
-    yield server
-    server.stop_serving()
-
-
-def read(url: str) -> tuple[int, bytes, dict[str, str]]:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.status, answer.read(), dict(answer.headers)
-    except urllib.error.HTTPError as error:
-        return error.code, error.read(), dict(error.headers)
 
 
 def rows(browser: Tab, table: str) -> list[list[str]]:
@@ -316,46 +192,6 @@ def test_a_node_that_answers_no_more_is_said(browser: Tab, served: Served) -> No
     del browser.said[before:]  # the refused connection, which the page has told
 
 
-def test_the_page_is_one_file_that_asks_for_nothing_else(served: Served) -> None:
-    url = served.serve()
-    status, body, headers = read(url)
-    assert (status, body, headers["Content-Type"]) == (200, PAGE, "text/html; charset=utf-8")
-    for name, value in HEADERS.items():
-        assert headers[name] == value
-    policy = headers["Content-Security-Policy"]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
-    assert not re.search(
-        rb"https?:|//[a-z]|@import|url\(|\bsrc=|innerHTML|insertAdjacentHTML|outerHTML|eval\(|document\.write", body
-    )
-    assert len(body) < 32 << 10
-
-
-def test_a_breakers_reason_which_may_name_a_request_is_not_told_unless_the_operator_says_so(served: Served) -> None:
-    status = decode_status()
-    status.peers[1].breaker_reason = "decode rank 0: chunk 3 of request alice.0f1e from prefill rank 0 arrived broken"
-    other = PeerSeen(address="127.0.0.1:7001", status=status, error="", seen_s=time.monotonic())
-    served.picture = Picture(
-        address="127.0.0.1:7003", status=status, requests=pb.ListRequestsResponse(), others={other.address: other}
-    )
-    _, told, _ = read(f"{served.serve()}status.json")
-    assert b"alice" not in told and json.loads(told)["node"]["peers"][1]["breaker"] == "open"
-    _, told, _ = read(f"{served.serve(shows_request_ids=True)}status.json")
-    assert told.count(b"alice.0f1e") == 2
-
-
-def test_ids_of_requests_are_not_told_unless_the_operator_says_so(served: Served) -> None:
-    served.says(decode_status(), REQUESTS)
-    _, body, _ = read(f"{served.serve()}status.json")
-    assert b"alice" not in body
-    first, second, _ = json.loads(body)["requests"]["list"]
-    assert re.fullmatch("[0-9a-f]{8}", first["request_id"]) and first["transfer_id"] == "" != first["request_id"]
-    assert first["request_id"] != second["request_id"]
-    _, again, _ = read(f"{served.serve()}status.json")
-    assert json.loads(again)["requests"]["list"][0]["request_id"] != first["request_id"], "nobody can try ids out"
-    _, told, _ = read(f"{served.serve(shows_request_ids=True)}status.json")
-    assert json.loads(told)["requests"]["list"][0]["request_id"] == "tenant-7/alice"
-
-
 def test_a_node_without_ranks_and_numbers_that_are_none_are_shown_all_the_same(browser: Tab, served: Served) -> None:
     status = pb.NodeStatus(role="decode", state="starting", not_ready_reason="the node is starting", uptime_s=float("nan"))
     status.peers.add(address="127.0.0.1:7001", state="joined")
@@ -366,61 +202,3 @@ def test_a_node_without_ranks_and_numbers_that_are_none_are_shown_all_the_same(b
     browser.until("document.querySelectorAll('.card').length === 2")
     assert browser.value("document.getElementById('trouble').innerText") == ""
     assert "the node is starting" in browser.value("document.querySelector('#decode .card').innerText")
-
-
-def under_name(url: str, host: str) -> tuple[int, str]:
-    """How the page's state is answered to a browser that has reached the node by that name."""
-    connection = http.client.HTTPConnection(url.split("/")[2], timeout=10)
-    try:
-        connection.request("GET", "/status.json", headers={"Host": host})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    finally:
-        connection.close()
-
-
-def test_a_website_that_names_the_node_as_its_own_reads_nothing(served: Served) -> None:
-    """DNS rebinding: the browser takes the node for a part of the site, and so lets its scripts read what the node answers."""
-    served.says(decode_status(), REQUESTS)
-    url = served.serve(host_names=("Kv-7.Example",))
-    for name in ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::1"):
-        code, text = under_name(url, name)
-        assert code == 403 and "status_page.host_names" in text and "decode" not in text, name
-    for name in ("127.0.0.1:8080", "10.1.2.3", "[::1]:7180", "localhost:8080", "kv-7.example", "KV-7.example:7180"):
-        assert under_name(url, name)[0] == 200, name
-    metrics = http.client.HTTPConnection(url.split("/")[2], timeout=10)
-    metrics.request("GET", "/healthz", headers={"Host": "kvferry-decode.kvferry.svc"})
-    assert metrics.getresponse().status == 200, "probes and scrapers come by any name"
-    metrics.close()
-
-
-def test_without_the_page_there_is_neither_it_nor_its_state(served: Served) -> None:
-    url = served.serve(has_page=False)
-    assert [read(f"{url}{path}")[0] for path in ("", "status.json", "healthz")] == [404, 404, 200]
-
-
-def test_many_who_look_cost_as_much_as_one(served: Served) -> None:
-    served.says(decode_status(), REQUESTS)
-    url = f"{served.serve()}status.json"
-    before, begun_s = served.num_pictures, time.monotonic()
-    bodies = [read(url)[1] for _ in range(100)]
-    elapsed_s = time.monotonic() - begun_s
-    assert all(json.loads(body)["node"]["role"] == "decode" for body in bodies)
-    assert served.num_pictures - before <= elapsed_s / KEPT_S + 1
-
-
-def test_of_many_requests_the_oldest_are_shown_and_all_are_counted(served: Served) -> None:
-    many = [pb.RequestStatus(request_id=str(number), age_s=10_000 - number) for number in range(MAX_REQUESTS + 50)]
-    served.says(decode_status(), many)
-    content = json.loads(read(f"{served.serve()}status.json")[1])["requests"]
-    assert content["total"] == MAX_REQUESTS + 50 and len(content["list"]) == MAX_REQUESTS
-    assert content["list"][0]["age_s"] == 10_000
-
-
-def test_numbers_that_json_has_no_word_for_do_not_break_it(served: Served) -> None:
-    status = decode_status()
-    status.links[0].bandwidth_bytes_per_s = float("nan")
-    status.links[1].latency_s = float("inf")
-    served.says(status, [])
-    links = json.loads(read(f"{served.serve()}status.json")[1])["node"]["links"]
-    assert links[0]["bandwidth_bytes_per_s"] is None and links[1]["latency_s"] is None
