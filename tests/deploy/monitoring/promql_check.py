@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import promql_parser
 
+from transfer.config import DecodeNodeConfig, PrefillNodeConfig, settings
 from transfer.metrics import NODE_METRICS, RANK_METRICS, MetricSpec
 
 OF_THE_SCRAPE: Final = frozenset({"job", "instance"})
@@ -17,9 +18,8 @@ _OF_COUNTERS: Final = {"rate", "irate", "increase", "resets"}
 _SETS: Final = {"and", "or", "unless"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A metric as nodes show it: one name of its samples, how it is read, and its labels."""
+class Shown(NamedTuple):
+    """How one name of a metric's samples is read, and its labels."""
 
     kind: str
     labels: frozenset[str]
@@ -58,6 +58,13 @@ def _declared() -> dict[str, Shown]:
 
 
 DECLARED: Final = _declared() | OF_PROMETHEUS
+
+
+def unknown_settings(text: str) -> set[str]:
+    """Return words of a text that look like settings of a section and are none."""
+    known = {path for config in (PrefillNodeConfig, DecodeNodeConfig) for path, _ in settings(config)}
+    sections = {path.partition(".")[0] for path in known if "." in path}
+    return {name for name in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)\b", text) if name.partition(".")[0] in sections} - known
 
 
 def parsed(expr: str) -> Any:

@@ -15,8 +15,7 @@ from deploy.monitoring import ALERTS, RULES
 from deploy.monitoring.rule_file import Alert, Severity, rules_yaml
 from tests.deploy.monitoring.alert_cases import CASES, Case, Fires
 from tests.deploy.monitoring.prometheus import program
-from tests.deploy.monitoring.promql_check import DECLARED, faults, labels_of, parsed, selectors
-from transfer.config import DecodeNodeConfig, PrefillNodeConfig, settings
+from tests.deploy.monitoring.promql_check import DECLARED, faults, labels_of, parsed, selectors, unknown_settings
 
 RUNBOOKS: Final = Path(__file__).resolve().parents[3] / "docs" / "runbooks.md"
 BY_NAME: Final = {alert.name: alert for group in ALERTS for alert in group.alerts}
@@ -120,12 +119,6 @@ def test_an_alert_names_declared_metrics_labels_and_settings(alert: Alert) -> No
     by_state = type(compared).__name__ == "BinaryExpr" and str(compared.op) == "=="
     assert by_state or "absent" in alert.expr or "$value" in alert.description
     assert unknown_settings(alert.description) == set()
-
-
-def unknown_settings(text: str) -> set[str]:
-    known = {path for config in (PrefillNodeConfig, DecodeNodeConfig) for path, _ in settings(config)}
-    sections = {path.partition(".")[0] for path in known if "." in path}
-    return {name for name in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)\b", text) if name.partition(".")[0] in sections} - known
 
 
 def test_every_alert_has_a_runbook_with_its_severity_and_all_parts() -> None:

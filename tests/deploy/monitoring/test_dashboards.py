@@ -1,4 +1,4 @@
-"""The dashboards are what the code gives, and speak of metrics and settings that there are: names, labels, how each is read."""
+"""Dashboards name metrics, labels and settings that exist, and are pages that Grafana can show."""
 
 from __future__ import annotations
 
@@ -7,41 +7,27 @@ import re
 from typing import Any, Final
 
 import pytest
-from grafana_foundation_sdk.models import units
 
 from deploy.monitoring import DASHBOARDS, FOLDER
 from deploy.monitoring.charts import FULL_WIDTH, Chart, Dashboard, Line, Unit
 from deploy.monitoring.grafana import EVERY_NODE, dashboard_json
 from deploy.monitoring.overview import OVERVIEW
 from deploy.monitoring.promql import VARIABLES, over, per_second, quantile, selector
-from tests.deploy.monitoring.promql_check import faults, parsed
-from transfer.config import DecodeNodeConfig, PrefillNodeConfig, settings
+from tests.deploy.monitoring.promql_check import faults, parsed, unknown_settings
 
-CHARTS: Final = [
-    pytest.param(chart, id=f"{dashboard.name}: {chart.title}")
-    for dashboard in DASHBOARDS
-    for row in dashboard.rows
-    for chart in row.charts
-]
+CHARTS: Final = [chart for dashboard in DASHBOARDS for row in dashboard.rows for chart in row.charts]
 
-
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
-def test_the_committed_file_is_what_the_code_gives(dashboard: Dashboard) -> None:
-    file = FOLDER / f"{dashboard.name}.json"
-    assert file.read_text(encoding="utf-8") == dashboard_json(dashboard), "run: make dashboards"
-
-
-def test_there_is_no_other_file() -> None:
-    assert {file.name for file in FOLDER.iterdir()} == {f"{dashboard.name}.json" for dashboard in DASHBOARDS}
+each_dashboard = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 
 
 def test_the_page_for_operators_lists_all_of_them() -> None:
     page = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert {file.name for file in FOLDER.iterdir()} == {f"{dashboard.name}.json" for dashboard in DASHBOARDS}
     listed = re.findall(r"^\| \[\w+\.json\]\((.*?)\) \| (.*?) \|", page, re.MULTILINE)
     assert listed == [(f"monitoring/dashboards/{dashboard.name}.json", dashboard.title) for dashboard in DASHBOARDS]
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+@each_dashboard
 def test_what_grafana_needs_of_a_page(dashboard: Dashboard) -> None:
     """No two panels lie over each other or have the same id; each asks the data source that is chosen."""
     page = json.loads(dashboard_json(dashboard))
@@ -62,7 +48,7 @@ def test_what_grafana_needs_of_a_page(dashboard: Dashboard) -> None:
         assert [target["datasource"]["uid"] for target in panel["targets"]] == ["${datasource}"] * len(panel["targets"])
 
 
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+@each_dashboard
 def test_dashboards_lead_to_each_other_and_show_alerts(dashboard: Dashboard) -> None:
     page = json.loads(dashboard_json(dashboard))
     (link,) = page["links"]
@@ -87,19 +73,17 @@ def test_what_is_bad_is_coloured_from_the_right_side() -> None:
     assert (panels["KV moved"]["type"], panels["Tokens"]["type"]) == ("stat", "timeseries")
 
 
-def test_titles_are_told_apart() -> None:
+def test_charts_name_declared_metrics_labels_and_settings_and_legends_tell_their_series_apart() -> None:
     for dashboard in DASHBOARDS:
         titles = [chart.title for row in dashboard.rows for chart in row.charts]
         assert len(set(titles)) == len(titles)
-
-
-@pytest.mark.parametrize("chart", CHARTS)
-def test_a_chart_tells_its_reader_what_to_do(chart: Chart) -> None:
-    """A description says what is shown, and what to conclude: two sentences at least."""
-    assert len(re.findall(r"[.:] |\.$", chart.description)) >= 2 and chart.description.endswith(".")
-    for line in chart.lines:
-        named = set(re.findall(r"\{\{(\w+)\}\}", line.legend))
-        assert named == set(_labels_shown(line.expr)), f"{line.legend}: the series of {line.expr}"
+    for chart in CHARTS:
+        assert chart.description.endswith("."), chart.title
+        assert unknown_settings(chart.description) == set(), chart.title
+        for line in chart.lines:
+            assert set(re.findall(r"\{\{(\w+)\}\}", line.legend)) == set(_labels_shown(line.expr)), f"{line.legend}: {line.expr}"
+    found = {line.expr: faults(line.expr) for chart in CHARTS for line in chart.lines}
+    assert {expr: wrong for expr, wrong in found.items() if wrong} == {}
 
 
 def _labels_shown(expr: str) -> tuple[str, ...]:
@@ -108,25 +92,6 @@ def _labels_shown(expr: str) -> tuple[str, ...]:
     while type(node).__name__ != "AggregateExpr":
         node = node.lhs if type(node).__name__ == "BinaryExpr" else node.args[-1]
     return tuple(label for label in (node.modifier.labels if node.modifier else ()) if label != "le")
-
-
-@pytest.mark.parametrize("chart", CHARTS)
-def test_metrics_and_labels_are_declared(chart: Chart) -> None:
-    found = {line.expr: faults(line.expr) for line in chart.lines}
-    assert not any(found.values()), found
-
-
-@pytest.mark.parametrize("chart", CHARTS)
-def test_settings_that_are_spoken_of_exist(chart: Chart) -> None:
-    known = {path for config in (PrefillNodeConfig, DecodeNodeConfig) for path, _ in settings(config)}
-    sections = {path.partition(".")[0] for path in known if "." in path}
-    spoken = {name for name in re.findall(r"\b([a-z_]+\.[a-z_]+)\b", chart.description) if name.partition(".")[0] in sections}
-    assert spoken <= known
-
-
-def test_units_are_grafanas() -> None:
-    known = {value for name, value in vars(units).items() if isinstance(value, str) and not name.startswith("_")}
-    assert {unit for unit in Unit if not unit.startswith("suffix:")} <= known
 
 
 @pytest.mark.parametrize(
@@ -160,10 +125,10 @@ def test_the_check_tells_right_from_wrong(expr: str, fault: str) -> None:
 
 
 def test_a_chart_without_legend_or_room_is_refused() -> None:
-    line = Line(expr="vector(1)", legend="")
-    with pytest.raises(ValueError, match="legend"):
-        Chart(title="t", description="d", unit=Unit.SECONDS, lines=(line,))
-    with pytest.raises(ValueError, match="two values, or none"):
-        Chart(title="t", description="d", unit=Unit.SECONDS, lines=(Line(expr="vector(1)", legend="l"),), fine=1)
-    with pytest.raises(ValueError, match="columns"):
-        Chart(title="t", description="d", unit=Unit.SECONDS, lines=(Line(expr="vector(1)", legend="l"),), columns=25)
+    for legend, options, says in (
+        ("", {}, "legend"),
+        ("l", {"fine": 1}, "two values, or none"),
+        ("l", {"columns": 25}, "columns"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Chart(title="t", description="d", unit=Unit.SECONDS, lines=(Line(expr="vector(1)", legend=legend),), **options)

@@ -77,33 +77,15 @@ def test_series_have_their_legends_and_gaps(url: str) -> None:
     assert [at for at, value in zip(second.times_s, second.values, strict=True) if math.isnan(value)] == [1000.0]
 
 
-def test_nodes_are_called_the_same_in_every_chart() -> None:
-    assert named_by(["10.0.0.2:7180 rank 0", "p50", "10.0.0.1:7180: run", "host-a.example:7180"]) == {
-        "10.0.0.1:7180": "node 1",
-        "10.0.0.2:7180": "node 2",
-        "host-a.example:7180": "node 3",
-    }
+def test_nodes_are_called_the_same_in_every_chart_and_axes_have_units() -> None:
+    names = named_by(["10.0.0.2:7180 rank 0", "p50", "10.0.0.1:7180: run"])
+    assert names == {"10.0.0.1:7180": "node 1", "10.0.0.2:7180": "node 2"}
+    values = ((Unit.SHARE, 0.125), (Unit.SECONDS, 0.0025), (Unit.SECONDS, 90), (Unit.BYTES, 0), (Unit.BYTES_PER_S, 3 * 2**29))
+    assert [shown(unit)(value, None) for unit, value in values] == ["12.5 %", "2.5 ms", "90 s", "0 B", "1.5 GiB/s"]
 
 
-@pytest.mark.parametrize(
-    ("unit", "value", "text"),
-    [
-        (Unit.SHARE, 0.125, "12.5 %"),
-        (Unit.SECONDS, 0.0025, "2.5 ms"),
-        (Unit.SECONDS, 90, "90 s"),
-        (Unit.SECONDS, 2e-5, "20 µs"),
-        (Unit.BYTES, 0, "0 B"),
-        (Unit.BYTES_PER_S, 3 * 2**29, "1.5 GiB/s"),
-        (Unit.REQUESTS_PER_S, 12.0, "12"),
-    ],
-)
-def test_axes_are_written_in_units(unit: Unit, value: float, text: str) -> None:
-    assert shown(unit)(value, None) == text
-
-
-@pytest.mark.parametrize("is_stacked", [False, True])
-def test_a_row_is_drawn_as_wide_as_on_the_dashboard(url: str, tmp_path: Path, is_stacked: bool) -> None:
-    charts = (chart(columns=12, is_stacked=is_stacked), chart(columns=12, fine=2, bad=5), chart(columns=8, most=1.0))
+def test_a_row_is_drawn_as_wide_as_on_the_dashboard(url: str, tmp_path: Path) -> None:
+    charts = (chart(columns=12, is_stacked=True), chart(columns=12, fine=2, bad=5), chart(columns=8, most=1.0))
     pictures.draw(Row(title="r", charts=charts), view(url), tmp_path / "row.png")
     height, width, _ = imread(tmp_path / "row.png").shape
     assert (width, height) == (1200, 450), "16 inches, two lines of 3, at 75 points"
@@ -116,12 +98,11 @@ def test_the_rows_that_are_drawn_by_default_are_there() -> None:
         row_of("link", "Hurry")
 
 
-def test_a_query_that_is_refused_is_named(url: str) -> None:
+def test_a_refused_query_is_named_and_an_absent_prometheus_is_one_line(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(OSError, match="unexpected end of input"):
         list(view(url).series(chart("wrong(")))
-
-
-def test_a_prometheus_that_is_away_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as held:  # bound, and nobody listens
         held.bind(("127.0.0.1", 0))
         assert pictures.main(["--prometheus", f"http://127.0.0.1:{held.getsockname()[1]}", "--out", str(tmp_path)]) == 1
