@@ -10,9 +10,9 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,60 +29,41 @@ PACKAGES: dict[str, set[str]] = {
     "deploy": set(),
 }
 
+
+def _files(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}.py" for name in names.split())
+
+
 # What the memory plan is made of: layer 0, so that a plan can be made where there is neither torch nor transformers.
-MEMORY_PLAN = tuple(f"transfer/memory/{name}.py" for name in ("__init__", "config_fields", "model_*", "plan*", "workspace"))
+MEMORY_PLAN = _files("transfer/memory", "__init__ config_fields model_* plan* workspace")
 # How pages are named and lie outside of the pools, and what a store of them can do.
-STORED_PAGES = tuple(f"transfer/storage/{name}.py" for name in ("__init__", "base", "halving", "keys", "pages"))
+STORED_PAGES = _files("transfer/storage", "__init__ base halving keys pages")
 # What the decode leader knows of host pages, and what it goes by.
-HOST_PAGES = tuple(f"decode_node/offload/{name}.py" for name in ("device_index", "host_tier", "jobs", "rules", "tiered_request"))
+HOST_PAGES = _files("decode_node/offload", "device_index host_tier jobs rules tiered_request")
 # Layer 0: standard library and each other; nothing of the outer world.
 L0 = (
-    "transfer/__init__.py",
-    "transfer/errors.py",
-    "transfer/peer_names.py",
-    "transfer/layout.py",
-    "transfer/layer_groups.py",
-    "transfer/chunk.py",
-    "transfer/ring.py",
-    "transfer/ring_index.py",
-    "transfer/page_allocator.py",
-    "transfer/instance.py",
-    "transfer/engine_types.py",
-    "transfer/breaker.py",
-    "transfer/utf8.py",
-    *STORED_PAGES,
-    *HOST_PAGES,
-    "transfer/transport/base.py",
-    "transfer/control/base.py",
-    *MEMORY_PLAN,
-)
+    *_files("transfer", "__init__ errors peer_names layout layer_groups chunk ring ring_index page_allocator instance"),
+    *_files("transfer", "engine_types breaker utf8 transport/base control/base"),
+    *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN,
+)  # fmt: skip
 # Layer 1: also the small libraries of L1_LIBRARIES.
 L1 = (
-    "transfer/config/*",
-    "transfer/load_config.py",
-    "transfer/plain_text.py",
-    "transfer/role_settings.py",
-    "transfer/messages.py",
-    "transfer/metrics/*",
-    "transfer/logs.py",
-    "transfer/tracing.py",
-    "transfer/digest.py",
+    *_files("transfer", "config/* load_config plain_text role_settings messages metrics/* logs tracing digest"),
     "transfer/storage/envelope.py",
 )
 L1_LIBRARIES = {"msgpack", "prometheus_client", "pydantic", "pydantic_settings", "structlog", "xxhash", "yaml"}
 # State machines: layer 0, the messages, and nothing else.
 SANS_IO = (
-    *(f"prefill_node/sender{part}.py" for part in ("", "_events", "_state")),
-    *(f"decode_node/receiver{part}.py" for part in ("", "_events", "_state")),
+    *_files("prefill_node", "sender sender_events sender_state"),
+    *_files("decode_node", "receiver receiver_events receiver_state"),
 )
 SANS_IO_MAY_IMPORT = (*L0, "transfer/messages.py", *SANS_IO)
 
 # Logic has no clock, no chance, no threads, no sockets, no environment: those come to it as arguments and events. (The other
 # files of layer 0 are interfaces; they may name an event loop in a signature.)
 LOGIC = (
-    "transfer/layout.py", "transfer/layer_groups.py", "transfer/chunk.py", "transfer/ring.py",
-    "transfer/ring_index.py", "transfer/page_allocator.py", "transfer/breaker.py",
-    "decode_node/placement.py", "prefill_node/scheduler.py", "prefill_node/stored_prefix.py", "prefill_node/prefix_pages.py",
+    *_files("transfer", "layout layer_groups chunk ring ring_index page_allocator breaker"),
+    *_files("prefill_node", "scheduler stored_prefix prefix_pages"), "decode_node/placement.py",
     *STORED_PAGES, *HOST_PAGES, *MEMORY_PLAN, *SANS_IO,
 )  # fmt: skip
 IMPURE_STDLIB = {
@@ -104,70 +85,46 @@ DEVICE_FILES = (
 CLI_FILES = ("kvferry/*", "node_runtime/*", "prefill_node/__main__.py", "decode_node/__main__.py")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
-    """A library of others: the distribution that pyproject.toml must declare, and the files that may import it."""
-
-    distribution: str
-    allowed: tuple[str, ...]
-
-
-FOREIGN: dict[str, Foreign] = {
-    "aetcd": Foreign(distribution="aetcd", allowed=("transfer/registry/discovery/etcd_client.py",)),
-    "aiohttp": Foreign(distribution="aiohttp", allowed=("node_runtime/*", "kvferry/*")),
-    "cuda": Foreign(distribution="cuda-bindings", allowed=("transfer/transport/cuda_ipc_driver.py",)),
-    "google": Foreign(distribution="protobuf", allowed=GRPC_FILES),
-    "grafana_foundation_sdk": Foreign(distribution="grafana-foundation-sdk", allowed=("deploy/monitoring/grafana.py",)),
-    "grpc": Foreign(distribution="grpcio", allowed=GRPC_FILES),
-    "grpc_health": Foreign(distribution="grpcio-health-checking", allowed=GRPC_FILES),
-    "grpc_reflection": Foreign(distribution="grpcio-reflection", allowed=GRPC_FILES),
-    "grpc_status": Foreign(distribution="grpcio-status", allowed=GRPC_FILES),
-    "matplotlib": Foreign(
-        distribution="matplotlib",
-        allowed=("deploy/monitoring/pictures.py", "kvferry/plan_picture.py", "kvferry/bench_serve/picture.py"),
+# Libraries of others: the distribution that pyproject.toml must declare, and the files that may import it.
+FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "aetcd": ("aetcd", ("transfer/registry/discovery/etcd_client.py",)),
+    "aiohttp": ("aiohttp", ("node_runtime/*", "kvferry/*")),
+    "cuda": ("cuda-bindings", ("transfer/transport/cuda_ipc_driver.py",)),
+    "google": ("protobuf", GRPC_FILES),
+    "grafana_foundation_sdk": ("grafana-foundation-sdk", ("deploy/monitoring/grafana.py",)),
+    "grpc": ("grpcio", GRPC_FILES),
+    "grpc_health": ("grpcio-health-checking", GRPC_FILES),
+    "grpc_reflection": ("grpcio-reflection", GRPC_FILES),
+    "grpc_status": ("grpcio-status", GRPC_FILES),
+    "matplotlib": ("matplotlib", ("deploy/monitoring/pictures.py", "kvferry/plan_picture.py", "kvferry/bench_serve/picture.py")),
+    "msgpack": ("msgpack", ("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
+    "nixl_cu12": ("nixl-cu12", ("transfer/transport/nixl_library.py",)),
+    "nixl_cu13": ("nixl-cu13", ("transfer/transport/nixl_library.py",)),
+    "numpy": ("numpy", (*DEVICE_FILES, "transfer/digest.py")),
+    "obstore": ("obstore", ("transfer/storage/object_store.py",)),
+    "opentelemetry": ("opentelemetry-sdk", ("node_runtime/tracing_client.py",)),
+    "prometheus_client": ("prometheus-client", ("node_runtime/*", "kvferry/*")),
+    "pydantic": (
+        "pydantic",
+        (*_files("transfer", "messages config/* load_config"), "node_runtime/*link*.py", "kvferry/engines/*_settings.py"),
     ),
-    "msgpack": Foreign(distribution="msgpack", allowed=("transfer/messages.py", "transfer/transport/*", "node_runtime/*")),
-    "nixl_cu12": Foreign(distribution="nixl-cu12", allowed=("transfer/transport/nixl_library.py",)),
-    "nixl_cu13": Foreign(distribution="nixl-cu13", allowed=("transfer/transport/nixl_library.py",)),
-    "numpy": Foreign(distribution="numpy", allowed=(*DEVICE_FILES, "transfer/digest.py")),
-    "obstore": Foreign(distribution="obstore", allowed=("transfer/storage/object_store.py",)),
-    "opentelemetry": Foreign(distribution="opentelemetry-sdk", allowed=("node_runtime/tracing_client.py",)),
-    "prometheus_client": Foreign(
-        distribution="prometheus-client",
-        allowed=("node_runtime/*", "kvferry/*"),
+    "pydantic_settings": ("pydantic-settings", ("*config.py",)),
+    "rich": ("rich", CLI_FILES),
+    "safetensors": ("safetensors", ("embedded_engine/*", "kvferry/*")),
+    "structlog": ("structlog", ("transfer/*", *NODES)),
+    "textual": ("textual", ("kvferry/top_app.py",)),
+    "tokenizers": ("tokenizers", ("embedded_engine/*", "decode_node/text.py", "kvferry/*")),
+    "torch": ("torch", DEVICE_FILES),
+    "transformers": ("transformers", ("embedded_engine/*", "kvferry/*")),
+    "triton": ("triton", ("transfer/kernels/*", "embedded_engine/kernels/*")),
+    "typer": ("typer", CLI_FILES),
+    "ucxx": ("ucxx-cu13", ("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor.py")),
+    "xxhash": (
+        "xxhash",
+        ("transfer/digest.py", "transfer/storage/envelope.py", "transfer/transport/*", "transfer/kernels/*", *NODES),
     ),
-    "pydantic": Foreign(
-        distribution="pydantic",
-        allowed=(
-            "transfer/messages.py",
-            "transfer/config/*",
-            "transfer/load_config.py",
-            "node_runtime/*link*.py",
-            "kvferry/engines/*_settings.py",
-        ),
-    ),
-    "pydantic_settings": Foreign(distribution="pydantic-settings", allowed=("*config.py",)),
-    "rich": Foreign(distribution="rich", allowed=CLI_FILES),
-    "safetensors": Foreign(distribution="safetensors", allowed=("embedded_engine/*", "kvferry/*")),
-    "structlog": Foreign(distribution="structlog", allowed=("transfer/*", *NODES)),
-    "textual": Foreign(distribution="textual", allowed=("kvferry/top_app.py",)),
-    "tokenizers": Foreign(distribution="tokenizers", allowed=("embedded_engine/*", "decode_node/text.py", "kvferry/*")),
-    "torch": Foreign(distribution="torch", allowed=DEVICE_FILES),
-    "transformers": Foreign(distribution="transformers", allowed=("embedded_engine/*", "kvferry/*")),
-    "triton": Foreign(distribution="triton", allowed=("transfer/kernels/*", "embedded_engine/kernels/*")),
-    "typer": Foreign(distribution="typer", allowed=CLI_FILES),
-    "ucxx": Foreign(
-        distribution="ucxx-cu13", allowed=("transfer/transport/ucx.py", "transfer/transport/ucx_*.py", "kvferry/doctor.py")
-    ),
-    "xxhash": Foreign(
-        distribution="xxhash",
-        allowed=("transfer/digest.py", "transfer/storage/envelope.py", "transfer/transport/*", "transfer/kernels/*", *NODES),
-    ),
-    "yaml": Foreign(
-        distribution="pyyaml",
-        allowed=("*config.py", "transfer/registry/discovery/node_file.py", "kvferry/*", "deploy/monitoring/rule_file.py"),
-    ),
-    "zmq": Foreign(distribution="pyzmq", allowed=("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
+    "yaml": ("pyyaml", ("*config.py", "transfer/registry/discovery/node_file.py", "kvferry/*", "deploy/monitoring/rule_file.py")),
+    "zmq": ("pyzmq", ("transfer/control/zmq_*.py", "node_runtime/*link*.py")),
 }
 
 # Engines that load kvferry, each in an environment of its own: no dependencies of ours. Which files may import them.
@@ -177,8 +134,7 @@ HOSTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Import:
+class Import(NamedTuple):
     """One imported module (dotted, absolute) and the line that imports it."""
 
     module: str
@@ -231,8 +187,8 @@ def violations(path: str, source: str) -> Iterator[str]:
                 reason = f"only these may: {', '.join(HOSTS[top])}"
         elif top not in FOREIGN:
             reason = "not in the table FOREIGN of this test: decide which files may import it, and declare it in pyproject.toml"
-        elif not _is_one_of(path, FOREIGN[top].allowed):
-            reason = f"only these may: {', '.join(FOREIGN[top].allowed)}"
+        elif not _is_one_of(path, FOREIGN[top][1]):
+            reason = f"only these may: {', '.join(FOREIGN[top][1])}"
         if reason is not None:
             yield f"{path}:{found.line} imports {found.module}: {reason}"
 
@@ -288,7 +244,7 @@ def test_every_foreign_library_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     requirements = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     declared = {re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
-    assert {foreign.distribution for foreign in FOREIGN.values()} <= declared
+    assert {distribution for distribution, _ in FOREIGN.values()} <= declared
 
 
 def test_wire_contracts_hold_no_python() -> None:

@@ -1,4 +1,4 @@
-"""docs/models says what the code says, its runs are all that its models offer, and spin agrees where it is installed."""
+"""Models have the stages and messages of the code, runs cover them, and spin agrees where it is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from transfer.ring import MAX_ATTEMPTS
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "models"
 MODELS = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.pml"))}
-README = (FOLDER / "README.md").read_text(encoding="utf-8")
 BY_ID = {run.id: run for run in RUNS}
 needs_spin = pytest.mark.skipif(
     bool(models.missing_tools()), reason="needs spin and gcc (apt-get install spin gcc): checks the protocol's models"
@@ -41,26 +40,11 @@ def test_the_models_have_the_stages_the_messages_and_the_attempts_of_the_code() 
     assert re.findall(r"#define ATTEMPTS\s+(\d+)", text) == [str(MAX_ATTEMPTS)]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_what_a_model_quotes_is_there(model: str) -> None:
-    """Documents, decisions and tests by path; methods of the code by name."""
-    for document in re.findall(r"\b(?:docs|tests)/[\w/.]+\.(?:md|py)", MODELS[model]):
-        assert (ROOT / document).is_file(), document
-    for number in re.findall(r"\bADR ([\d, ]+)", MODELS[model]):
-        for each in re.findall(r"\d{4}", number):
-            assert list((ROOT / "docs" / "adr").glob(f"{each}-*.md")), each
-    code = "".join((ROOT / "transfer" / name).read_text(encoding="utf-8") for name in ("ring.py", "ring_index.py"))
-    for kind, method in re.findall(r"\b(StagingAllocator|RingView)\.(\w+)", MODELS[model]):
-        assert f"class {kind}" in code and f"def {method}(" in code, f"{kind}.{method}"
-
-
-def test_every_rule_of_the_ring_is_asserted_and_every_model_says_what_it_leaves_out() -> None:
+def test_every_rule_of_the_ring_is_asserted() -> None:
     assert set(MODELS) == {run.model for run in RUNS} == {"ring", "transfer", "sessions"}
     lines = [line for text in MODELS.values() for line in text.splitlines() if "assert(" in line]
     asserted = {rule for line in lines for rule in re.findall(r"R[1-6]", line)}
     assert asserted == {f"R{number}" for number in range(1, 7)}
-    for text in MODELS.values():
-        assert "What is left out, and why nothing is lost by it." in text
 
 
 def test_every_planted_bug_is_looked_for_and_every_size_is_one_of_its_model() -> None:
@@ -73,14 +57,6 @@ def test_every_planted_bug_is_looked_for_and_every_size_is_one_of_its_model() ->
             for size in run.sizes:
                 assert re.search(rf"#if(n?def| defined\() ?{size.split('=')[0]}\b", text), f"{run.id}: {size}"
             assert run.claim is None or f"ltl {run.claim} " in text
-    assert "ring.timeout" in BY_ID and BY_ID["ring.timeout"].finds  # the one that has to be found
-
-
-def test_the_table_of_results_has_every_run() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| .* \| (.+?) \|$", README, re.M)
-    assert [(name, asked) for name, asked, _ in rows] == [(run.id, run.asks) for run in RUNS]
-    for name, _, result in rows:
-        assert result.startswith("found, ") if BY_ID[name].finds else result == "holds", name
 
 
 HOLDS = Outcome(is_complete=True, error="", num_states=9, depth=3, num_steps=0, seconds=0.1)
@@ -96,7 +72,6 @@ CUT = replace(HOLDS, is_complete=False)
         ("ring.rules", CUT, False, "NOT COMPLETE: out of time, memory or depth"),
         ("ring.timeout", FINDS, True, "found, 7 steps"),
         ("ring.timeout", HOLDS, False, "NOT FOUND"),
-        ("ring.timeout", CUT, False, "NOT COMPLETE: out of time, memory or depth"),
         ("ring.range_lost", FINDS, False, "FOUND SOMETHING ELSE: assertion violated (user[i]==255)"),
     ],
 )
