@@ -30,40 +30,26 @@ def burn(seconds: float) -> Callable[[Watch], None]:
     return lambda watch: watch.turn("work", work)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda watch: loop_cases.storm_of_cancels(watch, is_one_sided=True, num_cancelled=2),
-        lambda watch: loop_cases.long_prompt(watch, layouts()["Gemma3ForCausalLM"], 2, 1, num_tokens=1500, is_whole=True),
-        lambda watch: loop_cases.nearly_whole(watch, num_requests=2, num_tokens=512),
-        lambda watch: loop_cases.lost_decode_rank(watch, num_requests=2, num_tokens=1024),
-        lambda watch: loop_cases.collector_pause(watch, num_requests=1, num_tokens=512),
-        lambda watch: loop_cases.many_grants(watch, num_grants=40),
-        lambda watch: loop_cases.dear_looks(watch, num_laps=9, num_chunks=8),
-        lambda watch: loop_cases.dear_grants(watch, num_laps=9, num_chunks=8),
-        lambda watch: loop_cases.many_sessions(watch, num_sessions=3),
-        lambda watch: loop_cases.repeated_questions(watch, num_chunks=4, num_messages=3),
-        lambda watch: loop_cases.hash_chains(watch, num_tokens=64),
-        lambda watch: loop_cases.step_tables(watch, num_requests=2, num_tokens=64),
-    ],
-    ids=[
-        "storm",
-        "prompt",
-        "nearly whole",
-        "lost",
-        "collector",
-        "grants",
-        "looks",
-        "laps",
-        "sessions",
-        "questions",
-        "chains",
-        "tables",
-    ],
-)
-def test_a_case_runs_to_its_end_and_has_turns(run: Callable[[Watch], None]) -> None:
+CASES: dict[str, Callable[[Watch], None]] = {
+    "storm": lambda watch: loop_cases.storm_of_cancels(watch, is_one_sided=True, num_cancelled=2),
+    "prompt": lambda watch: loop_cases.long_prompt(watch, layouts()["Gemma3ForCausalLM"], 2, 1, num_tokens=1500, is_whole=True),
+    "nearly whole": lambda watch: loop_cases.nearly_whole(watch, num_requests=2, num_tokens=512),
+    "lost": lambda watch: loop_cases.lost_decode_rank(watch, num_requests=2, num_tokens=1024),
+    "collector": lambda watch: loop_cases.collector_pause(watch, num_requests=1, num_tokens=512),
+    "grants": lambda watch: loop_cases.many_grants(watch, num_grants=40),
+    "looks": lambda watch: loop_cases.dear_looks(watch, num_laps=9, num_chunks=8),
+    "laps": lambda watch: loop_cases.dear_grants(watch, num_laps=9, num_chunks=8),
+    "sessions": lambda watch: loop_cases.many_sessions(watch, num_sessions=3),
+    "questions": lambda watch: loop_cases.repeated_questions(watch, num_chunks=4, num_messages=3),
+    "chains": lambda watch: loop_cases.hash_chains(watch, num_tokens=64),
+    "tables": lambda watch: loop_cases.step_tables(watch, num_requests=2, num_tokens=64),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_runs_to_its_end_and_has_turns(case: str) -> None:
     watch = Watch()
-    run(watch)
+    CASES[case](watch)
     assert watch.num_turns and watch.worst.seconds > 0
 
 
@@ -87,16 +73,12 @@ def test_the_table_and_what_the_suite_reads_of_it(tmp_path: Path, monkeypatch: p
     assert outcomes[-1].unit == "us"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"), [((), 1), (("--quick",), 0), (("--only-measure",), 0), (("--bound-ms", "100"), 0)]
-)
-def test_a_long_turn_is_the_exit_code(arguments: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("option", "code"), [("--bound-ms=10", 1), ("--quick", 0), ("--only-measure", 0), ("--bound-ms=100", 0)])
+def test_a_long_turn_is_the_exit_code(option: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "NUM_EMPTY_TURNS", 100)
     monkeypatch.setattr(loop, "cases", lambda: [Case(name="long", run=burn(0.02), is_quick=True)])
     monkeypatch.setattr(loop, "configure_logging", lambda *given, **named: None)
-    monkeypatch.setattr(
-        sys, "argv", ["bench.loop", *(arguments if "--bound-ms" in arguments else ("--bound-ms", "10", *arguments))]
-    )
+    monkeypatch.setattr(sys, "argv", ["bench.loop", "--bound-ms=10", option])
     with pytest.raises(SystemExit) as ended:
         loop.main()
     assert ended.value.code == code

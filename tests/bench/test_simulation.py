@@ -198,11 +198,6 @@ def test_more_ring_and_more_staging_slots_never_hurt() -> None:
         assert group is slots or over_s[0] > 1.05 * over_s[-1]  # at first more ring helps
 
 
-def test_a_ring_that_holds_no_piece_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        Cluster(TIMES, replace(SETTINGS, ring_bytes=64 * 1024))
-
-
 def test_room_is_taken_whole_or_not_at_all() -> None:
     """With room for one request at a time they are served one after the other, and all of them."""
     alone = replace(SETTINGS, decode_pool_tokens=540)
@@ -216,7 +211,9 @@ def _are_too_many(*pair: Request) -> bool:
     return sum(one.prompt_tokens + one.output_tokens for one in pair) > 540
 
 
-def test_a_queue_that_is_full_refuses_and_one_that_is_slow_expires() -> None:
+def test_a_ring_without_room_for_a_piece_a_full_queue_and_a_slow_one_fail_requests() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        Cluster(TIMES, replace(SETTINGS, ring_bytes=64 * 1024))
     slow = replace(TIMES, prefill_token_s=0.01)
     refused = simulate(slow, replace(SETTINGS, max_queued=3, decode_running=2), load(50, 100))
     assert refused.failures["queue full"] > 50
@@ -278,8 +275,8 @@ def _mute(_: str) -> None:
 
 
 def test_ratios_are_said_to_one_of_the_fewer() -> None:
-    assert ratio_text(replace(SETTINGS, num_prefill=6, num_decode=2)) == "3.0:1"
-    assert ratio_text(replace(SETTINGS, num_prefill=2, num_decode=3)) == "1:1.5"
+    splits = [replace(SETTINGS, num_prefill=prefill, num_decode=decode) for prefill, decode in ((6, 2), (2, 3))]
+    assert [ratio_text(one) for one in splits] == ["3.0:1", "1:1.5"]
 
 
 # Stage times
@@ -399,33 +396,22 @@ def test_the_command_simulates_and_writes_what_it_found(tmp_path: Path, capsys: 
     assert content["outcome"]["requests"] == 240
     assert content["settings"]["num_prefill"] == 2
     assert StageTimes.of(content["stage_times"], where="x") == command.stage_times("h200-llama-3-8b")
-
-
-def test_the_command_says_whose_times_it_has(capsys: pytest.CaptureFixture[str]) -> None:
-    says = "failed: these times are of the requests that were served"
-    crowd = ["--requests", "600", "--decode-running", "4", "--rate"]
-    assert command.main([*crowd, "1"]) == 0
-    assert says not in capsys.readouterr().out
-    assert command.main([*crowd, "400"]) == 0
-    assert says in capsys.readouterr().out
+    crowd = ["--requests", "300", "--decode-running", "4", "--rate", "400"]
+    assert command.main(crowd) == 0
+    assert "failed: these times are of the requests that were served" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ((), "give either --nodes"),
-        (("--nodes", "4", "--rate", "1"), "give either --nodes"),
         (("--nodes", "x"), "--nodes is 'x'"),
         (("--nodes", "1"), "from 2 to 4096"),
         (("--rate", "0"), "--rate is 0; it must be above 0 and at most 100000 requests a second"),
-        (("--rate", "inf"), "--rate is inf"),
-        (("--rate", "1", "--prefill", "0"), "--prefill is 0; it must be in [1, 4096]"),
         (("--rate", "1", "--decode", "4097"), "--decode is 4097; it must be in [1, 4096]"),
-        (("--rate", "1", "--requests", "-4"), "--requests is -4; it must be in [1, 1000000]"),
         (("--rate", "1", "--requests", "0"), "--requests is 0; it must be in [1, 1000000]"),
         (("--rate", "1", "--seed", "-1"), "--seed is -1; it must be in [0, 9223372036854775807]"),
         (("--rate", "1", "--slo-ttft", "nan"), "--slo-ttft is nan; it must be above 0 and at most 86400 seconds"),
-        (("--rate", "1", "--slo-tpot", "0"), "--slo-tpot is 0; it must be above 0 and at most 86400 seconds"),
         (("--rate", "1", "--link-gb-per-s", "nan"), "--link-gb-per-s is nan; it must be above 0 and at most 1000000"),
         (("--nodes", "2", "--lasts-s", "nan"), "--lasts-s is nan; it must be above 0 and at most 86400 seconds"),
         (("--nodes", "2", "--rounds", "0"), "--rounds is 0; it must be in [1, 64]"),
@@ -434,7 +420,6 @@ def test_the_command_says_whose_times_it_has(capsys: pytest.CaptureFixture[str])
         (("--rate", "1", "--ring-mib", "0"), "--ring-mib is 0; it must be at least 1"),
         (("--rate", "1", "--json", "/nowhere/x"), "--json is /nowhere/x; it cannot be written: No such file or directory"),
         (("--rate", "1", "--times", "x" * 5000), "none of h200-llama-3-8b"),
-        (("--rate", "1", "--times", "/nowhere"), "none of h200-llama-3-8b"),
         (("--rate", "1", "--prompt-tokens", "x"), "--prompt-tokens is 'x'"),
         (("--rate", "1", "--ring-mib", "1"), "does not fit it"),
     ],
