@@ -22,18 +22,13 @@ from transfer.pb import kvferry_pb2 as pb
 pytestmark = pytest.mark.timeout(180)
 
 LATER: Final = {
-    "kvferry_refused_calls": "once a certificate was refused: tests/cluster/nodes/test_tls.py",
-    "kvferry_rank_refused_calls": "once a certificate was refused: tests/cluster/nodes/test_tls.py",
-    "kvferry_certificate_expiry_timestamp_seconds": "with certificates: tests/cluster/nodes/test_tls.py",
-    "kvferry_certificate_stale": "with certificates: tests/cluster/nodes/test_tls.py",
-    "kvferry_discovery_addresses": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
-    "kvferry_discovery_age_seconds": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
-    "kvferry_discovery_interval_seconds": "on prefill nodes that register themselves: tests/prefill/test_node.py",
-    "kvferry_discovery_failures": "on prefill nodes that register themselves: tests/registry/test_discovery.py",
-    "kvferry_discovery_refused_entries": "once an entry could not be used: tests/registry/test_discovery.py",
-    "kvferry_dropped_messages": "on prefill nodes once a message was dropped: tests/unit/test_metrics.py",
+    *("kvferry_refused_calls", "kvferry_rank_refused_calls"),  # once a certificate was refused
+    *("kvferry_certificate_expiry_timestamp_seconds", "kvferry_certificate_stale"),  # with certificates
+    # on prefill nodes that register themselves
+    *(f"kvferry_discovery_{name}" for name in ("addresses", "age_seconds", "interval_seconds", "failures", "refused_entries")),
+    "kvferry_dropped_messages",  # on prefill nodes once a message was dropped
 }
-"""Metrics that need not be there on every node that serves them, and why."""
+"""Metrics that need not be there on every node that serves them."""
 
 SPECS: Final = tuple({spec.name: spec for spec in (*RANK_METRICS, *NODE_METRICS)}.values())
 RANKS_OWN: Final = {spec.name for spec in RANK_METRICS}

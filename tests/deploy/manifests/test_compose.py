@@ -68,11 +68,7 @@ def test_the_model_is_made_where_the_nodes_look_for_it() -> None:
     assert "kvferry model make" in shlex.join(shlex.split(interpolated(script)))
     assert [interpolated(place)] == list({str(node_config(role).model) for role in CONFIGS})
     volumes = {name: service["volumes"] for name, service in COMPOSE["services"].items() if name != "namespace"}
-    assert volumes == {
-        "model": ["${KVFERRY_MODELS:-models}:/models"],
-        "prefill": ["${KVFERRY_MODELS:-models}:/models:ro"],
-        "decode": ["${KVFERRY_MODELS:-models}:/models:ro"],
-    }
+    assert volumes == {name: ["${KVFERRY_MODELS:-models}:/models" + ":ro" * (name in CONFIGS)] for name in ("model", *CONFIGS)}
 
 
 def test_the_nodes_meet_on_loopback_and_are_asked_where_they_listen() -> None:

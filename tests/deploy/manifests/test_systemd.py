@@ -56,25 +56,19 @@ def installed(role: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_systemd_has_nothing_against_a_unit(role: str, tmp_path: Path) -> None:
-    checked = analyze("verify", "--man=no", str(installed(role, tmp_path)))
+def test_systemd_has_nothing_against_a_unit_that_lets_its_node_do_little(role: str, tmp_path: Path) -> None:
+    file = installed(role, tmp_path)
+    checked = analyze("verify", "--man=no", str(file))
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-
-
-def test_systemd_finds_what_is_wrong_with_a_unit(tmp_path: Path) -> None:
-    file = installed("prefill", tmp_path)
+    checked = analyze("security", "--offline=yes", "--no-pager", f"--threshold={MOST_EXPOSED}", str(file))
+    assert checked.returncode == 0, checked.stdout
     file.write_text(file.read_text(encoding="utf-8").replace("ProtectSystem=strict", "ProtectSytem=strict"), encoding="utf-8")
     assert "ProtectSytem" in analyze("verify", "--man=no", str(file)).stderr
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_unit_lets_its_node_do_little(role: str, tmp_path: Path) -> None:
-    checked = analyze("security", "--offline=yes", "--no-pager", f"--threshold={MOST_EXPOSED}", str(installed(role, tmp_path)))
-    assert checked.returncode == 0, checked.stdout
-
-
-@pytest.mark.parametrize("role", ROLES)
 def test_a_unit_goes_by_what_the_exit_codes_and_the_settings_say(role: str) -> None:
+    assert unit_text("decode") == unit_text("prefill").replace("prefill", "decode")
     service = unit(role)["Service"]
     assert service["Restart"] == "on-failure"
     assert {int(code) for code in service["RestartPreventExitStatus"].split()} == {exit_codes.BAD_CONFIG, exit_codes.NO_MEMORY}
@@ -124,10 +118,6 @@ def test_no_host_that_boots_waits_for_a_node(role: str, tmp_path: Path) -> None:
     assert ordered_before(target, tmp_path) == set()
     file.write_text(file.read_text(encoding="utf-8").replace(f" {target}\n", "\n"), encoding="utf-8")
     assert ordered_before(target, tmp_path) == {file.name}
-
-
-def test_the_units_are_alike_but_for_the_role() -> None:
-    assert unit_text("decode") == unit_text("prefill").replace("prefill", "decode")
 
 
 @pytest.mark.parametrize("role", ROLES)
