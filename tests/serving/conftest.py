@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,39 +74,45 @@ class Serving:
     async def until_idle(self) -> None:
         await until_idle(*self.cluster.nodes)
 
-    @contextmanager
-    def load(self) -> Iterator[None]:
-        """Send requests from another thread: two that generate for long, and prompts that are transferred all the time."""
-        loop = asyncio.new_event_loop()
+    def load(self) -> AbstractContextManager[None]:
+        """Send requests to the decode node in the block."""
+        return under_load(self.cluster.decode.address, self.security())
 
-        async def transfer(caller: Caller, number: int) -> None:
-            variant = 0
-            while True:
-                variant += 1
-                await caller.ask(prompt(300, 100 * number + variant), 2)
 
-        async def generate(caller: Caller, number: int) -> None:
-            while True:
-                await caller.begin(prompt(40, number), 400, request_id=f"customer-{number}-story")[1]
+_variants = itertools.count(1000)  # a prompt that the store has is not transferred
 
-        async def send() -> None:
-            async with self.caller() as caller:
-                await asyncio.gather(*(transfer(caller, n) for n in range(2)), *(generate(caller, n) for n in range(2)))
 
-        task = loop.create_task(send())
+@contextmanager
+def under_load(address: str, security: MutualTls | None = None) -> Iterator[None]:
+    """Send requests from another thread: two that generate for long, and prompts that are transferred all the time."""
+    loop = asyncio.new_event_loop()
 
-        def run() -> None:
-            with contextlib.suppress(asyncio.CancelledError):
-                loop.run_until_complete(task)
+    async def transfer(caller: Caller) -> None:
+        while True:
+            await caller.ask(prompt(300, next(_variants)), 2)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield
-        finally:
-            loop.call_soon_threadsafe(task.cancel)
-            thread.join(30)
-            loop.close()
+    async def generate(caller: Caller, number: int) -> None:
+        while True:
+            await caller.begin(prompt(40, number), 400, request_id=f"customer-{number}-story")[1]
+
+    async def send() -> None:
+        async with Caller(address, security) as caller:
+            await asyncio.gather(transfer(caller), transfer(caller), *(generate(caller, n) for n in range(2)))
+
+    task = loop.create_task(send())
+
+    def run() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(30)
+        loop.close()
 
 
 @pytest.fixture(scope="session")
@@ -132,10 +139,10 @@ def open_serving(model: Path, folder: Path) -> Iterator[Serving]:
             "status_page.request_ids": True,
             "storage.directory": store,
         }
-        offload = {"offload.host_ratio": 4, "offload.device_window": 64, "offload.stride_tokens": 16}
+        offload = {"offload.host_ratio": 8, "offload.device_window": 64, "offload.stride_tokens": 16}
         spec = ClusterSpec(
             prefill=TierSpec(model=model, tp_size=2, page_size=16, pool_tokens=8192, settings=both),
-            decode=TierSpec(model=model, page_size=32, pool_tokens=2048, settings=both | offload),
+            decode=TierSpec(model=model, page_size=32, pool_tokens=512, settings=both | offload),
             tls=ClusterTls(prefill=tls["prefill"], decode=tls["decode"], client=tls["client"]),
             chunk_tokens=CHUNK_TOKENS,
             heartbeat_s=HEARTBEAT_S,

@@ -1,4 +1,4 @@
-"""`python -m tests.seeing.pictures FOLDER`: draws docs/images of the status page and of `kvferry top`, from a cluster under load.
+"""`python -m tests.deploy.page.pictures FOLDER`: draw docs/images of the status page and of `kvferry top`, under load.
 
 Two prefill nodes and a decode node of two ranks on this machine; the page in Chromium, top on a screen of textual's own.
 """
@@ -17,7 +17,7 @@ from kvferry.demo_model import make_demo_model
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 from kvferry.top_app import TopApp
 from tests.deploy.page.chromium import tab
-from tests.seeing.conftest import under_load
+from tests.serving.conftest import under_load
 
 
 async def draw_top(address: str, file: Path) -> None:

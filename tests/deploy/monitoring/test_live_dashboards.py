@@ -4,7 +4,6 @@ offloads, stores and restores under load, over TLS. No alert is near firing, unt
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import os
 import re
@@ -24,22 +23,19 @@ from deploy.monitoring import ALERTS, DASHBOARDS, FOLDER, RULES
 from deploy.monitoring.grafana import ALERTS as ALERTS_THAT_FIRE
 from deploy.monitoring.pictures import View, draw, row_of
 from deploy.monitoring.promql import VARIABLES
-from kvferry.cluster_spec import ClusterTls, TlsFiles
-from kvferry.local_cluster import LocalCluster
 from kvferry.local_prometheus import JOB, Prometheus, prometheus
 from kvferry.node_client import NodeClient
-from tests.authority import Authority, Files
 from tests.cluster.calls import prompt
-from tests.cluster.conftest import Start
+from tests.cluster.conftest import model, reference
 from tests.deploy.monitoring.prometheus import program
 from tests.deploy.monitoring.promql_check import OF_PROMETHEUS, selectors, text_of
-from tests.offload.clusters import EARLY, spec
+from tests.serving.conftest import Serving, serving
 from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
-from transfer.registry.certificates import CertificateFiles
-from transfer.registry.security import MutualTls
 
-pytestmark = pytest.mark.timeout(180)
+__all__ = ["model", "reference", "serving"]
+
+pytestmark = pytest.mark.timeout(300)
 
 LOAD_S = 60.0
 """Most seconds of load; it ends as soon as everything has been seen."""
@@ -48,11 +44,6 @@ PENDING_S = 20.0
 """Most seconds until a killed node is seen to be missing."""
 
 RATE_INTERVAL = "5s"
-HOST_RATIO = 4
-"""Host memory for few of the prompts of `load`: others go into the store and come back from there."""
-
-NAMES: Final = {side: f"{side}.example" for side in ("prefill", "decode", "client")}
-
 AT_REST: Final = {
     "Alerts",
     "Calls and connections refused: {{instance}}: connections",
@@ -136,38 +127,22 @@ class Watch:
     """What is looked at.
 
     Args:
-        cluster: Both tiers.
-        server: It scrapes them, and looks at the alerts.
-        files: Certificates by side.
+        serving: The cluster.
+        server: Scrapes its nodes, and evaluates the alerts.
     """
 
-    cluster: LocalCluster
+    serving: Serving
     server: Prometheus
-    files: dict[str, Files]
-
-    def client(self, side: str) -> NodeClient:
-        """Of the decode node, with that side's certificate."""
-        files = CertificateFiles(self.files[side].tls(), is_server=False)
-        return NodeClient(self.cluster.decode.address, security=MutualTls(files=files, peer_names=(NAMES["decode"],)))
 
 
 @pytest.fixture(scope="module")
-def watch(model: Path, tmp_path_factory: pytest.TempPathFactory, start: Start) -> Iterator[Watch]:
-    program("prometheus")  # before a cluster is started that nobody would look at
-    folder, authority = tmp_path_factory.mktemp("tls"), Authority()
-    files = {side: authority.files(folder / side, name, "localhost", days=30) for side, name in NAMES.items()}
-    known = {
-        side: TlsFiles(cert_file=one.cert, key_file=one.key, ca_file=one.ca, names=(NAMES[side],)) for side, one in files.items()
-    }
-    storage = {"storage.directory": tmp_path_factory.mktemp("store")}
-    plain = spec(model, {**EARLY, "offload.host_ratio": HOST_RATIO, **storage}, prefill=storage)
-    tls = ClusterTls(prefill=known["prefill"], decode=known["decode"], client=known["client"])
-    with start(dataclasses.replace(plain, tls=tls)) as cluster:
-        targets = [node.http_address for node in cluster.nodes]
-        collected = tmp_path_factory.mktemp("prometheus")
-        with prometheus(collected, targets, environment=cluster.environment, rules=RULES) as server:
-            until_scraped(server, len(targets))
-            yield Watch(cluster=cluster, server=server, files=files)
+def watch(serving: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
+    program("prometheus")
+    targets = [node.http_address for node in serving.cluster.nodes]
+    collected = tmp_path_factory.mktemp("prometheus")
+    with prometheus(collected, targets, environment=serving.cluster.environment, rules=RULES) as server:
+        until_scraped(server, len(targets))
+        yield Watch(serving=serving, server=server)
 
 
 def until_scraped(server: Prometheus, num_targets: int) -> None:
@@ -199,11 +174,11 @@ async def go_away(client: NodeClient) -> None:
 async def load(watch: Watch) -> None:
     """One request that grows past its share of the device while others come and go, of more prompts than host memory holds. Now
     and then somebody goes away, and somebody calls who may not."""
-    async with watch.client("client") as client, watch.client("prefill") as stranger:
+    async with watch.serving.client() as client, watch.serving.client(side="prefill") as stranger:
         while True:
-            growing = asyncio.ensure_future(generate(client, prompt(100, 2), 150))
+            growing = asyncio.ensure_future(generate(client, prompt(300, 2), 150))
             for variant in range(3, 12):
-                assert await asyncio.gather(*(generate(client, prompt(90, variant), 6) for _ in range(2))) == [6, 6]
+                assert await asyncio.gather(*(generate(client, prompt(90, variant), 6) for _ in range(6))) == [6] * 6
                 with pytest.raises(TransferError, match="may not call DecodeControl/Generate"):
                     await generate(stranger, prompt(10), 1)
             await go_away(client)
@@ -290,7 +265,7 @@ def test_variables_find_every_node(watch: Watch) -> None:
     """What `label_values` of the variables asks for."""
     series = watch.server.over("kvferry_build_info", time.time() - 10, time.time())
     labels = {(one.labels["job"], one.labels["role"], one.labels["instance"]) for one in series}
-    assert labels == {(JOB, node.role, node.http_address) for node in watch.cluster.nodes}
+    assert labels == {(JOB, node.role, node.http_address) for node in watch.serving.cluster.nodes}
 
 
 def test_prometheus_takes_the_configuration_of_the_page_for_operators(tmp_path: Path) -> None:
@@ -306,14 +281,14 @@ def test_prometheus_takes_the_configuration_of_the_page_for_operators(tmp_path: 
 
 async def test_a_node_that_is_killed_is_seen_by_the_alerts(watch: Watch) -> None:
     """The last one, for the cluster is of no use after it. Alerts are pending, and fire when that has lasted."""
-    prefill = watch.cluster.prefill
+    prefill = watch.serving.cluster.prefill
     at = prefill.http_address
     os.kill(prefill.pid, signal.SIGKILL)
     expected = {
         ("KvferryTargetDown", at),
-        ("KvferryNoPeers", watch.cluster.decode.http_address),
-        ("KvferryPeersDown", watch.cluster.decode.http_address),
-        ("KvferryBreakerOpen", watch.cluster.decode.http_address),
+        ("KvferryNoPeers", watch.serving.cluster.decode.http_address),
+        ("KvferryPeersDown", watch.serving.cluster.decode.http_address),
+        ("KvferryBreakerOpen", watch.serving.cluster.decode.http_address),
     }
     killed_s = time.time()
     seen: set[tuple[str, str]] = set()
