@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -37,6 +36,7 @@ from decode_node.rank_messages import (
 )
 from decode_node.receiver_events import IncomingRequest
 from decode_node.receiver_loop import ReceiverLoop
+from node_runtime.engine_step import FailedStep, run_step
 from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
@@ -45,8 +45,8 @@ from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, pool_status
 from node_runtime.rank_setup import open_transport, own_instance
 from transfer.config import DecodeNodeConfig
-from transfer.engine_types import DecodeItem, RequestFault, SamplingParams
-from transfer.errors import EngineError, LocalProtocolError, OutOfMemory
+from transfer.engine_types import DecodeItem, SamplingParams
+from transfer.errors import LocalProtocolError
 from transfer.instance import Instance
 from transfer.layer_groups import PageCounts
 from transfer.loop_turns import turns_of
@@ -281,24 +281,24 @@ class DecodeWorker:
             items.append(self._item_of(part, request))
 
         def work() -> StepDone | StepFailed:
-            started = time.monotonic()
-            try:
-                doing = f"computing a decode step of {len(items)} requests"
-                with allocating(doing, device=self._engine.pool.device, advice=STEP_ADVICE):
-                    tokens = self._engine.decode([with_tuples(item) for item in items])
-            except RequestFault as fault:
-                faults = {request_id: str(fault) for request_id in fault.request_ids}
-                return StepDone(step=message.step, tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
-            except EngineError as error:
-                names = tuple(part.request_id for part in message.parts)
+            outcome = run_step(
+                lambda: self._engine.decode([with_tuples(item) for item in items]),
+                f"computing a decode step of {len(items)} requests",
+                device=self._engine.pool.device,
+                advice=STEP_ADVICE,
+                num_ranks=self._engine.shard.num_ranks,
+            )
+            if isinstance(outcome, FailedStep):
                 return StepFailed(
                     step=message.step,
-                    request_ids=names,
-                    reason=str(error),
-                    is_fatal=error.is_fatal or self._engine.shard.num_ranks > 1,
-                    is_out_of_memory=isinstance(error, OutOfMemory),
+                    request_ids=tuple(part.request_id for part in message.parts),
+                    reason=outcome.reason,
+                    is_fatal=outcome.is_fatal,
+                    is_out_of_memory=outcome.is_out_of_memory,
                 )
-            return StepDone(step=message.step, tokens=tokens, compute_s=time.monotonic() - started)
+            return StepDone(
+                step=message.step, tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
+            )
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
 

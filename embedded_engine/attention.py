@@ -36,7 +36,9 @@ class Scores:
     sinks: Tensor | None = None
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, *, takes_shared_heads: bool | None = None
+) -> Tensor:
     """Softmax attention; K and V of a KV head are read where they are by all query heads that share it, never repeated.
 
     Args:
@@ -44,6 +46,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         key, value: [batch, KV heads, context, dim].
         mask: Added to the scores: [rows, context], or of single rows [batch, 1, 1, context].
         scores: How to weigh.
+        takes_shared_heads: Whether torch's attention may get a mask together with heads that share a KV head; None means on
+            a CPU only.
 
     Returns:
         [batch, query heads, rows, dim of the values].
@@ -56,7 +60,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     num_heads, rows = query.shape[1:3]
     # A single row per head: the query heads of a KV head take the place of rows, which is one product and not many. On a GPU
     # always: its fast kernels take a mask or heads that are shared, not both.
-    if rows > 1 and _takes_shared_heads(query.device):
+    if rows > 1 and (query.device.type == "cpu" if takes_shared_heads is None else takes_shared_heads):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scores.scale, enable_gqa=num_heads != num_kv_heads
         )
@@ -142,7 +146,3 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if right.device.type == "cuda" and right.dtype is not torch.float32:
         return torch.bmm(left.to(right.dtype), right, out_dtype=torch.float32)
     return torch.matmul(left.float(), right.float())
-
-
-def _takes_shared_heads(device: torch.device) -> bool:
-    return device.type == "cpu"

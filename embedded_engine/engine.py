@@ -7,7 +7,6 @@ import it once (`preload()`) and fork ranks from it.
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from embedded_engine.architectures import ARCHITECTURES, Hook
+from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.graphs import CAPTURE_ADVICE
 from embedded_engine.host_tier import HostTier
 from embedded_engine.latent_attention import LATENT_ATTENTION_NAME, hook_latent_attention
@@ -40,7 +40,7 @@ from transfer.kv_pool import KVPool
 from transfer.layer_groups import LayerGroup, layer_groups
 from transfer.layout import DType, KVLayout, Shard
 from transfer.memory.plan import MemoryPlan
-from transfer.out_of_memory import allocating, drop_frames, give_back, is_out_of_memory, out_of_memory
+from transfer.out_of_memory import allocating
 
 if TYPE_CHECKING:
     from embedded_engine.device_decode import DeviceDecoder
@@ -49,9 +49,6 @@ OnLayersWritten = Callable[[int, Any], None]
 
 NO_TOKEN = -1
 """In place of a token whose logits are not finite."""
-
-_OF_A_GPU: Final = re.compile("CUDA|CUBLAS|cuBLAS|CUDNN|cuDNN|NCCL")
-"""In what torch's and Triton's errors say of a GPU that have no type of their own."""
 
 _PREFILL_ADVICE: Final = "lower memory.static_fraction, limits.max_step_tokens or chunk.chunk_tokens"
 _DECODE_ADVICE: Final = "lower memory.static_fraction or limits.max_running_requests"
@@ -184,8 +181,11 @@ class EmbeddedEngine:
         max_seq_len: Longest request, prompt and generation together; None is the model's context.
         max_running_requests: Most requests of a decode step; None where there are no decode steps, or no page tables for them.
         cuda_graph_batch_sizes: Decode steps of which CUDA graphs are captured; a smaller one is padded to the next of them.
+        has_decode_kernels: Whether decode steps attend by kernels; None means on a GPU only. Triton's interpreter runs the
+            kernels on a CPU as well.
 
     Attributes:
+        layers_per_group: How many layers `prefill` reports at a time.
         memory_plan: What the pool's size was taken from, where a plan was made.
         memory_warnings: What of that plan's estimates was wrong.
         weights_bytes: Bytes of this rank's weights.
@@ -210,6 +210,7 @@ class EmbeddedEngine:
         max_seq_len: int | None = None,
         max_running_requests: int | None = None,
         cuda_graph_batch_sizes: Sequence[int] = (),
+        has_decode_kernels: bool | None = None,
     ) -> None:
         self.memory_plan: MemoryPlan | None = None
         self.memory_warnings: tuple[str, ...] = ()
@@ -231,7 +232,8 @@ class EmbeddedEngine:
         self._device = torch.device(device)
         self._dtype: torch.dtype = getattr(torch, self.layout.dtype.value)
         self._group = group
-        self._layers_per_group = layers_per_group or self.layout.num_layers
+        self._has_decode_kernels = self._device.type == "cuda" if has_decode_kernels is None else has_decode_kernels
+        self.layers_per_group = layers_per_group or self.layout.num_layers
         self._logit_softcap: float | None = getattr(self.files.config, "final_logit_softcapping", None)
         self._failure: str | None = None
         self._model: PreTrainedModel | None = self._load_model()
@@ -250,7 +252,7 @@ class EmbeddedEngine:
         self._checks = self._make_checks()
         self._tier: HostTier | None = None
         self._decoder: DeviceDecoder | None = None
-        if max_running_requests is not None and _has_decode_kernels(self._device):
+        if max_running_requests is not None and self._has_decode_kernels:
             advice = "lower limits.max_seq_len, limits.max_running_requests or memory.static_fraction"
             with allocating("allocating the page tables", device=self._device, advice=advice):
                 self._decoder = self._make_decoder(max_running_requests)
@@ -299,7 +301,7 @@ class EmbeddedEngine:
         _check_batch_sizes(cuda_graph_batch_sizes, max_running_requests or 0)
         self.shard = shard
         self.max_context_tokens = min(self.files.max_context_tokens, max_seq_len or self.files.max_context_tokens)
-        self._layers_per_group = layers_per_group or self.layout.num_layers
+        self.layers_per_group = layers_per_group or self.layout.num_layers
         if self._failure is not None:
             raise EngineBroken(f"the engine failed in an earlier step and must be restarted: {self._failure}")
         try:
@@ -392,7 +394,7 @@ class EmbeddedEngine:
             layers_done = layer + 1
             if on_layers_written is None:
                 return
-            if layers_done % self._layers_per_group == 0 or layers_done == self.layout.num_layers:
+            if layers_done % self.layers_per_group == 0 or layers_done == self.layout.num_layers:
                 on_layers_written(layers_done, self._recorded_event())
 
         with self._step(f"planning a prefill step of {len(token_ids)} tokens", _PREFILL_ADVICE):
@@ -461,6 +463,19 @@ class EmbeddedEngine:
                 copied = torch.cuda.current_stream(self._device).record_event()
             request_ids = tuple(one.request_id for one in batch.wanted)
             return ForwardOutput(request_ids=request_ids, next_tokens=next_tokens, next_tokens_host=host, copied=copied)
+
+    def logits(self, batch: ForwardBatch) -> Tensor | None:
+        """Run a planned step without choosing tokens, for comparisons of engines; does not wait for the device.
+
+        Returns:
+            [wanted rows, vocabulary], valid until the next step; None on the other ranks of a group than the first, and for
+            a step that wants no token.
+
+        Raises:
+            OutOfMemory, EngineError: As `forward_batch`.
+        """
+        with self._step(*_use_of(batch)):
+            return self._forward(batch)
 
     def close(self) -> None:
         """Drop the model and leave the TP group; the pool stays readable for transfers under way. May be called twice."""
@@ -574,36 +589,15 @@ class EmbeddedEngine:
     def _failed(self, error: RuntimeError | MemoryError, doing: str, advice: str) -> EngineError:
         """End a step that failed, and return the error to report."""
         rank = f"rank {self.shard.tp_rank} of {self.shard.tp_size}"
-        is_memory = is_out_of_memory(error)
-        if is_memory:
-            failure: EngineError = out_of_memory(error, f"{doing} on {rank}", device=self._device, advice=advice)
-        else:
-            failure = EngineError(f"the step failed on {rank}: {one_line(error)}")
-            if _has_broken_device(error):
-                self._failure = str(failure)
-                return EngineBroken(self._failure)
-        if self._group is None and self._device.type == "cuda":
-            try:
-                # Kernels that the step queued still write KV, and its pages go to other requests next.
-                torch.cuda.synchronize(self._device)
-            except RuntimeError as broken:
-                self._failure = f"{failure}; then the device failed: {one_line(broken)}"
-                return EngineBroken(self._failure)
-        if is_memory:
-            drop_frames(error)
-            give_back(self._device)
+        failure = end_failed_step(error, doing, advice, rank=rank, device=self._device, is_alone=self._group is None)
+        if isinstance(failure, EngineBroken):
+            self._failure = str(failure)
         return failure
 
     def _recorded_event(self) -> Any:
         if self._device.type != "cuda":
             return None
         return torch.cuda.current_stream(self._device).record_event()
-
-
-class EngineBroken(EngineError):
-    """The device, or the group's other ranks, can no longer be worked with."""
-
-    is_fatal = True
 
 
 class BadLogits(RequestFault):
@@ -636,17 +630,8 @@ def _use_of(batch: ForwardBatch) -> tuple[str, str]:
     return f"computing a prefill step of {len(batch.token_ids)} tokens", _PREFILL_ADVICE
 
 
-def _has_broken_device(error: RuntimeError | MemoryError) -> bool:
-    """Return whether every later call would fail as well, as after an illegal memory access. False for lack of memory."""
-    return isinstance(error, torch.AcceleratorError) or _OF_A_GPU.search(str(error)) is not None
-
-
 def _as_arrays(tables: Sequence[CheckedTables]) -> list[Tables]:
     return [tuple(np.array(table, dtype=np.int64) for table in own) for own in tables]
-
-
-def _has_decode_kernels(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _check_batch_sizes(batch_sizes: Sequence[int], max_running_requests: int) -> None:

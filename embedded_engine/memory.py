@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import structlog
 import torch
-import torch.distributed as dist
 
 from embedded_engine.engine import LoadedWeights
 from embedded_engine.model_files import ModelFiles
 from embedded_engine.tensor_parallel import TensorParallelGroup
 from transfer.config import NodeConfig
-from transfer.errors import EngineError
 from transfer.layout import Shard
 from transfer.memory.model_directory import read_model_directory
 from transfer.memory.node_plan import DeviceMemory, node_plan_inputs
@@ -95,12 +93,4 @@ class MemoryPlanner:
 
 def _of_all_ranks(value: int, group: TensorParallelGroup | None) -> list[int]:
     """What each rank has given, in rank order."""
-    if group is None:
-        return [value]
-    mine = torch.tensor([value], dtype=torch.int64, device=group.device)
-    found = [torch.empty_like(mine) for _ in range(group.size)]
-    try:
-        dist.all_gather(found, mine)
-    except RuntimeError as error:
-        raise EngineError(f"the ranks could not compare their free memory: {error}") from error
-    return [int(one) for one in found]
+    return [value] if group is None else group.gather_number(value)

@@ -382,7 +382,7 @@ class _TokenGroup:
         self._device = part.device
         self.new_slots = torch.tensor([own[-1] for own in slots], dtype=torch.int64, device=part.device)
         plain = [row for row, host in enumerate(hosts) if not host]
-        groups = _rows_of_similar_length([len(slots[row]) for row in plain])
+        groups = rows_of_similar_length([len(slots[row]) for row in plain])
         self.row_groups = [self._row_group([plain[index] for index in rows], slots) for rows in groups]
         self.tiered_rows = [
             self._tiered_row(row, slots[row], host, part.page_size, pages_per_block) for row, host in enumerate(hosts) if host
@@ -507,7 +507,7 @@ class GatherDecodePlan:
         return output.transpose(0, 1)
 
 
-def _rows_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
+def rows_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
     """Rows in groups whose longest is at most twice as long as their shortest; ascending inside a group.
 
     Ascending, because a group of all rows is not indexed at all: it takes and gives the step's own order.

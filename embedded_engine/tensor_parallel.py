@@ -65,6 +65,20 @@ class TensorParallelGroup:
         dist.gather(local, parts, dst=0)
         return torch.cat(parts, dim=-1)
 
+    def gather_number(self, value: int) -> list[int]:
+        """Return the number that each rank gave, in rank order, on every rank.
+
+        Raises:
+            EngineError: A rank is gone, or the deadline passed.
+        """
+        mine = torch.tensor([value], dtype=torch.int64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            dist.all_gather(found, mine)
+        except RuntimeError as error:
+            raise EngineError(f"the ranks could not compare their free memory: {one_line(error)}") from error
+        return [int(one) for one in found]
+
     def close(self) -> None:
         """Leave the group; does not wait for the others. May be called twice."""
         if self._is_open:

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
+from node_runtime.engine_step import FailedStep, run_step
 from node_runtime.open_tracer import open_tracer
 from node_runtime.rank_engine import RankEngine
 from node_runtime.rank_link import RankLink
@@ -49,8 +49,8 @@ from prefill_node.sender_loop import SenderLoop
 from prefill_node.stored_prefix import StoredPrefix
 from transfer.chunk import Chunks, split_into_chunks
 from transfer.config import PrefillNodeConfig
-from transfer.engine_types import DeviceEvent, PrefillItem, RequestFault, SamplingParams
-from transfer.errors import EngineError, LocalProtocolError, OutOfMemory, TransferError
+from transfer.engine_types import DeviceEvent, PrefillItem, SamplingParams
+from transfer.errors import LocalProtocolError, TransferError
 from transfer.instance import Instance
 from transfer.layout import wire_dtype
 from transfer.loop_turns import turns_of
@@ -318,27 +318,27 @@ class PrefillWorker:
             )
 
         def work() -> StepDone | StepFailed:
-            started = time.monotonic()
-            doing = f"computing a prefill step of {sum(item.num_tokens for item in items)} tokens"
-            try:
-                with allocating(doing, device=self._engine.pool.device, advice=STEP_ADVICE):
-                    tokens = self._engine.prefill(
-                        [with_tuples(item) for item in items],
-                        lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event),
-                    )
-            except RequestFault as fault:
-                faults = {request_id: str(fault) for request_id in fault.request_ids}
-                return StepDone(step=message.step, first_tokens=fault.tokens, compute_s=time.monotonic() - started, faults=faults)
-            except EngineError as error:
-                names = tuple(part.request_id for part in message.parts)
+            outcome = run_step(
+                lambda: self._engine.prefill(
+                    [with_tuples(item) for item in items],
+                    lambda layers_done, event: self._engine_lane.post(self._on_layers_written, message, layers_done, event),
+                ),
+                f"computing a prefill step of {sum(item.num_tokens for item in items)} tokens",
+                device=self._engine.pool.device,
+                advice=STEP_ADVICE,
+                num_ranks=self._engine.shard.num_ranks,
+            )
+            if isinstance(outcome, FailedStep):
                 return StepFailed(
                     step=message.step,
-                    request_ids=names,
-                    reason=str(error),
-                    is_fatal=error.is_fatal or self._engine.shard.num_ranks > 1,
-                    is_out_of_memory=isinstance(error, OutOfMemory),
+                    request_ids=tuple(part.request_id for part in message.parts),
+                    reason=outcome.reason,
+                    is_fatal=outcome.is_fatal,
+                    is_out_of_memory=outcome.is_out_of_memory,
                 )
-            return StepDone(step=message.step, first_tokens=tokens, compute_s=time.monotonic() - started)
+            return StepDone(
+                step=message.step, first_tokens=dict(outcome.tokens), compute_s=outcome.compute_s, faults=dict(outcome.faults)
+            )
 
         self._engine_lane.submit(work, lambda outcome: self._on_step_over(message, outcome))
 
