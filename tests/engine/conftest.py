@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from kvferry.demo_model import make_demo_model
 from tests.engine.families import make_family
-from tests.engine.ranks import RankServer
 
 Generate = Callable[[Path, tuple[int, ...], int], list[int]]
 
@@ -106,11 +105,3 @@ def prompts() -> dict[int, tuple[int, ...]]:
     generator = torch.Generator().manual_seed(11)
     lengths = (1, 2, 5, 15, 16, 17, 33, 64, 127, 128, 129, 257, 600)
     return {length: tuple(torch.randint(3, 240, (length,), generator=generator).tolist()) for length in lengths}
-
-
-@pytest.fixture(scope="session")
-def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    """Starts groups of ranks in real processes; no process is left behind."""
-    server = RankServer(tmp_path_factory.mktemp("ranks"))
-    yield server
-    server.close()

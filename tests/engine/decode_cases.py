@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
-from embedded_engine.kernels.reference import reference_decode_attention, reference_write_rows
+from embedded_engine.kernels.reference import reference_decode_attention, reference_merge_partial, reference_write_rows
 from transfer.kv_pool import as_words, convert
 from transfer.layout import DType, TokenOrder
 
@@ -108,9 +108,7 @@ def to_device(buffer: Tensor, device: str) -> Tensor:
     """The same memory layout on another device; `Tensor.to` would make it contiguous."""
     if device == "cpu":
         return buffer
-    base = buffer._base
-    assert base is not None
-    return base.to(device).as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
+    return _whole(buffer).to(device).as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
@@ -199,4 +197,21 @@ def _copy(buffer: Tensor) -> Tensor:
 
 def _whole(buffer: Tensor) -> Tensor:
     """The memory that the buffer is a part of, its margins included."""
-    return buffer if buffer._base is None else buffer._base
+    return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer.untyped_storage())
+
+
+def assert_merges(dtype: torch.dtype) -> None:
+    """Rows of whose two parts one or both saw nothing, and one that is no number."""
+    from embedded_engine.kernels.merge_partial import merge_partial
+
+    generator = torch.Generator().manual_seed(5)
+    total, part = torch.randn(6, 3, 20, generator=generator), torch.randn(6, 5, 24, generator=generator).to(dtype)[:, 1:4, :20]
+    lses = [torch.randn(6, 3, generator=generator) * 4 for _ in range(2)]
+    lses[0][0], lses[1][1], lses[0][2], lses[1][2] = (float("-inf"),) * 4
+    total[[0, 2]], lses[1][5, 1] = 0.0, float("nan")
+    ours, theirs = [(total.clone(), lses[0].clone()) for _ in range(2)]
+    merge_partial(*ours, part, lses[1])
+    reference_merge_partial(*theirs, part, lses[1])
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.equal(ours[0][1], total[1]) and ours[0][2].eq(0).all() and ours[0][5, 1].isnan().all()

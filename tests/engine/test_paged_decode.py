@@ -10,6 +10,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
+from embedded_engine.kernels.merge_partial import merge_partial
 from embedded_engine.kernels.paged_decode import MAX_SPLITS, num_splits_of, paged_decode_attention, tiles_of
 from embedded_engine.kernels.reference import reference_decode_attention, reference_write_rows
 from embedded_engine.kernels.write_rows import write_rows
@@ -155,6 +156,23 @@ def test_a_write_that_does_not_fit_is_refused(name: str, value: Any, message: st
     }
     with pytest.raises(LayoutError, match=message):
         write_rows(**arguments | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"total": torch.zeros(2, 3, 4, dtype=torch.float16)}, "total is torch.float16"),
+        ({"part": torch.zeros(2, 3, 5)}, r"part is \(2, 3, 5\), .*must be \(2, 3, 4\)"),
+        ({"part": torch.zeros(2, 4, 3).transpose(1, 2)}, "its last elements adjacent"),
+        ({"part_lse": torch.zeros(3, 3)}, "part_lse is"),
+        ({"total_lse": torch.zeros(2, 6)[:, :3]}, "both log-sum-exps contiguous"),
+    ],
+)
+def test_a_merge_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    numbers, lses = torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3)
+    tensors = {"total": numbers[0], "total_lse": lses[0], "part": numbers[1], "part_lse": lses[1]}
+    with pytest.raises(LayoutError, match=message):
+        merge_partial(**tensors | changes)
 
 
 def test_on_a_cpu_the_kernels_say_who_does_it_there() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.host_tier import HostTier, cut_into_blocks
 from embedded_engine.model_files import read_model_files
 from embedded_engine.paged_attention import GatherDecodePlan
+from embedded_engine.tiered_decode import LoadedBlocks
 from tests.engine.conftest import Generate
 from tests.engine.families import FAMILIES
 from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
@@ -243,7 +245,7 @@ def test_tables_that_do_not_change_are_handed_on_as_they_are(demo_dir: Path) -> 
         engine.decode_batch([host_item(page_tables=(changed,))])
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any),
     pages_per_block=st.integers(1, 9),
@@ -265,3 +267,25 @@ def test_blocks_hold_every_page_once_and_say_whose_it_is(counts: list[int], page
             found[row] += pages[first // page_size : (first + count) // page_size]
     assert found == [list(table) for table in tables]
     assert [block.begin for block in cut.blocks] == [0, *(block.end for block in cut.blocks[:-1])]
+
+
+def test_what_is_loaded_for_a_replayed_step_stays_until_something_else_fits() -> None:
+    tier: Any = SimpleNamespace(pages_per_block=3, page_size=4)
+    loaded = LoadedBlocks(tier, max_rows=6, device=torch.device("cpu"))
+    blocks = loaded.blocks_of(5, num_splits=1)
+    assert blocks.counts is not None
+    firsts, counts = (
+        [one[block.first_part :][:5] for block in blocks.blocks] for one in (blocks.first_tokens, blocks.num_tokens)
+    )
+    long, short = (5, 6, 7, 8), (9,)
+    for tables in ([long, (), short], [(0,)], [long, (), short]):
+        assert loaded.load(tables)
+    assert blocks.counts.tolist() == [3, 2]
+    assert blocks.pages.view(2, 3)[:, :2].tolist() == [[5, 6], [8, 9]] and blocks.pages[2] == 7
+    assert [one.tolist() for one in counts] == [[12, 0, 0, 0, 0], [4, 0, 4, 0, 0]]
+    assert (firsts[1][0], firsts[1][2]) == (0, 4)
+    before = blocks.pages.clone()
+    assert not loaded.load([tuple(range(7))]), "seven pages do not fit twice three"
+    assert loaded.load([long, (), short]) and torch.equal(blocks.pages, before)
+    assert loaded.load([short])
+    assert blocks.counts.tolist() == [1, 0] and counts[0].tolist() == [4, 0, 0, 0, 0] and not counts[1].any()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from embedded_engine.engine import EmbeddedEngine
+from tests.cluster.engines.ranks import GroupOfRanks, Ranks, RankServer
 from tests.engine.conftest import Generate
-from tests.engine.ranks import GroupOfRanks, Ranks, RankServer
 from tests.engine.steps import bind_pages, decode_all, prefill_all
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
 from transfer.errors import ConfigError, EngineError

@@ -13,9 +13,9 @@ from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.model_config import check_before_start
 from embedded_engine.model_files import read_model_files
+from tests.cluster.engines.ranks import GroupOfRanks, Ranks, RankServer
 from tests.engine.conftest import Generate
 from tests.engine.families import FAMILIES
-from tests.engine.ranks import GroupOfRanks, Ranks, RankServer
 from tests.engine.steps import PageBook, decode_all, pages_for, prefill_all
 from transfer.engine_types import PrefillItem
 from transfer.errors import ConfigError

@@ -1,0 +1,20 @@
+"""The models and prompts of tests/engine, and groups of ranks in real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.engines.ranks import RankServer
+from tests.engine.conftest import demo_dir, family_dir, generate, one_thread, prompts, qwen_dir
+
+__all__ = ["demo_dir", "family_dir", "generate", "one_thread", "prompts", "qwen_dir"]
+
+
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """Starts groups of ranks in real processes; no process is left behind."""
+    server = RankServer(tmp_path_factory.mktemp("ranks"))
+    yield server
+    server.close()
