@@ -62,11 +62,14 @@ def qwen_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a family's model, made when it is first asked for."""
+def family_dir(tmp_path_factory: pytest.TempPathFactory, demo_dir: Path, qwen_dir: Path) -> Callable[[str], Path]:
+    """The directory of a family's model, made when it is first asked for; "llama" is the demo's, and "qwen3" `qwen_dir`."""
     parent = tmp_path_factory.mktemp("families")
+    known = {"llama": demo_dir, "qwen3": qwen_dir}
 
     def directory_of(name: str) -> Path:
+        if name in known:
+            return known[name]
         return parent / name if (parent / name).exists() else make_family(name, parent / name)
 
     return directory_of

@@ -116,10 +116,13 @@ def test_a_mask_is_not_repeated_without_bound(monkeypatch: pytest.MonkeyPatch, r
     query, key = torch.randn(1, 32, rows, 16), torch.randn(1, 2, 3000, 16)
     mask = torch.full((rows, 3000), -torch.inf).triu(3000 - rows + 1)
     expected = attention(query, key, key, mask, Scores(scale=0.2))
-    monkeypatch.setattr(attention_module, "_takes_shared_heads", lambda device: False)
     monkeypatch.setattr(attention_module, "ATTENTION_BYTES", 1 << 20)
-    assert peak_bytes(lambda: attention(query, key, key, mask, Scores(scale=0.2))) < (1 << 20) + 6 * query.numel() * 4
-    torch.testing.assert_close(attention(query, key, key, mask, Scores(scale=0.2)), expected)
+
+    def joined() -> Tensor:
+        return attention(query, key, key, mask, Scores(scale=0.2), takes_shared_heads=False)
+
+    assert peak_bytes(joined) < (1 << 20) + 6 * query.numel() * 4
+    torch.testing.assert_close(joined(), expected)
 
 
 class Heads:

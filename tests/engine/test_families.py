@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.engine import EmbeddedEngine
@@ -37,6 +38,9 @@ SETTINGS: Mapping[str, tuple[int, Shard]] = {
     "tokens": (200, Shard(page_size=1)),
 }
 """Chunk tokens and the rank's cut."""
+MODELS = ("llama", "qwen3", *FAMILIES)
+OF_EACH_KIND = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""Full attention alone; windows with a cap; windows with sinks; latents; states."""
 
 Directory = Callable[[str], Path]
 Prompts = dict[int, tuple[int, ...]]
@@ -66,8 +70,8 @@ def test_the_layout_is_what_transformers_builds(family_dir: Directory, family: s
     layout = read_model_files(directory).layout()
     raw = json.loads((directory / "config.json").read_text())
     assert read_model_shape(raw).layout(layout.dtype) == layout
-    model = make_engine(directory, Shard())._model
-    assert model is not None
+    architecture = f"{FAMILIES[family][0]}ForCausalLM"
+    model: Any = getattr(transformers, architecture).from_pretrained(directory, local_files_only=True)
     for spec, layer in zip(layout.layers, model.model.layers, strict=True):
         if spec.kind is LayerKind.RECURRENT_STATE:
             net = layer.linear_attn
@@ -102,8 +106,10 @@ def test_what_two_sides_must_have_in_common_names_what_decides_the_numbers(
     assert {name for name in ours if ours[name] != theirs[name]} == {field}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [*((family, "small") for family in MODELS), *((family, one) for family in OF_EACH_KIND for one in ("large", "tokens"))],
+)
 def test_greedy_tokens_are_those_of_transformers(
     family_dir: Directory, generate: Generate, prompts: Prompts, family: str, setting: str
 ) -> None:
@@ -115,7 +121,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert len({token for tokens in found.values() for token in tokens}) > 25, "generations that repeat themselves prove little"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EACH_KIND)
 def test_requests_join_and_leave_between_steps(family_dir: Directory, generate: Generate, prompts: Prompts, family: str) -> None:
     """Chunks from the middle of one prompt and from the beginning of another in a step, and rows of states used again."""
     directory = family_dir(family)
@@ -156,7 +162,7 @@ def copy_kv(source: KVPool, source_tables: Any, target: KVPool, tables: Any, num
         target.write(layer, slots[1], *source.read(layer, slots[0]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EACH_KIND)
 def test_what_a_transfer_moves_is_all_that_decode_needs(
     family_dir: Directory, generate: Generate, prompts: Prompts, family: str
 ) -> None:
@@ -176,7 +182,7 @@ def test_what_a_transfer_moves_is_all_that_decode_needs(
     assert found == {name: generate(directory, own, NUM_TOKENS) for name, own in chosen.items()}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_layers_are_reported_once_each_in_order(family_dir: Directory, prompts: Prompts, family: str) -> None:
     directory = family_dir(family)
     files = read_model_files(directory)
@@ -206,7 +212,7 @@ def test_half_precision_keeps_states_whole(family_dir: Directory, prompts: Promp
     assert len(generated(engine, {"64": prompts[64], "5": prompts[5]}, 30)["5"]) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "deepseek_v2", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
 def test_half_precision_runs(family_dir: Directory, prompts: Prompts, family: str) -> None:
     directory = family_dir(family)
     groups = layer_groups(read_model_files(directory).layout())

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from embedded_engine import attention as attention_module
 from embedded_engine import device_decode, loading
-from embedded_engine import engine as engine_module
-from embedded_engine import graphs as graphs_module
 from embedded_engine.attention import Scores, attention
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
@@ -37,6 +35,7 @@ class FakeCuda:
         reserved_bytes: Of this process; a capture of n rows takes n.
         num_returned_bytes: What is given back while graphs are captured.
         num_streams: That were made.
+        graphs: That were made.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -48,6 +47,7 @@ class FakeCuda:
         self.is_strict = False
         self.capturing: FakeGraph | None = None
         self.error: Exception | None = None
+        self.graphs: list[FakeGraph] = []
         nothing = contextlib.nullcontext
         fakes: dict[str, Any] = {
             "device": lambda device: nothing(),
@@ -60,11 +60,15 @@ class FakeCuda:
             "memory_reserved": lambda device: self.reserved_bytes,
             "mem_get_info": None,  # of all processes of the device
             "set_sync_debug_mode": self.set_sync_debug_mode,
-            "CUDAGraph": lambda: FakeGraph(),
+            "CUDAGraph": self.new_graph,
             "graph": self.graph,
         }
         for name, fake in fakes.items():
             patch.setattr(torch.cuda, name, fake)
+
+    def new_graph(self) -> FakeGraph:
+        self.graphs.append(FakeGraph())
+        return self.graphs[-1]
 
     def stream(self, device: torch.device) -> FakeStream:
         self.num_streams += 1
@@ -111,10 +115,8 @@ class FakeGraph:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    graphs_module._capture_stream.cache_clear()
-    yield FakeCuda(monkeypatch)
-    graphs_module._capture_stream.cache_clear()
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
 
 
 def captured(cuda: FakeCuda, *sizes: int) -> DecodeGraphs:
@@ -130,9 +132,10 @@ def test_every_size_is_warm_before_the_largest_is_captured_first(cuda: FakeCuda)
 
 
 def test_a_process_captures_on_one_stream_however_often_it_does(cuda: FakeCuda) -> None:
-    first = captured(cuda, 1, 2)
-    DecodeGraphs((1, 2), cuda.load, cuda.step, torch.device("cpu"), beside=first)
-    captured(cuda, 4)
+    device = torch.device("cpu", 1)  # of which no other test captures
+    first = DecodeGraphs((1, 2), cuda.load, cuda.step, device)
+    DecodeGraphs((1, 2), cuda.load, cuda.step, device, beside=first)
+    DecodeGraphs((4,), cuda.load, cuda.step, device)
     assert cuda.num_streams == 1
 
 
@@ -145,9 +148,7 @@ def test_a_step_takes_the_next_larger_graph(cuda: FakeCuda) -> None:
     graphs = captured(cuda, 1, 2, 4, 8)
     assert [graphs.size_for(rows) for rows in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, None]
     assert graphs.replay(2).shape == (2, VOCABULARY) and graphs.replay(8).shape == (8, VOCABULARY)
-    replayed: Any = graphs._graphs
-    assert {size: graph.num_replays for size, graph in replayed.items()} == {1: 0, 2: 1, 4: 0, 8: 1}
-    assert all(graph.size == size for size, graph in replayed.items())
+    assert {graph.size: graph.num_replays for graph in cuda.graphs} == {1: 0, 2: 1, 4: 0, 8: 1}
 
 
 def test_a_step_that_waits_is_found_before_anything_is_captured(cuda: FakeCuda) -> None:
@@ -191,14 +192,14 @@ def test_so_does_the_step_before_it(cuda: FakeCuda, error: Exception) -> None:
     assert not cuda.is_strict
 
 
-def test_what_no_graph_can_hold_is_said_once(cuda: FakeCuda, demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda.waits = True
-    monkeypatch.setattr(engine_module, "_has_decode_kernels", lambda device: True)
-    monkeypatch.setattr(device_decode.DeviceDecoder, "_step", lambda self, size: cuda.step(size))
+def test_what_no_graph_can_hold_is_said_once(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CannotBeCaptured("a decode step waits for the device")
+
+    monkeypatch.setattr(device_decode, "DecodeGraphs", refuse)
+    settings: dict[str, Any] = {"max_running_requests": 4, "cuda_graph_batch_sizes": (1, 4), "max_seq_len": 64}
     with capture_logs() as logs:
-        engine = EmbeddedEngine(
-            demo_dir, shard=Shard(), num_pages=4, max_running_requests=4, cuda_graph_batch_sizes=(1, 4), max_seq_len=64
-        )
+        engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, has_decode_kernels=True, **settings)
     (entry,) = [entry for entry in logs if entry["event"] == "no_cuda_graphs"]
     assert "waits for the device" in entry["reason"]
     assert engine.captured_batch_sizes == () and engine.cuda_graph_bytes == 0
@@ -207,19 +208,17 @@ def test_what_no_graph_can_hold_is_said_once(cuda: FakeCuda, demo_dir: Path, mon
 def test_on_a_cpu_none_of_it_exists(demo_dir: Path) -> None:
     engine = EmbeddedEngine(demo_dir, shard=Shard(), num_pages=4, max_running_requests=4, cuda_graph_batch_sizes=(1, 4))
     assert (engine.page_table_bytes, engine.cuda_graph_bytes, engine.captured_batch_sizes) == (0, 0, ())
-    assert engine._decoder is None
 
 
 @pytest.mark.parametrize("behind", [-3, 160, 2**40, 2**70])
 def test_a_step_uses_the_pages_that_were_checked_and_no_others(
     demo_dir: Path, monkeypatch: pytest.MonkeyPatch, behind: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "_has_decode_kernels", lambda device: True)
-    engine = EmbeddedEngine(demo_dir, shard=Shard(page_size=4), num_pages=8, max_running_requests=2, max_seq_len=64)
+    settings: dict[str, Any] = {"max_running_requests": 2, "max_seq_len": 64, "has_decode_kernels": True}
+    engine = EmbeddedEngine(demo_dir, shard=Shard(page_size=4), num_pages=8, **settings)
     loaded: list[DecodeItem] = []
 
     def logits(self: device_decode.DeviceDecoder, items: Sequence[DecodeItem]) -> Tensor:
-        self._load(items, len(items))
         loaded.extend(items)
         return torch.zeros(len(items), engine.vocab_size)
 
@@ -276,7 +275,7 @@ def test_joined_heads_attend_as_shared_ones(monkeypatch: pytest.MonkeyPatch, row
         seen.append(options)
         return torch_attention(*arguments, **options)
 
-    monkeypatch.setattr(attention_module, "_takes_shared_heads", lambda device: False)
     monkeypatch.setattr(attention_module.functional, "scaled_dot_product_attention", watched)
-    torch.testing.assert_close(attention(query, key, value, mask, Scores(scale=0.3)), expected)
+    found = attention(query, key, value, mask, Scores(scale=0.3), takes_shared_heads=False)
+    torch.testing.assert_close(found, expected)
     assert [options.get("enable_gqa", False) for options in seen] == [False]

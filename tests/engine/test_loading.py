@@ -23,8 +23,8 @@ def test_only_a_prefill_node_cuts_its_layers_into_groups(demo_dir: Path, tmp_pat
     prefill = load_engine(prefill_config(demo_dir, chunk={"layers_per_group": 3}), rank=0, rendezvous=tmp_path / "prefill")
     decode = load_engine(decode_config(demo_dir), rank=0, rendezvous=tmp_path / "decode")
     try:
-        assert prefill._layers_per_group == 3
-        assert decode._layers_per_group == decode.layout.num_layers
+        assert prefill.layers_per_group == 3
+        assert decode.layers_per_group == decode.layout.num_layers
     finally:
         prefill.close()
         decode.close()

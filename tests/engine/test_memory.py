@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from embedded_engine import memory as memory_module
-from embedded_engine.engine import EmbeddedEngine
+from embedded_engine import engine as engine_module
+from embedded_engine.engine import EmbeddedEngine, LoadedWeights
 from embedded_engine.loading import load_engine
 from embedded_engine.memory import MemoryPlanner
 from embedded_engine.model_files import read_model_files
@@ -52,7 +53,7 @@ def test_settings_only_lower_what_is_planned(demo_dir: Path, tmp_path: Path) -> 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(
     demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EmbeddedEngine, "_load_model", lambda self: pytest.fail("the weights must not be loaded"))
+    monkeypatch.setattr(engine_module, "load_causal_lm", None)  # the weights must not be loaded
     with pytest.raises(MemoryPlanError, match=r"no page of KV fits: of 30\.0 MiB the largest terms are weights"):
         load(tmp_path, demo_dir, memory={"device_memory": 30 * MIB}, ring={"capacity_bytes": MIB})
     with pytest.raises(ConfigError, match="max_seq_len is 5000; the model was made for at most 4096"):
@@ -67,7 +68,7 @@ def test_an_estimate_that_was_wrong_is_a_warning_with_both_numbers(demo_dir: Pat
     assert not [entry for entry in logs if entry["event"] == "weights_not_as_estimated"]
     config = prefill_config(demo_dir)
     planner = MemoryPlanner(config, read_model_files(demo_dir), Shard(), torch.device("cpu"), None)
-    loaded = memory_module.LoadedWeights(
+    loaded = LoadedWeights(
         num_bytes=2 * planner.plan.weights_bytes, device=torch.device("cpu"), layout=planner.plan.inputs.layout, shard=Shard()
     )
     with capture_logs() as logs:
@@ -76,11 +77,18 @@ def test_an_estimate_that_was_wrong_is_a_warning_with_both_numbers(demo_dir: Pat
     assert "weights: planned 34.1 MiB" in warning["difference"] and "+100.0 %" in warning["difference"]
 
 
+class Group(TensorParallelGroup):
+    """Two ranks; `answers` returns what each of them gave, from the number that this one gave."""
+
+    def __init__(self, answers: Callable[[int], list[int]]) -> None:
+        super().__init__(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
+        self.gather_number = answers  # type: ignore[method-assign]
+
+
 def test_ranks_take_the_least_and_refuse_devices_that_differ(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = read_model_files(demo_dir)
-    group = TensorParallelGroup(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
     free = [7 * 1024 * MIB, 6 * 1024 * MIB]
-    monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: free)
+    group = Group(lambda value: free)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 1024 * MIB, 16 * 1024 * MIB))
     planner = MemoryPlanner(prefill_config(demo_dir), files, Shard(tp_size=2), torch.device("cuda"), group)
     assert (planner.plan.inputs.device_bytes, planner.plan.inputs.free_bytes) == (16 * 1024 * MIB, 6 * 1024 * MIB)
@@ -91,18 +99,17 @@ def test_ranks_take_the_least_and_refuse_devices_that_differ(demo_dir: Path, mon
     assert on_cpu.plan.inputs.free_bytes == 4 * 1024 * MIB, "one host, seen at two moments: no device differs"
 
 
-def test_ranks_whose_devices_differ_by_a_little_have_the_same_pages(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = TensorParallelGroup(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
+def test_ranks_whose_devices_differ_by_a_little_have_the_same_pages(demo_dir: Path) -> None:
+    fewer: dict[int, int] = {}
+    group = Group(lambda value: [value, fewer.get(value, value)])
     files = read_model_files(demo_dir)
-    monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: [value, value])
     config = decode_config(demo_dir, pool={"num_pages": 100_000}, memory={"device_memory": 200 * MIB})
     planner = MemoryPlanner(config, files, Shard(tp_size=2), torch.device("cpu"), group)
-    loaded = memory_module.LoadedWeights(
+    loaded = LoadedWeights(
         num_bytes=planner.plan.weights_bytes, device=torch.device("cpu"), layout=planner.plan.inputs.layout, shard=Shard()
     )
     (alone,) = planner(loaded)
-    fewer = {alone * 16: (alone - 7) * 16}  # of the other rank's tokens; everything else is alike
-    monkeypatch.setattr(memory_module, "_of_all_ranks", lambda value, group: [value, fewer.get(value, value)])
+    fewer[alone * 16] = (alone - 7) * 16  # of the other rank's tokens; everything else is alike
     assert planner(loaded) == (alone - 7,)
     assert planner.plan.max_total_tokens == (alone - 7) * 16
 

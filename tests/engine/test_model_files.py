@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import shutil
 import struct
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from decode_node.engine import DecodeEngine
 from embedded_engine import model_files
 from embedded_engine.engine import BadLogits, EmbeddedEngine
-from embedded_engine.model_files import ModelFiles, read_model_files
+from embedded_engine.model_files import read_model_files
 from prefill_node.engine import PrefillEngine
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import ConfigError, EngineError, TransferError
@@ -331,20 +330,16 @@ def test_fields_differ_with_the_weights(demo_dir: Path, copied: Path, monkeypatc
         tensor.view(-1).view(torch.int32)[-1] ^= 1
         return tensor
 
+    def first_bit(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1).view(torch.int32)[0] ^= 1
+        return tensor
+
     for name in ("lm_head.weight", "model.norm.weight", "model.layers.7.mlp.down_proj.weight"):
         seen.add(digest_after(last_bit, name))
+    seen.add(digest_after(first_bit, "lm_head.weight"))
     seen.add(digest_after(lambda tensor: tensor.reshape(tensor.shape[::-1]), "model.layers.0.self_attn.o_proj.weight"))
     seen.add(digest_after(lambda tensor: tensor.to(torch.bfloat16), "model.norm.weight"))
-    assert len(seen) == 6
-
-
-def test_the_digest_of_a_large_model_reads_samples_that_reach_both_ends(demo_dir: Path) -> None:
-    files: ModelFiles = read_model_files(demo_dir)
-    largest = max(files.tensors, key=lambda tensor: tensor.num_bytes)
-    ranges = model_files._digested_ranges(largest, is_whole=False)
-    assert ranges[0][0] == largest.begin and ranges[-1][1] == largest.end
-    assert len(ranges) == 16 and all(end - begin == 4096 for begin, end in ranges)
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+    assert len(seen) == 7
 
 
 @pytest.mark.parametrize("protocol", [PrefillEngine, DecodeEngine])

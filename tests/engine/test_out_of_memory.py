@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from embedded_engine import device_decode, tensor_parallel
-from embedded_engine import engine as engine_module
 from embedded_engine.engine import EmbeddedEngine
 from transfer.errors import EngineError, OutOfMemory
 from transfer.layout import Shard
@@ -69,14 +68,20 @@ def test_a_loader_that_hides_why_it_failed(demo_dir: Path, monkeypatch: pytest.M
 
 
 def test_page_tables(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_has_decode_kernels", lambda device: True)
     monkeypatch.setattr(device_decode, "PageTable", refuse)
     with pytest.raises(OutOfMemory, match=r"^out of memory while allocating the page tables: .*; lower limits.max_seq_len, "):
-        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2, max_running_requests=4)
+        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2, max_running_requests=4, has_decode_kernels=True)
 
 
 def test_graphs(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_has_decode_kernels", lambda device: True)
     monkeypatch.setattr(device_decode, "DecodeGraphs", refuse)
     with pytest.raises(OutOfMemory, match=r"^out of memory while capturing the CUDA graphs .*; lower "):
-        EmbeddedEngine(demo_dir, shard=Shard(), num_pages=2, max_running_requests=4, cuda_graph_batch_sizes=(1,), max_seq_len=64)
+        EmbeddedEngine(
+            demo_dir,
+            shard=Shard(),
+            num_pages=2,
+            max_running_requests=4,
+            cuda_graph_batch_sizes=(1,),
+            max_seq_len=64,
+            has_decode_kernels=True,
+        )

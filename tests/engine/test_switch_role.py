@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from embedded_engine import engine as engine_module
 from embedded_engine.loading import NodeEngine, load_engine
 from tests.runtime.instances import decode_config, prefill_config
 from transfer.engine_types import DecodeItem, PrefillItem, SamplingParams
@@ -46,12 +47,14 @@ def tables(engine: NodeEngine) -> Sequence[int]:
     return range(-(-64 // engine.pool.page_size))
 
 
-def test_each_role_computes_what_an_engine_that_was_loaded_for_it_computes(demo_dir: Path, tmp_path: Path) -> None:
+def test_each_role_computes_what_an_engine_that_was_loaded_for_it_computes(
+    demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     as_prefill = prefill_config(demo_dir, pool={"page_size": 8, "num_pages": 16}, chunk={"layers_per_group": 3})
     as_decode = decode_config(demo_dir, pool={"page_size": 32, "num_pages": 9}, limits={"max_seq_len": 100})
     engine = load_engine(as_prefill, rank=0, rendezvous=tmp_path / "first")
     expected = generate(engine, prefill(engine), 5)
-    weights = [parameter.data_ptr() for parameter in engine._model.parameters()]  # type: ignore[union-attr]
+    monkeypatch.setattr(engine_module, "load_causal_lm", None)  # the weights stay
     for config, page_size, pages, most, layers in (
         (as_decode, 32, (9,), 100, engine.layout.num_layers),
         (as_prefill, 8, (16,), engine.files.max_context_tokens, 3),
@@ -61,8 +64,7 @@ def test_each_role_computes_what_an_engine_that_was_loaded_for_it_computes(demo_
         gc.collect()
         assert before() is None, "the pool before is given back"
         assert (engine.pool.page_size, engine.pool.num_pages, engine.shard.page_size) == (page_size, pages, page_size)
-        assert (engine.max_context_tokens, engine._layers_per_group) == (most, layers)
-        assert [parameter.data_ptr() for parameter in engine._model.parameters()] == weights  # type: ignore[union-attr]
+        assert (engine.max_context_tokens, engine.layers_per_group) == (most, layers)
         assert generate(engine, prefill(engine), 5) == expected
     engine.close()
 
@@ -88,9 +90,15 @@ def test_an_engine_that_has_no_room_for_a_role_goes_back_to_the_other(demo_dir: 
     engine.close()
 
 
-def test_a_broken_engine_changes_no_more(demo_dir: Path, tmp_path: Path) -> None:
+def test_a_broken_engine_changes_no_more(demo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_engine(prefill_config(demo_dir), rank=0, rendezvous=tmp_path / "first")
-    engine._failure = "CUDA error: an illegal memory access"
+
+    def break_device(*_: Any) -> Any:
+        raise torch.AcceleratorError("an illegal memory access was encountered", 700)
+
+    monkeypatch.setattr(engine_module, "sample_on_device", break_device)
+    with pytest.raises(EngineError, match="an illegal memory access"):
+        prefill(engine)
     with pytest.raises(EngineError, match="the engine failed in an earlier step and must be restarted") as caught:
         engine.switch_role(decode_config(demo_dir))
     assert caught.value.is_fatal and torch.is_inference_mode_enabled() is False
