@@ -16,10 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+import torch
+
 from embedded_engine import engine as engines
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
-from tests.engine.steps import pages_for
+from tests.engine.steps import fill_with_nan, pages_for
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.host_pool import HostPool
 from transfer.kernels.page_mover import PageMove, PageMover
@@ -42,10 +44,9 @@ class Rank:
             num_threads=1,
             layers_per_group=2,
         )
-        self.calls: list[int] = []
 
     def prefill(self, items: list[PrefillItem]) -> dict[str, int]:
-        return self.engine.prefill(items, lambda layers_done, event: self.calls.append(layers_done))
+        return self.engine.prefill(items, lambda layers_done, event: None)
 
     def decode(self, items: list[DecodeItem]) -> dict[str, int]:
         return self.engine.decode(items)
@@ -56,23 +57,13 @@ class Rank:
 
         self.engine.prefill(items, fail)
 
-    def dump(self, slots: list[int]) -> list[tuple[Any, Any]]:
-        """K and V of every layer as numpy arrays [slots, heads, dim]."""
-        import torch
-
+    def read(self, layer: int, slots: list[int]) -> list[Any]:
+        """Contents of the buffers of a layer at some slots, as numpy arrays: K and V, latents or states."""
         pool = self.engine.pool
-        return [tuple(part.numpy() for part in pool.read(layer, torch.tensor(slots))) for layer in range(pool.layout.num_layers)]  # type: ignore[misc]
-
-    def read(self, layer: int, slots: list[int]) -> Any:
-        """What the K buffer of a layer has at some slots: K, latents or states."""
-        import torch
-
-        return self.engine.pool.read(layer, torch.tensor(slots))[0].numpy()
+        return [part.numpy() for part in pool.read(layer, torch.tensor(slots))[: pool.layout.layers[layer].num_buffers]]
 
     def move_to_host(self, num_host_pages: int, moves: list[tuple[list[int], list[int]]]) -> None:
         """Give the engine a host pool and move (device pages, host pages) there; on the device they are then no numbers."""
-        from tests.engine.steps import fill_with_nan
-
         pool = self.engine.pool
         host = HostPool(pool, num_pages=[num_host_pages])
         self.engine.use_host_pool(host, block_bytes=host.page_bytes[0])
@@ -82,9 +73,8 @@ class Rank:
             for page in device_pages:
                 fill_with_nan(pool, page=page)
 
-    def about(self) -> dict[str, Any]:
-        shape = tuple(self.engine.pool.buffer(0, is_v=False).shape)
-        return {"shape": shape, "fields": dict(self.engine.model_fields), "calls": self.calls}
+    def fields(self) -> dict[str, str]:
+        return dict(self.engine.model_fields)
 
     def close(self) -> None:
         self.engine.close()
