@@ -62,7 +62,7 @@ def test_the_failure_table_names_tests_that_exist() -> None:
         "chaos/test_*.py",
         "cluster/test_*.py",
         "registry/test_detection.py",
-        "transport/test_two_processes.py",
+        "cluster/links/test_two_processes.py",
         "transport/cuda_ipc_scenarios.py",
     )
     tests_with_processes = set().union(*map(named_tests, with_processes))

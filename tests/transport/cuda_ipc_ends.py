@@ -185,8 +185,8 @@ class End:
 
     def count(self) -> dict[str, int]:
         """What a session could leak."""
-        mapped = driver_cuda()._mapped if self._twin is None else self._twin._mapped
-        return {"fds": len(os.listdir("/proc/self/fd")), "mapped": len(mapped)}
+        cuda = self._twin or driver_cuda()
+        return {"fds": len(os.listdir("/proc/self/fd")), "mapped": cuda.num_mapped}
 
     def break_device(self) -> str:
         """Let a kernel fail: the process can use its GPU no more. Returns what CUDA says to that.

@@ -31,7 +31,7 @@ class RemotePeer:
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.logs: list[str] = []
-        self._hear()
+        self.hear()
 
     def start(self, command: str, **arguments: Any) -> None:
         assert self.process.stdin is not None
@@ -40,9 +40,9 @@ class RemotePeer:
 
     def do(self, command: str, **arguments: Any) -> Any:
         self.start(command, **arguments)
-        return self._hear()
+        return self.hear()
 
-    def _hear(self) -> Any:
+    def hear(self) -> Any:
         assert self.process.stdout is not None
         while True:
             line = self.process.stdout.readline()

@@ -388,7 +388,7 @@ def target() -> Iterator[Remote]:
 def test_a_handle_that_cannot_be_mapped(pair: Pair, target: Remote) -> None:
     before = num_descriptors()
     offer = pair.writer_transport.offer()
-    good = Answered.from_blob(target.do("accept", blob=offer.blob), token=offer._token)
+    good = Answered.from_blob(target.do("accept", blob=offer.blob), token=Offered.from_blob(offer.blob).token)
     with pytest.raises(
         PeerUnreachable, match=r"cannot map memory of the peer's device .*CUDA_ERROR_INVALID_VALUE.*docker --ipc=host"
     ):

@@ -18,6 +18,7 @@ import torch
 from transfer.errors import ConfigError
 from transfer.transport.base import ByteRange
 from transfer.transport.memory import DeviceMemory, HostMemory, memory_of
+from transfer.transport.nixl import NixlTransport
 from transfer.transport.peer import ProcessIdentity, ReadableProof, can_read_memory_of, unpack_blob
 from transfer.transport.ucx import UcxTransport
 
@@ -146,20 +147,29 @@ def test_proof_of_readable_memory() -> None:
     assert not can_read_memory_of(-1, [address, secret])
 
 
-@pytest.mark.parametrize("lane", ["", "tcp", None])
-def test_unknown_lane(lane: Any) -> None:
-    with pytest.raises(ConfigError, match="use auto, shm or net"):
-        UcxTransport(lane=lane)
+@pytest.mark.parametrize(
+    ("made", "settings", "words"),
+    [
+        (UcxTransport, {"lane": ""}, "use auto, shm or net"),
+        (UcxTransport, {"lane": None}, "use auto, shm or net"),
+        (UcxTransport, {"options": {"RNDV_SCHEME": "nonsense"}}, "UCX refused the options"),
+        (UcxTransport, {"lane": "net", "options": {"TLS": "cma,self"}}, "leaves nothing for lane net"),
+        (NixlTransport, {"lane": "fast"}, "lane 'fast' of transport nixl is unknown"),
+        (NixlTransport, {"backend": "NOSUCH"}, r"backend NOSUCH of transport nixl is not installed; this NIXL has .*UCX"),
+        (NixlTransport, {"backend": "LIBFABRIC", "options": {"TLS": "tcp"}}, "takes no UCX options"),
+    ],
+)
+def test_settings_that_are_refused(made: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(**settings)
 
 
-def test_unknown_ucx_option() -> None:
-    with pytest.raises(ConfigError, match="UCX refused the options"):
-        UcxTransport(options={"RNDV_SCHEME": "nonsense"})
-
-
-def test_nothing_left_for_the_network() -> None:
-    with pytest.raises(ConfigError, match="leaves nothing for lane net"):
-        UcxTransport(lane="net", options={"TLS": "cma,self"})
+@pytest.mark.parametrize("made", [UcxTransport, NixlTransport])
+def test_lanes_that_contradict_each_other_are_refused(made: Any) -> None:
+    target = made(lane="net")
+    memory = target.register(bytearray(8))
+    with pytest.raises(ConfigError, match=f"lane of transport {target.name} is shm at the writer and net at the target"):
+        target.accept(made(lane="shm").offer().blob, memory)
 
 
 def _run(code: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,8 +15,11 @@ from transfer.transport import nixl_library
 class Engine:
     """NIXL's agent, as far as it makes a backend; keeps the modules that UCX was to load."""
 
+    made: ClassVar[list[Engine]] = []
+
     def __init__(self, name: str, config: Any) -> None:
         self.modules: str | None = "not asked"
+        self.made.append(self)
 
     def getAvailPlugins(self) -> list[str]:
         return ["UCX"]
@@ -50,10 +53,10 @@ def test_modules_that_ucx_loads(
 ) -> None:
     for name, driver in devices.items():
         device(tmp_path, name, driver)
-    monkeypatch.setattr(nixl_library, "_RDMA_DEVICES", tmp_path / "devices")
+    monkeypatch.setattr(nixl_library, "RDMA_DEVICES", tmp_path / "devices")
     monkeypatch.delenv("UCX_MODULES", raising=False)
     if environment is not None:
         monkeypatch.setenv("UCX_MODULES", environment)
-    agent: Any = nixl_library.Agent(LIB, "UCX", {}, is_target=True)
-    assert agent._agent.modules == loaded
+    nixl_library.Agent(LIB, "UCX", {}, is_target=True)
+    assert Engine.made[-1].modules == loaded
     assert os.environ.get("UCX_MODULES") == environment

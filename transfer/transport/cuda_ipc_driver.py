@@ -183,6 +183,11 @@ class DriverCuda:
         self._contexts: dict[int, Any] = {}
         self._mapped: dict[tuple[int, bytes], tuple[Mapped, int]] = {}
 
+    @property
+    def num_mapped(self) -> int:
+        """Mappings of other processes' memory that are open."""
+        return len(self._mapped)
+
     def call(self, name: str, *arguments: Any) -> Any:
         """One function of the driver API; returns its value, if it has one.
 

@@ -92,19 +92,19 @@ _ALIASES = {"sm": {"cma", "knem", "xpmem"}, "shm": {"cma", "knem", "xpmem"}, "cu
 
 def has_only_tcp(tls: str) -> bool:
     """Whether UCX, with this ``UCX_TLS``, can reach another host over TCP only: no RDMA device here, or none allowed."""
-    if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
+    if not (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())):
         return True
     names = tls.split(",")
     return not tls.startswith("^") and not any(name == "all" or name.startswith(_RDMA_TRANSPORTS) for name in names)
 
 
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 _RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "srd", "gga")
 
 
 def _modules() -> dict[str, str]:
     """What keeps UCX from loading a module that it has no device for; nothing where the environment says what to load."""
-    drivers = [(device / "device" / "driver").resolve().name for device in _RDMA_DEVICES.glob("*")]
+    drivers = [(device / "device" / "driver").resolve().name for device in RDMA_DEVICES.glob("*")]
     return {} if "UCX_MODULES" in os.environ or "efa" in drivers else {"UCX_MODULES": _WITHOUT_EFA}
 
 

@@ -121,9 +121,16 @@ class _Runtime:
 
 
 class CopyWatch:
-    """After a revocation: whether a copy into the old pages, begun before it, may still run in a thread of process `pid`."""
+    """After a revocation: whether a copy into the old pages, begun before it, may still run in a thread of process `pid`.
 
-    def __init__(self, pid: int, *, proc: Path = _PROC) -> None:
+    Args:
+        pid: Of the writer.
+        proc: Where the kernel shows its threads.
+        copy_ns: The most that a thread can run in one copy.
+    """
+
+    def __init__(self, pid: int, *, proc: Path = _PROC, copy_ns: int = _COPY_NS) -> None:
+        self._copy_ns = copy_ns
         self._tasks = proc / f"{pid}/task"
         self._own = threading.get_native_id()  # both ends in one process
         self._suspects: dict[int, _Runtime] = {}
@@ -154,7 +161,7 @@ class CopyWatch:
                 now = self._cpu_ns(tid)
                 if runtime.since is None and now != runtime.seen:
                     runtime.since = now
-                return runtime.since is None or now - runtime.since < _COPY_NS
+                return runtime.since is None or now - runtime.since < self._copy_ns
         except OSError:
             return (self._tasks / str(tid)).exists()
         return call == str(_WRITE_CALLS[platform.machine()])  # asleep in the call: it waits for a page of its source

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transfer.errors import ConfigError, TransportTimeout
@@ -91,7 +92,15 @@ class LinkProbe:
 class _Prober:
     """One end of a probe: posts and awaits operations against one deadline."""
 
-    def __init__(self, driver: SessionDriver, session: Session, scratch: LocalMemory, plan: ProbePlan, deadline_s: float) -> None:
+    def __init__(
+        self,
+        driver: SessionDriver,
+        session: Session,
+        scratch: LocalMemory,
+        plan: ProbePlan,
+        deadline_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         if scratch.num_bytes < plan.num_bytes:
             raise ConfigError(f"scratch memory of a probe has {scratch.num_bytes} bytes; its plan needs {plan.num_bytes}")
         self._driver = driver
@@ -99,6 +108,7 @@ class _Prober:
         self._scratch = scratch
         self._plan = plan
         self._deadline_s = deadline_s
+        self._clock = clock
         self._ends_at = time.monotonic() + deadline_s
         self._heard: Handle
 
@@ -123,20 +133,20 @@ class _Prober:
     async def send(self, key: int, num_bytes: int, *, is_one_sided: bool) -> float:
         """One write until its small answer is here (one-sided: until it is complete); seconds."""
         answer = None if is_one_sided else self.expect(key, self._plan.small_bytes)
-        begun = time.perf_counter()
+        begun = self._clock()
         sent = self.write(key, num_bytes)
         await self.settled(sent if answer is None else answer)
-        elapsed_s = time.perf_counter() - begun
+        elapsed_s = self._clock() - begun
         await self.settled(sent)
         return elapsed_s
 
     async def burst(self, key: int, num_bytes: int, num_writes: int) -> float:
         """So many one-sided writes at once, all to the same place; seconds until all are complete."""
-        begun = time.perf_counter()
+        begun = self._clock()
         handles = [self.write(key + number, num_bytes) for number in range(num_writes)]
         for handle in handles:
             await self.settled(handle)
-        return time.perf_counter() - begun
+        return self._clock() - begun
 
     async def answer(self, key: int, num_bytes: int, next_num_bytes: int | None) -> None:
         """Wait for one write and answer it; the next one is expected before that, so that it never waits for us."""
@@ -163,6 +173,7 @@ async def probe_link(
     plan: ProbePlan | None = None,
     is_one_sided: bool = False,
     deadline_s: float = _DEADLINE_S,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> LinkProbe:
     """Measure a link from the writer's end.
 
@@ -173,6 +184,7 @@ async def probe_link(
         plan: Equal on both ends; by default `ProbePlan.fitting(scratch)`, so the two scratches must then be equally large.
         is_one_sided: The transport's `is_one_sided`.
         deadline_s: Seconds for the whole probe.
+        clock: Seconds that writes are timed by.
 
     Returns:
         Median latency of a small write (two-sided: half of a round trip) and best bandwidth of bulk writes, both as a user of
@@ -184,7 +196,7 @@ async def probe_link(
         ConfigError: The scratch is smaller than the plan needs.
     """
     plan = ProbePlan.fitting(scratch.num_bytes) if plan is None else plan
-    prober = _Prober(driver, session, scratch, plan, deadline_s)
+    prober = _Prober(driver, session, scratch, plan, deadline_s, clock)
     elapsed_s = [await prober.send(key, size, is_one_sided=is_one_sided) for key, size in enumerate(_sizes(plan))]
     num_small = plan.warmup_rounds + plan.small_rounds
     latency_s = statistics.median(elapsed_s[plan.warmup_rounds : num_small])

@@ -1,6 +1,6 @@
 """The receiving end of writes that a cut network stops in the middle, in a network namespace: what is left once it is closed.
 
-``python -m tests.transport.cut_receive WRITER_NAMESPACE DEVICE``; prints one line of JSON.
+``python -m tests.cluster.links.cut_receive WRITER_NAMESPACE DEVICE``; prints one line of JSON.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ import pytest
 from tests.cluster.faults.hosts import DATA, open_hosts, why_not
 
 WHY_NOT = why_not()
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
 def test_a_session_that_a_cut_stopped_in_mid_receive_leaves_no_descriptor() -> None:
     """UCXX keeps such a receive, and it would keep the session's worker with all that it has open."""
     with open_hosts() as hosts:
-        command = [*hosts.prefix("decode"), sys.executable, "-m", "tests.transport.cut_receive", hosts.name("prefill"), DATA]
+        command = [*hosts.prefix("decode"), sys.executable, "-m", "tests.cluster.links.cut_receive", hosts.name("prefill"), DATA]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

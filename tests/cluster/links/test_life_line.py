@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from transfer.errors import ConfigError, PeerUnreachable
 from transfer.transport.life_line import LifeLine, LineAddress, PeerLine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # Prints its line's address; "end" lets go, "fork" leaves a child behind that sleeps, anything else ends it.
 _CHILD = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Writes are on their way when the target leaves; a UCX without its registration cache then follows a null pointer.
 CODE = """
 import sys

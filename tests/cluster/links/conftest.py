@@ -1,0 +1,7 @@
+"""What holds for every test of links."""
+
+from __future__ import annotations
+
+from tests.transport.conftest import one_device_that_stays
+
+__all__ = ["one_device_that_stays"]
