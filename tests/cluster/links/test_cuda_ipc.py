@@ -1,15 +1,30 @@
-"""The CUDA IPC transport without a GPU: its processes and their ends on a twin of CUDA, its blobs, and what it refuses.
+"""The CUDA IPC transport without a GPU: its processes and their ends on a twin of CUDA.
 
 The same scenarios run on real GPUs in tests/gpu/test_cuda_ipc_gpu.py.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.transport.cuda_ipc_ends import Place
+from tests.transport.cuda_ipc_ends import Place, Refused, Remote, attach
 from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
-from tests.transport.cuda_ipc_scenarios import MiB, Places
+from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
+from tests.transport.host_cuda import remove_files
+from tests.transport.test_cuda_ipc_transport import SIZE, Pair, ends_within, num_descriptors
+from transfer.errors import ConfigError, PeerUnreachable
+from transfer.transport.cuda_ipc_blob import Answered, Offered
+from transfer.transport.cuda_ipc_driver import CudaError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -22,3 +37,91 @@ def places() -> Places:
         long_bytes=16 * MiB,
         long_times=200,
     )
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    remove_files(os.getpid())
+
+
+@pytest.fixture
+def target(make: Make) -> Remote:
+    return make(Place(is_gpu=False, device=1), num_bytes=SIZE)
+
+
+def test_a_handle_that_cannot_be_mapped(pair: Pair, target: Remote) -> None:
+    before = num_descriptors()
+    offer = pair.writer_transport.offer()
+    good = Answered.from_blob(target.do("accept", blob=offer.blob), token=Offered.from_blob(offer.blob).token)
+    with pytest.raises(
+        PeerUnreachable, match=r"cannot map memory of the peer's device .*CUDA_ERROR_INVALID_VALUE.*docker --ipc=host"
+    ):
+        offer.complete(replace(good, handle=bytes(64)).to_blob())
+    with pytest.raises(ConfigError, match=f"offers bytes .* of an allocation that has {3 * 4096 + SIZE}"):
+        offer.complete(replace(good, num_bytes=SIZE + 1).to_blob())
+    assert pair.cuda.num_mapped == 0
+    session = offer.complete(good.to_blob())
+    assert pair.cuda.num_mapped == 1
+    session.close()
+    assert ends_within(session)
+    assert pair.cuda.num_mapped == 0
+    assert num_descriptors() == before
+
+
+def test_a_stream_that_cannot_be_made_leaves_no_mapping(pair: Pair, target: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> Any:
+        raise CudaError("cuStreamCreate failed with CUDA_ERROR_OUT_OF_MEMORY")
+
+    before = num_descriptors()
+    offer = pair.writer_transport.offer()
+    answer = target.do("accept", blob=offer.blob)
+    monkeypatch.setattr(pair.cuda, "open_stream", refuse)
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        offer.complete(answer)
+    offer.close()
+    assert pair.cuda.num_mapped == 0
+    assert num_descriptors() == before
+    target.do("close")
+    assert target.do("is_over")
+
+
+def test_an_offer_of_a_process_that_is_gone(pair: Pair, make: Make) -> None:
+    writer = make(Place(is_gpu=False), num_bytes=SIZE)
+    blob = writer.do("offer")
+    writer.kill()
+    before = num_descriptors()
+    with pytest.raises(PeerUnreachable, match="is gone"):
+        pair.target_transport.accept(blob, pair.ring_memory)
+    assert num_descriptors() == before
+    pair.target_transport.deregister(pair.ring_memory)
+
+
+@pytest.mark.parametrize(("writer_sees", "target_sees"), [((0,), (1,)), ((1,), (0,)), ((0, 1), (1,)), ((0,), (0, 1))])
+def test_processes_that_see_different_devices(make: Make, writer_sees: tuple[int, ...], target_sees: tuple[int, ...]) -> None:
+    writer = make(Place(is_gpu=False, visible=writer_sees), num_bytes=SIZE)
+    target = make(Place(is_gpu=False, visible=target_sees, device=len(target_sees) - 1), num_bytes=SIZE)
+    attach(writer, target)
+    writer.do("fill", seed=4)
+    writer.do("write", begin=0, end=SIZE, target_begin=0, key=1)
+    assert writer.do("wait", key=1, seconds=60) == "done"
+    assert target.do("holds", begin=0, end=SIZE, seed=4, source_begin=0, around=0)
+
+
+def test_a_refusal_in_another_process_keeps_its_words(target: Remote) -> None:
+    with pytest.raises(Refused, match="ConfigError: blob of 4 bytes is not a kvferry offer of transport cuda_ipc"):
+        target.do("accept", blob=b"junk")
+
+
+def test_a_machine_without_a_device_is_refused() -> None:
+    code = (
+        "from transfer.transport.cuda_ipc import CudaIpcTransport\n"
+        "try: CudaIpcTransport()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.startswith("ConfigError transport cuda_ipc needs an NVIDIA GPU") and done.stdout.count("\n") == 1
