@@ -66,7 +66,7 @@ class Pair:
             self.writer.progress()
             self.target.progress()
 
-    def drive(self, *handles: Any, deadline_s: float = 20.0) -> None:
+    def drive(self, *handles: Any, deadline_s: float = 60.0) -> None:
         """Until all are settled; raises what their polls raise."""
         ends_at = time.monotonic() + deadline_s
         while not all([handle.poll() for handle in handles]):
@@ -85,7 +85,7 @@ class Pair:
         """After the target's close: until the session is over, which on some transports takes the writer's close."""
         if not self.target.is_over:
             self.writer.close()
-        ends_at = time.monotonic() + 5  # the writer says so when its device is through
+        ends_at = time.monotonic() + 60  # the writer says so when its device is through
         while not (self.target.is_over and self._writer_has_ended()) and time.monotonic() < ends_at:
             time.sleep(0.001)
         assert self.target.is_over

@@ -115,10 +115,8 @@ class End:
     def deregister(self) -> None:
         self._transport.deregister(self._memory)
 
-    def close_transport(self) -> float:
-        begun = time.monotonic()
+    def close_transport(self) -> None:
         self._transport.close()
-        return time.monotonic() - begun
 
     # Bytes
 

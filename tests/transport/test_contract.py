@@ -46,7 +46,7 @@ def two_sided(request: pytest.FixtureRequest) -> Iterator[Pair]:
 # Bytes
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2, 91, 1372, 1373, 4096, 8191, 8193, 131_172, 300_001, 1 << 20])
+@pytest.mark.parametrize("num_bytes", [1, 91, 1373, 8193, 300_001, 1 << 20])
 def test_exact_bytes_land_in_the_range_and_nowhere_else(pair: Pair, num_bytes: int) -> None:
     begin = min(13, pair.ring.nbytes - num_bytes)
     pair.move(rng(pair.source.nbytes - num_bytes, pair.source.nbytes), rng(begin, begin + num_bytes), key=3)
@@ -58,19 +58,9 @@ def test_exact_bytes_land_in_the_range_and_nowhere_else(pair: Pair, num_bytes: i
 @pytest.mark.parametrize("kind", KINDS)
 def test_64_mb_in_one_write(kind: str) -> None:
     pair = open_pair(kind, source_bytes=64 << 20, ring_bytes=64 << 20)
-    try:
-        pair.move(rng(0, 64 << 20), rng(0, 64 << 20), key=1)
-        assert (pair.ring == pair.source).all()
-    finally:
-        pair.close()
-
-
-def test_receive_handle_tells_the_bytes_that_arrived(two_sided: Pair) -> None:
-    receive = two_sided.target.expect(two_sided.ring_memory, rng(0, 5000), 1)
-    assert receive.num_bytes == 0
-    write = two_sided.writer.write(two_sided.source_memory, rng(0, 5000), rng(0, 5000), 1)
-    two_sided.drive(receive, write)
-    assert receive.num_bytes == 5000
+    pair.move(rng(0, 64 << 20), rng(0, 64 << 20), key=1)
+    assert (pair.ring == pair.source).all()
+    pair.close()
 
 
 @pytest.mark.parametrize("kind", INPROC)  # the others may copy a small source and be done
@@ -87,8 +77,9 @@ def test_a_write_does_not_land_before_it_is_expected(two_sided: Pair) -> None:
     two_sided.turn(200)
     assert (two_sided.ring == PATTERN).all()
     receive = two_sided.target.expect(two_sided.ring_memory, rng(0, 1 << 20), 1)
+    assert receive.num_bytes == 0
     two_sided.drive(write, receive)
-    assert (two_sided.ring == two_sided.source).all()
+    assert (two_sided.ring == two_sided.source).all() and receive.num_bytes == 1 << 20
 
 
 def test_the_target_decides_where_bytes_land(two_sided: Pair) -> None:
@@ -124,7 +115,7 @@ def test_random_schedules(kind: str) -> None:
     pair = open_pair(kind, source_bytes=1 << 16, ring_bytes=1 << 16)
     base = [0]
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         pair.ring[:] = PATTERN
@@ -177,10 +168,13 @@ def test_both_directions_of_a_two_sided_session(two_sided: Pair) -> None:
 
 
 @pytest.mark.parametrize("kind", ONE_SIDED)
-def test_a_one_sided_target_cannot_write(kind: str) -> None:
+def test_what_a_one_sided_transport_does_not_do(kind: str) -> None:
     pair = open_pair(kind)
     with pytest.raises(LocalProtocolError, match="offered no memory"):
         pair.target.write(pair.ring_memory, rng(0, 1), rng(0, 1), 1)
+    with pytest.raises(LocalProtocolError, match="one-sided"):
+        pair.target.expect(pair.ring_memory, rng(0, 1), 1)
+    assert pair.writer.decline(1).poll()
     pair.close()
 
 
@@ -188,7 +182,7 @@ def test_a_one_sided_target_cannot_write(kind: str) -> None:
 
 
 @pytest.mark.parametrize("expect_first", [True, False])
-@pytest.mark.parametrize("num_bytes", [1, 8, 100_000])
+@pytest.mark.parametrize("num_bytes", [1, 100_000])
 def test_decline_settles_the_receive_and_touches_nothing(two_sided: Pair, expect_first: bool, num_bytes: int) -> None:
     handles = []
     if not expect_first:
@@ -204,25 +198,10 @@ def test_decline_settles_the_receive_and_touches_nothing(two_sided: Pair, expect
     assert (two_sided.ring == PATTERN).all()
 
 
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_decline_of_a_one_sided_transport_is_done_at_once(kind: str) -> None:
-    pair = open_pair(kind)
-    assert pair.writer.decline(1).poll()
-    pair.close()
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_expect_on_a_one_sided_transport_is_a_local_bug(kind: str) -> None:
-    pair = open_pair(kind)
-    with pytest.raises(LocalProtocolError, match="one-sided"):
-        pair.target.expect(pair.ring_memory, rng(0, 1), 1)
-    pair.close()
-
-
 # A peer that breaks the rules
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(1, 100), (100, 1), (200_000, 100), (100, 200_000)])
+@pytest.mark.parametrize(("sent", "expected"), [(1, 100), (200_000, 100), (100, 200_000)])
 def test_wrong_length_fails_the_receive_and_touches_nothing(two_sided: Pair, sent: int, expected: int) -> None:
     receive = two_sided.target.expect(two_sided.ring_memory, rng(10, 10 + expected), 1)
     two_sided.writer.write(two_sided.source_memory, rng(0, sent), rng(0, sent), 1)
@@ -279,18 +258,15 @@ def test_ranges_are_checked(pair: Pair) -> None:
         rng(4, 4)
 
 
-@pytest.mark.parametrize("key", [-1, 2**62, 2**64])
-def test_keys_are_checked(pair: Pair, key: int) -> None:
-    with pytest.raises(LocalProtocolError, match="out of range"):
-        pair.writer.write(pair.source_memory, rng(0, 1), rng(0, 1), key)
-    with pytest.raises(LocalProtocolError, match="out of range"):
-        pair.writer.decline(key)
-    if not pair.is_one_sided:
+def test_keys_are_checked_and_the_largest_works(pair: Pair) -> None:
+    for key in (-1, 2**62, 2**64):
         with pytest.raises(LocalProtocolError, match="out of range"):
-            pair.target.expect(pair.ring_memory, rng(0, 1), key)
-
-
-def test_the_largest_key_works(pair: Pair) -> None:
+            pair.writer.write(pair.source_memory, rng(0, 1), rng(0, 1), key)
+        with pytest.raises(LocalProtocolError, match="out of range"):
+            pair.writer.decline(key)
+        if not pair.is_one_sided:
+            with pytest.raises(LocalProtocolError, match="out of range"):
+                pair.target.expect(pair.ring_memory, rng(0, 1), key)
     pair.move(rng(0, 10), rng(0, 10), key=2**62 - 1)
     assert (pair.ring[:10] == pair.source[:10]).all()
 
@@ -345,8 +321,10 @@ def test_a_settled_handle_stays_settled_after_close(pair: Pair) -> None:
     handles = [write] if pair.is_one_sided else [write, pair.target.expect(pair.ring_memory, rng(0, 9), 1)]
     pair.drive(*handles)
     pair.writer.close()
+    pair.turn()
+    assert all(handle.poll() for handle in handles), "what arrived before the peer closed still counts"
     pair.target.close()
-    assert all(handle.poll() for handle in handles)
+    assert all(handle.poll() for handle in handles) and (pair.ring[:9] == pair.source[:9]).all()
     if not pair.is_one_sided:
         assert handles[1].num_bytes == 9  # type: ignore[attr-defined]
 
@@ -401,15 +379,6 @@ def test_the_survivor_hears_of_a_closed_peer(pair: Pair) -> None:
         pair.drive(pair.target.write(pair.ring_memory, rng(0, 1), rng(0, 1), 3))
 
 
-def test_what_arrived_before_the_peer_closed_still_counts(two_sided: Pair) -> None:
-    receive = two_sided.target.expect(two_sided.ring_memory, rng(0, 500), 1)
-    two_sided.drive(two_sided.writer.write(two_sided.source_memory, rng(0, 500), rng(0, 500), 1), receive)
-    two_sided.writer.close()
-    two_sided.turn()
-    assert receive.poll()
-    assert (two_sided.ring[:500] == two_sided.source[:500]).all()
-
-
 def test_two_sessions_do_not_disturb_each_other(two_sided: Pair) -> None:
     ring = np.full(1 << 20, PATTERN, dtype=np.uint8)
     memory = two_sided.target_transport.register(ring)
@@ -417,7 +386,7 @@ def test_two_sessions_do_not_disturb_each_other(two_sided: Pair) -> None:
     mine = two_sided.target.expect(two_sided.ring_memory, rng(0, 1000), 1)
     other = target.expect(memory, rng(0, 1000), 1)
     write = writer.write(two_sided.source_memory, rng(5000, 6000), rng(0, 1000), 1)
-    ends_at = time.monotonic() + 10
+    ends_at = time.monotonic() + 60
     while not (other.poll() and write.poll()):
         two_sided.turn(1)
         writer.progress()
@@ -460,7 +429,7 @@ def test_transport_close_closes_sessions(two_sided: Pair) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_open_and_close_leak_no_descriptors(kind: str) -> None:
     """Many sessions, each torn down with a write and a receive under way; a leaked worker would keep its descriptor."""
-    num_sessions = 25 if kind.startswith("nixl") else 200  # an agent takes up to 0.1 s to make
+    num_sessions = 5 if kind.startswith("nixl") else 20  # an agent takes up to 0.1 s to make
     pair = open_pair(kind)
 
     def cycle() -> None:
@@ -528,7 +497,7 @@ def test_wrong_blobs_are_refused_in_one_line(pair: Pair) -> None:
         b"\x93": "not msgpack",
         b"nonsense" * 10: "not msgpack",
         b"\x93\x01\x02\x03": "another shape",
-        bytes(70_000): "at most",
+        b"\xdc" * (64 * 1024 + 1): f"blob of {64 * 1024 + 1} bytes",  # before it is unpacked: it can promise a list of any length
         foreign.blob: f"transport '{other.name}' version 1; this end needs a kvferry offer of transport",
         answer: "answer",
         good.blob[:-3] + bytes([good.blob[-3] ^ 1]) + good.blob[-2:]: "checksum",
@@ -538,7 +507,7 @@ def test_wrong_blobs_are_refused_in_one_line(pair: Pair) -> None:
             pair.target_transport.accept(blob, pair.ring_memory)
         assert "\n" not in str(caught.value)
         assert pair.target_transport.name in str(caught.value)
-    for blob in (b"", foreign.blob, answer, good.blob):
+    for blob in (b"", foreign.blob, answer, good.blob, b"\xdc" * (64 * 1024 + 1)):
         with pytest.raises(ConfigError) as caught:
             good.complete(blob)
         assert "\n" not in str(caught.value)
@@ -564,16 +533,6 @@ def test_an_offer_that_is_closed_leaves_nothing(pair: Pair) -> None:
     for _ in range(5):
         pair.writer_transport.offer().close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_blob_above_the_limit_is_refused(pair: Pair) -> None:
-    """Before it is unpacked: a few bytes of msgpack can promise a list of any length."""
-    with pytest.raises(ConfigError, match=f"blob of {64 * 1024 + 1} bytes"):
-        pair.target_transport.accept(b"\xdc" * (64 * 1024 + 1), pair.ring_memory)
-    offer = pair.writer_transport.offer()
-    with pytest.raises(ConfigError, match=f"blob of {64 * 1024 + 1} bytes"):
-        offer.complete(b"\xdc" * (64 * 1024 + 1))
-    offer.close()
 
 
 def test_a_writer_offers_no_memory(pair: Pair) -> None:

@@ -55,28 +55,21 @@ def test_a_frozen_process_is_not_gone(child: Child) -> None:
 
 
 def test_a_killed_process_is_gone_though_nobody_reaped_it(child: Child) -> None:
-    watched = watch(child)
+    watched, start_time = watch(child), start_time_of(child.pid)
+    assert start_time is not None
     child.send_signal(signal.SIGSTOP)
     child.kill()
-    assert is_gone_within(watched, 5)
+    assert is_gone_within(watched, 60)
     assert start_time_of(child.pid) is not None  # a zombie: its pid is taken until we wait for it
     child.wait()
     assert start_time_of(child.pid) is None
-    assert watched.is_gone
+    assert watched.is_gone and PeerWatch(child.pid, start_time).is_gone
 
 
 def test_a_process_that_ends_by_itself_is_gone(child: Child) -> None:
     watched = watch(child)
     child.communicate(b"\n")
-    assert is_gone_within(watched, 5)
-
-
-def test_a_process_that_was_gone_before(child: Child) -> None:
-    start_time = start_time_of(child.pid)
-    assert start_time is not None
-    child.kill()
-    child.wait()
-    assert PeerWatch(child.pid, start_time).is_gone
+    assert is_gone_within(watched, 60)
 
 
 def test_another_process_of_the_same_pid_is_not_taken_for_the_peer(child: Child) -> None:
@@ -118,30 +111,16 @@ def test_what_the_kernel_refuses_to_watch() -> None:
         PeerWatch(-1, 1)
 
 
-def test_start_time_behind_a_name_that_looks_like_fields(tmp_path: Path) -> None:
-    name = tmp_path / "a) R 1 (b"
-    name.symlink_to(sys.executable)
-    process = subprocess.Popen([name, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        start_time = start_time_of(process.pid)
-        own = start_time_of(os.getpid())
-        assert start_time is not None and own is not None
-        assert own <= start_time <= own + 3600 * os.sysconf("SC_CLK_TCK")
-        assert not PeerWatch(process.pid, start_time).is_gone
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_start_time_behind_a_name_that_is_no_text() -> None:
-    """A process may call itself anything; so may a name that the kernel cut after 15 bytes, in the middle of a letter."""
-    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'x\\xff) \\xfe', 0, 0, 0); print(flush=True); input()"
+@pytest.mark.parametrize("name", [b"a) R 1 (b", b"x\xff) \xfe"])
+def test_start_time_behind_any_name(name: bytes) -> None:
+    """A process may call itself anything, also what looks like fields; and the kernel cuts a name in the middle of a letter."""
+    rename = f"import ctypes; ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0); print(flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline()
-        assert b"\xff) \xfe" in Path(f"/proc/{process.pid}/stat").read_bytes()
-        start_time = start_time_of(process.pid)
-        assert start_time is not None
+        assert name in Path(f"/proc/{process.pid}/stat").read_bytes()
+        start_time, own = start_time_of(process.pid), start_time_of(os.getpid())
+        assert start_time is not None and own is not None and start_time >= own
         assert not PeerWatch(process.pid, start_time).is_gone
     finally:
         process.kill()
