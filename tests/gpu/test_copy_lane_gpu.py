@@ -14,6 +14,7 @@ from torch import Tensor
 
 from node_runtime.copy_lane import CopyLane, open_copy_lane
 from node_runtime.piece_copier import PieceCopier, PieceCopy
+from tests.gpu.busy import occupy
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.kernels.digest import DIGEST_WORDS, digest
 from transfer.kv_pool import KVPool
@@ -113,7 +114,7 @@ async def test_a_gather_waits_for_the_engine_and_the_loop_does_not() -> None:
     engine = torch.cuda.Stream()
     begun_s = time.monotonic()
     with torch.cuda.stream(engine):
-        torch.cuda._sleep(BUSY_CYCLES)
+        occupy(BUSY_CYCLES)
         side.pool.buffer(0, is_v=False).fill_(3.0)
         written = engine.record_event()
     gathering = asyncio.ensure_future(gathered(side, wire, written))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.transport.cuda_ipc_ends import Place, Remote, attach, pattern
+from tests.transport.cuda_ipc_ends import Place, Remote, attach
 from tests.transport.cuda_ipc_scenarios import *  # noqa: F403
 from tests.transport.cuda_ipc_scenarios import Make, MiB, Places
 from transfer.errors import ConfigError
@@ -158,37 +158,6 @@ def test_a_gather_straight_into_the_peers_ring(places: Places, make: Make) -> No
     transport.close()
     target.do("close")
     assert target.do("is_over")
-
-
-def test_both_ends_in_one_process() -> None:
-    from tests.transport.store_kernel import store
-    from transfer.transport.cuda_ipc import CudaIpcTransport
-
-    last = torch.cuda.device_count() - 1
-    source, ring = pattern(MiB, 6, "cuda:0"), torch.zeros(MiB, dtype=torch.uint8, device=f"cuda:{last}")
-    for device in (0, last):
-        torch.cuda.synchronize(device)
-    writer_transport, target_transport = CudaIpcTransport(), CudaIpcTransport()
-    source_memory, ring_memory = writer_transport.register(source), target_transport.register(ring)
-    assert (source_memory.device_index, ring_memory.device_index) == (0, last)
-    offer = writer_transport.offer()
-    target, answer = target_transport.accept(offer.blob, ring_memory)
-    writer = offer.complete(answer)
-    half = ByteRange(begin=0, end=MiB // 2)
-    handle = writer.write(source_memory, half, half, 1)
-    ends_at = time.monotonic() + 10
-    while not handle.poll():
-        writer.progress()
-        assert time.monotonic() < ends_at
-    place = writer.direct(ByteRange(begin=MiB // 2, end=MiB))
-    assert place is not None
-    store(place, source[MiB // 2 :])
-    torch.cuda.synchronize(0)
-    assert torch.equal(ring.cpu(), source.cpu())
-    target.close()
-    writer_transport.close()
-    assert target.is_over
-    target_transport.deregister(ring_memory)
 
 
 def test_a_ring_is_an_allocation_of_its_own() -> None:

@@ -21,6 +21,7 @@ from tests.engine.decode_cases import (
     assert_writes,
     attention_cases,
 )
+from tests.gpu.busy import occupy
 from transfer.engine_types import SamplingParams
 from transfer.layout import DType, TokenOrder
 from transfer.memory.page_table import PageTable
@@ -154,22 +155,10 @@ def test_a_captured_step_is_replayed_while_requests_grow_come_and_go(pool_dtype:
         assert torch.equal(arguments["k"][written // 16, written % 16].float(), new_k[0].to(arguments["k"].dtype).float())
 
 
-def test_queued_without_a_synchronisation() -> None:
-    arguments = REAL_SHAPES["Qwen3-8B"].arguments("cuda")
-    attend(arguments)
-    torch.cuda.synchronize()
-    event = torch.cuda.Event()
-    torch.cuda._sleep(200_000_000)
-    attend(arguments)
-    event.record()
-    assert not event.query()
-    event.synchronize()
-
-
 def test_the_page_table_is_written_behind_the_current_stream() -> None:
     """Many small steps behind a slow one: the pinned memory of a copy is not reused under it."""
     on_gpu, on_cpu = (PageTable(num_rows=9, max_seq_len=640, page_size=16, device=device) for device in ("cuda", "cpu"))
-    torch.cuda._sleep(1_000_000_000)
+    occupy(1_000_000_000)
     for step in range(200):
         items = [(str((step + offset) % 11), tuple(range(step, step + 1 + step % 40)), 1) for offset in range(8)]
         assert on_gpu.rows_of(items) == on_cpu.rows_of(items)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvferry.engines.hosted import SOURCE
+from tests.gpu.busy import occupy
 from tests.hosted.instances import DIM, HEADS, LAYERS, LAYOUT, PAGES, Instance, prompt_of, target, write
 from transfer.kv_pool import KVPool, LayerBuffers, PoolView
 from transfer.layout import Shard, TokenOrder
@@ -50,7 +51,7 @@ def prefill_side(pipe: Connection, transport: str, order: TokenOrder) -> None:
         source.leader.begin("a")
         for begin, end in ((0, 130), (130, 300)):
             for rank, pool in zip(source.ranks, source.pools, strict=True):
-                torch.cuda._sleep(BUSY_CYCLES)
+                occupy(BUSY_CYCLES)
                 write(pool, pages, PROMPT, begin, end)
                 event = torch.cuda.Event()
                 event.record()

@@ -149,15 +149,3 @@ def test_device_memory_is_over_when_the_writer_is_dead_and_not_before(
     torch.cuda.synchronize()
     time.sleep(0.2)
     assert bool((ends.tensor == 0x33).all())
-
-
-def test_a_new_session_after_one_that_is_over(ends_of: Callable[[str, str], Ends]) -> None:
-    first = ends_of("cuda", "cuda")
-    first.write(1)
-    first.pipe.send(None)
-    first.hear()
-    first.session.close()
-    assert first.is_over_within(5)
-    second = ends_of("cuda", "cuda")
-    second.write(1)
-    assert torch.equal(second.tensor.cpu(), _pattern("cpu"))

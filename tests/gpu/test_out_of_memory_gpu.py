@@ -166,7 +166,7 @@ def test_a_step_in_mid_model_gives_all_back(model: Directory, ballast: Ballast) 
     """The step ran over some layers. The frames of the error hold their tensors until the frames are dropped."""
     engine = engine_of(model)
     tokens = tokens_of(engine)
-    engine._layers_per_group = 1
+    engine.layers_per_group = 1
     allocated = set()
     for _ in range(3):
         fills = iter([False, True])

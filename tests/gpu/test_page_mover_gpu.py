@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 
 from node_runtime.piece_copier import PieceCopier
+from tests.gpu.busy import occupy
 from tests.kernels.page_cases import PageCase, Side, assert_moves, page_cases
+from transfer import host_pool
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.errors import MemoryPlanError
 from transfer.host_pool import HostPool, mixed_pool
@@ -99,10 +101,10 @@ def test_a_save_waits_for_its_event_and_for_nothing_else() -> None:
     mover.save([PageMove(group=0, device_pages=pages, host_pages=pages)])  # compiles
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
-        torch.cuda._sleep(4_000_000_000)  # some two seconds
+        occupy(4_000_000_000)  # some two seconds
         over = torch.cuda.Event()
         over.record()
-    torch.cuda._sleep(200_000_000)
+    occupy(200_000_000)
     pool.buffer(1, is_v=False).fill_(5.0)
     written = torch.cuda.Event()
     written.record()
@@ -159,24 +161,31 @@ def test_pinned_memory_is_the_devices_too_until_it_is_closed() -> None:
     assert not host.is_pinned and host.part(0).buffer(2, is_v=False)[7].eq(3.0).all()
 
 
+def repeat_memory(patch: pytest.MonkeyPatch) -> None:
+    """Let every host pool that is made from now on have the memory of the first."""
+    made, zeroed_bytes = [], host_pool.zeroed_bytes
+
+    def repeated(num_bytes: int) -> torch.Tensor:
+        if not made:
+            made.append(zeroed_bytes(num_bytes))
+        return made[0]
+
+    patch.setattr(host_pool, "zeroed_bytes", repeated)
+
+
 def test_a_pool_that_nobody_closes_is_unpinned_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory can be pinned again: a second pool lies at the same addresses."""
-    from transfer import host_pool
-
+    repeat_memory(monkeypatch)
     pool, host = make_pools()
-    memory = host._memory
     del host
-    monkeypatch.setattr(host_pool, "zeroed_bytes", lambda num_bytes: memory)
     assert HostPool(pool, num_pages=[96]).is_pinned
     torch.ones(1, device="cuda")  # no error is left for others
 
 
 def test_memory_that_cannot_be_pinned_is_told_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the same memory, which CUDA refuses."""
-    from transfer import host_pool
-
+    repeat_memory(monkeypatch)
     pool, host = make_pools()
-    monkeypatch.setattr(host_pool, "zeroed_bytes", lambda num_bytes: host._memory)
     with pytest.raises(MemoryPlanError, match=rf"could not pin the host pool's {host.num_bytes} bytes"):
         HostPool(pool, num_pages=[96])
     torch.ones(1, device="cuda")  # no error is left for others

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedded_engine.engine import EmbeddedEngine
+from embedded_engine.engine import EmbeddedEngine, ForwardBatch
 from embedded_engine.model_files import read_model_files
 from kvferry.demo_model import make_demo_model
 from tests.engine.families import FAMILIES
@@ -129,16 +129,14 @@ class LongRequest:
             host_tables=tuple(hosts) if num_in_host else (),
         )
 
-    def is_replayed(self, item: DecodeItem) -> bool:
-        decoder = self.engine._decoder
-        assert decoder is not None and decoder._host is not None
-        return decoder._tiered_graphs is not None and decoder._host.load([item.host_tables[self.group]])
+    def queued(self, batch: ForwardBatch) -> Tensor:
+        """Logits of a step that is not waited for."""
+        found = self.engine.logits(batch)
+        assert found is not None
+        return found.float().clone()
 
     def logits(self, items: Sequence[DecodeItem]) -> Tensor:
-        batch = self.engine.decode_batch(items)
-        assert self.engine._decoder is not None
-        with torch.inference_mode():
-            found = self.engine._decoder.logits(batch.decode_items).float().clone()
+        found = self.queued(self.engine.decode_batch(items))
         torch.cuda.synchronize()
         return found
 
@@ -157,12 +155,15 @@ def long_context(tmp_path: Path) -> Path:
 
 @both_ways
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=str)
-def test_a_long_request_is_attended_to_as_if_it_were_on_the_device(long_context: Path, dtype: DType, is_replayed: bool) -> None:
+def test_a_long_request_is_attended_to_as_if_it_were_on_the_device(
+    long_context: Path, monkeypatch: pytest.MonkeyPatch, dtype: DType, is_replayed: bool
+) -> None:
     request = LongRequest(long_context, dtype=dtype, is_replayed=is_replayed)
     expected = request.logits([request.on_device])
     tolerance = TOLERANCES[dtype] * float(expected.abs().max())
+    replayed = note_replays(monkeypatch)
     torch.testing.assert_close(request.logits([request.tiered]), expected, rtol=0, atol=tolerance)
-    assert request.is_replayed(request.tiered) == is_replayed
+    assert replayed == [1] * is_replayed
     assert request.engine.host_block_bytes == 2 * request.pages_per_block * largest_slice(request.host, 0)
 
 
@@ -173,7 +174,7 @@ def test_buffers_are_never_read_before_they_are_filled_nor_filled_before_they_ar
     """Many steps in a row, none of them waited for, beside a copy of other pages and work on another stream: the same bits."""
     request = LongRequest(long_context, dtype=DType.BFLOAT16, is_replayed=is_replayed)
     expected = request.logits([request.tiered])
-    items = request.engine.decode_batch([request.tiered]).decode_items
+    batch = request.engine.decode_batch([request.tiered])
     is_over = threading.Event()
 
     def save() -> None:
@@ -189,9 +190,7 @@ def test_buffers_are_never_read_before_they_are_filled_nor_filled_before_they_ar
         for _ in range(30):
             with torch.cuda.stream(other):
                 matrix = torch.tanh(matrix @ matrix)
-            assert request.engine._decoder is not None
-            with torch.inference_mode():
-                found.append(request.engine._decoder.logits(items).float().clone())
+            found.append(request.queued(batch))
         torch.cuda.synchronize()
     finally:
         is_over.set()
@@ -206,23 +205,8 @@ def test_steps_of_every_kind_follow_each_other_unwaited_for(long_context: Path) 
     assert request.num_in_host > most
     kinds = [[request.item(count)] for count in (0, 3, most // 2, most, most + 1, request.num_in_host)]
     expected = [request.logits(items) for items in kinds]
-    steps = [request.engine.decode_batch(items).decode_items for items in kinds]
+    steps = [request.engine.decode_batch(items) for items in kinds]
     order = torch.randint(len(kinds), (60,), generator=torch.Generator().manual_seed(8)).tolist()
-    assert request.engine._decoder is not None
-    with torch.inference_mode():
-        found = [request.engine._decoder.logits(steps[kind]).float().clone() for kind in order]
+    found = [request.queued(steps[kind]) for kind in order]
     torch.cuda.synchronize()
     assert all(torch.equal(logits, expected[kind]) for kind, logits in zip(order, found, strict=True))
-
-
-@both_ways
-def test_rows_with_and_without_host_pages_share_a_step(long_context: Path, is_replayed: bool) -> None:
-    request = LongRequest(long_context, dtype=DType.FLOAT32, is_replayed=is_replayed)
-    own_pages = tuple(range(len(request.on_device.page_tables[0]), len(request.on_device.page_tables[0]) + 3))
-    short = DecodeItem(request_id="b", token_id=9, position=40, page_tables=(own_pages,))
-    alone, expected = request.logits([short]), request.logits([request.on_device])
-    for items, rows in (([short, request.tiered], (0, 1)), ([request.tiered, short], (1, 0))):
-        together = request.logits(items)
-        tolerance = 2e-3 * float(together.abs().max())
-        torch.testing.assert_close(together[rows[0]], alone[0], rtol=0, atol=tolerance)
-        torch.testing.assert_close(together[rows[1]], expected[0], rtol=0, atol=tolerance)

@@ -173,7 +173,9 @@ class End:
         if found is None:
             return False
         if sleep_cycles:
-            torch.cuda._sleep(sleep_cycles)
+            from tests.gpu.busy import occupy
+
+            occupy(sleep_cycles)
         self._store(found, self._tensor[begin:end])
         if not sleep_cycles:
             self._synchronize()
@@ -189,10 +191,10 @@ class End:
     def break_device(self) -> str:
         """Let a kernel fail: the process can use its GPU no more. Returns what CUDA says to that.
 
-        By an assertion and not by a store to an address where nothing is: which addresses those are only the driver knows.
+        By an index out of bounds, and not by a store to an address where nothing is: which those are only the driver knows.
         """
-        torch._assert_async(torch.zeros((), device=self._torch_device))
         try:
+            torch.zeros(1, device=self._torch_device)[torch.ones(1, dtype=torch.int64, device=self._torch_device)]
             self._synchronize()
         except RuntimeError as error:
             return str(error)
