@@ -9,13 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from embedded_engine import attention as attention_module
 from embedded_engine import paged_attention
 from embedded_engine.attention import Scores, attention
-from embedded_engine.paged_attention import PrefillPlan
+from embedded_engine.paged_attention import PrefillPlan, rows_of_similar_length
 from transfer.engine_types import PrefillItem
 from transfer.kv_pool import KVPool
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard
@@ -40,10 +42,13 @@ def by_the_formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     return output
 
 
+@pytest.mark.parametrize("takes_shared_heads", [None, False], ids=["as on this device", "as on a GPU"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("num_kv_heads", "rows", "is_masked"), [(1, 1, True), (2, 1, False), (2, 5, True), (6, 5, True)])
-def test_agrees_with_the_formula(num_kv_heads: int, rows: int, is_masked: bool, has_sinks: bool, softcap: float | None) -> None:
+def test_agrees_with_the_formula(
+    num_kv_heads: int, rows: int, is_masked: bool, has_sinks: bool, softcap: float | None, takes_shared_heads: bool | None
+) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -54,7 +59,7 @@ def test_agrees_with_the_formula(num_kv_heads: int, rows: int, is_masked: bool, 
     if mask is not None and rows > 1:
         mask = mask[0, 0]
     scores = Scores(scale=0.6, softcap=softcap, sinks=random(6) if has_sinks else None)
-    found = attention(query, key, value, mask, scores)
+    found = attention(query, key, value, mask, scores, takes_shared_heads=takes_shared_heads)
     torch.testing.assert_close(found, by_the_formula(query, key, value, mask, scores), atol=2e-5, rtol=1e-4)
 
 
@@ -193,3 +198,17 @@ def test_latents_are_expanded_part_by_part(monkeypatch: pytest.MonkeyPatch, firs
     found, num_tokens = attend_latents(4, lengths, first_token)
     assert num_tokens == [500, 500, 200, 40], "a short context is left to torch's own attention"
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@given(st.lists(st.integers(min_value=1, max_value=5000), min_size=1, max_size=20))
+def test_groups_hold_each_row_once_in_order_and_of_similar_length(lengths: list[int]) -> None:
+    groups = rows_of_similar_length(lengths)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    for group in groups:
+        assert group == sorted(group)
+        own = [lengths[row] for row in group]
+        assert max(own) <= 2 * min(own)
+
+
+def test_one_group_of_rows_of_rising_length_keeps_the_steps_order() -> None:
+    assert rows_of_similar_length([100, 120, 130]) == [[0, 1, 2]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from embedded_engine import attention as attention_module
 from embedded_engine import device_decode, loading
-from embedded_engine.attention import Scores, attention
 from embedded_engine.engine import EmbeddedEngine
 from embedded_engine.graphs import CannotBeCaptured, DecodeGraphs
 from embedded_engine.loading import load_engine
@@ -258,24 +256,3 @@ def test_a_decode_rank_on_a_gpu_gets_page_tables_and_graphs(
 class SimplePlan:
     plan = None
     warnings = ()
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_joined_heads_attend_as_shared_ones(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """On a GPU the query heads of a KV head take the place of rows: the same numbers, and no key is read expanded."""
-    generator = torch.Generator().manual_seed(2)
-    query = torch.randn(1, 6, rows, 8, generator=generator)
-    key, value = (torch.randn(1, 2, 9, dim, generator=generator) for dim in (8, 4))
-    mask = torch.full((rows, 9), float("-inf")).triu(9 - rows + 1)
-    expected = attention(query, key, value, mask, Scores(scale=0.3))
-    seen: list[dict[str, Any]] = []
-    torch_attention: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*arguments: Tensor, **options: Any) -> Tensor:
-        seen.append(options)
-        return torch_attention(*arguments, **options)
-
-    monkeypatch.setattr(attention_module.functional, "scaled_dot_product_attention", watched)
-    found = attention(query, key, value, mask, Scores(scale=0.3), takes_shared_heads=False)
-    torch.testing.assert_close(found, expected)
-    assert [options.get("enable_gqa", False) for options in seen] == [False]

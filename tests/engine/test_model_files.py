@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 import struct
@@ -14,11 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decode_node.engine import DecodeEngine
 from embedded_engine import model_files
 from embedded_engine.engine import BadLogits, EmbeddedEngine
 from embedded_engine.model_files import read_model_files
-from prefill_node.engine import PrefillEngine
 from transfer.engine_types import DecodeItem, PrefillItem
 from transfer.errors import ConfigError, EngineError, TransferError
 from transfer.layout import DType, Shard
@@ -340,14 +337,3 @@ def test_fields_differ_with_the_weights(demo_dir: Path, copied: Path, monkeypatc
     seen.add(digest_after(lambda tensor: tensor.reshape(tensor.shape[::-1]), "model.layers.0.self_attn.o_proj.weight"))
     seen.add(digest_after(lambda tensor: tensor.to(torch.bfloat16), "model.norm.weight"))
     assert len(seen) == 7
-
-
-@pytest.mark.parametrize("protocol", [PrefillEngine, DecodeEngine])
-def test_the_engine_has_what_the_interface_asks_for(engine: EmbeddedEngine, protocol: type) -> None:
-    asked = {name: member for name, member in vars(protocol).items() if not name.startswith("_")}
-    assert {"layout", "shard", "pool", "model_fields", "max_context_tokens", "vocab_size", "close"} < set(asked)
-    for name, member in asked.items():
-        if isinstance(member, property):
-            assert hasattr(engine, name)
-        else:
-            assert list(inspect.signature(member).parameters)[1:] == list(inspect.signature(getattr(engine, name)).parameters)

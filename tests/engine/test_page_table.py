@@ -35,17 +35,6 @@ def test_shape_and_bytes() -> None:
     assert PageTable(num_rows=2, max_seq_len=32, page_size=1).slots.shape[1] == 32
 
 
-def test_rows_show_slots_and_stay() -> None:
-    table = PageTable(num_rows=4, max_seq_len=40, page_size=4)
-    first = table.rows_of([("a", (7, 2), 6), ("b", [3], 4)])
-    assert len(set(first)) == 2 and table.dummy_row not in first
-    assert shown(table, first[0], 8) == [28, 29, 30, 31, 8, 9, 10, 11]
-    assert shown(table, first[1], 4) == [12, 13, 14, 15]
-    assert table.rows_of([("b", [3, 0], 5), ("c", (9,), 1), ("a", (7, 2), 7)])[::2] == [first[1], first[0]]
-    assert shown(table, first[1], 8) == [12, 13, 14, 15, 0, 1, 2, 3]
-    assert table.slots[table.dummy_row].eq(NO_SLOT).all()
-
-
 def test_the_request_that_was_asked_for_longest_ago_loses_its_row() -> None:
     table = PageTable(num_rows=4, max_seq_len=40, page_size=4)
     rows = dict(zip("abc", table.rows_of([("a", (1,), 1), ("b", (2,), 1), ("c", (3,), 1)]), strict=True))
@@ -54,15 +43,6 @@ def test_the_request_that_was_asked_for_longest_ago_loses_its_row() -> None:
     # Two new ones beside one of the oldest: its own row is not taken from under it.
     assert table.rows_of([("e", (5,), 1), ("c", (3,), 2), ("f", (6,), 1)])[1] == rows["c"]
     assert table.slots[rows["c"], :4].tolist() == [12, 13, 14, 15]
-
-
-def test_a_used_id_with_other_pages_is_right() -> None:
-    table = PageTable(num_rows=3, max_seq_len=40, page_size=4)
-    table.rows_of([("a", (1, 2, 3), 12)])
-    (row,) = table.rows_of([("a", (1, 5), 8)])
-    assert shown(table, row, 8) == [4, 5, 6, 7, 20, 21, 22, 23]
-    (row,) = table.rows_of([("a", (1, 5, 3), 12)])
-    assert shown(table, row, 12)[8:] == [12, 13, 14, 15]
 
 
 def test_only_what_changed_is_written_and_in_one_copy() -> None:
@@ -160,7 +140,7 @@ def steps(draw: st.DrawFn) -> tuple[int, list[list[tuple[str, tuple[int, ...], i
     return page_size, found
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(case=steps())
 def test_every_row_shows_what_a_dictionary_would(case: tuple[int, list[list[tuple[str, tuple[int, ...], int]]]]) -> None:
     page_size, all_steps = case

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embedded_engine.kernels.arguments import DecodeCall, WriteCall
 from embedded_engine.kernels.merge_partial import merge_partial
-from embedded_engine.kernels.paged_decode import MAX_SPLITS, num_splits_of, paged_decode_attention, tiles_of
+from embedded_engine.kernels.paged_decode import paged_decode_attention
 from embedded_engine.kernels.reference import reference_decode_attention, reference_write_rows
 from embedded_engine.kernels.write_rows import write_rows
 from tests.engine.decode_cases import GQA, MHA, DecodeCase
@@ -81,21 +81,6 @@ def test_rows_are_written_as_the_pool_writes_them(order: TokenOrder) -> None:
     theirs.write(0, torch.tensor([5, 0]), new_k[[0, 3]], new_v[[0, 3]])
     for is_v in (False, True):
         assert torch.equal(ours.buffer(0, is_v=is_v).view(torch.uint8), theirs.buffer(0, is_v=is_v).view(torch.uint8))
-
-
-def test_a_launch_follows_from_shapes_alone() -> None:
-    assert num_splits_of(1, 131072) == MAX_SPLITS  # one request, one KV head: as many as are ever merged
-    assert num_splits_of(64, 131072) == 8
-    assert num_splits_of(4096, 131072) == 2  # never one, where a request is long enough to be cut
-    assert num_splits_of(4096, 128) == 1
-    assert num_splits_of(1, 512) == 4  # a split is never cut below 128 tokens
-    llama = tiles_of(group_heads=8, k_dim=128, v_dim=128, element_bytes=2)
-    assert (llama.block_heads, llama.head_tiles, llama.k_main, llama.k_rest, llama.v_block) == (16, 1, 128, 0, 128)
-    deepseek = tiles_of(group_heads=128, k_dim=576, v_dim=512, element_bytes=2)
-    assert (deepseek.block_heads, deepseek.head_tiles, deepseek.k_main, deepseek.k_rest) == (32, 4, 512, 64)
-    assert [(tiles_of(1, dim, dim, 2).k_main, tiles_of(1, dim, dim, 2).k_rest) for dim in (8, 80, 96, 112)] == [
-        (16, 0), (64, 16), (64, 32), (128, 0),
-    ]  # fmt: skip
 
 
 WRONG: list[tuple[str, Any, str]] = [

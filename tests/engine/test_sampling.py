@@ -34,10 +34,6 @@ def draws(logits: list[float], count: int, **values: float) -> Counter[int]:
     return Counter(sample(row, [params], [position])[0] for position in range(count))
 
 
-def test_greedy_takes_the_largest() -> None:
-    assert sample(torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]]), [GREEDY, GREEDY], [4, 4]) == [1, 0]
-
-
 def test_frequencies_are_the_softmax_at_the_temperature() -> None:
     logits, count = [0.0, 1.0, 2.0, -1.0], 4000
     for temperature in (0.7, 1.0, 2.0):
@@ -116,7 +112,7 @@ sampling_params = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     params=st.lists(sampling_params, max_size=9),
     vocab=st.sampled_from((1, 2, 17, 300, 3000)),

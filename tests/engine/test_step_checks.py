@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -22,30 +23,17 @@ class Page(int):
 
     looks = 0
 
-    def _look(self) -> None:
-        type(self).looks += 1
 
-    def __lt__(self, other: int) -> bool:
-        self._look()
-        return int.__lt__(self, other)
+def _looking(name: str) -> Callable[..., Any]:
+    def look(page: Page, *other: int) -> Any:
+        Page.looks += 1
+        return getattr(int, name)(page, *other)
 
-    def __gt__(self, other: int) -> bool:
-        self._look()
-        return int.__gt__(self, other)
+    return look
 
-    def __le__(self, other: int) -> bool:
-        self._look()
-        return int.__le__(self, other)
 
-    def __ge__(self, other: int) -> bool:
-        self._look()
-        return int.__ge__(self, other)
-
-    def __int__(self) -> int:
-        self._look()
-        return int.__int__(self)
-
-    __hash__ = int.__hash__
+for one in ("__lt__", "__gt__", "__le__", "__ge__", "__int__"):
+    setattr(Page, one, _looking(one))
 
 
 def checks_of(*groups: LayerGroup, page_size: int = 1) -> StepChecks:

@@ -229,22 +229,6 @@ def test_only_full_attention_leaves_the_device(family_dir: Directory) -> None:
         engine.decode_batch([host_item(page_tables=tables, host_tables=((), (3,)))])
 
 
-def test_tables_that_do_not_change_are_handed_on_as_they_are(demo_dir: Path) -> None:
-    engine = make_engine(demo_dir, Shard(page_size=4))
-    engine.use_host_pool(host_pool_of(engine, 4), block_bytes=1 << 20)
-    hosts, pages = (3,), (NO_PAGE, 1, 2)
-    first, second = (
-        engine.decode_batch([host_item(host_tables=(hosts,), page_tables=(pages,), position=position)]).decode_items[0]
-        for position in (9, 10)
-    )
-    assert first.host_tables[0] is second.host_tables[0] is hosts and first.page_tables[0] is second.page_tables[0]
-    changed = [NO_PAGE, 1, 2]
-    engine.decode_batch([host_item(page_tables=(changed,))])
-    changed[0] = 4
-    with pytest.raises(EngineError, match="so many entries of its page table"):
-        engine.decode_batch([host_item(page_tables=(changed,))])
-
-
 @settings(max_examples=50)
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any),

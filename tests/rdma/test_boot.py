@@ -56,7 +56,7 @@ def test_a_guest_that_takes_too_long_is_ended_by_its_id(tmp_path: Path) -> None:
 def test_the_witness_objects_to_bytes_that_went_elsewhere(
     packets: int, loopback_bytes: int, objection: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counters = {"_PACKETS": (7, packets), "_LOOPBACK": (1000, loopback_bytes)}
+    counters = {"PACKETS": (7, packets), "LOOPBACK": (1000, loopback_bytes)}
     for name, (begin, _) in counters.items():
         (tmp_path / name).write_text(f"{begin}\n")
         monkeypatch.setattr(witness, name, tmp_path / name)

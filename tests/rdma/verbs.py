@@ -7,8 +7,8 @@ from pathlib import Path
 
 from examples.one_process import ReceivingRank, SendingRank, TwoTiers
 from tests.rdma.witness import DEVICE, Count
+from tests.transport.ends import SEED, Ends
 from tests.transport.payload import noise
-from tests.transport.test_nixl_processes import SEED, Ends
 from transfer.chunk import ChunkPlan
 from transfer.layout import DType, KVLayout, Shard, TokenOrder, routes
 from transfer.transport.nixl import NixlTransport
@@ -20,8 +20,7 @@ DEADLINE_S = 200.0
 def test_writes_of_another_process_go_over_rc_verbs(tmp_path: Path) -> None:
     """UCX itself says what it chose. Without `lane`, as a node opens the transport: nothing else is allowed here."""
     log = tmp_path / "ucx.log"  # on standard output it would come between the peer's answers
-    ends = Ends("auto", "target", 1 << 20, {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)})
-    ends.peer.do("fill", seed=SEED)
+    ends = Ends("nixl-auto", "target", 1 << 20, {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)})
     count = Count()
     ends.receive(0, 1 << 20, key=1)
     assert ends.session.lane == "nixl/net"

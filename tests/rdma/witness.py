@@ -17,8 +17,8 @@ from transfer.transport.nixl_session import NixlHandle
 LANE = "nixl-net"
 DEVICE = "rxe0"
 PACKET_BYTES = 4096  # the most that a RoCE packet holds of a message
-_PACKETS = Path(f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters/rcvd_pkts")
-_LOOPBACK = Path("/sys/class/net/lo/statistics/rx_bytes")
+PACKETS = Path(f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters/rcvd_pkts")
+LOOPBACK = Path("/sys/class/net/lo/statistics/rx_bytes")
 _BULK_BYTES = 1 << 20  # below, the loopback device's other uses would be in the way: control messages, tests of TCP
 
 
@@ -26,15 +26,15 @@ class Count:
     """What the devices have counted since this was made."""
 
     def __init__(self) -> None:
-        self._packets, self._loopback_bytes = int(_PACKETS.read_text()), int(_LOOPBACK.read_text())
+        self._packets, self._loopback_bytes = int(PACKETS.read_text()), int(LOOPBACK.read_text())
 
     @property
     def packets(self) -> int:
-        return int(_PACKETS.read_text()) - self._packets
+        return int(PACKETS.read_text()) - self._packets
 
     @property
     def loopback_bytes(self) -> int:
-        return int(_LOOPBACK.read_text()) - self._loopback_bytes
+        return int(LOOPBACK.read_text()) - self._loopback_bytes
 
     def objection(self, num_bytes: int) -> str | None:
         """Why `num_bytes` cannot have gone over the RDMA device alone, or None."""
@@ -77,7 +77,7 @@ class Witness:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not _PACKETS.exists():
+    if not PACKETS.exists():
         raise pytest.UsageError(f"there is no RDMA device {DEVICE} here: make test-rdma")
     config.pluginmanager.register(Witness(), "rdma-witness")
 

@@ -143,16 +143,6 @@ def test_a_transport_closes_in_bounded_time_around_a_frozen_writer(places: Place
     assert target.do("is_over_within", seconds=60)
 
 
-def test_the_writer_hears_of_a_target_that_closed(places: Places, make: Make) -> None:
-    writer, target = make(places.writer), make(places.target)
-    attach(writer, target)
-    target.do("close")
-    writer.do("write", begin=0, end=4096, target_begin=0, key=2)
-    assert writer.do("wait", key=2, seconds=60).startswith("WriteFailed: key 2 on session cuda_ipc/fused: peer process")
-    writer.do("close")
-    assert target.do("is_over_within", seconds=60)
-
-
 def test_a_session_that_was_never_completed_ends_with_its_offer(places: Places, make: Make) -> None:
     writer, target = make(places.writer), make(places.target)
     target.do("accept", blob=writer.do("offer"))

@@ -102,21 +102,6 @@ def test_a_peer_that_lets_go(peer: Peer) -> None:
     assert num_descriptors() == before
 
 
-def test_a_peer_that_is_killed(peer: Peer) -> None:
-    line = PeerLine(peer.address)
-    peer.process.kill()
-    assert is_over_within(line, 60)
-    line.close()
-
-
-def test_a_peer_that_is_frozen(peer: Peer) -> None:
-    line = PeerLine(peer.address)
-    peer.process.send_signal(signal.SIGSTOP)
-    assert not is_over_within(line, 0.3)
-    assert not line.has_left
-    line.close()
-
-
 def test_a_forked_child_holds_the_end_up(peer: Peer) -> None:
     """It holds its parent's descriptors, the device's too, and with them work that the parent had queued."""
     line = PeerLine(peer.address)
@@ -149,20 +134,6 @@ def test_all_that_look_see_the_end(peer: Peer) -> None:
     assert all(line.is_over for line in lines)
     for line in lines:
         line.close()
-
-
-def test_a_line_that_was_ended_before_it_was_looked_at(peer: Peer) -> None:
-    peer.tell("end")
-    before = num_descriptors()
-    with pytest.raises(PeerUnreachable, match="closed its life line, or is gone"):
-        PeerLine(peer.address)
-    assert num_descriptors() == before
-
-
-def test_a_peer_that_was_gone_before(peer: Peer) -> None:
-    peer.stop()
-    with pytest.raises(PeerUnreachable, match=f"peer process {peer.process.pid} is gone"):
-        PeerLine(peer.address)
 
 
 def test_a_peer_elsewhere_is_refused(peer: Peer) -> None:
