@@ -212,14 +212,6 @@ def test_half_precision_keeps_states_whole(family_dir: Directory, prompts: Promp
     assert len(generated(engine, {"64": prompts[64], "5": prompts[5]}, 30)["5"]) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
-def test_half_precision_runs(family_dir: Directory, prompts: Prompts, family: str) -> None:
-    directory = family_dir(family)
-    groups = layer_groups(read_model_files(directory).layout())
-    engine = EmbeddedEngine(directory, shard=Shard(), num_pages=pages_for(groups, 40), dtype=DType.BFLOAT16)
-    assert len(generated(engine, {"64": prompts[64], "5": prompts[5]}, 30)["5"]) == NUM_TOKENS
-
-
 def items_of(engine: EmbeddedEngine, **tables: tuple[list[int], ...]) -> list[PrefillItem]:
     return [
         PrefillItem(request_id=name, token_ids=(5,) * 4, first_token=40, page_tables=own, is_last=True)
