@@ -13,21 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from embedded_engine.engine import EmbeddedEngine, LoadedWeights
 from embedded_engine.loading import load_engine
 from embedded_engine.model_files import read_model_files
-from tests.runtime.instances import decode_config, prefill_config
+from tests.runtime.instances import prefill_config
 from transfer.errors import ConfigError
 from transfer.layer_groups import layer_groups
 from transfer.layout import Shard
-
-
-def test_only_a_prefill_node_cuts_its_layers_into_groups(demo_dir: Path, tmp_path: Path) -> None:
-    prefill = load_engine(prefill_config(demo_dir, chunk={"layers_per_group": 3}), rank=0, rendezvous=tmp_path / "prefill")
-    decode = load_engine(decode_config(demo_dir), rank=0, rendezvous=tmp_path / "decode")
-    try:
-        assert prefill.layers_per_group == 3
-        assert decode.layers_per_group == decode.layout.num_layers
-    finally:
-        prefill.close()
-        decode.close()
 
 
 def test_gpus_that_are_not_there_are_refused_by_every_rank(demo_dir: Path, tmp_path: Path) -> None:
