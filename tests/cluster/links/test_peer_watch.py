@@ -66,12 +66,6 @@ def test_a_killed_process_is_gone_though_nobody_reaped_it(child: Child) -> None:
     assert watched.is_gone and PeerWatch(child.pid, start_time).is_gone
 
 
-def test_a_process_that_ends_by_itself_is_gone(child: Child) -> None:
-    watched = watch(child)
-    child.communicate(b"\n")
-    assert is_gone_within(watched, 60)
-
-
 def test_another_process_of_the_same_pid_is_not_taken_for_the_peer(child: Child) -> None:
     start_time = start_time_of(child.pid)
     assert start_time is not None
