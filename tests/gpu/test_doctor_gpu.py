@@ -1,4 +1,4 @@
-"""`kvferry doctor` on a machine with GPUs: torch's description of them, and bytes between two of them."""
+"""`kvferry doctor` on a machine with GPUs: torch's description of them, and bytes between two processes."""
 
 from __future__ import annotations
 
