@@ -76,10 +76,10 @@ class Peer:
         target_range = rng(target_begin, target_begin + end - begin)
         self.handles[key] = self.session.write(self.memory, rng(begin, end), target_range, key)
 
-    def do_write_whole(self, keys: list[int]) -> None:
-        """All of its memory, once for each key."""
-        for key in keys:
-            self.do_write(0, self.array.nbytes, 0, key)
+    def do_write_many(self, places: list[list[int]]) -> None:
+        """Write each (begin, end, key) to the same place."""
+        for begin, end, key in places:
+            self.do_write(begin, end, begin, key)
 
     def do_decline(self, key: int) -> None:
         assert self.session is not None

@@ -25,6 +25,11 @@ QUARTER = SIZE // 4
 QUARTERS = [rng(index * QUARTER, (index + 1) * QUARTER) for index in range(4)]
 
 
+def whole(keys: range) -> list[list[int]]:
+    """Places of the peer's `write_many`: all of its memory, once for each key."""
+    return [[0, SIZE, key] for key in keys]
+
+
 @pytest.fixture(params=KINDS)
 def target(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """This process has the target's end."""
@@ -68,8 +73,7 @@ def test_writer_killed_in_mid_transfer(target: Ends, delay_s: float) -> None:
     """The survivor lives, hears of it, and can prove that nothing lands any more. (UCX without error handling would abort it.)"""
     target.receive(0, 4096, key=0)
     handles = [handle for key, place in enumerate(QUARTERS, 1) for handle in target.expect(place.begin, place.end, key)]
-    for key, place in enumerate(QUARTERS, 1):
-        target.peer.start("write", begin=place.begin, end=place.end, target_begin=place.begin, key=key)
+    target.peer.start("write_many", places=[[place.begin, place.end, key] for key, place in enumerate(QUARTERS, 1)])
     target.progress_for(delay_s)
     target.peer.process.kill()
     target.peer.process.wait()
@@ -114,10 +118,9 @@ def test_target_killed_in_mid_transfer(writer: Ends, delay_s: float) -> None:
 
 def test_a_frozen_writer_cannot_write_after_close(target: Ends) -> None:
     target.receive(0, 4096, key=0)
-    keys = [1] if not target.is_one_sided else list(range(1, 9))
-    for key in keys:
-        target.expect(0, SIZE, key)
-        target.peer.start("write", begin=0, end=SIZE, target_begin=0, key=key)
+    keys = range(1, 9) if target.is_one_sided else range(1, 2)
+    target.expect(0, SIZE, key=1)
+    target.peer.start("write_many", places=whole(keys))
     time.sleep(0.004)
     target.peer.process.send_signal(signal.SIGSTOP)
     target.progress_for(0.05)
@@ -127,9 +130,8 @@ def test_a_frozen_writer_cannot_write_after_close(target: Ends) -> None:
     target.peer.process.send_signal(signal.SIGCONT)
     time.sleep(0.3)
     assert (target.array == 0x44).all()
-    for _ in keys:
-        target.peer.hear()  # its writes were carried out, and its process lives and sees the session's end or its success
-    outcomes = target.peer.do("wait", keys=keys, deadline_s=60)
+    target.peer.hear()  # its writes were carried out, and its process lives and sees the session's end or its success
+    outcomes = target.peer.do("wait", keys=list(keys), deadline_s=60)
     assert set(outcomes) <= {SIZE, "WriteFailed"} and (not target.is_one_sided or outcomes[-1] == "WriteFailed")
     assert target.close()[0] == 0
 
@@ -162,7 +164,7 @@ def test_a_frozen_target_does_not_hold_the_writer(writer: Ends) -> None:
 @pytest.mark.parametrize("delay_s", [0.002, 0.02])
 def test_a_busy_writer_cannot_write_after_close(target: Ends, delay_s: float) -> None:
     target.receive(0, 4096, key=0)
-    target.peer.do("write_whole", keys=list(range(1, 33)))
+    target.peer.do("write_many", places=whole(range(1, 33)))
     time.sleep(delay_s)
     assert_nothing_lands(target)
     assert target.peer.do("wait", keys=[32], deadline_s=60) == ["WriteFailed"]
