@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,21 @@ def test_agrees_with_the_formula(
     scores = Scores(scale=0.6, softcap=softcap, sinks=random(6) if has_sinks else None)
     found = attention(query, key, value, mask, scores, takes_shared_heads=takes_shared_heads)
     torch.testing.assert_close(found, by_the_formula(query, key, value, mask, scores), atol=2e-5, rtol=1e-4)
+
+
+def test_torch_gets_no_mask_together_with_shared_heads_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fast kernels take one of them."""
+    seen: list[bool] = []
+    torch_attention: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*arguments: Tensor, enable_gqa: bool = False, **options: Any) -> Tensor:
+        seen.append(enable_gqa)
+        return torch_attention(*arguments, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(attention_module.functional, "scaled_dot_product_attention", watched)
+    query, key = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 9, 8)
+    attention(query, key, key, torch.zeros(5, 9), Scores(scale=0.3), takes_shared_heads=False)
+    assert seen == [False]
 
 
 @pytest.mark.parametrize("scores", [Scores(scale=0.1), Scores(scale=0.1, softcap=3.0), Scores(scale=0.1, sinks=torch.zeros(32))])
