@@ -8,4 +8,4 @@ from node_runtime.rank_process import RankSpec, run_rank
 
 def run_decode_rank(spec: RankSpec) -> None:
     """Be one rank until the leader ends it or goes away."""
-    run_rank(spec, ROLE.codec, ROLE.load_worker())
+    run_rank(spec, ROLE.load_codec(), ROLE.load_worker())

@@ -49,6 +49,12 @@ class Architecture:
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     is_cut: bool = True
 
+    @property
+    def module(self) -> str:
+        """Where transformers has its model classes."""
+        name = self.model_type.removesuffix("_text")
+        return f"transformers.models.{name}.modeling_{name}"
+
 
 # transformers gathers the joined gate and up projections whole on every rank; cut in both halves, no rank needs another's part.
 _JOINED_MLP: Final = {

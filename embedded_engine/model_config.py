@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from embedded_engine.architectures import ARCHITECTURES, check_cut
 from transfer.errors import ConfigError
 from transfer.memory.config_fields import shown
 from transfer.memory.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
+
+_ENGINE_MODULES: Final = ("embedded_engine.models_package", "embedded_engine.loading")
 
 
 def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> None:
@@ -24,6 +26,15 @@ def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> Non
         if not any((model / name).exists() for name in (WEIGHTS_NAME, INDEX_NAME)):
             raise no_weights(model)
     check_cut(architecture_of(model, config), tp_size, config)
+
+
+def modules_of(model: Path) -> tuple[str, ...]:
+    """Modules that a rank imports to run the model. Of a directory that `check_before_start` refuses, only the engine's."""
+    try:
+        architecture = ARCHITECTURES[architecture_of(model, read_config(model))]
+    except ConfigError:
+        return _ENGINE_MODULES
+    return (*_ENGINE_MODULES, architecture.module)
 
 
 def check_is_plain(directory: Path, config: dict[str, Any]) -> None:

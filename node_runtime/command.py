@@ -1,4 +1,8 @@
-"""The command line that both daemons share: one settings file, the environment, and flags over them."""
+"""The command line that both daemons share: one settings file, the environment, and flags over them.
+
+Importing this module loads only what the settings need. As soon as they are known, the fork server begins to import torch; the
+leader imports its own modules meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,23 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import structlog
 import typer
 
 import transfer
 from node_runtime import exit_codes
 from node_runtime.collector import spare_what_lives
-from node_runtime.daemon import Daemon, OtherRole, Role
+from node_runtime.fork_server import end_fork_server, start_fork_server
 from node_runtime.node_role import node_role
 from node_runtime.open_files import raise_open_files
-from node_runtime.rank_setup import check_before_start
+from node_runtime.preloading import preloaded_modules
 from transfer.config import DecodeNodeConfig, NodeConfig
 from transfer.errors import TransferError
 from transfer.load_config import load_config
-from transfer.logs import configure_logging
-from transfer.loop_turns import run_measured
-from transfer.plain_text import check_plain_text
-from transfer.registry.certificates import certificate_files
-from transfer.role_settings import load_other_role
+
+if TYPE_CHECKING:
+    from node_runtime.daemon import Daemon, OtherRole, Role
 
 SETTING_OF_FLAG = {
     "model": "model",
@@ -81,8 +82,6 @@ CheckConfig = Annotated[bool, typer.Option("--check-config", help="Say whether t
 
 AnyNodeConfig = TypeVar("AnyNodeConfig", bound=NodeConfig)
 
-log = structlog.get_logger(__name__)
-
 
 def daemon_app(summary: str) -> typer.Typer:
     """A daemon's command line, but for its one command."""
@@ -129,14 +128,10 @@ def run_daemon(
     flags = {SETTING_OF_FLAG[name]: value for name, value in given.items() if name in SETTING_OF_FLAG}
     try:
         config = load_config(config_type, file=file, environment=os.environ, flags=flags, overrides=overrides or [])
-        check_step_fits(config)
-        check_before_start(config)
-        other_config = load_other_role(config)
-        if other_config is not None:
-            node_role(other_config.role).check_step_fits(other_config)
-            check_before_start(other_config)
-        warning = check_plain_text(config)
-        certificate_files(config)
+        if not is_check_only:
+            prepare_process()
+            start_fork_server(preloaded_modules(config))
+        other_config, warning = _checked(config, check_step_fits)
         if is_check_only:
             if isinstance(config, DecodeNodeConfig) and not (config.peers.prefill_nodes or config.finds_prefill_nodes):
                 print(
@@ -148,31 +143,69 @@ def run_daemon(
                 print(f"{config.role}-node: warning: {warning}", file=sys.stderr)
             print(f"{config.role}: the settings are right")
             sys.exit(exit_codes.OK)
-        prepare_process(config)
-        if warning is not None:
-            log.warning("insecure", reason=warning)
-        make_role = load_role()
-        other = None if other_config is None else _other_role(other_config)
-        spare_what_lives()
-        code = run_measured(Daemon(config, lambda daemon: make_role(daemon, config), other=other).run())
+        code = _serve(config, load_role, other_config, warning)
     except TransferError as error:
         for line in str(error).splitlines():
             print(f"{config_type.role}-node: {line}", file=sys.stderr)
         sys.exit(exit_codes.exit_code_of(error))
+    finally:
+        if not is_check_only:
+            end_fork_server()
     sys.exit(code)
 
 
+def _checked(config: AnyNodeConfig, check_step_fits: Callable[[AnyNodeConfig], None]) -> tuple[NodeConfig | None, str | None]:
+    """Check all that can be refused before a rank starts; the node's settings in its other role, and what to warn of."""
+    from node_runtime.rank_setup import check_before_start
+    from transfer.plain_text import check_plain_text
+    from transfer.registry.certificates import certificate_files
+    from transfer.role_settings import load_other_role
+
+    check_step_fits(config)
+    check_before_start(config)
+    other_config = load_other_role(config)
+    if other_config is not None:
+        node_role(other_config.role).check_step_fits(other_config)
+        check_before_start(other_config)
+    warning = check_plain_text(config)
+    certificate_files(config)
+    return other_config, warning
+
+
+def _serve(
+    config: AnyNodeConfig,
+    load_role: Callable[[], Callable[[Daemon, AnyNodeConfig], Role]],
+    other_config: NodeConfig | None,
+    warning: str | None,
+) -> int:
+    """Be the node until it ends; the exit code."""
+    import structlog
+
+    from node_runtime.daemon import Daemon
+    from transfer.logs import configure_logging
+    from transfer.loop_turns import run_measured
+
+    configure_logging(config.log, role=config.role)
+    if warning is not None:
+        structlog.get_logger(__name__).warning("insecure", reason=warning)
+    make_role = load_role()
+    other = None if other_config is None else _other_role(other_config)
+    spare_what_lives()
+    return run_measured(Daemon(config, lambda daemon: make_role(daemon, config), other=other).run())
+
+
 def _other_role(config: NodeConfig) -> OtherRole:
+    from node_runtime.daemon import OtherRole
+
     make_role = node_role(config.role).load_leader()
     return OtherRole(config=config, make_role=lambda daemon: make_role(daemon, config))
 
 
-def prepare_process(config: NodeConfig) -> None:
-    """What only a daemon may do to its process: logging, open files, and the environment of libraries that read nothing else.
+def prepare_process() -> None:
+    """Do what only a daemon may do to its process: raise its limits, and set the environment that libraries read when loaded.
 
-    Called before those libraries are loaded.
+    Called before those libraries are loaded, here or in the fork server.
     """
-    configure_logging(config.log, role=config.role)
     raise_open_files()
     # UCX writes its own log to standard output, and warns about peers that have died, which this node notices by itself.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")

@@ -21,10 +21,10 @@ from node_runtime.exit_codes import NO_MEMORY
 from node_runtime.node_role import ROLE_NAMES
 from node_runtime.open_tracer import open_tracer
 from node_runtime.peer_look_client import PeerLook
+from node_runtime.preloading import preloaded_modules
 from node_runtime.rank_link import RankCodec
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankMemory
-from node_runtime.rank_setup import preloaded_modules
 from node_runtime.refusals import say_refused, say_request_refused
 from node_runtime.reminders import Reminders
 from node_runtime.request_view import RequestView

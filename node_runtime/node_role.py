@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from node_runtime.rank_link import RankCodec
 from transfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from node_runtime.daemon import Daemon, SwitchableRole
+    from node_runtime.rank_link import RankCodec
     from node_runtime.rank_process import WorkerFactory
 
 RoleName = Literal["prefill", "decode"]
@@ -25,19 +25,21 @@ ROLE_NAMES: Final[tuple[RoleName, ...]] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRole:
-    """A role.
+    """A role. Each `load_...` imports what it returns when it is called: a command line that is wrong needs none of it.
 
     Args:
-        codec: Messages between leader and ranks.
         check_step_fits: Given the role's settings, raises ConfigError where a step can be larger than a message.
-        load_leader: Imports what makes its leader of daemon and settings. Late: it brings torch and gRPC.
-        load_worker: Imports what makes its worker in a rank. Late, for the same reason.
+        load_codec: Returns the messages between leader and ranks.
+        load_leader: Returns what makes the role's leader of daemon and settings.
+        load_worker: Returns what makes the role's worker in a rank.
+        rank_modules: Modules that a rank of the role needs from its start.
     """
 
-    codec: RankCodec
     check_step_fits: Callable[[Any], None]
+    load_codec: Callable[[], RankCodec]
     load_leader: Callable[[], Callable[[Daemon, Any], SwitchableRole]]
     load_worker: Callable[[], WorkerFactory]
+    rank_modules: tuple[str, ...] = ()
 
 
 def node_role(name: str) -> NodeRole:

@@ -1,8 +1,7 @@
 """The rank processes of a node: started together, watched, and ended together.
 
-A tensor-parallel group is of no use without one of its ranks, so the first exit ends the group's life. Ranks are forked from a
-server process that has imported torch and transformers once (seconds of work that every rank would repeat) and nothing else: no
-threads, no sockets, no CUDA context. The first start waits for those imports, in a thread: the leader answers meanwhile.
+A tensor-parallel group is of no use without one of its ranks, so the first exit ends the group's life. Ranks are forked from
+`node_runtime.fork_server`. The first start waits for its imports, in a thread: the leader answers meanwhile.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from node_runtime.streaming_copies import streaming_copies
+from node_runtime.fork_server import start_fork_server
 
 
 class RankGroup:
@@ -28,14 +25,14 @@ class RankGroup:
         name: For process titles.
         target: Entry point of a rank process; importable by name.
         arguments: Arguments of each rank's entry point, in rank order.
-        preload: Module that the fork server imports before the first rank.
+        preload: Modules that the fork server imports before the first rank. Without effect where it runs already.
     """
 
     def __init__(
         self, name: str, target: Callable[..., None], arguments: Sequence[tuple[Any, ...]], *, preload: Sequence[str] = ()
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        self._preload = tuple(preload)
         self._starting: asyncio.Future[None] | None = None
         self._is_stopping = False
         self._watched: set[int] = set()
@@ -62,7 +59,7 @@ class RankGroup:
             asyncio.get_running_loop().add_reader(process.sentinel, self._exited, rank, on_exit)
 
     def _start_all(self) -> None:
-        _start_fork_server()
+        start_fork_server(self._preload)
         for process in self._processes:
             if self._is_stopping:
                 return
@@ -102,32 +99,6 @@ class RankGroup:
             while process.is_alive():
                 await asyncio.sleep(0.005)
             process.join(timeout=0)
-
-
-def _start_fork_server() -> None:
-    """Start the process that ranks are forked from: with SIGTERM blocked and with `streaming_copies`, there and so in every rank.
-
-    A service manager sends SIGTERM to all processes of the node. What it ends must be the leader's drain: without the fork server
-    the leader would take all ranks for dead, for it hears of their ends through it. No-op where it runs already.
-    """
-    multiprocessing.resource_tracker.ensure_running()  # would take the block away, if it had to be started later
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        with streaming_copies():
-            multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def end_fork_server() -> None:
-    """End the process that ranks are forked from, and wait for it; by itself it would outlive its leader by a moment.
-
-    A no-op where there is none. The standard library has no public way to do it.
-    """
-    server = getattr(multiprocessing.forkserver, "_forkserver", None)
-    stop = getattr(server, "_stop", None)
-    if stop is not None:
-        stop()
 
 
 def watch_leader(loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:

@@ -172,7 +172,7 @@ async def _serve(spec: RankSpec, codec: RankCodec, make_worker: WorkerFactory, r
         spec, is_switched = spec.switched(over), True
         rename_process(role=over.role, incarnation=over.incarnation)
         role = role_of(over.role)
-        codec, make_worker = role.codec, role.load_worker()
+        codec, make_worker = role.load_codec(), role.load_worker()
 
 
 async def _live(

@@ -103,11 +103,6 @@ def engine_loader(config: NodeConfig) -> Callable[..., Any]:
     return loader
 
 
-def preloaded_modules(config: NodeConfig) -> tuple[str, ...]:
-    """Modules that a node's fork server imports once, so that a rank starts in a fraction of a second."""
-    return ("embedded_engine.preload",) if config.engine == EMBEDDED_ENGINE else ()
-
-
 def open_transport(config: TransportConfig, *, host: str, device_index: int | None = None) -> Transport:
     """The configured data plane.
 

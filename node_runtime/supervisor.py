@@ -15,7 +15,8 @@ from typing import Any
 import structlog
 
 from node_runtime.exit_codes import ENGINE_FAILED, NO_MEMORY
-from node_runtime.rank_group import RankGroup, end_fork_server
+from node_runtime.fork_server import end_fork_server
+from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import LeaderLink, RankCodec
 from node_runtime.rank_process import RankSpec
 from node_runtime.rank_report import RankHello, RankLogLevel, RankReport, RankShutdown, RankStartFailed, RankSwitch

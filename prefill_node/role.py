@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from node_runtime.node_role import NodeRole
-from prefill_node.rank_messages import CODEC, check_step_fits
 
 if TYPE_CHECKING:
+    from node_runtime.rank_link import RankCodec
     from prefill_node.node import PrefillNode
     from prefill_node.worker import PrefillWorker
+    from transfer.config import PrefillNodeConfig
+
+
+def check_step_fits(config: PrefillNodeConfig) -> None:
+    from prefill_node import rank_messages
+
+    rank_messages.check_step_fits(config)
+
+
+def load_codec() -> RankCodec:
+    from prefill_node.rank_messages import CODEC
+
+    return CODEC
 
 
 def load_leader() -> type[PrefillNode]:
@@ -24,4 +37,10 @@ def load_worker() -> type[PrefillWorker]:
     return PrefillWorker
 
 
-ROLE = NodeRole(codec=CODEC, check_step_fits=check_step_fits, load_leader=load_leader, load_worker=load_worker)
+ROLE = NodeRole(
+    check_step_fits=check_step_fits,
+    load_codec=load_codec,
+    load_leader=load_leader,
+    load_worker=load_worker,
+    rank_modules=("prefill_node.rank", "prefill_node.worker"),
+)

@@ -214,7 +214,7 @@ def _switching(spec: RankSpec, worker: type[ObedientWorker]) -> None:
     def refuse() -> Any:
         raise AssertionError("a rank has no leader")
 
-    role = NodeRole(codec=CODEC, check_step_fits=lambda config: None, load_leader=refuse, load_worker=lambda: worker)
+    role = NodeRole(check_step_fits=lambda config: None, load_codec=lambda: CODEC, load_leader=refuse, load_worker=lambda: worker)
     run_rank(spec, CODEC, worker, role_of=lambda name: role)
 
 

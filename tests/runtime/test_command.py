@@ -234,13 +234,13 @@ main()
 def test_a_leaders_collector_spares_what_it_has_loaded(model: Path) -> None:
     code = f"""
 import gc, sys
-from node_runtime import command
+from node_runtime import daemon
 class Daemon:
     def __init__(self, *arguments, other=None): pass
     async def run(self):
         print(gc.get_freeze_count())
         return 0
-command.Daemon = Daemon
+daemon.Daemon = Daemon
 sys.argv = ["prefill-node", "serve", "--insecure", "--model", {str(model)!r}]
 from prefill_node.__main__ import main
 main()
@@ -252,10 +252,8 @@ main()
 
 SPEAKS = """
 import sys
-from pathlib import Path
 from node_runtime.command import prepare_process
-from tests.runtime.instances import prefill_config
-prepare_process(prefill_config(Path(".")))
+prepare_process()
 import asyncio, grpc
 async def main():
     try:

@@ -18,7 +18,8 @@ import pytest
 
 from node_runtime import exit_codes
 from node_runtime import supervisor as supervisor_module
-from node_runtime.rank_group import RankGroup, end_fork_server
+from node_runtime.fork_server import end_fork_server
+from node_runtime.rank_group import RankGroup
 from node_runtime.rank_link import MAX_PAYLOAD_BYTES, LeaderLink
 from node_runtime.rank_process import RankSpec
 from node_runtime.supervisor import EXIT_GRACE_S, RankStartError, RankSupervisor, check_alike
