@@ -10,7 +10,8 @@ from transfer.errors import ConfigError
 from transfer.memory.config_fields import shown
 from transfer.memory.model_directory import INDEX_NAME, WEIGHTS_NAME, read_config
 
-_ENGINE_MODULES: Final = ("embedded_engine.models_package", "embedded_engine.loading")
+_LEAN: Final = ("embedded_engine.models_package",)
+_ENGINE: Final = ("embedded_engine.loading",)
 
 
 def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> None:
@@ -28,13 +29,14 @@ def check_before_start(model: Path, tp_size: int, *, dummy_weights: bool) -> Non
     check_cut(architecture_of(model, config), tp_size, config)
 
 
-def modules_of(model: Path) -> tuple[str, ...]:
+def modules_of(model: Path, tp_size: int) -> tuple[str, ...]:
     """Modules that a rank imports to run the model. Of a directory that `check_before_start` refuses, only the engine's."""
     try:
         architecture = ARCHITECTURES[architecture_of(model, read_config(model))]
     except ConfigError:
-        return _ENGINE_MODULES
-    return (*_ENGINE_MODULES, architecture.module)
+        return _ENGINE
+    lean = _LEAN if tp_size > 1 else ("embedded_engine.without_accelerate", *_LEAN)
+    return (*lean, *_ENGINE, architecture.module)
 
 
 def check_is_plain(directory: Path, config: dict[str, Any]) -> None:

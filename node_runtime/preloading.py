@@ -18,4 +18,4 @@ def preloaded_modules(config: NodeConfig) -> tuple[str, ...]:
     if config.engine != EMBEDDED_ENGINE:
         return role
     embedded: Any = importlib.import_module("embedded_engine.model_config")
-    return (*embedded.modules_of(config.model), *role)
+    return (*embedded.modules_of(config.model, config.parallel.tp_size), *role)
