@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = "from transfer import KVLayout, Shard, routes, split_into_chunks, StagingAllocator, RingView, Grant, Watermark"
 HEAVY = {"torch", "triton", "numpy", "transformers", "zmq", "grpc", "google.protobuf", "ucxx", "aiohttp", "rich"}
 COMPUTE = {"torch", "triton", "numpy", "transformers", "ucxx"}
+BEYOND_SETTINGS = HEAVY | {"msgpack", "structlog", "prometheus_client", "node_runtime.daemon", "node_runtime.rank_process"}
 THIRD_PARTY_OF_LAYER_1 = {"msgpack", "pydantic", "prometheus_client", "structlog", "xxhash", "yaml"}
 
 
@@ -32,6 +33,9 @@ def _modules_loaded_by(statement: str) -> set[str]:
         ("import transfer.messages", HEAVY),
         # The leaders compute nothing: two seconds of every node's start went into torch, which only its ranks need.
         ("import prefill_node.node, decode_node.node", COMPUTE),
+        # Until a node's settings are known, nothing is loaded that they do not need: its fork server starts only then.
+        ("import decode_node.__main__", BEYOND_SETTINGS),
+        ("import prefill_node.__main__", BEYOND_SETTINGS),
     ],
 )
 def test_import_loads_nothing_heavy(statement: str, unwanted: set[str]) -> None:
