@@ -1,35 +1,103 @@
-"""How long a cluster takes until it can serve: from the first process to the last join, and until its nodes have ended again.
+"""How long a node takes until it is ready, how long a whole cluster takes, and how long both take to end.
 
-    python -m bench.start [--json FILE] [--quick] [--prefill 2] [--decode 2] [--rounds 5] [--model DIR]
+    python -m bench.start [--json FILE] [--quick] [--against DIR] [--rounds 7] [--prefill 2] [--decode 2] [--model DIR]
 
-A sample is a cluster of its own, started and ended: model loaded, pools taken, links probed, every decode node joined with every
-prefill node. Files are in the page cache from the second round on, and so is the first where the demo's model was just made.
+A node's sample is one process of its own, from its start until its ready file is there: settings checked, model loaded, pool
+allocated, ports open. With `--against`, each sample is followed by one of the source in that directory, on the same model; the
+ratio is its time divided by the other's. A cluster's sample ends when every decode node has joined every prefill node.
+
+Files are in the page cache from the second round on, and so is the first where the demo's model was just made.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Final
 
-from bench.timing import Report, argument_parser
+from bench.timing import ROOT, Report, argument_parser
+from kvferry.cluster_spec import ROLES, ClusterSpec, Role, TierSpec, child_environment
 from kvferry.demo_cache import cached_demo_model
-from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
+from kvferry.local_cluster import LocalCluster
 from transfer.errors import TransferError
 
-TARGET_S = 30.0
+TARGET_S: Final = 30.0
+"""Of a cluster of two prefill and two decode nodes, until all have joined."""
+WAIT_S: Final = 300.0
+_POLL_S: Final = 0.002
 
 
-async def measure(arguments: argparse.Namespace, *, num_rounds: int) -> Report:
-    """Start and end clusters.
+def start_node(role: Role, model: Path, source: Path) -> tuple[float, float]:
+    """Start and end one node; the seconds until its ready file was there, and from SIGTERM until it had ended.
+
+    Args:
+        source: Directory with the packages of the node.
+
+    Raises:
+        TransferError: The node ended by itself, was not ready in time, or did not end well; its log is in the message.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-start-") as folder:
+        ready_file, log_path = Path(folder) / "ready", Path(folder) / "log"
+        command = [sys.executable, "-m", f"{role}_node", "serve", "--insecure", "--model", str(model)]
+        command += ["--ready-file", str(ready_file), "--set", "server.port=0", "--set", "server.http_port=0"]
+        environment = child_environment() | {"PYTHONPATH": str(source), "TMPDIR": folder}
+        with log_path.open("wb") as log:
+            begun_s = time.monotonic()
+            node = subprocess.Popen(command, cwd=source, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            while not ready_file.exists():
+                if node.poll() is not None or time.monotonic() - begun_s > WAIT_S:
+                    raise TransferError(f"the {role} node of {source} is not ready:\n{log_path.read_text()}")
+                time.sleep(_POLL_S)
+            ready_s = time.monotonic()
+            node.terminate()
+            if node.wait(WAIT_S) != os.EX_OK:
+                raise TransferError(f"the {role} node of {source} did not end well:\n{log_path.read_text()}")
+        finally:
+            if node.poll() is None:
+                node.kill()
+                node.wait()
+    return ready_s - begun_s, time.monotonic() - ready_s
+
+
+def measure_nodes(report: Report, model: Path, *, num_rounds: int, against: Path | None) -> None:
+    """Add the start of single nodes, of this source and of the other one by turns.
+
+    Raises:
+        TransferError: A node does not start or end.
+    """
+    for role in ROLES:
+        sources = [source for source in (against, ROOT) if source is not None]
+        samples: dict[Path, list[tuple[float, float]]] = {source: [] for source in sources}
+        for _ in range(num_rounds):
+            for source in sources:
+                samples[source].append(start_node(role, model, source))
+        case, before = f"{role} node, TP 1", None
+        for source in sources:
+            ready_s, ended_s = ([pair[index] for pair in samples[source]] for index in range(2))
+            name = "from the process until its ready file" + (f", {source.name}" if source == against else "")
+            before = report.add(case, name, ready_s, against=before)
+            report.add(case, name.replace("the process until its ready file", "SIGTERM until it has ended"), ended_s)
+        if against is not None:
+            old, new = (statistics.median(pair[0] for pair in samples[source]) for source in sources)
+            report.headline[f"{role}_node_start_relative"] = round(new / old, 3)
+
+
+async def measure_cluster(report: Report, model: Path, *, num_prefill: int, num_decode: int, num_rounds: int) -> None:
+    """Add the start and the end of clusters.
 
     Raises:
         TransferError: One does not start, or leaves something behind.
     """
-    directory = await cached_demo_model() if arguments.model is None else arguments.model
-    tier = TierSpec(model=directory)
-    spec = ClusterSpec(prefill=tier, decode=tier, num_prefill=arguments.prefill, num_decode=arguments.decode)
+    tier = TierSpec(model=model)
+    spec = ClusterSpec(prefill=tier, decode=tier, num_prefill=num_prefill, num_decode=num_decode)
     ready_s: list[float] = []
     ended_s: list[float] = []
     for _ in range(num_rounds):
@@ -41,22 +109,33 @@ async def measure(arguments: argparse.Namespace, *, num_rounds: int) -> Report:
         ended_s.append(time.monotonic() - begun_s)
         if cluster.stop_report is None or not cluster.stop_report.is_clean:
             raise TransferError(f"the cluster did not end well: {cluster.stop_report}")
-    size = f"{arguments.prefill} prefill and {arguments.decode} decode nodes"
-    report = Report(title=f"Start of {size}, TP 1 (ready within {TARGET_S:g} s)")
-    report.add(size, "from the first process until every decode node has joined every prefill node", ready_s)
+    size = f"{num_prefill} prefill and {num_decode} decode nodes"
+    report.add(size, f"from the first process until all have joined (within {TARGET_S:g} s)", ready_s)
     report.add(size, "from SIGTERM until the last process has ended", ended_s)
+
+
+async def measure(arguments: argparse.Namespace) -> Report:
+    """Measure single nodes, then clusters, unless there are no nodes in them."""
+    model = await cached_demo_model() if arguments.model is None else arguments.model
+    num_rounds = 1 if arguments.quick else arguments.rounds
+    report = Report(title="Start of nodes and clusters, TP 1")
+    measure_nodes(report, model, num_rounds=num_rounds, against=arguments.against)
+    if arguments.prefill and arguments.decode:
+        await measure_cluster(report, model, num_prefill=arguments.prefill, num_decode=arguments.decode, num_rounds=num_rounds)
     return report
 
 
 def main() -> None:
-    parser = argument_parser("How long a cluster takes until it can serve")
-    parser.add_argument("--prefill", type=int, default=2, help="prefill nodes")
-    parser.add_argument("--decode", type=int, default=2, help="decode nodes")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argument_parser("How long a node, and a cluster, takes until it can serve")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, whose nodes are started by turns")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill nodes of the cluster; 0: no cluster")
+    parser.add_argument("--decode", type=int, default=2, help="decode nodes of the cluster; 0: no cluster")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", type=Path, help="model directory; the demo's by default")
     arguments = parser.parse_args()
-    num_rounds = 1 if arguments.quick else arguments.rounds
-    asyncio.run(measure(arguments, num_rounds=num_rounds)).finish(arguments.json)
+    if arguments.against is not None:
+        arguments.against = arguments.against.resolve()
+    asyncio.run(measure(arguments)).finish(arguments.json)
 
 
 if __name__ == "__main__":
