@@ -1,7 +1,7 @@
 """`EmbeddedEngine`: one rank of a Hugging Face model over kvferry's paged pool, for either tier.
 
 Importing this module pays for torch and transformers, but starts no thread and no process group, so that a fork server may
-import it once (`preload()`) and fork ranks from it.
+import it once and fork ranks from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from embedded_engine.architectures import ARCHITECTURES, Hook
+from embedded_engine.architectures import Hook
 from embedded_engine.failed_steps import EngineBroken, end_failed_step
 from embedded_engine.graphs import CAPTURE_ADVICE
 from embedded_engine.host_tier import HostTier
@@ -146,12 +146,6 @@ class ForwardOutput:
             reason = f"logits of request {', '.join(bad)} are not finite; its KV or the model's weights are damaged"
             raise BadLogits(reason, request_ids=bad, tokens=tokens)
         return tokens
-
-
-def preload() -> None:
-    """Import everything that an engine needs at run time; for a fork server, before it forks ranks."""
-    for architecture in ARCHITECTURES:
-        _model_class(architecture)
 
 
 class EmbeddedEngine:

@@ -7,6 +7,7 @@ starts a group. Rank r of it serves one connection on ``SOCKET_DIRECTORY/GROUP-r
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 
 from embedded_engine import engine as engines
+from embedded_engine.architectures import ARCHITECTURES
 from embedded_engine.model_files import read_model_files
 from embedded_engine.tensor_parallel import init_distributed
 from tests.engine.steps import fill_with_nan, pages_for
@@ -98,7 +100,8 @@ def serve(directory: Path, group: str, rank: int, tp_size: int, timeout_s: float
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    engines.preload()
+    for architecture in ARCHITECTURES.values():
+        importlib.import_module(architecture.module)
     num_ranks = 0
     for line in sys.stdin:
         group, tp_size, timeout_s, model = line.strip().split(":")
