@@ -9,8 +9,7 @@ import pytest
 from decode_node.admission import Room
 from decode_node.offload.context import FULL
 from decode_node.offload.placing import refusal
-from tests.offload.clusters import number_on
-from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, placed
+from tests.offload.tier_contexts import PAGE, WINDOW, chain, context, keep, number_on, placed
 from transfer.errors import LayoutError
 from transfer.layer_groups import PageCounts
 from transfer.metrics import NodeMetrics

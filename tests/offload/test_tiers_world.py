@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.offload.clusters import number_on
+from tests.offload.tier_contexts import number_on
 from tests.offload.tiers_world import NUM_RANKS, PAGE, PREFILL, Job, World
 from transfer.errors import LocalProtocolError
 

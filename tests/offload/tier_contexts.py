@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceIndex
@@ -97,3 +99,15 @@ def placed(
         may_skip=may_skip,
         accepted_s=accepted_s,
     )
+
+
+def number_on(page: str, name: str, **labels: str) -> float:
+    """Return the sum of the samples of a metric page that have these labels."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert found, f"no sample of {name} with {labels}"
+    return sum(found)

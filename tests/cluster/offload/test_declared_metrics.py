@@ -15,7 +15,7 @@ from kvferry.local_cluster import ClusterNode, LocalCluster
 from node_runtime.rank_process import SIGN_OF_LIFE_S
 from tests.cluster.calls import Caller, prompt, until, until_idle
 from tests.cluster.conftest import Start
-from tests.offload.clusters import EARLY, spec
+from tests.cluster.offload.clusters import EARLY, spec
 from transfer.metrics import NODE_METRICS, RANK_METRICS, MetricSpec
 from transfer.pb import kvferry_pb2 as pb
 

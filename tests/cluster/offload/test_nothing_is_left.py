@@ -22,7 +22,7 @@ from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
 from tests.cluster.faults.conftest import warm_up
 from tests.cluster.faults.scenario import Tiers
-from tests.offload.clusters import EARLY, number, spec, stored_files, until_all_is_back
+from tests.cluster.offload.clusters import EARLY, number, spec, stored_files, until_all_is_back
 
 NUM_PROMPTS = 12
 NEW = 6

@@ -51,8 +51,8 @@ REFUSALS = {
         settings=("offload.host_ratio=2", "offload.host_memory=1GiB"), says=("host_ratio is 2", "host_memory is 1073741824")
     ),
     "an engine that cannot read host pages": Refusal(
-        settings=("engine=tests.offload.blind_engine:load_engine", "offload.host_ratio=2", "offload.device_window=64"),
-        says=("offload.device_window is 64", "tests.offload.blind_engine:load_engine cannot read KV in host memory"),
+        settings=("engine=tests.cluster.offload.blind_engine:load_engine", "offload.host_ratio=2", "offload.device_window=64"),
+        says=("offload.device_window is 64", "tests.cluster.offload.blind_engine:load_engine cannot read KV in host memory"),
     ),
     "a store without host memory": Refusal(
         settings=("storage.directory=STORE",), says=("storage.directory is STORE", "offload.host_ratio", "offload.host_memory")

@@ -17,7 +17,7 @@ import pytest
 from kvferry.local_cluster import LocalCluster
 from tests.cluster.calls import Caller, Reference, prompt, until, until_idle
 from tests.cluster.conftest import Start
-from tests.offload.clusters import (
+from tests.cluster.offload.clusters import (
     KEPT,
     PAGE,
     another_life,

@@ -10,7 +10,17 @@ import pytest
 from kvferry.local_cluster import LocalCluster
 from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
-from tests.offload.clusters import KEPT, PAGE, PATIENT, num_stored, number, spec, stored_files, until_all_is_back, until_stored
+from tests.cluster.offload.clusters import (
+    KEPT,
+    PAGE,
+    PATIENT,
+    num_stored,
+    number,
+    spec,
+    stored_files,
+    until_all_is_back,
+    until_stored,
+)
 
 pytestmark = pytest.mark.timeout(180)
 

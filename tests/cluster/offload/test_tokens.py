@@ -15,7 +15,7 @@ from kvferry.demo_model import make_demo_model
 from kvferry.local_cluster import LocalCluster
 from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
-from tests.offload.clusters import EARLY, PAGE, PATIENT, another_life, hits, number, spec, stored_files, until_all_is_back
+from tests.cluster.offload.clusters import EARLY, PAGE, PATIENT, another_life, hits, number, spec, stored_files, until_all_is_back
 from transfer.layer_groups import GroupKind
 
 pytestmark = pytest.mark.timeout(180)

@@ -17,7 +17,7 @@ from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSp
 from kvferry.node_client import NodeClient
 from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
-from tests.offload.clusters import (
+from tests.cluster.offload.clusters import (
     DEVICE_TOKENS,
     EARLY,
     KEPT,

@@ -7,11 +7,10 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kvferry.local_cluster import ClusterNode, ClusterSpec, LocalCluster, TierSpec
 from tests.cluster.calls import until, until_idle
 from tests.cluster.conftest import HEARTBEAT_S, START_TIMEOUT_S
+from tests.offload.tier_contexts import number_on
 
 PAGE = 8
 CHUNK = 32
@@ -75,18 +74,6 @@ async def metrics_page(node: ClusterNode) -> str:
 async def number(node: ClusterNode, name: str, **labels: str) -> float:
     """Sum of the metric's samples that have these labels."""
     return number_on(await metrics_page(node), name, **labels)
-
-
-def number_on(page: str, name: str, **labels: str) -> float:
-    """The same, of a page."""
-    found = [
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    ]
-    assert found, f"no sample of {name} with {labels}"
-    return sum(found)
 
 
 async def hits(node: ClusterNode, tier: str) -> float:
