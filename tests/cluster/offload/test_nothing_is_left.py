@@ -99,7 +99,6 @@ async def test_nothing_is_left_of_a_hundred(tiers: Tiers, reference: Reference) 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow
 async def test_nothing_is_left_of_a_thousand(tiers: Tiers, reference: Reference) -> None:
     """In their midst the prefill rank dies."""
     lives, released = tiers.decode.incarnation, await number(tiers.decode, "kvferry_offload_released_pages_total")

@@ -123,7 +123,6 @@ async def test_host_then_storage_and_nobody_elses(cluster: LocalCluster, referen
     assert await tier_of_next_request(cluster, reference, token_ids) == "", "nodes of another salt share nothing"
 
 
-@pytest.mark.slow
 async def test_another_model_finds_nothing(
     cluster: LocalCluster, model: Path, reference: Reference, directory: Path, tmp_path: Path
 ) -> None:
@@ -145,7 +144,6 @@ async def test_another_model_finds_nothing(
     assert len(stored_files(directory)) == num_files + 2 * STORED
 
 
-@pytest.mark.slow
 async def test_pages_of_two_ranks_are_no_part_of_one(cluster: LocalCluster, reference: Reference) -> None:
     token_ids, since = prompt(LENGTH, 2), await num_stored(cluster.decode)
     assert await tier_of_next_request(cluster, reference, token_ids) == ""
@@ -168,7 +166,6 @@ async def test_a_shared_prefix_is_stored_once(cluster: LocalCluster, reference: 
     assert await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") == failed
 
 
-@pytest.mark.slow
 async def test_a_prompt_larger_than_the_device_pool_is_brought_from_the_store(
     cluster: LocalCluster, reference: Reference, directory: Path
 ) -> None:

@@ -116,7 +116,6 @@ def _with(words: dict[str, str], text: str) -> str:
     return text
 
 
-@pytest.mark.slow
 def test_refused_nodes_leave_nothing(nodes: Nodes, outcomes: dict[str, Future[Ended]], words: dict[str, str]) -> None:
     for ended in outcomes.values():
         ended.result()

@@ -140,9 +140,9 @@ def truncate(path: Path) -> None:
     ("damage", "rank"),
     [
         pytest.param(corrupt, 1, id="corrupt, of rank 1"),
-        pytest.param(truncate, 0, id="truncated, of rank 0", marks=pytest.mark.slow),
-        pytest.param(Path.unlink, 1, id="missing, of rank 1", marks=pytest.mark.slow),
-        pytest.param(Path.unlink, 0, id="missing, of rank 0", marks=pytest.mark.slow),
+        pytest.param(truncate, 0, id="truncated, of rank 0"),
+        pytest.param(Path.unlink, 1, id="missing, of rank 1"),
+        pytest.param(Path.unlink, 0, id="missing, of rank 0"),
     ],
 )
 async def test_a_bad_page_of_one_rank_is_a_miss_on_all(
@@ -263,7 +263,7 @@ async def test_a_full_disk_stops_nobody(cluster: LocalCluster, reference: Refere
     await until(is_used_again, "pages are stored again", within_s=60)
 
 
-@pytest.mark.parametrize("who", ["a rank", pytest.param("the node", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", ["a rank", "the node"])
 async def test_killed_in_mid_backup(cluster: LocalCluster, reference: Reference, directory: Path, who: str) -> None:
     """What is half-written is never read, and goes; what is whole is of use."""
     for variant in range(5):  # where all is stored before the kill, another prompt is tried
@@ -291,7 +291,6 @@ async def test_killed_in_mid_backup(cluster: LocalCluster, reference: Reference,
     await until(lambda: not unfinished_files(directory), "what a killed writer left goes before the next one puts a page")
 
 
-@pytest.mark.slow
 async def test_killed_in_mid_fetch(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
     token_ids, files = await stored(cluster, reference, directory, 50)
     with hanging(of_rank(files, 1)[5]):

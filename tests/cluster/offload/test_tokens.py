@@ -47,12 +47,8 @@ class Running:
 LENGTH = 103
 """Of a prompt whose window of 64 tokens begins with a page: otherwise its first page never comes whole, and is not kept."""
 
-SLOW = (ModelKind.MLA, ModelKind.HYBRID)
 
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else (), id=str(kind)) for kind in KINDS]
-)
+@pytest.fixture(scope="module", params=list(KINDS), ids=str)
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start: Start) -> Iterator[Running]:
     kind: ModelKind = request.param
     model = make_demo_model(tmp_path_factory.mktemp("kinds") / kind, kind=kind)
