@@ -75,6 +75,27 @@ class _Request:
     steps_under_way: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """Parts of an open rank that its requests use.
+
+    Args:
+        engine: Computes the steps.
+        instance: This rank's instance.
+        allocator: Pages of the device pool.
+        receiver: Receives KV.
+        sessions: Sessions with prefill ranks.
+        offload: Pages in host memory; None means that the rank has none.
+    """
+
+    engine: DecodeEngine
+    instance: Instance
+    allocator: GroupAllocator
+    receiver: ReceiverLoop
+    sessions: WriterSessions
+    offload: OffloadRank | None
+
+
 class DecodeWorker:
     """See the module's docstring; a `node_runtime.rank_process.Worker`."""
 
@@ -114,7 +135,7 @@ class DecodeWorker:
         transport = open_transport(config.transport, host=config.server.host, device_index=engine.pool.device.index)
         opening = undo.enter_context(contextlib.ExitStack())
         opening.callback(transport.close)
-        self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
+        instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
         pool = engine.pool
         probe_bytes = config.transport.probe_bytes
         ring_bytes = ring_capacity_bytes(
@@ -126,21 +147,21 @@ class DecodeWorker:
                 ring_bytes=ring_bytes, probe_bytes=probe_bytes, device=pool.device, is_one_sided=transport.is_one_sided
             )
         slack_tokens = config.offload.window_slack_tokens(pool.page_size)
-        self._allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
-        self._offload = await open_offload_rank(
+        allocator = GroupAllocator(page_needs(pool.groups, pool.page_size, slack_tokens=slack_tokens), pool.num_pages)
+        offload = await open_offload_rank(
             config,
-            self._instance,
+            instance,
             engine,
-            allocator=self._allocator,
+            allocator=allocator,
             engine_lane=self._engine_lane,
             loop=self._loop,
             metrics=self._metrics,
             send=self._link.send,
-            on_free=self._leave_if_asked,
+            on_free=self.on_copies_over,
             on_crash=self._crash,
         )
-        if self._offload is not None:
-            undo.push_async_callback(self._offload.close)
+        if offload is not None:
+            undo.push_async_callback(offload.close)
         memory = rank_memory(engine, {"ring": num_bytes})
         self._metrics.memory(memory.planned, memory.real)
         receiving = open_receiving(
@@ -153,17 +174,16 @@ class DecodeWorker:
             incarnation=self._spec.incarnation,
             metrics=self._metrics,
             on_crash=self._crash,
-            host_arrivals=self._offload,
+            host_arrivals=offload,
             tracer=self._tracer,
         )
-        self._receiver = receiving.loop
         opening.pop_all()  # the receiver closes it
-        undo.callback(self._receiver.close)
-        self._sessions = WriterSessions(
+        undo.callback(receiving.loop.close)
+        sessions = WriterSessions(
             loop=self._loop,
             receiving=receiving,
             transport=transport,
-            own=self._instance,
+            own=instance,
             rank=self._spec.rank,
             device=pool.device,
             transport_config=config.transport,
@@ -177,21 +197,40 @@ class DecodeWorker:
             on_link_probed=lambda link: self._link.send(LinkProbed(link=link)),
             on_crash=self._crash,
         )
-        address = await self._sessions.start()
+        self.use(
+            RankParts(
+                engine=engine,
+                instance=instance,
+                allocator=allocator,
+                receiver=receiving.loop,
+                sessions=sessions,
+                offload=offload,
+            )
+        )
+        address = await sessions.start()
         return RankHello(
             rank=self._spec.rank,
             pid=os.getpid(),
-            instance=self._instance,
+            instance=instance,
             pool_pages=pool.num_pages,
             max_context_tokens=engine.max_context_tokens,
             vocab_size=engine.vocab_size,
             eos_token_ids=tuple(engine.eos_token_ids),
             address=address,
-            ring_bytes=self._receiver.ring.capacity_bytes,
+            ring_bytes=receiving.loop.ring.capacity_bytes,
             memory=memory,
-            host_pages=() if self._offload is None else self._offload.num_pages,
+            host_pages=() if offload is None else offload.num_pages,
             can_switch=self._rank_engine.can_switch,
         )
+
+    def use(self, parts: RankParts) -> None:
+        """Serve requests with these parts, as `start` does with those that it opens."""
+        self._engine = parts.engine
+        self._instance = parts.instance
+        self._allocator = parts.allocator
+        self._receiver = parts.receiver
+        self._sessions = parts.sessions
+        self._offload = parts.offload
 
     def _crash(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": "a lane failed", "exception": error})
@@ -253,7 +292,8 @@ class DecodeWorker:
             return  # on_drained releases it
         self._leave(message.request_id)
 
-    def _leave_if_asked(self, request_id: str) -> None:
+    def on_copies_over(self, request_id: str) -> None:
+        """Release the pages of a request that no copy uses any more, if it is leaving."""
         request = self._requests.get(request_id)
         if request is not None and request.is_leaving:
             self._leave(request_id)

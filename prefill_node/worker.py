@@ -85,6 +85,25 @@ class _Request:
     reported: set[int] = field(default_factory=set)  # chunks that the sender has been told of
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """Parts of an open rank that its requests use.
+
+    Args:
+        engine: Computes the steps.
+        allocator: Pages of the pool.
+        sender: Sends KV.
+        sessions: Sessions with decode ranks.
+        loader: Loads stored pages; None without a store.
+    """
+
+    engine: PrefillEngine
+    allocator: GroupAllocator
+    sender: SenderLoop
+    sessions: DecodeSessions
+    loader: PrefixLoader | None
+
+
 class PrefillWorker:
     """See the module's docstring; a `node_runtime.rank_process.Worker`."""
 
@@ -101,7 +120,6 @@ class PrefillWorker:
         self._requests: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # attaches and loads
         self._engine: PrefillEngine
-        self._instance: Instance
         self._allocator: GroupAllocator
         self._sender: SenderLoop
         self._sessions: DecodeSessions
@@ -127,9 +145,9 @@ class PrefillWorker:
         transport = open_transport(self._config.transport, host=self._config.server.host, device_index=engine.pool.device.index)
         opening = undo.enter_context(contextlib.ExitStack())
         opening.callback(transport.close)
-        self._instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
+        instance = own_instance(engine, transport, incarnation=self._spec.incarnation, device_type=engine.pool.device.type)
         pool = engine.pool
-        self._allocator = GroupAllocator(
+        allocator = GroupAllocator(
             page_needs(pool.groups, pool.page_size, chunk_tokens=self._config.chunk.chunk_tokens), pool.num_pages
         )
         num_slots = self._config.staging.num_slots
@@ -138,7 +156,7 @@ class PrefillWorker:
             staging = StagingBuffer(num_bytes=num_bytes, device=pool.device)
         memory = rank_memory(engine, {"staging": staging.num_bytes + self._config.transport.probe_bytes})
         self._metrics.memory(memory.planned, memory.real)
-        self._sender = SenderLoop(
+        sender = SenderLoop(
             loop=self._loop,
             owner=self,
             pool=pool,
@@ -151,12 +169,12 @@ class PrefillWorker:
             tracer=self._tracer,
         )
         opening.pop_all()  # the sender closes it
-        undo.callback(self._sender.close)
-        self._sessions = DecodeSessions(
+        undo.callback(sender.close)
+        sessions = DecodeSessions(
             loop=self._loop,
-            sender=self._sender,
+            sender=sender,
             transport=transport,
-            own=self._instance,
+            own=instance,
             rank=self._spec.rank,
             plan=finest_chunk_plan(self._config.chunk),
             device=pool.device,
@@ -166,11 +184,12 @@ class PrefillWorker:
                 DecodeLost(join=join, incarnation=incarnation, reason=reason)
             ),
         )
-        self._open_store()
+        loader = self._open_store(instance)
+        self.use(RankParts(engine=engine, allocator=allocator, sender=sender, sessions=sessions, loader=loader))
         return RankHello(
             rank=self._spec.rank,
             pid=os.getpid(),
-            instance=self._instance,
+            instance=instance,
             pool_pages=pool.num_pages,
             max_context_tokens=engine.max_context_tokens,
             vocab_size=engine.vocab_size,
@@ -178,18 +197,27 @@ class PrefillWorker:
             can_switch=self._rank_engine.can_switch,
         )
 
-    def _open_store(self) -> None:
+    def _open_store(self, own: Instance) -> PrefixLoader | None:
         storage = self._config.storage
         self._store = open_store_client(storage, loop=self._loop, observer=self._metrics.store)
-        if self._store is not None:
-            self._loader = PrefixLoader(
-                self._store,
-                pool=self._engine.pool,
-                own=self._instance,
-                lane=self._engine_lane,
-                timeout_s=storage.get_timeout_s,
-                batch_bytes=min(BATCH_BYTES, storage.queue_bytes),
-            )
+        if self._store is None:
+            return None
+        return PrefixLoader(
+            self._store,
+            pool=self._engine.pool,
+            own=own,
+            lane=self._engine_lane,
+            timeout_s=storage.get_timeout_s,
+            batch_bytes=min(BATCH_BYTES, storage.queue_bytes),
+        )
+
+    def use(self, parts: RankParts) -> None:
+        """Serve requests with these parts, as `start` does with those that it opens."""
+        self._engine = parts.engine
+        self._allocator = parts.allocator
+        self._sender = parts.sender
+        self._sessions = parts.sessions
+        self._loader = parts.loader
 
     def _crash(self, error: BaseException) -> None:
         self._loop.call_exception_handler({"message": "a lane failed", "exception": error})

@@ -1,0 +1,75 @@
+"""A decode rank's worker between a leader and a receiver that are both the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from decode_node.attach import Unattached, WritersOfInstance
+from decode_node.receiver_events import IncomingRequest
+from decode_node.worker import DecodeWorker, RankParts
+from node_runtime.rank_process import RankSpec
+from tests.runtime.instances import decode_config
+from transfer.instance import Instance
+from transfer.page_allocator import GroupAllocator
+
+
+class Receiver:
+    """A `ReceiverLoop` that receives nothing by itself: requests are expected, and after a cancel they drain."""
+
+    num_requests = 0
+    is_idle = True
+
+    def __init__(self, *, knows_all: bool = False) -> None:
+        self.expected: list[IncomingRequest] = []
+        self.draining: list[str] = []
+        self._knows_all = knows_all
+
+    def is_known(self, request_id: str) -> bool:
+        return self._knows_all
+
+    def expect_request(self, request: IncomingRequest) -> None:
+        self.expected.append(request)
+
+    def cancel_request(self, request_id: str, reason: str) -> bool:
+        self.draining.append(request_id)
+        return True
+
+    def check_idle(self) -> None:
+        pass
+
+
+def new_worker(
+    *,
+    rank: int = 0,
+    lane: object,
+    send: Callable[[object], None],
+) -> DecodeWorker:
+    loop: Any = SimpleNamespace()
+    spec = SimpleNamespace(rank=rank, config=decode_config(Path("model")))
+    return DecodeWorker(cast(RankSpec, spec), cast(Any, SimpleNamespace(send=send)), loop, cast(Any, SimpleNamespace(lane=lane)))
+
+
+def use(
+    worker: DecodeWorker,
+    *,
+    engine: object,
+    own: Instance,
+    allocator: GroupAllocator,
+    receiver: Receiver,
+    writers: WritersOfInstance | Unattached,
+    offload: object = None,
+) -> None:
+    """Give the worker its parts; `writers` send every request."""
+    worker.use(
+        RankParts(
+            engine=cast(Any, engine),
+            instance=own,
+            allocator=allocator,
+            receiver=cast(Any, receiver),
+            sessions=cast(Any, SimpleNamespace(writers_of=lambda incarnation: writers)),
+            offload=cast(Any, offload),
+        )
+    )
