@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from prefill_node.rank_messages import RunStep, StepPart
-from prefill_node.worker import PrefillWorker
-from transfer.chunk import ChunkPlan, split_into_chunks
+from prefill_node.attach import DecodePeer
+from prefill_node.rank_messages import RunStep, StartRequest, StepPart
+from prefill_node.scheduler import page_needs
+from tests.prefill.workers import Sender, new_worker
+from tests.runtime.instances import instance
+from tests.runtime.paged_memory import HeldLane
+from transfer.chunk import ChunkPlan
+from transfer.engine_types import SamplingParams
+from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, Shard
+from transfer.page_allocator import GroupAllocator
 
 LAYOUT = KVLayout.uniform(num_layers=8, num_kv_heads=2, head_dim=4, dtype=DType.FLOAT32)
+PEER = DecodePeer(join=1, instance=instance(2, layout=LAYOUT), digest="xxh3-64", scales=None, routes=())
 STEP = RunStep(step=1, parts=(StepPart(request_id="r", token_ids=(1,) * 16, first_token=0, is_last=True),))
+
+
+class Engine:
+    """Writes one layer after the other, and remembers which chunks the sender is told of with each."""
+
+    layout = LAYOUT
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.pool = type("Pool", (), {"device": "cpu"})()
+        self.heard: list[int] = []
+        self.chunks_after: dict[int, list[int]] = {}
+
+    def prefill(self, items: Any, on_layers_written: Callable[[int, None], None]) -> dict[str, int]:
+        for layers_done in range(1, len(self.shard.layers(LAYOUT)) + 1):
+            self.heard.clear()
+            on_layers_written(layers_done, None)
+            if self.heard:
+                self.chunks_after[layers_done] = list(self.heard)
+        return {"r": 7}
 
 
 @pytest.mark.parametrize(
@@ -31,17 +59,19 @@ STEP = RunStep(step=1, parts=(StepPart(request_id="r", token_ids=(1,) * 16, firs
 def test_a_chunk_is_computed_with_the_last_of_its_layers_here(
     stages: int, stage: int, layers_per_group: int, told: dict[int, list[int]]
 ) -> None:
-    plan = ChunkPlan(chunk_tokens=16, layers_per_group=layers_per_group)
-    chunks = split_into_chunks(plan, num_tokens=16, num_layers=8)
-    heard: list[int] = []
-    worker = SimpleNamespace(
-        _engine=SimpleNamespace(shard=Shard(pp_size=stages, pp_rank=stage), layout=LAYOUT),
-        _sender=SimpleNamespace(chunk_computed=lambda request_id, chunk, event: heard.append(chunk)),
-        _requests={"r": SimpleNamespace(chunks=chunks, reported=set())},
+    engine, lane = Engine(Shard(pp_size=stages, pp_rank=stage)), HeldLane()
+    worker = new_worker(
+        lane=lane,
+        send=lambda message: None,
+        engine=engine,
+        allocator=GroupAllocator(page_needs(layer_groups(LAYOUT), 4, chunk_tokens=16), (4,)),
+        sender=Sender(lambda request_id, chunk: engine.heard.append(chunk)),
+        peer=lambda: PEER,
     )
-    seen: dict[int, list[int]] = {}
-    for layers_done in range(1, 8 // stages + 1):
-        heard.clear()
-        PrefillWorker._on_layers_written(cast(Any, worker), STEP, layers_done, None)
-        seen[layers_done] = list(heard)
-    assert {layers: chunk for layers, chunk in seen.items() if chunk} == told
+    plan = ChunkPlan(chunk_tokens=16, layers_per_group=layers_per_group)
+    worker.on_message(
+        StartRequest(request_id="r", decode_incarnation=2, num_tokens=16, start_token=0, plan=plan, sampling=SamplingParams())
+    )
+    worker.on_message(STEP)
+    lane.run_next()
+    assert engine.chunks_after == told

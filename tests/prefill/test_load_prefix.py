@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +25,10 @@ from prefill_node.rank_messages import (
     StepPart,
 )
 from prefill_node.scheduler import page_needs
-from prefill_node.worker import PrefillWorker
+from tests.prefill.leader_world import turns
 from tests.prefill.stored_pages import Prompt, cut
 from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
+from tests.prefill.workers import Sender, new_worker
 from tests.runtime.instances import until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
@@ -38,7 +38,6 @@ from transfer.instance import Instance
 from transfer.kv_pool import KVPool
 from transfer.layer_groups import layer_groups
 from transfer.layout import KVLayout, Shard
-from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 from transfer.storage.base import Store
 from transfer.storage.client import StoreClient, StoreClientSettings
@@ -87,27 +86,17 @@ class Rank:
         self.said: list[Any] = []
         self.sent: list[int] = []  # chunks, as they were told
         self.crashes: list[BaseException] = []
-        worker = self.worker = object.__new__(PrefillWorker)
-        worker._metrics = RankMetrics(role="prefill", rank=0)
-        worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
-        worker._loop = loop
-        worker._chunk_tokens = CHUNK_TOKENS
-        worker._engine = Engine(prompt, self.own, self.decode, self.pool)  # type: ignore[assignment]
-        worker._engine_lane = self.lane
-        worker._allocator = self.allocator
-        worker._requests = {}
-        worker._tasks = set()
-        worker._crash = self.crashes.append  # type: ignore[method-assign]
-        worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
-        worker._loader = PrefixLoader(
-            self.client, pool=self.pool, own=self.own, lane=self.lane, timeout_s=timeout_s, batch_bytes=3000
-        )
+        loop.set_exception_handler(lambda _, context: self.crashes.append(context["exception"]))
         self.peer: DecodePeer | None = DecodePeer(join=1, instance=self.decode, digest="xxh3-64", scales=None, routes=())
-        worker._sessions = SimpleNamespace(of=lambda _: self.peer)  # type: ignore[assignment]
-        worker._sender = SimpleNamespace(  # type: ignore[assignment]
-            start_request=lambda request: None,
-            chunk_computed=lambda request_id, chunk, _: self._on_chunk(request_id, chunk),
-            abort_request=lambda request_id, _: None,
+        self.worker = new_worker(
+            lane=self.lane,
+            send=self.said.append,
+            engine=Engine(prompt, self.own, self.decode, self.pool),
+            allocator=self.allocator,
+            sender=Sender(self._on_chunk),
+            peer=lambda: self.peer,
+            loader=PrefixLoader(self.client, pool=self.pool, own=self.own, lane=self.lane, timeout_s=timeout_s, batch_bytes=3000),
+            loop=loop,
         )
 
     def start(self, *, start_token: int = 0) -> None:
@@ -180,9 +169,8 @@ class Rank:
     def assert_released(self) -> None:
         assert [type(message) for message in self.said].count(PagesReleased) == 1
         assert isinstance(self.said[-1], PagesReleased)
-        assert not self.worker._requests and not self.crashes
+        assert self.worker.check_idle() and not self.crashes
         self.allocator.check_invariants()
-        self.allocator.check_idle()
 
 
 @asynccontextmanager
@@ -295,7 +283,8 @@ async def test_pages_of_what_is_given_up_are_kept_until_nothing_is_written_into_
 async def test_an_order_that_comes_behind_the_end_is_ignored() -> None:
     async with rank_of(PLAIN, shard(), shard(), MemoryStore()) as rank:
         rank.order_load()
-        assert not rank.said and not rank.worker._tasks
+        await turns()
+        assert not rank.said and rank.worker.check_idle()
 
 
 async def test_without_the_decode_instance_there_is_nothing_to_load() -> None:

@@ -11,8 +11,7 @@ import pytest
 from prefill_node.attach import DecodePeer
 from prefill_node.rank_messages import AbortRequest, PagesReleased, RunStep, StartRequest, StepDone, StepPart
 from prefill_node.scheduler import STEPS_AHEAD, PrefillScheduler, page_needs
-from prefill_node.sender_events import OutgoingRequest
-from prefill_node.worker import PrefillWorker
+from tests.prefill.workers import Sender, new_worker
 from tests.runtime.instances import instance
 from tests.runtime.paged_memory import GROUPS, LAYOUT, PAGE_SIZE, SHARD, WINDOW_TOKENS, HeldLane, PagedMemory
 from transfer.chunk import ChunkPlan
@@ -20,7 +19,6 @@ from transfer.engine_types import PrefillItem, SamplingParams
 from transfer.errors import EngineError
 from transfer.layer_groups import PageCounts
 from transfer.layout import routes
-from transfer.metrics import RankMetrics
 from transfer.page_allocator import GroupAllocator
 
 CHUNK_TOKENS, NUM_TOKENS = 8, 85
@@ -57,7 +55,6 @@ class Rank:
 
     def __init__(self, pool_pages: tuple[int, ...], max_step_tokens: int = 3 * CHUNK_TOKENS) -> None:
         self.memory, self.lane, self.said = PagedMemory(), HeldLane(), list[Any]()
-        self.aborted: list[str] = []
         self.computed: dict[str, set[int]] = {}
         self.engine = Engine(self.memory)
         self.allocator = GroupAllocator(NEEDS, pool_pages)
@@ -69,28 +66,18 @@ class Rank:
             max_running=9,
         )
         self.num_steps = 0
-        worker = self.worker = object.__new__(PrefillWorker)
-        worker._metrics = RankMetrics(role="prefill", rank=0)
-        worker._spec = SimpleNamespace(rank=0)  # type: ignore[assignment]
-        worker._chunk_tokens = CHUNK_TOKENS
-        worker._engine = self.engine  # type: ignore[assignment]
-        worker._engine_lane = self.lane  # type: ignore[assignment]
-        worker._allocator = self.allocator
-        worker._requests = {}
-        worker._link = SimpleNamespace(send=self.said.append)  # type: ignore[assignment]
         decode = instance(2, layout=LAYOUT)
         every = routes(LAYOUT, SHARD, decode.shard)
         peer = DecodePeer(join=1, instance=decode, digest="kvferry-words-64", scales=SCALES, routes=every, sessions={0: 1})
-        worker._sessions = SimpleNamespace(of=lambda _: peer)  # type: ignore[assignment]
-        worker._sender = SimpleNamespace(  # type: ignore[assignment]
-            start_request=self._on_start,
-            chunk_computed=lambda request_id, chunk, _: self.computed[request_id].add(chunk),
-            abort_request=lambda request_id, _: self.aborted.append(request_id),
+        self.sender = Sender(lambda request_id, chunk: self.computed.setdefault(request_id, set()).add(chunk))
+        self.worker = new_worker(
+            lane=self.lane,
+            send=self.said.append,
+            engine=self.engine,
+            allocator=self.allocator,
+            sender=self.sender,
+            peer=lambda: peer,
         )
-
-    def _on_start(self, request: OutgoingRequest) -> None:
-        assert request.plan == PLAN and request.digest == "kvferry-words-64" and request.scales is SCALES
-        self.computed.setdefault(request.request_id, set())
 
     def submit(self, request_id: str, num_tokens: int = NUM_TOKENS) -> None:
         self.scheduler.submit(request_id, num_tokens, destination=1)
@@ -111,6 +98,8 @@ class Rank:
                     sampling=SamplingParams(),
                 )
             )
+        for request in self.sender.started:
+            assert request.plan == PLAN and request.digest == "kvferry-words-64" and request.scales is SCALES
         return started
 
     def send_step(self) -> bool:
@@ -151,7 +140,7 @@ class Rank:
     def assert_nothing_is_left(self) -> None:
         self.allocator.check_invariants()
         assert all(pages.num_free == pages.num_pages for _, pages in self.allocator.by_group)
-        assert not self.worker._requests
+        assert self.worker.check_idle()
 
 
 def room_for(num_requests: int) -> tuple[int, ...]:
@@ -207,7 +196,7 @@ def test_an_abort_in_the_middle_gives_everything_back_once(num_steps_over: int, 
         rank.send_step()
     rank.scheduler.withdraw("a")
     rank.worker.on_message(AbortRequest(request_id="a", reason="the client left"))
-    assert rank.aborted == ["a"] and not rank.released()
+    assert rank.sender.aborted == ["a"] and not rank.released()
     if order == "gathers end first":
         rank.worker.on_source_released("a")
         assert not rank.released(), "steps that were sent still use its pages"
@@ -233,7 +222,7 @@ def test_a_step_that_fails_gives_everything_back_too() -> None:
     rank.lane.run_next()
     rank.engine.is_broken = True
     rank.lane.run_next()
-    assert rank.aborted == ["a"]
+    assert rank.sender.aborted == ["a"]
     rank.scheduler.withdraw("a")
     rank.worker.on_message(AbortRequest(request_id="a", reason="the step failed"))
     rank.worker.on_source_released("a")

@@ -1,0 +1,73 @@
+"""A prefill rank's worker between a leader and a sender that are both the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from node_runtime.rank_process import RankSpec
+from prefill_node.attach import DecodePeer
+from prefill_node.prefix_loader import PrefixLoader
+from prefill_node.sender_events import OutgoingRequest
+from prefill_node.worker import PrefillWorker, RankParts
+from tests.runtime.instances import prefill_config
+from transfer.page_allocator import GroupAllocator
+
+
+class Sender:
+    """A `SenderLoop` that sends nothing: it remembers its requests, and calls `on_chunk` for each computed chunk."""
+
+    num_requests = 0
+
+    def __init__(self, on_chunk: Callable[[str, int], None]) -> None:
+        self.started: list[OutgoingRequest] = []
+        self.aborted: list[str] = []
+        self._on_chunk = on_chunk
+
+    def start_request(self, request: OutgoingRequest) -> None:
+        self.started.append(request)
+
+    def chunk_computed(self, request_id: str, chunk: int, event: object) -> None:
+        self._on_chunk(request_id, chunk)
+
+    def abort_request(self, request_id: str, reason: str) -> None:
+        self.aborted.append(request_id)
+
+    def check_idle(self) -> None:
+        pass
+
+
+def new_worker(
+    *,
+    lane: object,
+    send: Callable[[object], None],
+    engine: object,
+    allocator: GroupAllocator,
+    sender: Sender,
+    peer: Callable[[], DecodePeer | None],
+    loader: PrefixLoader | None = None,
+    loop: object = None,
+) -> PrefillWorker:
+    """A worker with its parts.
+
+    Args:
+        lane: The engine's thread.
+        send: Called with each message to the leader.
+        peer: Returns the decode instance that is attached.
+        loop: Runs loads; a worker without a loader needs none.
+    """
+    spec = SimpleNamespace(rank=0, config=prefill_config(Path("model")))
+    link = SimpleNamespace(send=send)
+    worker = PrefillWorker(cast(RankSpec, spec), cast(Any, link), cast(Any, loop), cast(Any, SimpleNamespace(lane=lane)))
+    worker.use(
+        RankParts(
+            engine=cast(Any, engine),
+            allocator=allocator,
+            sender=cast(Any, sender),
+            sessions=cast(Any, SimpleNamespace(of=lambda incarnation: peer())),
+            loader=loader,
+        )
+    )
+    return worker
