@@ -91,6 +91,11 @@ class Admission:
         return len(self._held)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room, including those that have stopped asking."""
+        return len(self._waiting)
+
+    @property
     def free_pages(self) -> PageCounts:
         return self._free_pages
 

@@ -99,6 +99,7 @@ class OffloadRank:
         store: The rank's end of the store; None where there is none.
         fingerprint: Of the store's pages.
         buffer_bytes: Device memory of each direction's copies.
+        open_lane: Returns the thread of each direction's copies, from its name, the loop and `on_crash`.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class OffloadRank:
         store: StoreClient | None,
         fingerprint: str,
         buffer_bytes: int,
+        open_lane: Callable[[str, asyncio.AbstractEventLoop, Callable[[BaseException], None]], Lane] = Lane,
     ) -> None:
         self._pool = pool
         self._host = host
@@ -128,8 +130,8 @@ class OffloadRank:
         self._on_crash = on_crash
         self._store = store
         self._fingerprint = fingerprint
-        self._save_lane = Lane("save", loop, on_crash)
-        self._load_lane = Lane("load", loop, on_crash)
+        self._save_lane = open_lane("save", loop, on_crash)
+        self._load_lane = open_lane("load", loop, on_crash)
         self._save_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         self._load_mover = PageMover(pool, host, buffer_bytes=buffer_bytes)
         for mover in (self._save_mover, self._load_mover):

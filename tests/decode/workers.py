@@ -24,6 +24,7 @@ class Receiver:
 
     def __init__(self, *, knows_all: bool = False) -> None:
         self.expected: list[IncomingRequest] = []
+        self.receiving: set[str] = set()
         self.draining: list[str] = []
         self._knows_all = knows_all
 
@@ -32,8 +33,10 @@ class Receiver:
 
     def expect_request(self, request: IncomingRequest) -> None:
         self.expected.append(request)
+        self.receiving.add(request.request_id)
 
     def cancel_request(self, request_id: str, reason: str) -> bool:
+        self.receiving.discard(request_id)
         self.draining.append(request_id)
         return True
 

@@ -148,7 +148,7 @@ async def test_room_that_comes_free_for_a_request_is_not_a_later_ones(seed: int,
         job = world.submit(prompt, max_new)
         assert job is not None
         await world.looking[job.request_id]
-        world._place(job)
+        world.place(job)
         return job
 
     first = await asked(list(range(16)), 40 if has_early_release else 12)

@@ -12,7 +12,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from decode_node.rank_messages import (
     StepPart,
     TransferComplete,
 )
-from decode_node.worker import DecodeWorker
+from tests.decode.workers import Receiver, new_worker, use
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan, split_into_chunks
 from transfer.engine_types import DecodeItem, SamplingParams
@@ -59,6 +58,7 @@ PLAN = ChunkPlan(chunk_tokens=CHUNK)
 WINDOW_TOKENS = 6
 FULL_SPEC = LayerSpec(num_kv_heads=2, k_head_dim=2, v_head_dim=2)
 WINDOW_SPEC = LayerSpec(kind=LayerKind.SLIDING_WINDOW, num_kv_heads=2, k_head_dim=2, v_head_dim=2, window_tokens=WINDOW_TOKENS)
+WRITERS = WritersOfInstance(wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None)
 NO_GOOD = struct.pack("<f", -1.0)
 FINGERPRINT = "ab" * 16
 PREFILL = instance(1)
@@ -170,49 +170,42 @@ class RankWorld:
         shard = Shard(tp_size=NUM_RANKS, tp_rank=rank, page_size=PAGE)
         self.pool = KVPool(layout=world.layout, shard=shard, num_pages=world.device_pages)
         self.host = HostPool(self.pool, num_pages=world.host_pages)
-        worker = self.worker = object.__new__(DecodeWorker)
-        worker._metrics = RankMetrics(role="decode", rank=0)
-        worker._spec = SimpleNamespace(rank=rank)  # type: ignore[assignment]
-        worker._instance = instance(22, layout=world.layout)
-        worker._engine = self  # type: ignore[assignment]
-        worker._engine_lane = self.engine_lane  # type: ignore[assignment]
-        worker._allocator = GroupAllocator(
-            page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens), self.pool.num_pages
-        )
-        worker._requests = {}
-        writers = WritersOfInstance(wire_dtype=DType.FLOAT32, routes=(), digest="xxh3-64", scales=None)
-        worker._sessions = SimpleNamespace(writers_of=lambda _: writers)  # type: ignore[assignment]
-        worker._link = SimpleNamespace(send=lambda message: world.from_ranks.append((rank, message)))  # type: ignore[assignment]
-        worker._receiver = SimpleNamespace(  # type: ignore[assignment]
-            is_known=lambda _: False, expect_request=lambda _: None, cancel_request=self._cancel
-        )
-        self.draining: list[str] = []
+        self.allocator = GroupAllocator(page_needs(self.pool.groups, PAGE, slack_tokens=world.slack_tokens), self.pool.num_pages)
+        self.receiver = Receiver()
+        self.worker = new_worker(rank=rank, lane=self.engine_lane, send=self._send)
+        self.save_lane, self.load_lane = HandLane(), HandLane()
+        lanes = {"save": self.save_lane, "load": self.load_lane}
         self.offload = OffloadRank(
             pool=self.pool,
             host=self.host,
-            allocator=worker._allocator,
+            allocator=self.allocator,
             engine_lane=self.engine_lane,  # type: ignore[arg-type]
             loop=asyncio.get_running_loop(),
             metrics=RankMetrics(role="decode", rank=rank),
-            send=lambda message: world.from_ranks.append((rank, message)),
-            on_free=worker._leave_if_asked,
+            send=self._send,
+            on_free=self.worker.on_copies_over,
             on_crash=world.crashed.append,
             store=world.store(),  # type: ignore[arg-type]
             fingerprint=FINGERPRINT,
             buffer_bytes=1 << 20,
+            open_lane=lambda name, *_: lanes[name],  # type: ignore[arg-type,return-value]
         )
-        for name in ("_save_lane", "_load_lane"):
-            getattr(self.offload, name).close(timeout_s=5.0)
-            setattr(self.offload, name, HandLane())
-        worker._offload = self.offload
+        use(
+            self.worker,
+            engine=self,
+            own=instance(22, layout=world.layout),
+            allocator=self.allocator,
+            receiver=self.receiver,
+            writers=WRITERS,
+            offload=self.offload,
+        )
 
-    def _cancel(self, request_id: str, reason: str) -> bool:
-        self.draining.append(request_id)
-        return True
+    def _send(self, message: object) -> None:
+        self.world.from_ranks.append((self.rank, message))
 
     @property
     def lanes(self) -> list[HandLane]:
-        return [self.engine_lane, self.offload._save_lane, self.offload._load_lane]  # type: ignore[list-item]
+        return [self.engine_lane, self.save_lane, self.load_lane]
 
     # What a rank's engine does
 
@@ -264,8 +257,8 @@ class RankWorld:
 
     def spoil(self, request_id: str) -> None:
         """Its KV on the device is no good."""
-        if request_id in self.worker._requests:
-            for part, table in zip(self.pool.parts, self.worker._allocator.tables(request_id), strict=True):
+        if request_id in self.allocator.full.owners():
+            for part, table in zip(self.pool.parts, self.allocator.tables(request_id), strict=True):
                 self._spoil(part, [page for page in table if page != NO_PAGE])
 
     def spoil_host(self, group: int, page: int) -> None:
@@ -335,7 +328,7 @@ class World:
         self.tier = HostTier(self.host_pages)
         self.rank_jobs = Jobs(NUM_RANKS)
         self.sent: list[object] = []
-        context = TierContext(
+        self.context = TierContext(
             rules=TierRules(
                 page_size=PAGE,
                 pool_pages=device_pages,
@@ -353,13 +346,13 @@ class World:
             observer=self.metrics.tiers,
         )
         store = StoreLeader(
-            context,
+            self.context,
             client=self.store(),  # type: ignore[arg-type]
             keys_of=lambda group, page_hash: [self._key(group, page_hash, rank) for rank in range(NUM_RANKS)],
             settings=StoreSettings(fetch_timeout_s=60.0, refresh_s=60.0, job_bytes=64, page_bytes=(16,) * len(self.groups)),
         )
         self.leader = OffloadLeader(
-            context,
+            self.context,
             slack_pages=self.slack_tokens // PAGE,
             seed_of=lambda salt, prefill: chain_seed(FINGERPRINT, "", salt),
             store=store,
@@ -397,31 +390,26 @@ class World:
             if rank.inbox:
                 found += [lambda rank=rank: rank.worker.on_message(rank.inbox.popleft())]  # type: ignore[misc]
             for lane in rank.lanes:
-                is_slow = self._has_slow_saves and lane is rank.offload._save_lane
+                is_slow = self._has_slow_saves and lane is rank.save_lane
                 if lane.work and not (is_slow and self.chance.random() < 0.97):
                     found.append(lane.run)
-            if rank.draining:
-                found.append(lambda rank=rank: rank.worker.on_drained(rank.draining.pop()))  # type: ignore[misc]
+            if rank.receiver.draining:
+                found.append(lambda rank=rank: rank.worker.on_drained(rank.receiver.draining.pop()))  # type: ignore[misc]
         if self.from_ranks:
             found += [self._hear, self._hear]
         for job in self.jobs.values():
             task = self.looking.get(job.request_id)
             if not job.is_placed and not job.is_over and task is not None and task.done():
-                found.append(lambda job=job: self._place(job))  # type: ignore[misc]
+                found.append(lambda job=job: self.place(job))  # type: ignore[misc]
             for number in sorted(job.receiving):
-                if self._knows(number, job):
+                if job.arriving[number] and job.request_id in self.ranks[number].receiver.receiving:
                     found.append(lambda job=job, number=number: self.ranks[number].arrive(job))  # type: ignore[misc]
             is_here = job.is_placed and not job.receiving and not self.leader.is_loading(job.request_id)
             if is_here and not job.is_running and not job.is_over:
                 found.append(lambda job=job: self._begin(job))  # type: ignore[misc]
         return found
 
-    def _knows(self, number: int, job: Job) -> bool:
-        rank = self.ranks[number]
-        is_expected = job.request_id in rank.worker._requests and job.request_id not in rank.draining
-        return is_expected and rank.worker._requests[job.request_id].is_receiving and bool(job.arriving[number])
-
-    def _place(self, job: Job) -> None:
+    def place(self, job: Job) -> None:
         known = self.looking[job.request_id].result()
         place = self.leader.place(
             job.request_id,
@@ -503,9 +491,9 @@ class World:
             if other.holding and self._hashes(other)[:1] == self._hashes(job)[:1] != []:
                 self._spoil(other)
         self.leader.damaged(known)
-        for page_hash in self._hashes(job):
+        for entry, page_hash in enumerate(self._hashes(job)):
+            assert self.context.on_device.source_of(page_hash, entry) is None
             assert not any(self.tier.find(group, page_hash) for group in range(len(self.groups)))
-            assert page_hash not in self.leader._context.on_device._by_hash
         self.give_up(job)
 
     def _hashes(self, job: Job) -> list[bytes]:
@@ -559,12 +547,8 @@ class World:
     def shown(self) -> str:
         """What is not over, for a failed assertion."""
         unfinished = {name: job for name, job in self.jobs.items() if not job.is_over or job.holding}
-        tiers = {name: self.leader._requests.get(name) for name in unfinished}
         counts = [self.tier.counts(index) for index in range(len(self.groups))]
-        return (
-            f"{self.admission.free_pages} {counts} {self.rank_jobs._jobs} {self.admission._waiting} {self.step} "
-            f"{unfinished} {tiers}"
-        )
+        return f"{self.admission.free_pages} {counts} {len(self.rank_jobs)} {self.admission.wanted} {self.step} {unfinished}"
 
     # The end
 
@@ -591,13 +575,12 @@ class World:
         self.tier.check_invariants()
         self.tier.check_idle()
         self.leader.check_idle()
-        assert not self.leader._context.short
+        assert not self.context.short
         for rank in self.ranks:
-            rank.worker._allocator.check_invariants()
-            rank.worker._allocator.check_idle()
-            assert rank.offload.is_idle
+            rank.allocator.check_invariants()
+            assert rank.worker.check_idle()
         assert self.admission.free_pages == PageCounts(self.device_pages)
-        assert not self.admission._waiting and not self.admission._by_age
+        assert not self.admission.num_waiting
 
     def _only_waits(self) -> bool:
         """Whether nothing can change any more: every move asks again for room."""
