@@ -23,9 +23,13 @@ PREFILL = instance(1)
 async def test_only_those_with_a_page_in_common_are_damaged(
     num_tokens: int, first: int, is_damaged: bool, num_damaged: int
 ) -> None:
-    leader = OffloadLeader(context(), slack_pages=0, seed_of=lambda salt, prefill: salt.encode(), store=None)
+    where = context()
+    leader = OffloadLeader(where, slack_pages=0, seed_of=lambda salt, prefill: salt.encode(), store=None)
     other = await leader.look_up(range(first, first + num_tokens), "salt", prefill=PREFILL, may_skip=True)
-    place = leader.place("other", other, max_new_tokens=1, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0)
-    assert place is not None
+    place = leader.place("other", other, max_new_tokens=2 * PAGE, chunk_tokens=PAGE, may_skip=True, accepted_s=0.0)
+    assert place is not None and other.chain is not None
     leader.damaged(await leader.look_up(range(num_damaged), "salt", prefill=PREFILL, may_skip=True))
-    assert leader._requests["other"].is_damaged == (is_damaged and num_damaged >= PAGE)
+    leader.begin("other")
+    for token in range(PAGE):
+        leader.computed("other", token)
+    assert (where.on_device.source_of(other.chain.hashes[0], 0) is None) == (is_damaged and num_damaged >= PAGE)

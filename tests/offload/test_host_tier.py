@@ -147,18 +147,24 @@ def test_mistakes_are_named() -> None:
         tier.check_idle()
 
 
+class BrokenPromises(HostTier):
+    """Promises more pages than there are."""
+
+    def promise(self, owner: str, group: int, count: int) -> bool:
+        self._groups[group].num_promised = self._groups[group].promised[owner] = count
+        return True
+
+
 def damaged(what: str) -> HostTier:
-    tier = HostTier([3])
+    tier = BrokenPromises([3])
     page = cached(tier, 1)
     held = tier.take(0, name(2))
     assert held is not None
     match what:
-        case "lost":
-            tier._groups[0].free.pop()
-        case "count":
-            tier._groups[0].num_promised += 1
+        case "known twice":
+            held.number = page.number
         case "promise":
-            tier._groups[0].num_promised = tier._groups[0].promised["a"] = 3
+            tier.promise("a", 0, 3)
         case "cached and used":
             page.users = 1
         case "cached and not ready":
@@ -173,8 +179,7 @@ def damaged(what: str) -> HostTier:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("lost", "lost or known twice: 2 of 3"),
-        ("count", "1 host pages of group 0 are promised; 1 are free and 1 cached"),
+        ("known twice", "lost or known twice: 3 of 3"),
         ("promise", "3 host pages of group 0 are promised; 1 are free and 1 cached"),
         ("cached and used", "held without a user, or cached with one"),
         ("cached and not ready", "held without a user, or cached with one"),

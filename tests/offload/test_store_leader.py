@@ -11,11 +11,13 @@ import pytest
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceIndex
+from decode_node.offload.distrust import RETRY_S as DELETE_AGAIN_S
 from decode_node.offload.host_tier import HostPage, HostTier
 from decode_node.offload.jobs import Jobs
 from decode_node.offload.rules import TierRules
-from decode_node.offload.store_leader import ANSWER_S, JOBS_AT_ONCE, StoreLeader, StoreSettings
+from decode_node.offload.store_leader import ANSWER_S, JOBS_AT_ONCE, RETRY_S, StoreLeader, StoreSettings
 from decode_node.rank_messages import StoreJob
+from tests.decode.leader_world import turns
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 from transfer.metrics import NodeMetrics
@@ -99,6 +101,24 @@ class Leader:
         return message
 
 
+class Clock:
+    """The running loop's clock, which only the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self.now_s = loop.time()
+        monkeypatch.setattr(loop, "time", lambda: self.now_s)
+
+    async def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+        await turns()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 def chain_of(num_pages: int) -> PageHashes:
     chain = PageHashes(page_size=PAGE, seed=b"s" * 32)
     chain.extend(range(num_pages * PAGE))
@@ -126,7 +146,7 @@ async def test_jobs_are_as_large_as_the_queue_takes_and_few_at_a_time() -> None:
     assert [len(message.hashes) for message in large.sent] == [1, 1], "a page larger than a job's bytes is a job"
 
 
-async def test_what_could_not_be_stored_is_tried_again() -> None:
+async def test_what_could_not_be_stored_is_tried_again(clock: Clock) -> None:
     one = Leader()
     pages = one.ready(chain_of(2), 2)
     one.back_up(pages)
@@ -136,7 +156,7 @@ async def test_what_could_not_be_stored_is_tried_again() -> None:
     one.answer(failed=(0,))
     one.back_up(one.ready(chain_of(9), 9)[:0])
     assert not one.sent and one.leader.num_queued == 1, "a store that takes nothing gets nothing for a while"
-    one.leader._try_again()  # what the timer calls
+    await clock.advance(RETRY_S)
     assert one.answer().hashes == (pages[1].page_hash,)
     assert pages[1].stored_s is not None and not one.sent
     one.leader.close()
@@ -158,7 +178,7 @@ async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_
     assert not one.sent
 
 
-async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_backup() -> None:
+async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_backup(clock: Clock) -> None:
     one = Leader(host_pages=6, page_bytes=40)  # one to a job
     hot, new = one.ready(chain_of(2), 2), one.ready(chain_of(3), 3)[2:]
     one.back_up(hot)
@@ -177,19 +197,9 @@ async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_bac
         one.back_up(hot)
     assert one.leader.num_queued == 2
     one.answer()
-    one.leader._try_again()
+    await clock.advance(RETRY_S)
     assert {one.answer().hashes[0] for _ in range(2)} == {new[0].page_hash, hot[0].page_hash}
     assert not one.sent and not one.leader.num_queued
-    one.leader.close()
-
-
-async def test_pages_beyond_what_host_memory_has_are_left_out_of_the_queue() -> None:
-    one = Leader(host_pages=4, page_bytes=40)
-    one.back_up(one.ready(chain_of(4), 4))
-    one.leader._wait_and_retry({(FULL, bytes([number]) * 32): NOW_NS for number in range(4)})
-    assert one.leader.num_queued == 6
-    one.back_up([])
-    assert one.leader.num_queued == 4
     one.leader.close()
 
 
@@ -260,16 +270,32 @@ async def test_behind_a_gap_nothing_is_fetched() -> None:
     one.tier.check_idle()
 
 
-async def test_the_queue_is_bounded_and_its_oldest_go() -> None:
-    one = Leader(host_pages=10, page_bytes=40)  # one to a job
-    chain = chain_of(30)
+def back_up_one_after_the_other(one: Leader, chain: PageHashes, *, most: int) -> None:
+    """Back up the pages of a chain, which is longer than host memory."""
     for page_hash in chain.hashes:
         page = one.tier.take(FULL, page_hash)
         assert page is not None
         one.tier.ready(page)
         one.tier.let_go(page)
         one.back_up([page])
-        assert one.leader.num_queued <= 10
+        assert one.leader.num_queued <= most
+
+
+async def test_pages_that_failed_count_in_the_bound_of_the_queue() -> None:
+    one = Leader(host_pages=4, page_bytes=40)
+    back_up_one_after_the_other(one, chain_of(6), most=4)
+    for _ in range(JOBS_AT_ONCE):
+        one.answer(failed=(0,))
+    assert one.leader.num_queued == 6 and not one.sent
+    one.back_up([])
+    assert one.leader.num_queued == 4
+    one.leader.close()
+
+
+async def test_the_queue_is_bounded_and_its_oldest_go() -> None:
+    one = Leader(host_pages=10, page_bytes=40)  # one to a job
+    chain = chain_of(30)
+    back_up_one_after_the_other(one, chain, most=10)
     stored = []
     while one.sent:
         stored += one.answer().hashes
@@ -292,21 +318,16 @@ async def test_a_prompt_is_fetched_in_order_a_few_jobs_at_a_time() -> None:
     one.tier.check_idle()
 
 
-async def test_a_request_waits_for_the_store_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = asyncio.get_running_loop().time()
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)  # whoever has the CPU meanwhile
-
+async def test_a_request_waits_for_the_store_so_long_and_no_longer(clock: Clock) -> None:
     async def fetched(one: Leader) -> tuple[frozenset[bytes], float]:
         """What a fetch brings whose first job is answered, and the time that it takes."""
-        nonlocal now_s
-        begun_s, fetching, is_answered = now_s, asyncio.ensure_future(one.fetch(chain_of(20), 40)), False
+        begun_s, fetching, is_answered = clock.now_s, asyncio.ensure_future(one.fetch(chain_of(20), 40)), False
         while not fetching.done():
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turns()
             if one.sent and not is_answered:
                 is_answered = bool(one.answer())
-            now_s += 0.01
-        return await fetching, now_s - begun_s
+            await clock.advance(0.01)
+        return await fetching, clock.now_s - begun_s
 
     one = Leader(timeout_s=3.0)
     one.store.seconds = 60.0
@@ -337,18 +358,14 @@ async def test_of_a_long_prompt_few_pages_are_asked_for() -> None:
         assert one.store.num_keys <= 11, "the first, the last, and by halving"
 
 
-async def test_the_look_up_leaves_time_for_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = asyncio.get_running_loop().time()
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)  # whoever has the CPU meanwhile
+async def test_the_look_up_leaves_time_for_what_it_finds(clock: Clock) -> None:
     one = Leader(host_pages=400, timeout_s=2.0)
     one.store.seconds = 0.2
     chain = chain_of(300)
     one.store.missing = {f"{page_hash.hex()}-0" for page_hash in chain.hashes[200:]}
     fetching = asyncio.ensure_future(one.fetch(chain, 601))
     while not one.sent and not fetching.done():
-        for _ in range(20):
-            await asyncio.sleep(0)
-        now_s += 0.01
+        await clock.advance(0.01)
     assert one.sent, "all questions take longer than the request waits"
     while not fetching.done():
         for _ in range(len(one.sent)):
@@ -396,12 +413,13 @@ async def test_damaged_pages_are_deleted_of_every_rank() -> None:
     assert one.store.deleted == ["6162-0", "6162-1", "6364-0", "6364-1"]
 
 
-async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again() -> None:
+async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again(clock: Clock) -> None:
     one = Leader()
     chain = chain_of(6)
     one.store.stuck = {f"{chain.hashes[2].hex()}-1"}
     one.leader.delete([(FULL, page_hash) for page_hash in chain.hashes[:5]])
-    await until(lambda: len(one.leader._distrusted) == 1)
+    await turns()
+    assert len(one.store.deleted) == 2 * 5
     fetching = asyncio.ensure_future(one.fetch(chain, 13))
     await until(lambda: bool(one.sent))
     assert list(one.answer().hashes) == chain.hashes[:2], "neither a damaged page nor what is behind it"
@@ -409,8 +427,7 @@ async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again() -> No
     one.back_up(one.ready(chain, 3)[2:])
     assert not one.sent and not one.leader.num_queued, "the store would take what it has for this page"
     one.store.stuck.clear()
-    one.leader._distrusted._delete()  # what the timer calls
-    await until(lambda: not len(one.leader._distrusted))
+    await clock.advance(DELETE_AGAIN_S)
     page = one.tier.find(FULL, chain.hashes[2])
     assert page is not None
     one.back_up([page])
@@ -421,16 +438,19 @@ async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again() -> No
 async def test_what_is_put_while_it_is_deleted_is_deleted_again() -> None:
     one = Leader()
     (page,) = one.ready(chain_of(1), 1)
-    name = (FULL, chain_of(1).hashes[0])
     one.back_up([page])
     one.tier.unname(page)
-    one.leader.delete([name])
-    await until(lambda: len(one.store.deleted) == 2)
-    assert name in one.leader._distrusted, "it may be put after that"
+    one.leader.delete([(FULL, chain_of(1).hashes[0])])
+    await turns()
+    assert len(one.store.deleted) == 2
+    again = one.ready(chain_of(1), 1)
+    one.back_up(again)
+    assert not one.leader.num_queued, "it may be put after that"
     one.answer()
-    one.leader._distrusted._delete()
-    await until(lambda: not len(one.leader._distrusted))
+    await turns()
     assert len(one.store.deleted) == 4
+    one.back_up(again)
+    assert len(one.sent) == 1, "the store has it no longer"
     one.leader.close()
 
 
