@@ -139,6 +139,11 @@ class DecodeRequests:
     def num_running(self) -> int:
         return len(self._requests) - self.num_queued
 
+    @property
+    def num_without_node(self) -> int:
+        """Attempts that wait for a prefill node to join."""
+        return len(self._unsent)
+
     def views(self) -> list[RequestView]:
         """Of all requests in flight."""
         now_s = time.monotonic()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from decode_node.rank_messages import RunStep
+from decode_node.request_state import Stage
 from tests.decode.leader_world import OTHER_LIFE, World, has_room, turns
 from transfer.errors import PeerUnreachable, TransferAborted
 
@@ -18,7 +19,7 @@ MOVES = (
 async def drained(world: World) -> None:
     """Have everybody say what is left to say, until every request is over; nothing may be left then."""
     async with asyncio.timeout(20):
-        while world.leader._tries:
+        while world.leader.request_ids:
             await world.settle()
             await asyncio.sleep(0)
     await turns()
@@ -48,9 +49,10 @@ def is_started(world: World, name: str) -> bool:
 
 async def move(world: World, kind: str, pick: int) -> None:
     rank = pick % 2
-    live = [one.transfer_id for request in world.accepted for one in request.tries if one.transfer_id in world.leader._tries]
+    tries = [one for request in world.accepted for one in request.tries if one.stage is not Stage.GONE]
+    live = [one.transfer_id for one in tries]
     started = [name for name in live if is_started(world, name)]
-    sent = [name for name in live if world.leader._tries[name].peer is not None]
+    sent = [one.transfer_id for one in tries if one.peer is not None]
     calls = [world.call(name) for name in live if any(name in peer.calls for peer in (world.peer, world.other))]
     match kind:
         case "submit" if world.peers.pick() is not None or (world.may_wait and world.peers.may_come()):

@@ -24,7 +24,7 @@ from decode_node.request_state import Done, Observer, Request, Stage, Tokens
 from decode_node.requests import DecodeRequests
 from decode_node.text import TextCodec
 from tests.runtime.instances import instance
-from transfer.breaker import Breaker, BreakerSettings
+from transfer.breaker import Breaker, BreakerSettings, BreakerState
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError
@@ -110,13 +110,19 @@ class Peers(PrefillPeers):
     """Picks, and has breakers, as the real ones do; joins nobody."""
 
     def __init__(self, *peers: Peer) -> None:
-        self.peers = cast(list[PrefillPeer], list(peers))
         self.num_openings = 0
-        self._on_breaker_opened = self._count
-        self._own = instance(DECODE_LIFE)
-        self._view = None
-        self._prefixes = None
-        self._prefix_tokens = 0
+        super().__init__(
+            [],
+            own=instance(DECODE_LIFE),
+            decode_address="",
+            rank_addresses=(),
+            heartbeat_s=1.0,
+            ring_capacity_bytes=1,
+            breaker=BREAKER,
+            on_lost=lambda *loss: None,
+            on_breaker_opened=self._count,
+        )
+        self.peers = cast(list[PrefillPeer], list(peers))
 
     def _count(self) -> None:
         self.num_openings += 1
@@ -201,7 +207,7 @@ class World:
 
     def _count_retry(self) -> None:
         self.num_retries += 1
-        waiting = [one.request for one in self.leader._tries.values() if one.stage is Stage.WAITING]
+        waiting = [request for request in self.accepted if request.current.stage is Stage.WAITING]
         assert waiting and not any(request.generated for request in waiting), "its caller has a token of the try before"
 
     def _name(self, request_id: str) -> str:
@@ -318,7 +324,7 @@ class World:
         """Everything that anyone still has to say."""
         for peer in (self.peer, self.other):
             for name, call in list(peer.calls.items()):
-                if name in self.leader._tries and not call.is_over:
+                if not call.is_over:
                     if name not in self.reserving or (self.reserving[name].done() and not has_room(self.reserving[name])):
                         self.reserve(name)
                         await turns()
@@ -342,14 +348,16 @@ class World:
     # Judgement
 
     def assert_nothing_is_left(self) -> None:
-        assert not self.leader._tries and not self.leader._running and not self.leader._unsent
-        assert (self.leader.num_queued, self.leader.num_running) == (0, 0)
+        assert not self.leader.request_ids
+        assert (self.leader.num_queued, self.leader.num_running, self.leader.num_without_node) == (0, 0, 0)
         assert (self.admission.free_pages, self.admission.num_running) == (PageCounts((POOL_PAGES,)), 0)
-        assert not self.admission._waiting and not self.admission._by_age
+        assert not self.admission.num_waiting
         assert self.peer.outstanding_tokens == self.other.outstanding_tokens == 0
         assert all(call.is_over for peer in (self.peer, self.other) for call in peer.calls.values())
+        self.now_s += BREAKER.max_pause_s
         for peer in (self.peer, self.other):
-            assert peer.breaker._trial is None, "a peer that is tried for ever gets nothing else to do"
+            is_free = peer.breaker.state is BreakerState.CLOSED or peer.breaker.wants_trial
+            assert is_free, "a peer that is tried for ever gets nothing else to do"
         assert len(self.outcomes) == len(self.accepted)
         for request in self.accepted:
             told = take(request)

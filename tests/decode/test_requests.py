@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
+from decode_node.peers import REASON_GRACE_S
 from decode_node.rank_messages import CancelRequest, ExpectRequest, FinishRequest, StepDone
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import MOVES, drained, play
 from tests.decode.leader_world import FIRST_TOKEN, PAGE_SIZE, PLAN, POOL_PAGES, World, take, turns
-from tests.runtime.instances import until
+from tests.runtime.hand_clock import HandClock
 from transfer import chunk as chunk_module
 from transfer.chunk import ChunkPlan
 from transfer.errors import (
@@ -39,6 +40,11 @@ async def world() -> AsyncIterator[World]:
     one = World()
     yield one
     await one.close()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    return HandClock(monkeypatch, requests_module)
 
 
 async def received(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
@@ -161,15 +167,14 @@ async def test_requests_join_and_leave_the_running_batch(world: World) -> None:
     await drained(world)
 
 
-async def test_the_wait_for_room_is_observed_once_and_only_when_there_is_room(world: World) -> None:
+async def test_the_wait_for_room_is_observed_once_and_only_when_there_is_room(world: World, clock: HandClock) -> None:
     await received(world, "a", num_tokens=20, new=4)
     world.submit("b", 20, new=4)
-    await asyncio.sleep(0.05)
+    await clock.advance(2.0)
     assert await world.reserve("b") is None
-    assert len(world.queue_seconds) == 1, "b waits on"
+    assert world.queue_seconds == [0.0], "b waits on"
     await drained(world)
-    first_s, second_s = world.queue_seconds
-    assert 0 <= first_s < second_s and 0.04 <= second_s < 30
+    assert world.queue_seconds == [0.0, pytest.approx(2.0)]
 
 
 @pytest.mark.parametrize("end", ["room", "abort"])
@@ -382,14 +387,13 @@ async def test_kept_kv_is_forgotten_with_the_request_that_is_named_and_not_with_
     assert len(forgotten) == (0 if spares_kv else 1)
 
 
-async def test_a_ranks_reason_is_told_when_prefill_says_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_module, "REASON_GRACE_S", 0.02)
+async def test_a_ranks_reason_is_told_when_prefill_says_none(world: World, clock: HandClock) -> None:
     request = world.submit("a")
     await turns()
     world.reserve("a")
     await turns()
     world.broken(0, "a", is_data_loss=False)
-    await until(lambda: world.outcomes)
+    await clock.advance(REASON_GRACE_S)
     assert [str(error) for error in take(request)] == ["decode rank 0: broke"]
 
 
@@ -448,18 +452,18 @@ async def test_a_step_without_memory_ends_its_requests_as_no_room(world: World) 
     await drained(world)
 
 
-async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not() -> None:
-    world = World(step_timeout_s=0.2)
+async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: HandClock) -> None:
+    world = World(step_timeout_s=2.0)
     await received(world, new=4)
     world.call("a").first_token()
     await turns()
     for _ in range(2):
-        await asyncio.sleep(0.15)
+        await clock.advance(1.5, steps=15)
         assert world.step is not None
         world.finish_step()
     assert not world.hung
-    await until(lambda: bool(world.hung))
-    assert world.hung == ["no step of the engine has ended for 0.2 s (limits.step_timeout_s)"]
+    await clock.advance(2.1, steps=21)
+    assert world.hung == ["no step of the engine has ended for 2 s (limits.step_timeout_s)"]
     await world.leader.close(PeerUnreachable("the life was given up"))
 
 
@@ -489,13 +493,14 @@ async def test_work_goes_to_the_node_with_the_least_of_it(world: World) -> None:
     assert (sorted(world.peer.calls), sorted(world.other.calls)) == (["a"], ["b", "c", "d"])
 
 
-async def test_a_request_that_waits_too_long_is_refused() -> None:
-    world = World(queue_timeout_s=0.05)
+async def test_a_request_that_waits_too_long_is_refused(clock: HandClock) -> None:
+    world = World(queue_timeout_s=5.0)
     request = world.submit("a")
-    await until(lambda: world.outcomes)
-    assert [str(item) for item in take(request)] == ["no room within 0.05 s (limits.queue_timeout_s)"]
+    await turns()
+    await clock.advance(5.0)
+    assert [str(item) for item in take(request)] == ["no room within 5 s (limits.queue_timeout_s)"]
     assert world.outcomes == ["refused"]
-    assert len(world.queue_seconds) == 1 and world.queue_seconds[0] >= 0.05, "also who found none has waited"
+    assert world.queue_seconds == [5.0], "also who found none has waited"
     await world.close()
     await turns()
     assert world.peer.outstanding_tokens == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -12,12 +11,14 @@ import pytest
 
 from decode_node import requests as requests_module
 from decode_node.offload.tiers import DeviceOnly, Prompt
+from decode_node.peers import REASON_GRACE_S
 from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import play
 from tests.decode.leader_world import BREAKER, FIRST_TOKEN, OTHER_LIFE, POOL_PAGES, PREFILL_LIFE, Peer, World, take, turns
-from tests.runtime.instances import instance, until
+from tests.runtime.hand_clock import HandClock
+from tests.runtime.instances import instance
 from transfer.breaker import Breaker
 from transfer.errors import (
     ConfigError,
@@ -41,6 +42,11 @@ async def world() -> AsyncIterator[World]:
     one = World(prefill_retries=1)
     yield one
     await one.close()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    return HandClock(monkeypatch, requests_module)
 
 
 async def waiting(world: World, name: str = "a", *, num_tokens: int = 3, new: int = 3) -> Request:
@@ -247,18 +253,14 @@ async def test_long_prompts_of_a_lost_node_are_tried_elsewhere_a_few_at_once(
     assert sorted(world.other.calls) == ["a.2", "b.2", "c.2"]
 
 
-async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(world: World, clock: HandClock) -> None:
     """Its leader may know nothing: a frozen rank tells nobody."""
-    monkeypatch.setattr(requests_module, "REASON_GRACE_S", 0.5)
     request = await receiving(world)
     for rank in range(2):
         world.broken(rank, "a", is_data_loss=False)
     await turns()
     assert not world.other.calls, "the prefill node may have a better reason, or one that is no fault of its own"
-    await until(lambda: "a.2" in world.other.calls)
-    await asyncio.sleep(0.05)
+    await clock.advance(REASON_GRACE_S)
     assert sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
     assert world.peer.state == "joined", "that is found out elsewhere; until then it is left out because it was tried"
     await give_room(world, "a.2")
@@ -414,36 +416,37 @@ async def test_an_abort_by_the_first_id_is_heard_after_the_ranks_have_forgotten_
     world.assert_nothing_is_left()
 
 
-async def test_the_wait_for_room_is_bounded_over_all_tries() -> None:
+async def test_the_wait_for_room_is_bounded_over_all_tries(clock: HandClock) -> None:
     world = World(prefill_retries=1, queue_timeout_s=100.0)
     request = await waiting(world)
-    request.current.begun_s -= 99.0
+    await clock.advance(99.0)
     world.lose(world.peer)
-    assert 0 < request.queue_left_s <= 1.0
-    await until(lambda: world.outcomes)
+    await turns()
+    assert not world.outcomes
+    await clock.advance(1.0)
     assert str(outcome(request)) == "no room within 100 s (limits.queue_timeout_s)" and world.outcomes == ["refused"]
     await turns()
     world.assert_nothing_is_left()
     assert world.num_retries == 1
 
 
-async def test_time_in_which_it_had_room_does_not_count_as_waiting() -> None:
+async def test_time_in_which_it_had_room_does_not_count_as_waiting(clock: HandClock) -> None:
     world = World(prefill_retries=1, queue_timeout_s=100.0)
     request = await receiving(world)
-    request.current.begun_s -= 1000.0
+    await clock.advance(1000.0)
     world.lose(world.peer)
     await turns()
     await release_all(world)
     await give_room(world, "a.2")
     await finish(world, "a.2")
     assert isinstance(outcome(request), Done)
-    assert len(world.queue_seconds) == 2 and max(world.queue_seconds) < 100.0, "each try's own wait"
+    assert world.queue_seconds == [0.0, 0.0], "each try's own wait"
 
 
-async def test_without_queue_time_left_it_is_not_tried_again() -> None:
+async def test_without_queue_time_left_it_is_not_tried_again(clock: HandClock) -> None:
     world = World(prefill_retries=1, queue_timeout_s=100.0)
     request = await waiting(world)
-    request.current.begun_s -= 100.0
+    clock.now_s += 100.0  # no timer has run yet
     world.lose(world.peer)
     assert str(outcome(request)) == LOST and not world.other.calls
 

@@ -8,9 +8,11 @@ import pytest
 
 from decode_node import requests as requests_module
 from decode_node.request_state import Done
+from decode_node.requests import PLACE_AFTER_S
 from tests.decode.leader_world import OTHER_LIFE, World, take, turns
 from tests.decode.test_retry import LOST, cancelled, finish, give_room, outcome, receiving, release_all, waiting
-from tests.runtime.instances import instance, until
+from tests.runtime.hand_clock import HandClock
+from tests.runtime.instances import instance
 from transfer.errors import PeerUnreachable, StagingError, TransferAborted, TransferError, TransportClosed
 
 NEVER_S = 60.0
@@ -22,6 +24,11 @@ async def world() -> AsyncIterator[World]:
     one = alone(World(prefill_retries=1, join_timeout_s=NEVER_S))
     yield one
     await one.close()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    return HandClock(monkeypatch, requests_module)
 
 
 def alone(world: World) -> World:
@@ -91,10 +98,10 @@ async def test_where_none_can_be_waited_for_it_is_refused_at_once(why: str) -> N
     assert not world.outcomes
 
 
-async def test_the_wait_ends_with_the_reason_that_there_is_then() -> None:
-    world = alone(World(join_timeout_s=0.05))
+async def test_the_wait_ends_with_the_reason_that_there_is_then(clock: HandClock) -> None:
+    world = alone(World(join_timeout_s=5.0))
     request = await waiting(world)
-    await until(lambda: world.outcomes)
+    await clock.advance(5.0)
     error = outcome(request)
     assert type(error) is PeerUnreachable and str(error) == NOBODY
     assert world.outcomes == ["refused"] and not world.peer.calls
@@ -112,19 +119,21 @@ async def test_it_ends_at_once_when_none_can_come_any_more(world: World) -> None
     world.assert_nothing_is_left()
 
 
-async def test_the_time_in_the_queue_bounds_the_wait_and_the_wait_counts_as_time_in_the_queue() -> None:
-    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=0.05))
+async def test_the_time_in_the_queue_bounds_the_wait_and_the_wait_counts_as_time_in_the_queue(clock: HandClock) -> None:
+    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=5.0))
     request = await waiting(world)
-    await until(lambda: world.outcomes)
+    await clock.advance(5.0)
     assert str(outcome(request)) == NOBODY
     world.assert_nothing_is_left()
 
-    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=100.0))
+    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=50.0))
     request = await waiting(world)
-    request.current.begun_s -= 99.95
+    await clock.advance(49.0)
     world.join(world.peer, 30)
-    await until(lambda: world.outcomes)
-    assert str(outcome(request)) == "no room within 100 s (limits.queue_timeout_s)"
+    await turns()
+    assert not world.outcomes
+    await clock.advance(1.0)
+    assert str(outcome(request)) == "no room within 50 s (limits.queue_timeout_s)"
     await turns()
     world.assert_nothing_is_left()
 
@@ -203,13 +212,13 @@ async def test_another_try_waits_for_a_node_that_the_request_has_not_been_on() -
     world.assert_nothing_is_left()
 
 
-async def test_another_try_that_waits_in_vain_ends_with_what_ended_the_first() -> None:
-    world = World(prefill_retries=1, join_timeout_s=0.05)
+async def test_another_try_that_waits_in_vain_ends_with_what_ended_the_first(clock: HandClock) -> None:
+    world = World(prefill_retries=1, join_timeout_s=5.0)
     world.other.state = "lost"
     request = await waiting(world)
     world.lose(world.peer)
     assert not take(request)
-    await until(lambda: world.outcomes)
+    await clock.advance(5.0)
     assert str(outcome(request)) == LOST and world.num_retries == 0 and world.outcomes == ["failed"]
     world.assert_nothing_is_left()
 
@@ -267,7 +276,7 @@ async def test_who_came_first_is_sent_first_also_on_another_try() -> None:
     await world.close()
 
 
-async def test_nodes_that_come_together_share_what_waited(world: World) -> None:
+async def test_nodes_that_come_together_share_what_waited(world: World, clock: HandClock) -> None:
     """The first of two that are joined within milliseconds is not to have all of it."""
     for name in "abcd":
         await waiting(world, name)
@@ -275,56 +284,60 @@ async def test_nodes_that_come_together_share_what_waited(world: World) -> None:
         peer.state, peer.instance = "joined", instance(life)
         world.leader.peers_changed()
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0, "a moment later"
-    await until(lambda: not world.leader._unsent)
+    await clock.advance(PLACE_AFTER_S)
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens > 0
 
 
 async def test_the_first_node_is_given_so_many_at_once_and_more_a_moment_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests_module, "PLACED_AT_ONCE", 2)
     for name in "abc":
         await waiting(world, name)
     world.join(world.peer, 30)
-    assert len(world.leader._unsent) == 1
+    assert world.leader.num_without_node == 1
     world.peer.state, world.other.state, world.other.instance = "draining", "joined", instance(31)
-    await until(lambda: not world.leader._unsent)
+    await clock.advance(PLACE_AFTER_S)
     assert world.other.outstanding_tokens > 0
 
 
-async def test_long_prompts_are_placed_a_few_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_prompts_are_placed_a_few_at_once(world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """To choose a node for a prompt takes time that grows with it, and everything else on the loop waits meanwhile."""
     monkeypatch.setattr(requests_module, "PLACED_TOKENS_AT_ONCE", 5)
     for name in "abc":
         await waiting(world, name)  # of three tokens each
     world.join(world.peer, 30)
-    assert len(world.leader._unsent) == 1
-    await until(lambda: not world.leader._unsent)
+    assert world.leader.num_without_node == 1
+    await clock.advance(PLACE_AFTER_S)
+    assert not world.leader.num_without_node
 
 
-async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_comes_at_the_very_end_of_the_wait_is_in_time(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it is to be given is placed a moment later, and some of it later still; nobody is told that no node is joined."""
     monkeypatch.setattr(requests_module, "PLACE_AFTER_S", NEVER_S)
     world = alone(World(join_timeout_s=1.0))
     requests = [await waiting(world, name) for name in "abcd"]
     world.peer.state, world.peer.instance = "joined", instance(30)
     world.leader.peers_changed()
-    await until(lambda: not world.leader._unsent)
-    await turns()
+    await clock.advance(1.0)
     assert not world.outcomes and len(world.peer.calls) == len(requests)
     await world.close()
 
 
-async def test_the_end_of_the_wait_that_is_the_end_of_its_time_in_the_queue() -> None:
-    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=0.5))
+async def test_the_end_of_the_wait_that_is_the_end_of_its_time_in_the_queue(clock: HandClock) -> None:
+    world = alone(World(join_timeout_s=NEVER_S, queue_timeout_s=5.0))
     request = await waiting(world)
     world.peer.state, world.peer.instance = "joined", instance(30)  # and nobody has said so yet
-    await until(lambda: world.outcomes)
-    assert "no room within 0.5 s" in str(outcome(request)) and not world.peer.calls
+    await clock.advance(5.0)
+    assert "no room within 5 s" in str(outcome(request)) and not world.peer.calls
     world.assert_nothing_is_left()
 
 
-async def test_nobody_who_comes_later_overtakes_those_that_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_who_comes_later_overtakes_those_that_wait(
+    world: World, clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not in the moment before they are placed, nor in those between."""
     monkeypatch.setattr(requests_module, "PLACED_AT_ONCE", 2)
     for name in "abcd":
@@ -332,19 +345,22 @@ async def test_nobody_who_comes_later_overtakes_those_that_wait(world: World, mo
     world.peer.state, world.peer.instance = "joined", instance(30)
     world.leader.peers_changed()
     await waiting(world, "e")
-    await until(lambda: len(world.leader._unsent) == 3)
+    await clock.advance(PLACE_AFTER_S)
+    assert world.leader.num_without_node == 3
     await waiting(world, "f")
-    await until(lambda: not world.leader._unsent)
+    await clock.advance(2 * PLACE_AFTER_S, steps=2)
+    assert not world.leader.num_without_node
     await waiting(world, "g")
     await turns()
     assert list(world.peer.calls) == ["a", "b", "c", "d", "e", "f", "g"]
 
 
-async def test_one_that_may_not_wait_is_sent_at_once_where_a_node_is_joined(world: World) -> None:
+async def test_one_that_may_not_wait_is_sent_at_once_where_a_node_is_joined(world: World, clock: HandClock) -> None:
     await waiting(world, "a")
     world.peer.state, world.peer.instance = "joined", instance(30)
     world.leader.peers_changed()
     world.submit("b", may_wait=False)
     await turns()
     assert list(world.peer.calls) == ["b"]
-    await until(lambda: not world.leader._unsent)
+    await clock.advance(PLACE_AFTER_S)
+    assert not world.leader.num_without_node

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from decode_node.admission import Admission, page_needs
+from decode_node.offload import store_leader as store_leader_module
 from decode_node.offload.context import FULL, TierContext
 from decode_node.offload.device_index import DeviceIndex
 from decode_node.offload.distrust import RETRY_S as DELETE_AGAIN_S
@@ -18,6 +19,7 @@ from decode_node.offload.rules import TierRules
 from decode_node.offload.store_leader import ANSWER_S, JOBS_AT_ONCE, RETRY_S, StoreLeader, StoreSettings
 from decode_node.rank_messages import StoreJob
 from tests.decode.leader_world import turns
+from tests.runtime.hand_clock import HandClock
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 from transfer.metrics import NodeMetrics
@@ -101,22 +103,9 @@ class Leader:
         return message
 
 
-class Clock:
-    """The running loop's clock, which only the test moves."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loop = asyncio.get_running_loop()
-        self.now_s = loop.time()
-        monkeypatch.setattr(loop, "time", lambda: self.now_s)
-
-    async def advance(self, seconds: float) -> None:
-        self.now_s += seconds
-        await turns()
-
-
 @pytest.fixture
-async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    return HandClock(monkeypatch, store_leader_module)
 
 
 def chain_of(num_pages: int) -> PageHashes:
@@ -146,7 +135,7 @@ async def test_jobs_are_as_large_as_the_queue_takes_and_few_at_a_time() -> None:
     assert [len(message.hashes) for message in large.sent] == [1, 1], "a page larger than a job's bytes is a job"
 
 
-async def test_what_could_not_be_stored_is_tried_again(clock: Clock) -> None:
+async def test_what_could_not_be_stored_is_tried_again(clock: HandClock) -> None:
     one = Leader()
     pages = one.ready(chain_of(2), 2)
     one.back_up(pages)
@@ -162,31 +151,27 @@ async def test_what_could_not_be_stored_is_tried_again(clock: Clock) -> None:
     one.leader.close()
 
 
-async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_then() -> None:
+async def test_what_is_found_in_host_memory_counts_as_used_in_the_store_now_and_then(clock: HandClock) -> None:
     one = Leader()
     pages = one.ready(chain_of(2), 2)
     one.back_up(pages)
     one.answer()
     one.back_up(pages)
     assert not one.sent, "they have just been stored"
-    for page in pages:
-        assert page.stored_s is not None
-        page.stored_s -= 60.0
+    await clock.advance(61.0)
     one.back_up(pages)
     assert list(one.answer().hashes) == chain_of(2).hashes[:2]
     one.back_up(pages)
     assert not one.sent
 
 
-async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_backup(clock: Clock) -> None:
+async def test_a_hot_prefix_that_cannot_be_refreshed_costs_no_other_page_its_backup(clock: HandClock) -> None:
     one = Leader(host_pages=6, page_bytes=40)  # one to a job
     hot, new = one.ready(chain_of(2), 2), one.ready(chain_of(3), 3)[2:]
     one.back_up(hot)
     while one.sent:
         one.answer()
-    for page in hot:
-        assert page.stored_s is not None
-        page.stored_s -= 60.0
+    await clock.advance(61.0)
     one.back_up(hot)
     one.back_up(hot)
     assert len(one.sent) == 2, "what is under way is not ordered again"
@@ -215,7 +200,6 @@ async def test_a_prompt_counts_as_used_when_it_was_asked_for_its_end_a_little_ea
     other = Leader()
     pages = other.ready(chain, 8)
     other.back_up(pages[:4])
-    await asyncio.sleep(0.01)
     other.back_up(pages[4:])
     assert [other.answer().used_ns for _ in range(2)] == expected
 
@@ -318,7 +302,7 @@ async def test_a_prompt_is_fetched_in_order_a_few_jobs_at_a_time() -> None:
     one.tier.check_idle()
 
 
-async def test_a_request_waits_for_the_store_so_long_and_no_longer(clock: Clock) -> None:
+async def test_a_request_waits_for_the_store_so_long_and_no_longer(clock: HandClock) -> None:
     async def fetched(one: Leader) -> tuple[frozenset[bytes], float]:
         """What a fetch brings whose first job is answered, and the time that it takes."""
         begun_s, fetching, is_answered = clock.now_s, asyncio.ensure_future(one.fetch(chain_of(20), 40)), False
@@ -358,7 +342,7 @@ async def test_of_a_long_prompt_few_pages_are_asked_for() -> None:
         assert one.store.num_keys <= 11, "the first, the last, and by halving"
 
 
-async def test_the_look_up_leaves_time_for_what_it_finds(clock: Clock) -> None:
+async def test_the_look_up_leaves_time_for_what_it_finds(clock: HandClock) -> None:
     one = Leader(host_pages=400, timeout_s=2.0)
     one.store.seconds = 0.2
     chain = chain_of(300)
@@ -413,7 +397,7 @@ async def test_damaged_pages_are_deleted_of_every_rank() -> None:
     assert one.store.deleted == ["6162-0", "6162-1", "6364-0", "6364-1"]
 
 
-async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again(clock: Clock) -> None:
+async def test_what_cannot_be_deleted_is_not_fetched_and_asked_for_again(clock: HandClock) -> None:
     one = Leader()
     chain = chain_of(6)
     one.store.stuck = {f"{chain.hashes[2].hex()}-1"}
