@@ -9,11 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node.peers import PrefillPeers
-from decode_node.prefill_peer import PrefillPeer
+from decode_node import peers as peers_module
+from tests.decode.local_nodes import Tier
 from tests.registry.hostile_messages import hostile_messages
-from tests.runtime.instances import instance
-from transfer.breaker import BreakerSettings
+from tests.runtime.instances import instance, until
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
 from transfer.errors import TransferError, TransportError
@@ -25,44 +24,58 @@ VOCABULARY = 100
 
 
 class HostileNode:
-    """A server whose answers are bytes."""
+    """A server whose answers are bytes: of each call to `Join` the next of `joins`, of each to `Prefill` those of `answers`."""
 
     def __init__(self) -> None:
+        self.joins: list[list[bytes]] = []
         self.answers: list[bytes] = []
+        self.reasons: list[str] = []  # of joins that ended
         self.server = grpc.aio.server()
         service = pb.DESCRIPTOR.services_by_name["PrefillControl"]
-        handlers = {one.name: grpc.unary_stream_rpc_method_handler(self._answer) for one in service.methods}
+        handlers = {
+            "Join": grpc.unary_stream_rpc_method_handler(self._join),
+            "Prefill": grpc.unary_stream_rpc_method_handler(self._prefill),
+        }
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         port = self.server.add_insecure_port("127.0.0.1:0")
-        self.lost: list[str] = []
-        self.peers = PrefillPeers(
-            [f"127.0.0.1:{port}"],
-            own=instance(7),
-            decode_address="decode:1",
-            rank_addresses=("rank:1",),
-            heartbeat_s=1.0,
-            ring_capacity_bytes=1 << 16,
-            vocab_size=VOCABULARY,
-            breaker=BreakerSettings(failures=3, window_s=10.0, pause_s=1.0, max_pause_s=4.0),
-            on_lost=lambda peer, incarnation, reason: self.lost.append(reason),
-            on_breaker_opened=lambda: None,
+        self.tier = Tier(
+            [f"127.0.0.1:{port}"], heartbeat_s=10.0, ring_capacity_bytes=1 << 16, vocab_size=VOCABULARY, on_change=self._on_change
         )
+        (self.peer,) = self.tier.peers.peers
 
-    async def _answer(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+    async def _join(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        if not self.joins:
+            await asyncio.Event().wait()
+        for answer in self.joins.pop(0):
+            yield answer
+
+    async def _prefill(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         for answer in self.answers:
             yield answer
 
-    @property
-    def peer(self) -> PrefillPeer:
-        return self.peers.peers[0]
+    def _on_change(self) -> None:
+        if self.peer.state == "lost":
+            assert self.peer.instance is None and self.peer.others_tokens is None
+            self.reasons.append(self.peer.reason)
+
+    async def join_all(self) -> list[str]:
+        """Join until every answer was heard; returns why each join ended."""
+        num_joins = len(self.joins)
+        self.tier.peers.start()
+        await until(lambda: len(self.reasons) == num_joins, within_s=60.0)
+        assert not self.tier.num_faults, "only errors of ours: a bug in reading would have ended the task that joins"
+        assert all(len(reason.splitlines()) == 1 for reason in self.reasons)
+        return self.reasons
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[HostileNode]:
+async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HostileNode]:
+    for name in ("FIRST_BACKOFF_S", "MAX_BACKOFF_S"):
+        monkeypatch.setattr(peers_module, name, 0.0)
     one = HostileNode()
     await one.server.start()
     yield one
-    await one.peers.close()
+    await one.tier.peers.close()
     await one.server.stop(0)
 
 
@@ -83,40 +96,27 @@ def retell(event: pb.JoinEvent) -> None:
 
 
 async def test_every_field_of_a_join_as_no_honest_node_has_it(node: HostileNode) -> None:
-    """Whatever it is: an error of ours, with one line. Anything else would end the task that joins."""
-    for hostile in hostile_messages(joined(), retell):
-        node.answers = [hostile.payload]
-        with pytest.raises(TransferError) as caught:
-            await asyncio.wait_for(node.peers._join_once(node.peer), 20)
-        assert len(str(caught.value).splitlines()) == 1, f"{hostile}: {caught.value}"
-        node.peers._lose(node.peer, caught.value)
-        assert node.peer.state == "lost" and node.peer.instance is None
-    node.answers = [joined().SerializeToString()]
-    with pytest.raises(TransferError, match="ended the join"):
-        await node.peers._join_once(node.peer)
-    assert node.peer.instance is not None, "an honest one is joined until it ends"
+    """Whatever it is, the join ends with a reason. An honest answer after it joins the node until the call ends."""
+    node.joins = [[hostile.payload] for hostile in hostile_messages(joined(), retell)]
+    node.joins.append([joined().SerializeToString()])
+    reasons = await node.join_all()
+    assert "ended the join" in reasons[-1]
+    assert node.tier.lost[-1][2] == reasons[-1], "it was joined"
 
 
 async def test_every_field_of_a_beat(node: HostileNode) -> None:
-    """The join goes on, and what it tells is nothing or can be; bytes that are no event end it with a reason."""
-    told: set[int | None] = set()
-    for hostile in hostile_messages(pb.JoinEvent(beat=pb.Beat(others_tokens=600))):
-        node.answers = [joined().SerializeToString(), hostile.payload]
-        with pytest.raises(TransferError) as caught:
-            await asyncio.wait_for(node.peers._join_once(node.peer), 20)
-        assert len(str(caught.value).splitlines()) == 1, f"{hostile}: {caught.value}"
-        told.add(node.peer.others_tokens)
-        node.peers._lose(node.peer, caught.value)
-        assert node.peer.others_tokens is None
-    assert told == {None, 0}
+    """The join goes on, or bytes that are no event end it with a reason."""
+    beats = hostile_messages(pb.JoinEvent(beat=pb.Beat(others_tokens=600)))
+    node.joins = [[joined().SerializeToString(), hostile.payload] for hostile in beats]
+    await node.join_all()
 
 
 async def test_more_links_than_there_can_be_are_not_read(node: HostileNode) -> None:
     event = joined()
     event.joined.links.extend([event.joined.links[0]] * 100_000)
-    node.answers = [event.SerializeToString()]
-    with pytest.raises(TransferError, match="links has 100001 entries; there can be 16384"):
-        await node.peers._join_once(node.peer)
+    node.joins = [[event.SerializeToString()]]
+    (reason,) = await node.join_all()
+    assert "links has 100001 entries; there can be 16384" in reason
 
 
 async def read(node: HostileNode) -> list[pb.PrefillEvent]:

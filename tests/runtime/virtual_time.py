@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from types import ModuleType, SimpleNamespace
@@ -45,3 +46,14 @@ def run_in_virtual_time(
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main(loop))
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on a `VirtualTimeLoop`: `asyncio.sleep` and timeouts take no time, and always end in the same order."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
