@@ -154,6 +154,11 @@ class Leader(Generic[ConfigT, LifeT], pb_grpc.NodeControlServicer):
     def ranks(self) -> RankSide:
         return self._ranks
 
+    @property
+    def life(self) -> LifeT | None:
+        """The present life of the ranks; None means that there are no ranks."""
+        return self._life
+
     def take_over(self, before: Leader[Any, Any]) -> None:
         """The ports and the ranks of the node are this role's from now on, and so is an operator's drain: it is the node's."""
         self._server, self._services = before._server, before._services

@@ -54,12 +54,16 @@ class LocalCall:
             raise event
         return event
 
+    async def __aiter__(self) -> AsyncGenerator[Any, None]:
+        while (event := await self.read()) is not grpc.aio.EOF:
+            yield event
+
     def cancel(self) -> None:
         self._serving.cancel()
 
 
 def serve_locally(monkeypatch: pytest.MonkeyPatch, nodes: Mapping[str, Any]) -> None:
-    """Have the nodes, by address, answer every `Join`; at other addresses nobody answers."""
+    """Have the nodes, by address, answer every `Join` and `Prefill`; at other addresses nobody answers."""
 
     async def stub(peer: PrefillPeer) -> Any:
         if peer.address not in nodes:
@@ -68,7 +72,10 @@ def serve_locally(monkeypatch: pytest.MonkeyPatch, nodes: Mapping[str, Any]) -> 
         def join(question: pb.JoinRequest) -> LocalCall:
             return LocalCall(nodes[peer.address].Join(question, LocalContext()))
 
-        return SimpleNamespace(Join=join)
+        def prefill(question: pb.PrefillRequest, *, metadata: object) -> LocalCall:
+            return LocalCall(nodes[peer.address].Prefill(question, LocalContext()))
+
+        return SimpleNamespace(Join=join, Prefill=prefill)
 
     monkeypatch.setattr(PrefillPeer, "stub", stub)
 

@@ -1,29 +1,49 @@
-"""A decode leader's own affairs: what it refuses before anything starts."""
+"""A decode leader's own affairs: what it refuses before anything starts, and what its drain waits for."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
+from tokenizers import Tokenizer, models, processors
 
 from decode_node import node as node_module
-from decode_node.node import DecodeNode
-from decode_node.rank_messages import CODEC, PART_BYTES, RunStep, StepPart, check_step_fits
-from decode_node.request_state import Done, Tokens
+from decode_node import requests as requests_module
+from decode_node.node import READ_S, DecodeNode
+from decode_node.rank_messages import (
+    CODEC,
+    PART_BYTES,
+    PagesReleased,
+    RequestExpected,
+    RunStep,
+    StepPart,
+    TransferComplete,
+    check_step_fits,
+)
+from decode_node.text import TextCodec
 from node_runtime.daemon import Daemon, NodeState
 from node_runtime.transfer_ids import MAX_REQUEST_ID_CHARS, new_transfer_id
-from tests.runtime.instances import decode_config
+from tests.decode.leader_world import Text, turns
+from tests.decode.local_nodes import LocalContext, serve_locally
+from tests.prefill.join_server import CUT, JoinServer
+from tests.runtime.instances import decode_config, hello, until
+from tests.runtime.virtual_time import in_virtual_time
 from transfer.control.base import MAX_PAYLOAD_BYTES
-from transfer.errors import ConfigError, StagingError
+from transfer.errors import ConfigError, PeerUnreachable
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.convert import chunk_plan_to_proto
 
-DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
+DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
 MOST_RUNNING = MAX_PAYLOAD_BYTES // PART_BYTES - 1
+PREFILL = "localhost:1"
 
 
 def test_a_step_larger_than_a_message_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -41,165 +61,214 @@ def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> No
     assert len(CODEC.encode(RunStep(step=2**62, parts=(part,) * MOST_RUNNING))) <= MAX_PAYLOAD_BYTES
 
 
+class GatedText(Text):
+    """A `TextCodec` whose texts are tokenised once the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def encode(self, text: str, *, max_tokens: int) -> tuple[int, ...]:
+        await self.gate.wait()
+        return tuple(map(ord, text[:max_tokens]))
+
+
+class ComputingNode(JoinServer):
+    """Computes a prompt once it has room and the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(11)
+        self.asked: list[str] = []
+        self.is_computed = asyncio.Event()
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> AsyncGenerator[pb.JoinEvent, None]:
+        request.decode_address = "127.0.0.1:1"  # the decode node has none, because it is not open
+        async for event in super().Join(request, context):
+            yield event
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncGenerator[pb.PrefillEvent, None]:
+        self.asked.append(request.request_id)
+        await self.is_computed.wait()
+        yield pb.PrefillEvent(first_token=pb.FirstToken(token_id=7))
+        yield pb.PrefillEvent(sent=pb.PrefillSent(stats=pb.TransferStats()))
+
+
+class Serving:
+    """A decode node whose one rank is the test, and its prefill node."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.text, self.prefill = GatedText(), ComputingNode()
+        self.prefill_nodes: dict[str, JoinServer] = {}
+        serve_locally(monkeypatch, self.prefill_nodes)
+        clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+        for module in (node_module, requests_module):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(node_module, "TextCodec", lambda directory: self.text)
+        self.node = DecodeNode(DAEMON, decode_config(folder, **settings))
+        self._calls: list[AsyncGenerator[pb.GenerateEvent, None]] = []
+
+    def generate(self, *, prompt: str = "", token_ids: tuple[int, ...] = ()) -> AsyncGenerator[pb.GenerateEvent, None]:
+        request = pb.GenerateRequest(max_new_tokens=1)
+        if prompt:
+            request.prompt = prompt
+        else:
+            request.token_ids.ids.extend(token_ids)
+        call = cast(AsyncGenerator[pb.GenerateEvent, None], self.node.Generate(request, cast(Any, LocalContext())))
+        self._calls.append(call)
+        return call
+
+    async def join(self) -> None:
+        self.prefill_nodes[PREFILL] = self.prefill
+        await until(lambda: self.node.readiness().is_ready)
+
+    async def compute(self) -> None:
+        """The prompt that the prefill node was asked for: room, KV, the first token, and the pages back."""
+        (name,) = self.prefill.asked
+        assert self.node.life is not None
+        question = pb.ReserveRequest(
+            request_id=name,
+            prefill_incarnation=self.prefill.instance.incarnation,
+            decode_incarnation=self.node.life.instance.incarnation,
+            chunk_plan=chunk_plan_to_proto(CUT.plan),
+        )
+        reserving = asyncio.ensure_future(self.node.Reserve(question, cast(Any, LocalContext())))
+        await turns()
+        self.node.ranks.on_message(0, RequestExpected(request_id=name))
+        assert (await reserving).reserved
+        self.node.ranks.on_message(0, TransferComplete(request_id=name))
+        self.prefill.is_computed.set()
+        await turns()
+        self.node.ranks.on_message(0, PagesReleased(request_id=name))
+
+    async def close(self) -> None:
+        await self.node.end_life(PeerUnreachable("the test is over"))
+        for call in self._calls:
+            await call.aclose()
+
+
+@asynccontextmanager
+async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Serving]:
+    one = Serving(folder, monkeypatch, **settings)
+    await one.node.begin_life((replace(hello(0), address="127.0.0.1:2", ring_bytes=1 << 20),))
+    assert one.node.life is not None
+    one.node.life.use([PREFILL])
+    try:
+        yield one
+    finally:
+        await one.close()
+
+
+def begin(call: AsyncGenerator[pb.GenerateEvent, None]) -> asyncio.Task[pb.GenerateEvent]:
+    return asyncio.ensure_future(anext(call))  # type: ignore[arg-type]
+
+
+@in_virtual_time
 async def test_the_prompts_that_wait_to_be_tokenised_are_bounded_also_when_their_callers_go_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each can have 16 MB, and is not in the queue yet whose length is bounded."""
-    gate = asyncio.Event()
-
-    async def encode(text: str, *, max_tokens: int) -> tuple[int, ...]:
-        await gate.wait()
-        return tuple(map(ord, text[:max_tokens]))
-
-    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace(encode=encode))
-    node = DecodeNode(DAEMON, decode_config(tmp_path, limits={"max_queued_requests": 2}))
-    stays, leaves = (asyncio.ensure_future(node._tokenise(text, max_tokens=9)) for text in ("ab", "c"))
-    await asyncio.sleep(0)
-    leaves.cancel()
-    await asyncio.gather(leaves, return_exceptions=True)
-    with pytest.raises(StagingError, match=r"2 prompts wait to be tokenised, .*limits\.max_queued_requests"):
-        await node._tokenise("d", max_tokens=9)
-    gate.set()
-    assert await stays == (97, 98)
-    await asyncio.sleep(0)
-    assert await node._tokenise("d", max_tokens=9) == (100,)
+    async with serving(tmp_path, monkeypatch, limits={"max_queued_requests": 2}) as one:
+        stays, leaves = begin(one.generate(prompt="ab")), begin(one.generate(prompt="c"))
+        await turns()
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"2 prompts wait to be tokenised, .*limits\.max_queued_requests"):
+            await begin(one.generate(prompt="a"))
+        one.text.gate.set()
+        assert (await stays).accepted.prompt_tokens == 2
+        await turns()
+        assert (await begin(one.generate(prompt="a"))).accepted.prompt_tokens == 1
 
 
-@pytest.mark.parametrize("goes_away", [False, True])
+@pytest.mark.parametrize("end", ["its client goes away", "no prefill node is joined", "it is queued"])
+@in_virtual_time
 async def test_a_drain_waits_for_a_text_that_is_being_tokenised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_away: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Its call has been let in, and its client has been promised an answer; it is in no queue yet."""
-    gate = asyncio.Event()
-
-    async def encode(text: str, *, max_tokens: int) -> tuple[int, ...]:
-        await gate.wait()
-        return tuple(map(ord, text))
-
-    class Requests:
-        num_queued = 0
-        num_running = 0
-
-        def submit(self, request_id: str, token_ids: tuple[int, ...], *rest: Any, **more: Any) -> Any:
-            self.num_queued = 1
-            return SimpleNamespace(token_ids=token_ids, progress=asyncio.Queue(), is_told=False)
-
-        def give_up(self, *_: Any) -> None:
-            self.num_queued = 0
-
-    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace(encode=encode))
-    node = DecodeNode(DAEMON, decode_config(tmp_path))
-    node._life = cast(
-        Any, SimpleNamespace(max_context_tokens=64, vocab_size=1000, eos_token_ids=frozenset(), requests=Requests())
-    )
-    events = node.Generate(pb.GenerateRequest(prompt="ab", max_new_tokens=4), cast(Any, SimpleNamespace()))
-    begun = asyncio.ensure_future(anext(events))
-    async with asyncio.timeout(10):
-        while not node._tokenising:
-            await asyncio.sleep(0)
-        draining = asyncio.ensure_future(node.drain())
-        await asyncio.sleep(0.1)
-        assert node.num_in_flight == 1 and not draining.done()
-        if goes_away:
+    """Its call was let in, and it is in no queue yet. A node that drains lets it wait for no prefill node."""
+    async with serving(tmp_path, monkeypatch) as one:
+        if end == "it is queued":
+            await one.join()
+        call = one.generate(prompt="ab")
+        begun = begin(call)
+        await turns()
+        draining = asyncio.ensure_future(one.node.drain())
+        await asyncio.sleep(10.0)
+        assert one.node.num_in_flight == 1 and not draining.done()
+        if end == "its client goes away":
             begun.cancel()
             await asyncio.gather(begun, return_exceptions=True)
         else:
-            gate.set()
+            one.text.gate.set()
+        if end == "no prefill node is joined":
+            with pytest.raises(grpc.aio.AioRpcError, match="no prefill node is joined"):
+                await begun
+        if end == "it is queued":
             assert (await begun).accepted.prompt_tokens == 2
-            assert node.num_in_flight == 1 and not draining.done(), "it is in the queue now, once"
-            await events.aclose()
-        assert await draining == 0 == node.num_in_flight
+            await asyncio.sleep(10.0)
+            assert one.node.num_in_flight == 1 and not draining.done(), "it is in the queue now, once"
+            await call.aclose()
+        assert await draining == 0 == one.node.num_in_flight
 
 
+@in_virtual_time
+async def test_a_request_waits_for_a_prefill_node_unless_the_node_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path, monkeypatch) as one:
+        assert (await begin(one.generate(token_ids=(5, 6)))).accepted.prompt_tokens == 2
+        assert one.node.num_in_flight == 1
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@in_virtual_time
 async def test_a_drain_waits_for_a_client_that_has_not_taken_all_of_its_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    """The request is over for the node, and its last tokens wait for a connection that is slow."""
-    progress: asyncio.Queue[Any] = asyncio.Queue()
-    accepted = SimpleNamespace(token_ids=(5, 6), progress=progress, is_told=False, told_s=0.0)
-
-    class Requests:
-        num_queued = num_running = 0
-
-        def submit(self, request_id: str, token_ids: tuple[int, ...], *rest: Any, **more: Any) -> Any:
-            return accepted
-
-        def give_up(self, *_: Any) -> None:
-            pass
-
-    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace())
-    node = DecodeNode(DAEMON, decode_config(tmp_path))
-    node._life = cast(
-        Any, SimpleNamespace(max_context_tokens=64, vocab_size=1000, eos_token_ids=frozenset(), requests=Requests())
-    )
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]), max_new_tokens=4)
-    events = node.Generate(request, cast(Any, SimpleNamespace()))
-    assert (await anext(events)).accepted.prompt_tokens == 2
-    progress.put_nowait(Tokens(token_ids=(7,), text=" a"))
-    progress.put_nowait(
-        Done(finish_reason="length", stats=pb.TransferStats(), ttft_s=0.1, prefill_node="p:1", retries=0, cached_tokens=0)
-    )
-    accepted.is_told, accepted.told_s = True, time.monotonic()
-    draining = asyncio.ensure_future(node.drain())
-    assert (await anext(events)).tokens.token_ids == [7]
-    await asyncio.sleep(0.1)
-    assert node.num_in_flight == 1 and not draining.done()
-    accepted.told_s -= node_module.READ_S
-    assert node.num_in_flight == 0, "who has not read for so long may never"
-    accepted.told_s += node_module.READ_S
-    assert (await anext(events)).done.finish_reason == "length"
-    assert [event async for event in events] == []
-    async with asyncio.timeout(10):
-        assert await draining == 0 == node.num_in_flight
-
-
-@pytest.mark.parametrize("drains", [False, True])
-async def test_a_node_that_drains_lets_nothing_new_wait_for_a_prefill_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains: bool
-) -> None:
-    """Of what it had let in before; a call that comes later is refused anyway."""
-    monkeypatch.setattr(node_module, "TextCodec", lambda directory: None)
-    node = DecodeNode(DAEMON, decode_config(tmp_path))
-    asked: list[bool] = []
-
-    def submit(*_: object, may_wait: bool, **__: object) -> None:
-        asked.append(may_wait)
-
-    life = SimpleNamespace(max_context_tokens=9, vocab_size=9, eos_token_ids=frozenset(), requests=SimpleNamespace(submit=submit))
-    node._life = cast(Any, life)
-    if drains:
-        node._draining.begin()
-    await node._submit(cast(Any, life), pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), max_new_tokens=1))
-    assert asked == [not drains]
+    """The request is over for the node, and its last tokens wait for a slow connection. A client may never read them."""
+    async with serving(tmp_path, monkeypatch) as one:
+        await one.join()
+        call = one.generate(token_ids=(5, 6))
+        assert (await begin(call)).accepted.prompt_tokens == 2
+        await until(lambda: one.prefill.asked)
+        await one.compute()
+        draining = asyncio.ensure_future(one.node.drain())
+        assert (await anext(call)).tokens.token_ids == [7]
+        await asyncio.sleep(READ_S / 2)
+        assert one.node.num_in_flight == 1 and not draining.done()
+        if reads:
+            assert (await anext(call)).done.finish_reason == "length"
+            assert [event async for event in call] == []
+        else:
+            await asyncio.sleep(READ_S)
+        assert await draining == 0 == one.node.num_in_flight
 
 
 @pytest.mark.parametrize("looks_again", [False, True])
 async def test_how_often_discovery_looks_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_again: bool) -> None:
     monkeypatch.setattr(node_module, "TextCodec", lambda directory: None)
-    daemon = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None, num_restarts=0))
     found = {"discovery": {"file": tmp_path / "nodes", "interval_s": 7}, "peers": {"prefill_nodes": []}} if looks_again else {}
-    node = DecodeNode(daemon, decode_config(tmp_path, **found))
+    node = DecodeNode(DAEMON, decode_config(tmp_path, **found))
     shown = 7.0 if looks_again else 0.0
     assert f'kvferry_discovery_interval_seconds{{role="decode"}} {shown}\n' in node.render_metrics().decode()
 
 
+@in_virtual_time
 async def test_neither_log_nor_span_quotes_a_request_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     span = SimpleNamespace(end=ended.append, set=lambda **_: None)
-    monkeypatch.setattr(node_module, "TextCodec", lambda directory: SimpleNamespace())
-    node = DecodeNode(DAEMON, decode_config(tmp_path))
-    node._life = cast(Any, SimpleNamespace(max_context_tokens=64, vocab_size=1000, eos_token_ids=frozenset()))
-    node.tracer = cast(Any, SimpleNamespace(begin=lambda *_, **__: span))
-
-    class Context:
-        def invocation_metadata(self) -> tuple[()]:
-            return ()
-
-        async def abort(self, code: Any, details: str, trailing_metadata: object = ()) -> None:
-            raise ConnectionAbortedError(details)
-
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 987_654]), max_new_tokens=4)
-    with capture_logs() as lines, pytest.raises(ConnectionAbortedError, match="987654"):  # its caller is told
-        await anext(node.Generate(request, cast(Any, Context())))
+    async with serving(tmp_path, monkeypatch) as one:
+        one.node.tracer = cast(Any, SimpleNamespace(begin=lambda *_, **__: span))
+        with capture_logs() as lines, pytest.raises(grpc.aio.AioRpcError, match="987654"):  # its caller is told
+            await begin(one.generate(token_ids=(5, 987_654)))
     (line,) = [line for line in lines if line["event"] == "request_refused"]
     assert ended == [line["reason"]] == ["the request is wrong; its caller was told what of it"]
+
+
+async def test_an_empty_text_is_refused_where_the_tokenizer_begins_every_text_with_a_token(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "word": 1}, unk_token="<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert await TextCodec(tmp_path).encode("", max_tokens=64) == (0,)
+    node = DecodeNode(DAEMON, decode_config(tmp_path))
+    await node.begin_life((hello(0),))
+    with pytest.raises(grpc.aio.AioRpcError, match="prompt is empty; it must have at least one character"):
+        await anext(node.Generate(pb.GenerateRequest(prompt="", max_new_tokens=4), cast(Any, LocalContext())))
+    await node.end_life(PeerUnreachable("the test is over"))
