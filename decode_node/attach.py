@@ -221,9 +221,9 @@ class WriterSessions:
             watermark=ring.watermark(),
             ring_capacity_bytes=ring.capacity_bytes,
             heartbeat_s=heartbeat_s,
-            on_attach=self._on_attach,
+            on_attach=self.on_attach,
             on_session_lost=self._receiver.close_session,
-            on_link=self._on_link,
+            on_link=self.on_link,
         )
         self._server: RegistryServer | None = None
 
@@ -316,7 +316,8 @@ class WriterSessions:
 
     # Attach
 
-    async def _on_attach(self, request: AttachRequest) -> AttachResponse:
+    async def on_attach(self, request: AttachRequest) -> AttachResponse:
+        """Open a session with a prefill rank; see `TransferControlServicer`."""
         agreement = check_compatible(request.prefill, self._own)
         mine = self._routes_from(request.prefill)
         ring = self._receiver.ring
@@ -406,7 +407,8 @@ class WriterSessions:
         except TransferError as error:
             self._servicer.close_session(number, f"the link's probe failed: {error}")
 
-    def _on_link(self, number: int, reported: Link) -> None:
+    def on_link(self, number: int, reported: Link) -> None:
+        """Take what a writer measured of its link; see `TransferControlServicer`."""
         writer = self._writers.get(number)
         if writer is None or writer.is_measured:
             return  # the session was closed meanwhile; or said it before: a link is measured once, when it is attached

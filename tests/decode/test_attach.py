@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode_node import attach as attach_module
-from decode_node.attach import Receiving, Unattached, Writer, WriterSessions, WritersOfInstance
+from decode_node.attach import Receiving, Unattached, WriterSessions, WritersOfInstance
 from decode_node.receiver_events import IncomingRoute
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
@@ -23,13 +23,11 @@ from transfer.registry.options import MAX_SESSIONS
 from transfer.registry.security import PlainText
 from transfer.ring import StagingAllocator
 from transfer.staging import StagingBuffer
-from transfer.transport.base import Transport
 from transfer.transport.inproc import InprocHub, InprocTransport
 
 PREFILL_LIFE, DECODE_LIFE = 11, 22
 PLAN = ChunkPlan(chunk_tokens=4)
 RING_BYTES = 1 << 16
-SESSION = 5
 
 
 class Rank:
@@ -38,23 +36,23 @@ class Rank:
     def __init__(
         self,
         *,
-        transport: Transport | None = None,
         rank: int = 0,
         own: Instance | None = None,
         ring_bytes: int = RING_BYTES,
         num_ending: int = 0,
         floor_bytes_per_s: float = 0.0,
     ) -> None:
+        self.hub = InprocHub()
         self.metrics = RankMetrics(role="decode", rank=rank)
         self.lost: list[tuple[int, int, str]] = []
         self.probed: list[Link] = []
         self.closed: list[tuple[int, str]] = []
         self.opened: list[int] = []
-        no_transport = SimpleNamespace(accept=lambda *_: pytest.fail("the ring was offered"), is_one_sided=True)
+        transport = InprocTransport(self.hub, one_sided=True)
         receiver = SimpleNamespace(
             ring=StagingAllocator(ring_bytes, incarnation=DECODE_LIFE),
             num_ending=num_ending,
-            memory=transport.register(StagingBuffer(num_bytes=ring_bytes).tensor) if transport is not None else None,
+            memory=transport.register(StagingBuffer(num_bytes=ring_bytes).tensor),
             copier=None,
             driver=SimpleNamespace(add=lambda session: None),
             open_session=lambda number, session, incarnation, control_key: self.opened.append(number),
@@ -67,7 +65,7 @@ class Rank:
                 control=cast(Any, SimpleNamespace(address="inproc", public_key=bytes(32))),
                 scratch=None,
             ),
-            transport=transport or cast(Transport, no_transport),
+            transport=transport,
             own=own or instance(DECODE_LIFE),
             rank=rank,
             device="cpu",
@@ -81,25 +79,27 @@ class Rank:
             on_crash=lambda error: pytest.fail(repr(error)),
         )
 
-    def attach(self, number: int, prefill: Instance, rank: int) -> None:
-        """As an attach of that prefill rank leaves it."""
-        self.sessions._writers[number] = Writer(
-            instance=prefill,
-            rank=rank,
-            routes=self.sessions._routes_from(prefill),
-            lane="ucx/shm",
-            digest="kvferry-words-64",
-            scales=SCALES,
+    async def attach(self, prefill: Instance, rank: int = 0) -> int:
+        """Attach that prefill rank; returns the session."""
+        offer = InprocTransport(self.hub, one_sided=True).offer()  # one that is dropped cannot be accepted
+        request = AttachRequest(
+            prefill=prefill,
+            prefill_rank=rank,
+            offer=offer.blob,
+            chunk_plan=PLAN,
+            probe_bytes=1 << 12,
+            control_key=bytes(32),
         )
+        return (await self.sessions.on_attach(request)).session_id
 
     def close_session(self, session: int, reason: str) -> None:
         if (session, reason) not in self.closed:
             self.closed.append((session, reason))
             self.sessions.on_session_closed(session, reason)
 
-    def report(self, *, session: int = SESSION, bandwidth_bytes_per_s: float = 2e9) -> None:
+    def report(self, session: int, *, bandwidth_bytes_per_s: float = 2e9) -> None:
         """The writer's report, which is wrong about everything but the numbers."""
-        self.sessions._on_link(
+        self.sessions.on_link(
             session,
             Link(prefill_rank=60_000, decode_rank=9, lane="made up", latency_s=1e-5, bandwidth_bytes_per_s=bandwidth_bytes_per_s),
         )
@@ -112,14 +112,10 @@ class Rank:
         return [sample.labels for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
-SCALES = {(0, False): 0.5}
-
-
 async def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     own, prefill = instance(DECODE_LIFE), instance(PREFILL_LIFE, tp_size=2)
     rank = Rank(own=own)
-    for number in range(2):
-        rank.attach(50 + number, prefill, number)
+    sessions = [await rank.attach(prefill, number) for number in range(2)]
 
     def not_again(*args: Any) -> None:
         raise AssertionError("routes() depends on the instances alone, and takes long for wide ones")
@@ -128,9 +124,9 @@ async def test_the_routes_of_a_prefill_instance_are_not_computed_for_every_reque
     monkeypatch.setattr(attach_module, "routes", not_again)
     assert rank.sessions.writers_of(PREFILL_LIFE) == WritersOfInstance(
         wire_dtype=DType.FLOAT16,
-        routes=tuple(IncomingRoute(route=route, session=50 + route.prefill_rank) for route in every),
-        digest="kvferry-words-64",
-        scales=SCALES,
+        routes=tuple(IncomingRoute(route=route, session=sessions[route.prefill_rank]) for route in every),
+        digest="xxh3-64",
+        scales=None,
     )
 
 
@@ -138,112 +134,95 @@ async def test_a_request_can_come_whole_from_all_its_writers_only() -> None:
     rank = Rank()
     prefill = instance(PREFILL_LIFE, tp_size=2)
     assert rank.sessions.writers_of(PREFILL_LIFE) == Unattached(reason="no rank of the prefill instance is attached")
-    rank.attach(50, prefill, 0)
-    rank.attach(51, instance(PREFILL_LIFE + 1, tp_size=2), 1)
+    first = await rank.attach(prefill, 0)
+    await rank.attach(instance(PREFILL_LIFE + 1, tp_size=2), 1)
     assert rank.sessions.writers_of(PREFILL_LIFE) == Unattached(reason="prefill rank 1 is not attached")
-    rank.attach(52, prefill, 1)
+    second = await rank.attach(prefill, 1)
     assert isinstance(rank.sessions.writers_of(PREFILL_LIFE), WritersOfInstance)
     rank.sessions.forget_prefill(PREFILL_LIFE, "it has left")
-    assert rank.closed == [(50, "it has left"), (52, "it has left")]
+    assert rank.closed == [(first, "it has left"), (second, "it has left")]
     assert rank.lost == [(PREFILL_LIFE, 0, "it has left"), (PREFILL_LIFE, 1, "it has left")]
     assert isinstance(rank.sessions.writers_of(PREFILL_LIFE), Unattached)
 
 
-def request(hub: InprocHub | None = None, **changes: Any) -> AttachRequest:
-    values: dict[str, Any] = {
-        "prefill": instance(PREFILL_LIFE),
-        "prefill_rank": 0,
-        "offer": InprocTransport(hub or InprocHub(), one_sided=True).offer().blob,
-        "chunk_plan": PLAN,
-        "probe_bytes": 1 << 12,
-        "control_key": bytes(32),
-    }
-    return AttachRequest(**{**values, **changes})
-
-
-async def test_an_attach_that_does_not_fit_names_the_sides_as_the_prefill_node_does() -> None:
-    """And it is offered nothing."""
-    rank = Rank(own=instance(DECODE_LIFE, weights="decode's"))
-    with pytest.raises(LayoutError, match="prefill != decode: model weights: prefill's != decode's"):
-        await rank.sessions._on_attach(request(prefill=instance(PREFILL_LIFE, weights="prefill's")))
-    assert not rank.opened
-
-
-async def test_an_attach_whose_chunks_are_above_the_ring_is_offered_nothing() -> None:
-    with pytest.raises(ChunkTooLarge, match=r"ring\.capacity_bytes is 256 on decode rank 0; a chunk of 4 tokens and all layers"):
-        await Rank(ring_bytes=256).sessions._on_attach(request())
-
-
-async def test_writers_that_come_and_go_and_let_go_of_nothing_are_attached_no_more() -> None:
-    """What closed sessions hold of the system, where nothing can take a writer's mapping of the ring back, has a limit too."""
-    rank = Rank(num_ending=MAX_SESSIONS)
-    with pytest.raises(StagingError, match=r"256 sessions of decode rank 0 are closed, and their writers may still write"):
-        await rank.sessions._on_attach(request())
+async def test_an_attach_that_cannot_be_is_offered_nothing() -> None:
+    """A misfit names the sides as the prefill node does. Sessions that are closed, and whose writers let go of nothing, have a
+    limit, too: nothing can take a writer's mapping of the ring back."""
+    for rank, prefill, kind, complaint in (
+        (
+            Rank(own=instance(DECODE_LIFE, weights="decode's")),
+            instance(PREFILL_LIFE, weights="prefill's"),
+            LayoutError,
+            "prefill != decode: model weights: prefill's != decode's",
+        ),
+        (
+            Rank(ring_bytes=256),
+            instance(PREFILL_LIFE),
+            ChunkTooLarge,
+            r"ring\.capacity_bytes is 256 on decode rank 0; a chunk of 4 tokens and all layers",
+        ),
+        (
+            Rank(num_ending=MAX_SESSIONS),
+            instance(PREFILL_LIFE),
+            StagingError,
+            r"256 sessions of decode rank 0 are closed, and their writers may still write",
+        ),
+    ):
+        with pytest.raises(kind, match=complaint):
+            await rank.attach(prefill)
+        assert not rank.opened
 
 
 async def test_a_session_that_is_closed_as_soon_as_it_is_attached_harms_nobody() -> None:
-    hub = InprocHub()
-    rank = Rank(transport=InprocTransport(hub, one_sided=True))
-    offer = InprocTransport(hub, one_sided=True).offer()  # one that is dropped cannot be accepted
-    answer = await rank.sessions._on_attach(request(offer=offer.blob))
-    assert rank.opened == [answer.session_id]
-    rank.close_session(answer.session_id, "it left")
-    (warm_up,) = rank.sessions._attaching
-    await warm_up  # an error that nobody awaits would end the rank
+    rank = Rank()
+    session = await rank.attach(instance(PREFILL_LIFE))
+    assert rank.opened == [session]
+    rank.close_session(session, "it left")
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))  # warm-ups: an error would end the rank
 
 
-def one_session(*, floor_bytes_per_s: float = 0.0) -> Rank:
+async def one_session(*, floor_bytes_per_s: float = 0.0) -> tuple[Rank, int]:
     """Decode rank 3 with one attached writer, prefill rank 1."""
     rank = Rank(rank=3, own=instance(DECODE_LIFE, tp_size=4), floor_bytes_per_s=floor_bytes_per_s)
-    rank.attach(SESSION, instance(PREFILL_LIFE, tp_size=2), 1)
-    return rank
+    return rank, await rank.attach(instance(PREFILL_LIFE, tp_size=2), 1)
 
 
 async def test_who_has_a_link_is_known_here_and_only_its_numbers_are_the_writers() -> None:
-    one = one_session()
-    one.report()
-    link = Link(prefill_rank=1, decode_rank=3, lane="ucx/shm", latency_s=1e-5, bandwidth_bytes_per_s=2e9)
-    assert one.probed == [link]
-    assert one.labels == 2 * [{"role": "decode", "rank": "3", "prefill_rank": "1", "decode_rank": "3", "lane": "ucx/shm"}]
-
-
-async def test_a_writer_that_reports_its_link_again_and_again_is_heard_once() -> None:
-    one = one_session()
+    """They are heard once, however often they are reported."""
+    one, session = await one_session()
     for _ in range(3):
-        one.report()
-    assert len(one.probed) == 1
+        one.report(session)
+    link = Link(prefill_rank=1, decode_rank=3, lane="inproc", latency_s=1e-5, bandwidth_bytes_per_s=2e9)
+    assert one.probed == [link]
+    assert one.labels == 2 * [{"role": "decode", "rank": "3", "prefill_rank": "1", "decode_rank": "3", "lane": "inproc"}]
 
 
 async def test_the_series_of_a_link_end_with_its_session() -> None:
-    one = one_session()
-    one.report()
-    one.close_session(SESSION, "the writer is silent")
+    one, session = await one_session()
+    one.report(session)
+    one.close_session(session, "the writer is silent")
     assert one.labels == []
     assert one.lost == [(PREFILL_LIFE, 1, "the writer is silent")]
-    one.report()
+    one.report(session)
     assert one.labels == [] and len(one.probed) == len(one.lost) == 1, "a report that comes too late is of no session"
 
 
 async def test_the_end_of_a_session_that_its_writer_has_replaced_is_no_loss() -> None:
-    one = one_session()
-    one.sessions._writers[SESSION + 1] = one.sessions._writers[SESSION]
-    one.close_session(SESSION, "attached again")
+    one, session = await one_session()
+    again = await one.attach(instance(PREFILL_LIFE, tp_size=2), 1)
+    one.close_session(session, "attached again")
     assert one.lost == []
-    one.close_session(SESSION + 1, "gone")
+    one.close_session(again, "gone")
     assert one.lost == [(PREFILL_LIFE, 1, "gone")]
 
 
 async def test_a_link_below_the_decode_nodes_floor_is_closed_with_both_numbers() -> None:
-    one = one_session(floor_bytes_per_s=3e9)
-    one.report(bandwidth_bytes_per_s=2e9)
-    assert one.closed == [
-        (
-            SESSION,
-            "link from prefill rank 1 over ucx/shm makes 2e+09 bytes/s; "
-            "transport.min_bandwidth_bytes_per_s of the decode node is 3e+09",
-        )
-    ]
+    one, session = await one_session(floor_bytes_per_s=3e9)
+    one.report(session, bandwidth_bytes_per_s=2e9)
+    floor = "transport.min_bandwidth_bytes_per_s of the decode node is 3e+09"
+    reason = f"link from prefill rank 1 over inproc makes 2e+09 bytes/s; {floor}"
+    assert one.closed == [(session, reason)]
     assert len(one.lost) == 1 and not one.probed and one.labels == []
-    fast = one_session(floor_bytes_per_s=2e9)
-    fast.report(bandwidth_bytes_per_s=2e9)
+    fast, session = await one_session(floor_bytes_per_s=2e9)
+    fast.report(session, bandwidth_bytes_per_s=2e9)
     assert fast.closed == [] and len(fast.probed) == 1

@@ -119,7 +119,7 @@ class Nodes:
         self.channels: dict[str, grpc.aio.Channel] = {}
 
     async def _attach(self, request: AttachRequest) -> AttachResponse:
-        return replace(await self.rank._on_attach(request), session_id=SESSION)
+        return replace(await self.rank.on_attach(request), session_id=SESSION)
 
     def offer(self) -> bytes:
         self.offers.append(InprocTransport(self.hub, one_sided=True).offer())
