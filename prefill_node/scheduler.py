@@ -95,6 +95,11 @@ class PrefillScheduler:
         return len(self._waiting) + len(self._accepted)
 
     @property
+    def free_pages(self) -> PageCounts:
+        """Pages that no started request holds."""
+        return self._free_pages
+
+    @property
     def num_running(self) -> int:
         return len(self._computing) + len(self._sending)
 

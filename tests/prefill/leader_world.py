@@ -26,7 +26,7 @@ from prefill_node.sender_events import SentStats
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
-from transfer.errors import PeerUnreachable, TransferError
+from transfer.errors import LocalProtocolError, PeerUnreachable, TransferError
 from transfer.layer_groups import PageCounts, layer_groups
 from transfer.layout import DType, KVLayout
 
@@ -60,7 +60,11 @@ class Rank:
 
 
 class World:
-    """The leader's side is real, the ranks and the decode leader are this."""
+    """The leader's side is real, the ranks and the decode leader are this.
+
+    Args:
+        breaks: The error of every message to the ranks; empty where they can be sent.
+    """
 
     def __init__(
         self,
@@ -69,8 +73,10 @@ class World:
         queue_timeout_s: float = 60.0,
         step_timeout_s: float = 60.0,
         max_running: int = 4,
+        breaks: str = "",
         make_loads: Callable[[Callable[[object], None], OnLoaded, OnTaskOver], PrefixLoads] | None = None,
     ) -> None:
+        self._breaks = breaks
         self.scheduler = PrefillScheduler(
             pool_pages=PageCounts((POOL_PAGES,)),
             needs=NEEDS,
@@ -109,6 +115,8 @@ class World:
         return request
 
     def _broadcast(self, message: object) -> None:
+        if self._breaks:
+            raise LocalProtocolError(self._breaks)
         self.sent.append(message)
         for rank in self.ranks:
             match message:
@@ -206,9 +214,8 @@ class World:
         assert not self.broken
         assert self.leader.num_in_flight == self.leader.num_queued == self.leader.num_running == 0
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
-        assert self.scheduler._free_pages == PageCounts((POOL_PAGES,))
-        assert not self.leader._requests and not self.leader._steps
-        assert all(request.is_over for request in self.leader._asking), "the pause after a last answer may still run"
+        self.scheduler.check_idle()
+        assert not self.leader.request_ids and not self.steps
         assert len(self.outcomes) == len(self.accepted)
         for request in self.accepted:
             self.assert_told_once(request)

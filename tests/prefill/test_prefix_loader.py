@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from prefill_node.prefix_pages import page_sources
 from prefill_node.scheduler import page_needs
 from prefill_node.stored_prefix import StoredPrefix
 from tests.prefill.stored_pages import Prompt, at_rank, cut
+from tests.runtime.hand_clock import HandClock
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
 from transfer.instance import Instance
@@ -28,6 +28,7 @@ from transfer.page_allocator import GroupAllocator
 from transfer.storage.base import USED_STEP_NS, Outcome, Store
 from transfer.storage.client import StoreClient, StoreClientSettings
 from transfer.storage.directory import DirectoryStore
+from transfer.storage.keys import fingerprint_of
 
 MLA = LayerSpec(kind=LayerKind.MLA, num_kv_heads=1, k_head_dim=6, v_head_dim=0)
 FULL = LayerSpec(num_kv_heads=4, k_head_dim=4, v_head_dim=2)
@@ -164,6 +165,11 @@ def key_of(prefix: StoredPrefix, kind: GroupKind, page: int) -> list[str]:
     return prefix.keys([group for group in layer_groups(prefix.decode.layout) if group.kind is kind], [page])
 
 
+def file_of(directory: Path, key: str) -> Path:
+    (found,) = directory.rglob(key[len(fingerprint_of(key)) + 1 :])
+    return found
+
+
 @pytest.mark.parametrize("batch_bytes", [1, 1000, 1 << 20])
 @pytest.mark.parametrize("missing", [0, 1, 6, 10])
 async def test_what_lies_before_the_first_missing_page_is_loaded(missing: int, batch_bytes: int) -> None:
@@ -203,14 +209,14 @@ async def test_a_prompts_beginning_counts_as_used_last(tmp_path: Path) -> None:
         assert await rank.load(prefix) == 44
         assert len(rank.seen.operations) > 2
     keys = [key for page in range(prefix.num_pages) for key in key_of(prefix, GroupKind.FULL, page)]
-    times = [store._path(key).stat().st_mtime_ns for key in keys]
+    times = [file_of(tmp_path, key).stat().st_mtime_ns for key in keys]
     assert times == [times[0] - index * USED_STEP_NS for index in range(len(keys))]
 
 
 async def test_a_broken_page_is_a_miss(tmp_path: Path) -> None:
     prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard()), DirectoryStore(tmp_path)
     prefix = prompt.store(store, instance)
-    path = store._path(key_of(prefix, GroupKind.FULL, 3)[0])
+    path = file_of(tmp_path, key_of(prefix, GroupKind.FULL, 3)[0])
     path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
     async with rank_of(instance, store) as rank:
         assert await rank.load(prefix) == 12
@@ -242,24 +248,36 @@ async def test_a_store_of_another_tenant_has_nothing(tmp_path: Path) -> None:
         assert await rank.load(mine) == 44
 
 
-async def test_a_store_that_hangs_costs_its_deadline_and_what_came_before_counts() -> None:
+async def test_a_store_that_hangs_costs_its_deadline_and_what_came_before_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard()), MemoryStore()
     prefix = prompt.store(store, instance)
     page_bytes = sum(source.page_bytes for source in page_sources(PLAIN, instance.shard, instance.shard))
     async with rank_of(instance, store, timeout_s=2.0, batch_bytes=2 * page_bytes) as rank:
+        await has_entered(store, num_calls=store.num_calls)
         store.hang_after = 3
-        begun_s = time.monotonic()
-        assert await rank.load(prefix) == 2 * 4 * 3
-        assert 1.5 < time.monotonic() - begun_s < 4.5
+        clock = HandClock(monkeypatch)
+        loading = asyncio.ensure_future(rank.load(prefix))
+        await has_entered(store, num_calls=4)
+        assert not loading.done()
+        await clock.advance(2.0)
+        assert await loading == 2 * 4 * 3
         prompt.check(rank.pool, instance, instance, rank.allocator.tables("a"), 24)
 
 
-async def test_prompts_wait_for_each_other_no_longer_than_their_deadlines() -> None:
+async def has_entered(store: MemoryStore, *, num_calls: int) -> None:
+    """Wait until the store's threads have made so many more calls."""
+    while num_calls:
+        num_calls -= await asyncio.to_thread(store.entered.acquire)
+
+
+async def test_prompts_wait_for_each_other_no_longer_than_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, instance, store = Prompt(PLAIN, NUM_TOKENS), cut(PLAIN, shard()), MemoryStore()
     prefix = prompt.store(store, instance)
+    await has_entered(store, num_calls=store.num_calls)
     store.gate.clear()
-    async with rank_of(instance, store, timeout_s=0.3) as rank:
-        begun_s = time.monotonic()
-        tables = [list(range(20))]
-        assert await asyncio.gather(*(rank.loader.load(prefix, tables) for _ in range(5))) == [0] * 5
-        assert time.monotonic() - begun_s < 3
+    async with rank_of(instance, store, timeout_s=2.0) as rank:
+        clock = HandClock(monkeypatch)
+        loading = asyncio.gather(*(rank.loader.load(prefix, [list(range(20))]) for _ in range(5)))
+        await has_entered(store, num_calls=1)
+        await clock.advance(2.0)
+        assert await loading == [0] * 5

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from prefill_node import requests as requests_module
 from prefill_node.joins import Join
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunStep, StartRequest
 from prefill_node.requests import OnLoaded, OnTaskOver, Request
 from tests.prefill.leader_world import CHUNK, World, new_join, turns
 from tests.prefill.stored_pages import prefix_of
+from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance, until
 from tests.storage.stores import MemoryStore, Seen
 from transfer.breaker import BreakerSettings
@@ -28,7 +30,7 @@ from transfer.storage.base import Outcome
 from transfer.storage.client import StoreClient, StoreClientSettings
 
 NUM_TOKENS = 29  # seven whole pages of four
-TIMEOUT_S = 0.2
+TIMEOUT_S = 60.0  # ends no test's wait: what hangs is ended by a clock that the test moves
 OWN = instance(1, tp_size=2)
 
 
@@ -43,12 +45,13 @@ class Loading(World):
         settings = StoreClientSettings(
             put_timeout_s=5.0, get_timeout_s=TIMEOUT_S, queue_bytes=1 << 20, threads=2, breaker=breaker
         )
-        self.client = StoreClient(store, loop=asyncio.get_running_loop(), settings=settings, observer=self.seen)
+        loop = asyncio.get_running_loop()
+        self.client = StoreClient(store, loop=loop, settings=settings, observer=self.seen, clock=lambda: loop.time())
         super().__init__(make_loads=self._make_loads)
         self.join = self.paged(new_join())
 
     def _make_loads(self, broadcast: Callable[[object], None], on_loaded: OnLoaded, on_task_over: OnTaskOver) -> PrefixLoads:
-        return PrefixLoads(
+        self.loads = PrefixLoads(
             self.client,
             own=OWN,
             store_salt=self.store_salt,
@@ -57,6 +60,7 @@ class Loading(World):
             on_loaded=on_loaded,
             on_task_over=on_task_over,
         )
+        return self.loads
 
     @staticmethod
     def paged(join: Join) -> Join:
@@ -79,7 +83,7 @@ class Loading(World):
 
     def assert_nothing_is_left(self) -> None:
         super().assert_nothing_is_left()
-        assert self.leader._loads is not None and not self.leader._loads.request_ids
+        assert not self.loads.request_ids
 
 
 @asynccontextmanager
@@ -157,47 +161,43 @@ async def test_salts_keep_prompts_apart() -> None:
 
 
 @pytest.mark.parametrize("what", ["hangs", "raises"])
-async def test_a_store_that_fails_costs_its_deadline_and_no_request(what: str) -> None:
-    store = MemoryStore()
+async def test_a_store_that_fails_costs_its_deadline_and_no_request(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    clock, store = HandClock(monkeypatch, requests_module), MemoryStore()
     async with opened(store) as world:
         world.put(5)
         if what == "hangs":
             store.gate.clear()
         else:
             store.error = OSError("gone")
-        begun_s = time.monotonic()
         for name in "abc":
             world.submit(name, 8)
-        loads = world.leader._loads
-
-        def are_looked_up() -> bool:  # before that no rank has anything more to say of them
-            assert loads is not None
-            return sum(isinstance(message, StartRequest) for message in world.sent) == 3 and not loads.request_ids
-
-        await until(are_looked_up)
-        assert time.monotonic() - begun_s < TIMEOUT_S + 2
-
-        def is_over() -> bool:
+        await turns()
+        if what == "hangs":
+            await asyncio.to_thread(store.entered.acquire)
+            await clock.advance(TIMEOUT_S)
+        while world.loads.request_ids:
+            await asyncio.to_thread(time.sleep, 0.001)  # what the store's threads have done reaches the loop meanwhile
+        while world.outcomes != ["sent"] * 3:
             world.settle()  # two steps at a time
-            return world.outcomes == ["sent"] * 3
-
-        await until(is_over)
+            await turns()
         world.assert_nothing_is_left()
 
 
-async def test_a_store_that_hangs_is_soon_left_alone() -> None:
+async def test_a_store_that_hangs_is_soon_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is paid by a few requests, and not by all that come."""
-    store = MemoryStore()
+    clock, store = HandClock(monkeypatch, requests_module), MemoryStore()
     store.gate.clear()
     async with opened(store, failures=2) as world:
-        for name in "abcdefghij":
+        for index, name in enumerate("abcdefghij"):
             world.submit(name, 8)
-            await until(lambda: world.steps)
+            await turns()
+            if index < 2:
+                await asyncio.to_thread(store.entered.acquire)
+                await clock.advance(TIMEOUT_S)
             world.settle()
+            assert world.outcomes == ["sent"] * (index + 1)
         told = [outcome for _, outcomes in world.seen.operations for outcome in outcomes]
-        num_paid = told.count(Outcome.TIMEOUT)
-        assert 2 <= num_paid <= 4, "two, but for one of which no thread has asked the store in time"
-        assert set(told[:num_paid]) == {Outcome.TIMEOUT} and set(told[num_paid:]) == {Outcome.CIRCUIT_OPEN}
+        assert told == [Outcome.TIMEOUT] * 2 + [Outcome.CIRCUIT_OPEN] * 8
         world.assert_nothing_is_left()
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from prefill_node import requests as requests_module
 from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest, StepDone
-from prefill_node.requests import FirstToken, Sent, Started
+from prefill_node.requests import RETRY_RESERVE_S, FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
 from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join, turns
-from tests.runtime.instances import until
+from tests.runtime.hand_clock import HandClock
 from transfer.errors import (
     EngineError,
     LocalProtocolError,
@@ -31,6 +31,11 @@ async def world() -> AsyncIterator[World]:
     one = World()
     yield one
     await one.close()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    return HandClock(monkeypatch, requests_module)
 
 
 def told(request: requests_module.Request) -> list[object]:
@@ -103,14 +108,16 @@ async def test_a_decode_instance_is_told_of_the_tokens_of_others_until_they_are_
     world.assert_nothing_is_left()
 
 
-async def test_not_yet_is_asked_again_and_another_one_starts_meanwhile(world: World) -> None:
+async def test_not_yet_is_asked_again_and_another_one_starts_meanwhile(world: World, clock: HandClock) -> None:
     world.answers["a"] = False
     world.submit("a", 3)
     world.submit("b", 3)
-    await until(lambda: world.asked.count("a") >= 3)
+    await clock.advance(6 * RETRY_RESERVE_S, steps=6)
+    assert world.asked.count("a") >= 3
     assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["b"]
     world.answers["a"] = True
-    await until(lambda: len(world.accepted[0].progress._queue) == 1)  # type: ignore[attr-defined]
+    await clock.advance(2 * RETRY_RESERVE_S)
+    assert world.accepted[0].progress.qsize() == 1
     world.settle()
     world.assert_nothing_is_left()
 
@@ -150,7 +157,6 @@ async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(wor
     late.set_result(True)
     del world.answers["a"]
     await turns()
-    await until(lambda: world.steps)
     assert [type(message) for message in world.sent] == [StartRequest, RunStep], "only the second one of that id"
     world.settle()
     assert isinstance(told(again)[-1], Sent)
@@ -166,7 +172,6 @@ async def test_a_refusal_that_comes_late_does_not_hit_the_next_request_of_that_i
     world.answers["a"] = True
     late.set_exception(PeerUnreachable("no"))
     await turns()
-    await until(lambda: world.steps)
     world.settle()
     world.assert_nothing_is_left()
     assert world.outcomes == ["aborted", "sent"]
@@ -189,8 +194,8 @@ async def test_two_decode_nodes_that_accept_more_than_fits_are_served_one_after_
 
 
 @pytest.mark.parametrize("end", ["abort", "deadline", "join"])
-async def test_an_accepted_request_that_is_not_started_in_time_tells_its_caller(end: str) -> None:
-    world = World(queue_timeout_s=0.05 if end == "deadline" else 60.0)
+async def test_an_accepted_request_that_is_not_started_in_time_tells_its_caller(clock: HandClock, end: str) -> None:
+    world = World(queue_timeout_s=5.0)
     whole = POOL_PAGES * PAGE_SIZE
     join = new_join(6)
     world.submit("a", whole)
@@ -200,7 +205,8 @@ async def test_an_accepted_request_that_is_not_started_in_time_tells_its_caller(
         world.leader.abort("b", TransferAborted("gone"))
     elif end == "join":
         world.leader.abort_join(join, PeerUnreachable("it left"))
-    await until(lambda: accepted.is_over)
+    else:
+        await clock.advance(5.0)
     (error,) = told(accepted)
     assert isinstance(error, TransferAborted | StagingError | PeerUnreachable), "with which the decode node gives its room back"
     accepted.progress.put_nowait(error)
@@ -212,18 +218,17 @@ async def test_an_accepted_request_that_is_not_started_in_time_tells_its_caller(
 
 @pytest.mark.parametrize("where", ["the loop", "an answer"])
 async def test_scheduling_that_breaks_is_said_and_not_silent(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    world = World()
+    reason = "payload has 2000000 bytes"
+    world = World(breaks=reason if where == "an answer" else "")
 
-    def too_large(message: object) -> None:
-        raise LocalProtocolError("payload has 2000000 bytes")
+    def breaks() -> list[str]:
+        raise LocalProtocolError(reason)
 
     if where == "the loop":
-        monkeypatch.setattr(world.leader, "_ask_for_room", lambda: too_large(None))
-    else:
-        monkeypatch.setattr(world.leader, "_broadcast", too_large)
+        monkeypatch.setattr(world.scheduler, "startable", breaks)
     world.submit("a", 3)
-    await until(lambda: world.broken)
-    assert "payload has 2000000 bytes" in world.broken[0]
+    await turns()
+    assert reason in world.broken[0]
     await world.close()
 
 
@@ -262,21 +267,22 @@ async def test_a_reason_of_any_length_reaches_the_ranks_as_one_line(world: World
     assert len(abort.reason) <= 512 and "\n" not in abort.reason
 
 
-async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not() -> None:
-    world = World(step_timeout_s=0.2)
+async def test_an_engine_that_hangs_is_given_up_and_a_slow_one_is_not(clock: HandClock) -> None:
+    world = World(step_timeout_s=2.0)
     world.submit("a", 8)
     world.submit("b", 8)
     world.submit("c", 8)
-    for _ in range(3):  # 0.3 s in all, but never 0.2 s without the end of a step
+    for _ in range(3):  # 4.5 s in all, but never 2 s without the end of a step
         await turns()
         assert world.steps
-        await asyncio.sleep(0.1)
+        await clock.advance(1.5, steps=15)
         world.finish_step()
-    await asyncio.sleep(0.3)
+    await clock.advance(3.0, steps=30)
     assert not world.broken, "nothing is under way"
     world.submit("d", 8)
-    await until(lambda: bool(world.broken))
-    assert world.broken == ["no step of the engine has ended for 0.2 s (limits.step_timeout_s)"]
+    await turns()
+    await clock.advance(2.1, steps=21)
+    assert world.broken == ["no step of the engine has ended for 2 s (limits.step_timeout_s)"]
     await world.leader.close(PeerUnreachable("the life was given up"))
 
 
@@ -394,12 +400,13 @@ async def test_a_queue_that_is_full_or_a_pool_that_is_too_small_refuses_at_once(
     assert world.outcomes == ["failed"]
 
 
-async def test_a_request_that_waits_too_long_is_refused() -> None:
-    world = World(queue_timeout_s=0.05)
+async def test_a_request_that_waits_too_long_is_refused(clock: HandClock) -> None:
+    world = World(queue_timeout_s=5.0)
     world.answers["a"] = False
     request = world.submit("a", 3)
-    await until(lambda: world.outcomes)
-    assert [str(item) for item in told(request)] == ["no room within 0.05 s (limits.queue_timeout_s)"]
+    await turns()
+    await clock.advance(5.0)
+    assert [str(item) for item in told(request)] == ["no room within 5 s (limits.queue_timeout_s)"]
     assert world.outcomes == ["refused"]
     await world.close()
 
@@ -455,7 +462,7 @@ async def _play(moves: list[tuple[str, int]]) -> None:
     async with asyncio.timeout(20):
         while world.leader.num_in_flight:
             world.settle()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
     world.assert_nothing_is_left()
     await world.close()
 
