@@ -34,6 +34,11 @@ class ReserveClient:
         self._channels: dict[str, PeerChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the decode leaders to which a channel is open."""
+        return tuple(self._channels)
+
     async def reserve(self, join: Join, request_id: str, *, prefill_incarnation: int) -> Reservation:
         """Ask the decode leader for room.
 

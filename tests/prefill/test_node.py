@@ -8,100 +8,147 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock
 
 import grpc
 import pytest
 
 from node_runtime.daemon import Daemon, NodeState
-from prefill_node.joins import Join
-from prefill_node.node import PrefillNode, _Life
+from prefill_node.joins import Join, Joins
+from prefill_node.node import PrefillNode
 from prefill_node.rank_messages import CODEC, DecodeAttached, RunStep, StepFailed, StepPart, check_step_fits
+from prefill_node.requests import PrefillRequests, Request
+from tests.decode.local_nodes import LocalContext
 from tests.prefill.leader_world import turns
 from tests.runtime.instances import hello, instance, prefill_config
 from transfer import chunk as chunk_module
 from transfer.control.base import MAX_PAYLOAD_BYTES
 from transfer.engine_types import SamplingParams
-from transfer.errors import ConfigError, EngineError, LayoutError, PeerUnreachable, TransferAborted
+from transfer.errors import ConfigError, EngineError, PeerUnreachable, TransferAborted
 from transfer.pb import kvferry_pb2 as pb
+from transfer.registry.peer_channel import PeerChannel
 
 DAEMON = cast(Daemon, SimpleNamespace(state=NodeState.READY, other_config=None))
 NOWHERE = "127.0.0.1:1"
-REFUSED = re.compile(r'kvferry_requests_total\{outcome="refused",role="prefill"\} 2(\.0)?\n')
+REFUSED = re.compile(r'kvferry_requests_total\{outcome="refused",role="prefill"\} 1(\.0)?\n')
 
 
 class Leader:
+    """A prefill leader with one rank, which is the test."""
+
     def __init__(self, folder: Path) -> None:
         self.node = PrefillNode(DAEMON, prefill_config(folder))
-        self.life = self.node._life = _Life(self.node, (hello(0),))
+
+    @property
+    def requests(self) -> PrefillRequests:
+        assert self.node.life is not None
+        return self.node.life.requests
+
+    @property
+    def joins(self) -> Joins:
+        assert self.node.life is not None
+        return self.node.life.joins
 
     async def joined(self, number: int, address: str = NOWHERE) -> Join:
-        opening = asyncio.ensure_future(self.life.joins.open(instance(100 + number), address, ("rank:1",)))
+        opening = asyncio.ensure_future(self.joins.open(instance(100 + number), address, ("rank:1",)))
         await turns()
-        self.life.joins.on_attached(0, DecodeAttached(join=number, incarnation=100 + number, links=()))
+        self.node.ranks.on_message(0, DecodeAttached(join=number, incarnation=100 + number, links=()))
         return await opening
+
+    def prefill(self, context: object = None, **fields: Any) -> asyncio.Task[pb.PrefillEvent]:
+        """Call the node with the prompt "a" of two tokens, for the decode instance that joined first."""
+        question = pb.PrefillRequest(**{"request_id": "a", "token_ids": (1, 2), "decode_incarnation": 101, **fields})
+        question.sampling.temperature = 0.0
+        call = self.node.Prefill(question, cast(Any, context or LocalContext()))
+        return asyncio.ensure_future(anext(aiter(call)))
 
 
 @pytest.fixture
 async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
     one = Leader(tmp_path)
+    await one.node.begin_life((hello(0),))
     yield one
     await one.node.end_life(PeerUnreachable("the test is over"))
 
 
-async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Leader) -> None:
+async def test_the_channel_to_a_decode_leader_ends_with_its_last_join(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    close = PeerChannel.close
+
+    async def noted(channel: PeerChannel) -> None:
+        await close(channel)
+        closed.append(channel.address)
+
+    monkeypatch.setattr(PeerChannel, "close", noted)
     joins = [await leader.joined(1), await leader.joined(2)]
     with pytest.raises(PeerUnreachable):
         await leader.node.reserve(joins[0], "a")
-    channel = leader.node.reserving._channels[NOWHERE]
-    leader.life.joins.leave(joins[0], PeerUnreachable("it left"))
-    await turns()
-    assert leader.node.reserving._channels == {NOWHERE: channel}, "the other join has that address as well"
-    leader.life.joins.leave(joins[1], PeerUnreachable("it left"))
-    await asyncio.gather(*leader.node.reserving._closing)
-    assert leader.node.reserving._channels == {} and channel.current.get_state() is grpc.ChannelConnectivity.SHUTDOWN
-
-
-class Context:
-    """The end of a call, at which a request of the same id comes."""
-
-    def __init__(self, leader: Leader, join: Join) -> None:
-        self.leader = leader
-        self.join = join
-        self.next: Any = None
-
-    async def abort(self, *details: Any, **values: Any) -> None:
-        self.next = self.leader.life.requests.submit("a", (1, 2), 0, SamplingParams(), self.join)
-        raise RuntimeError("the call is over")
+    leader.joins.leave(joins[0], PeerUnreachable("it left"))
+    assert leader.node.reserving.addresses == (NOWHERE,), "the other join has that address as well"
+    leader.joins.leave(joins[1], PeerUnreachable("it left"))
+    assert leader.node.reserving.addresses == ()
+    await leader.node.reserving.close()
+    assert closed == [NOWHERE]
 
 
 async def test_the_end_of_a_call_gives_up_its_own_request_and_not_the_next_of_that_id(leader: Leader) -> None:
-    join = await leader.joined(1)
-    context = Context(leader, join)
-    question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101)
-    question.sampling.temperature = 0.0
-    call = leader.node.Prefill(question, cast(Any, context))
-    reading = asyncio.ensure_future(anext(aiter(call)))
+    join, following = await leader.joined(1), list[Request]()
+
+    async def abort(*details: Any, **values: Any) -> None:
+        following.append(leader.requests.submit("a", (1, 2), 0, SamplingParams(), join))
+        raise RuntimeError("the call is over")
+
+    reading = leader.prefill(SimpleNamespace(abort=abort, invocation_metadata=tuple))
     await turns()
-    assert leader.life.requests.request_ids == ("a",)
-    assert leader.life.requests.abort("a", TransferAborted("by an operator"))
+    assert leader.requests.request_ids == ("a",)
+    assert leader.requests.abort("a", TransferAborted("by an operator"))
     await asyncio.gather(reading, return_exceptions=True)
-    assert context.next is not None and not context.next.is_over
-    assert leader.life.requests.request_ids == ("a",)
+    assert following and not following[0].is_over
+    assert leader.requests.request_ids == ("a",)
 
 
 async def test_a_call_that_its_caller_leaves_gives_its_request_up(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     await leader.joined(1)
     waits: list[float] = []
     monkeypatch.setattr(leader.node.metrics, "queue_seconds", waits.append)
-    question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101)
-    reading = asyncio.ensure_future(anext(aiter(leader.node.Prefill(question, cast(Any, None)))))
+    reading = leader.prefill()
     await turns()
-    assert leader.life.requests.request_ids == ("a",)
+    assert leader.requests.request_ids == ("a",)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    assert leader.life.requests.num_in_flight == 0
+    assert leader.requests.num_in_flight == 0
     assert len(waits) == 1, "it has waited, and found no room"
+
+
+async def test_a_salt_goes_with_its_request(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    await leader.joined(1)
+    submit, salts = leader.requests.submit, list[str]()
+
+    def noted(*args: Any, cache_salt: str, **more: Any) -> Request:
+        salts.append(cache_salt)
+        return submit(*args, cache_salt=cache_salt, **more)
+
+    monkeypatch.setattr(leader.requests, "submit", noted)
+    reading = leader.prefill(cache_salt="é" * 128)
+    await turns()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert salts == ["é" * 128]
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"decode_incarnation": 999}, "decode instance 0x00000000000003e7 has not joined"),
+        ({"token_ids": ()}, "prompt is empty"),
+        ({"cache_salt": "t" * 129}, "cache_salt has 129 characters; it can have at most 128"),
+    ],
+)
+async def test_a_prompt_that_is_not_queued_counts_as_refused(leader: Leader, fields: dict[str, Any], complaint: str) -> None:
+    await leader.joined(1)
+    with pytest.raises(grpc.aio.AioRpcError, match=complaint):
+        await leader.prefill(**fields)
+    assert leader.requests.num_in_flight == 0
+    assert REFUSED.search(leader.node.metrics.render([]).decode())
 
 
 async def test_a_prompt_of_too_many_pieces_is_refused_before_it_is_queued(
@@ -109,34 +156,29 @@ async def test_a_prompt_of_too_many_pieces_is_refused_before_it_is_queued(
 ) -> None:
     await leader.joined(1)
     monkeypatch.setattr(chunk_module, "MAX_PIECES", 0)
-    question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101)
-    with pytest.raises(
-        LayoutError,
-        match=r"2 tokens .* layers are 2 chunks; a request on 1 routes can have 0",
-    ):
-        leader.node._submit(leader.life, question)
-    assert leader.life.requests.num_in_flight == 0
+    with pytest.raises(grpc.aio.AioRpcError, match=r"2 tokens .* layers are 2 chunks; a request on 1 routes can have 0"):
+        await leader.prefill()
+    assert leader.requests.num_in_flight == 0
 
 
-async def test_a_prompt_that_is_not_queued_counts_as_refused(leader: Leader) -> None:
+async def test_a_node_that_drains_takes_neither_prompts_nor_joins(leader: Leader) -> None:
     await leader.joined(1)
-    context = SimpleNamespace(abort=AsyncMock(side_effect=RuntimeError("the call is over")))
-    for token_ids, incarnation in (((1, 2), 999), ((), 101)):  # nobody has joined as that; nothing to compute
-        question = pb.PrefillRequest(request_id="a", token_ids=token_ids, decode_incarnation=incarnation)
-        with pytest.raises(RuntimeError, match="the call is over"):
-            await anext(aiter(leader.node.Prefill(question, cast(Any, context))))
-    assert REFUSED.search(leader.node.metrics.render([]).decode())
+    await leader.node.drain()
+    with pytest.raises(grpc.aio.AioRpcError, match="the prefill node is draining"):
+        await leader.prefill()
+    with pytest.raises(grpc.aio.AioRpcError, match="the prefill node is draining"):
+        await anext(aiter(leader.node.Join(pb.JoinRequest(), cast(Any, LocalContext()))))
 
 
 @pytest.mark.parametrize("is_fatal", [True, False])
 async def test_a_group_that_broke_ends_its_requests_as_unreachable_and_one_failed_step_its_own(
-    leader: Leader, is_fatal: bool
+    leader: Leader, is_fatal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[str] = []
-    leader.node._supervisor = cast(Any, SimpleNamespace(lose_soon=lost.append, broadcast=lambda message: None))
-    request = leader.life.requests.submit("a", (1, 2), 0, SamplingParams(), await leader.joined(1))
+    monkeypatch.setattr(leader.node, "lose", lost.append)
+    request = leader.requests.submit("a", (1, 2), 0, SamplingParams(), await leader.joined(1))
     failed = StepFailed(step=1, request_ids=("a",), reason="connection closed by peer", is_fatal=is_fatal)
-    leader.node._on_rank_message(0, failed)
+    leader.node.ranks.on_message(0, failed)
     assert lost == (["rank 0: connection closed by peer"] if is_fatal else [])
     assert request.is_over is not is_fatal
     await leader.node.end_life(PeerUnreachable("rank 1 died"))
@@ -166,16 +208,6 @@ def test_the_largest_step_that_is_allowed_fits_its_message(tmp_path: Path) -> No
         for part in range(1000)
     )
     assert len(CODEC.encode(RunStep(step=2**62, parts=parts))) <= MAX_PAYLOAD_BYTES
-
-
-async def test_a_salt_goes_with_its_request_unless_it_is_too_long(leader: Leader) -> None:
-    await leader.joined(1)
-    question = pb.PrefillRequest(request_id="a", token_ids=(1, 2), decode_incarnation=101, cache_salt="é" * 128)
-    question.sampling.temperature = 0.0
-    assert leader.node._submit(leader.life, question).cache_salt == "é" * 128
-    question.request_id, question.cache_salt = "b", "t" * 129
-    with pytest.raises(ConfigError, match="cache_salt has 129 characters; it can have at most 128"):
-        leader.node._submit(leader.life, question)
 
 
 async def test_a_node_that_registers_itself_shows_how_often_it_beats(tmp_path: Path) -> None:
