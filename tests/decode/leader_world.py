@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from decode_node.admission import Admission, page_needs
 from decode_node.offload.tiers import DeviceOnly
@@ -360,7 +361,7 @@ class World:
             assert is_free, "a peer that is tried for ever gets nothing else to do"
         assert len(self.outcomes) == len(self.accepted)
         for request in self.accepted:
-            told = take(request)
+            told = told_of(request)
             *before, last = told
             lives = [one.incarnation for one in request.tries if one.peer is not None]
             assert all(one.unsent is None for one in request.tries), "a timer that goes on"
@@ -382,9 +383,21 @@ def has_room(task: asyncio.Task[int | None]) -> bool:
     return not task.cancelled() and task.exception() is None and task.result() is not None
 
 
-def take(request: Request) -> list[object]:
-    """What the request's caller was told."""
-    return [request.progress.get_nowait() for _ in range(request.progress.qsize())]
+TOLD: WeakKeyDictionary[object, list[object]] = WeakKeyDictionary()
+"""What callers were told, by the queue that they read."""
+
+
+def told_of(request: Any) -> list[object]:
+    """Return all that the request's caller was told."""
+    told = TOLD.setdefault(request.progress, [])
+    told += [request.progress.get_nowait() for _ in range(request.progress.qsize())]
+    return told
+
+
+def take(request: Any) -> list[object]:
+    """Return what the request's caller was told since this was called last."""
+    num_known = len(TOLD.get(request.progress, ()))
+    return told_of(request)[num_known:]
 
 
 async def turns(count: int = 12) -> None:

@@ -44,12 +44,6 @@ def test_room_is_taken_whole_or_not_at_all() -> None:
     assert room.holds("b") and not room.holds("a")
 
 
-def test_no_more_run_than_allowed_also_with_pages_left() -> None:
-    room = admission(100, page_size=1, max_running=1)
-    assert take(room, "a", 1)
-    assert not take(room, "b", 1)
-
-
 def test_reserved_or_released_twice_is_a_bug() -> None:
     room = admission(4, page_size=1, max_running=4)
     take(room, "a", 1)

@@ -16,7 +16,18 @@ from decode_node.prefill_peer import PrefillPeer
 from decode_node.rank_messages import CancelRequest, ExpectRequest
 from decode_node.request_state import Done, Request, Tokens
 from tests.decode.leader_moves import play
-from tests.decode.leader_world import BREAKER, FIRST_TOKEN, OTHER_LIFE, POOL_PAGES, PREFILL_LIFE, Peer, World, take, turns
+from tests.decode.leader_world import (
+    BREAKER,
+    FIRST_TOKEN,
+    OTHER_LIFE,
+    POOL_PAGES,
+    PREFILL_LIFE,
+    Peer,
+    World,
+    take,
+    told_of,
+    turns,
+)
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
 from transfer.breaker import Breaker
@@ -82,13 +93,17 @@ async def finish(world: World, name: str) -> None:
     await turns()
 
 
+async def served(world: World, name: str) -> None:
+    """The whole of a try, to its pages' end."""
+    await give_room(world, name)
+    await finish(world, name)
+    await release_all(world)
+
+
 def outcome(request: Request) -> Done | TransferError:
-    """What its caller was told last; whatever was told is kept for the world's own judgement."""
-    told = take(request)
-    for item in told:
-        request.progress.put_nowait(item)  # type: ignore[arg-type]
-    last = told[-1]
-    assert isinstance(last, Done | TransferError), told
+    """What its caller was told last."""
+    last = told_of(request)[-1]
+    assert isinstance(last, Done | TransferError), last
     return last
 
 
@@ -111,12 +126,10 @@ async def test_a_request_that_waits_is_tried_elsewhere(world: World) -> None:
     assert world.other.calls["a.2"].token_ids == request.token_ids
     assert (world.peer.outstanding_tokens, world.other.outstanding_tokens) == (0, 3)
     assert not cancelled(world), "no rank had heard of it"
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     done = outcome(request)
     assert isinstance(done, Done) and (done.prefill_node, done.retries, done.finish_reason) == ("prefill:2", 1, "length")
     assert request.generated[0] == FIRST_TOKEN + 100 and world.num_retries == 1, "the second life's"
-    await release_all(world)
     world.assert_nothing_is_left()
     assert world.outcomes == ["done"]
 
@@ -154,10 +167,8 @@ async def test_the_second_try_waits_for_room_that_only_the_first_ones_end_gives(
     world.release(0, "a")
     assert await world.reserve("a.2") is None
     world.release(1, "a")
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done)
-    await release_all(world)
     world.assert_nothing_is_left()
 
 
@@ -185,10 +196,8 @@ async def test_whatever_comes_late_of_the_first_try_does_not_touch_the_second(wo
     for rank in range(2):
         world.release(rank, "a")
     world.leader.on_transfer_complete(0, "a")
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done)
-    await release_all(world)
     world.assert_nothing_is_left()
 
 
@@ -203,11 +212,8 @@ async def test_what_the_peer_is_to_blame_for_is_tried_again(world: World, error:
     await turns()
     assert sorted(world.other.calls) == ["a.2"] and not take(request)
     assert cancelled(world) == (["a"] if has_room else [])
-    await release_all(world)
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done)
-    await release_all(world)
     world.assert_nothing_is_left()
 
 
@@ -236,7 +242,8 @@ async def test_bytes_that_were_broken_twice_are_not_tried_again(world: World) ->
     request = await receiving(world)
     world.broken(0, "a", is_data_loss=True)
     await turns()
-    assert isinstance(outcome(request), IntegrityError) and not world.other.calls
+    error = outcome(request)
+    assert isinstance(error, IntegrityError) and str(error) == "decode rank 0: broke" and not world.other.calls
 
 
 async def test_long_prompts_of_a_lost_node_are_tried_elsewhere_a_few_at_once(
@@ -263,8 +270,7 @@ async def test_a_rank_that_has_lost_a_writer_has_the_request_tried_elsewhere(wor
     await clock.advance(REASON_GRACE_S)
     assert sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
     assert world.peer.state == "joined", "that is found out elsewhere; until then it is left out because it was tried"
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done)
 
 
@@ -278,8 +284,7 @@ async def test_a_rank_that_cannot_receive_from_one_node_can_from_another(world: 
         await reserving
     await turns()
     assert cancelled(world) == ["a"] and sorted(world.other.calls) == ["a.2"] and world.call("a").is_over
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done)
 
 
@@ -370,8 +375,7 @@ async def test_kv_that_is_whole_without_a_first_token_is_made_again(world: World
     world.lose(world.peer)
     await turns()
     assert cancelled(world) == ["a"] and sorted(world.other.calls) == ["a.2"]
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done)
 
 
@@ -436,9 +440,7 @@ async def test_time_in_which_it_had_room_does_not_count_as_waiting(clock: HandCl
     await clock.advance(1000.0)
     world.lose(world.peer)
     await turns()
-    await release_all(world)
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done)
     assert world.queue_seconds == [0.0, 0.0], "each try's own wait"
 
@@ -511,8 +513,7 @@ async def test_a_node_that_was_lost_gets_nothing_while_another_is_there_then_one
     for number in range(4):
         await waiting(world, f"half{number}")
     assert state(world.peer) == HALF_OPEN and sorted(world.peer.calls) == ["half0"], "one tries it, the others go elsewhere"
-    await give_room(world, "half0")
-    await finish(world, "half0")
+    await served(world, "half0")
     assert state(world.peer) == CLOSED
     for number in range(4):
         await waiting(world, f"closed{number}")
@@ -533,8 +534,7 @@ async def test_the_trial_of_a_node_that_fails_again_is_tried_elsewhere_and_its_p
         world.call("a").fail(PeerUnreachable("no"))
     await turns()
     assert sorted(world.other.calls) == ["a.2"] and (state(world.peer), world.peer.breaker.pause_left_s) == (OPEN, 2.0)
-    await give_room(world, "a.2")
-    await finish(world, "a.2")
+    await served(world, "a.2")
     assert isinstance(outcome(request), Done) and state(world.other) == CLOSED
 
 
@@ -571,8 +571,7 @@ async def test_where_nobody_else_is_left_requests_go_on(world: World) -> None:
     for number in range(3):
         await waiting(world, f"a{number}")
     assert sorted(world.peer.calls) == ["a0", "a1", "a2"] and state(world.peer) == OPEN
-    await give_room(world, "a1")
-    await finish(world, "a1")
+    await served(world, "a1")
     assert state(world.peer) == CLOSED, "any of them shows that it works"
 
 

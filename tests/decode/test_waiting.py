@@ -10,7 +10,7 @@ from decode_node import requests as requests_module
 from decode_node.request_state import Done
 from decode_node.requests import PLACE_AFTER_S
 from tests.decode.leader_world import OTHER_LIFE, World, take, turns
-from tests.decode.test_retry import LOST, cancelled, finish, give_room, outcome, receiving, release_all, waiting
+from tests.decode.test_retry import LOST, cancelled, outcome, receiving, release_all, served, waiting
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance
 from transfer.errors import PeerUnreachable, StagingError, TransferAborted, TransferError, TransportClosed
@@ -36,12 +36,6 @@ def alone(world: World) -> World:
     for peer in (world.peer, world.other):
         peer.state, peer.instance = "lost", None
     return world
-
-
-async def served(world: World, name: str) -> None:
-    await give_room(world, name)
-    await finish(world, name)
-    await release_all(world)
 
 
 async def test_it_is_queued_and_sent_when_a_node_is_joined(world: World) -> None:
@@ -169,14 +163,6 @@ async def test_the_queue_is_bounded_for_those_that_wait_for_a_node_too() -> None
     assert world.leader.abort("a", TransferAborted("enough"))
     await waiting(world, "c")
     await world.close()
-
-
-async def test_they_are_sent_in_the_order_in_which_they_came(world: World) -> None:
-    for number in range(20):
-        await waiting(world, f"r{number}")
-    world.join(world.peer, 30)
-    await waiting(world, "later")
-    assert list(world.peer.calls) == [*(f"r{number}" for number in range(20)), "later"]
 
 
 async def test_each_is_placed_with_what_was_sent_before_it_counted(world: World) -> None:

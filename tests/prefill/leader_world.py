@@ -23,6 +23,7 @@ from prefill_node.rank_messages import (
 from prefill_node.requests import FirstToken, OnLoaded, OnTaskOver, PrefillRequests, Request, Sent, Started
 from prefill_node.scheduler import PrefillScheduler, page_needs
 from prefill_node.sender_events import SentStats
+from tests.decode.leader_world import told_of
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.engine_types import SamplingParams
@@ -221,9 +222,7 @@ class World:
             self.assert_told_once(request)
 
     def assert_told_once(self, request: Request) -> None:
-        told = []
-        while not request.progress.empty():
-            told.append(request.progress.get_nowait())
+        told = told_of(request)
         *before, last = told
         assert isinstance(last, Sent | TransferError), told
         kinds = [type(item) for item in before]
@@ -232,9 +231,3 @@ class World:
 
     async def close(self) -> None:
         await self.leader.close(PeerUnreachable("the test is over"))
-
-
-async def turns(count: int = 12) -> None:
-    """Let the loop do what is ready."""
-    for _ in range(count):
-        await asyncio.sleep(0)

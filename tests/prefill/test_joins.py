@@ -10,7 +10,7 @@ from prefill_node import joins as joins_module
 from prefill_node.cutting import Cut
 from prefill_node.joins import Join, Joins
 from prefill_node.rank_messages import AttachDecode, DecodeAttached, DecodeLost, DetachDecode
-from tests.prefill.leader_world import turns
+from tests.decode.leader_world import turns
 from tests.runtime.instances import instance
 from transfer.chunk import ChunkPlan
 from transfer.errors import LayoutError, LocalProtocolError, PeerUnreachable, StagingError, TransferError

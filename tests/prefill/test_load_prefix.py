@@ -25,7 +25,7 @@ from prefill_node.rank_messages import (
     StepPart,
 )
 from prefill_node.scheduler import page_needs
-from tests.prefill.leader_world import turns
+from tests.decode.leader_world import turns
 from tests.prefill.stored_pages import Prompt, cut
 from tests.prefill.test_prefix_loader import MIXED, PLAIN, shard
 from tests.prefill.workers import Sender, new_worker

@@ -17,8 +17,8 @@ from prefill_node.joins import Join, Joins
 from prefill_node.node import PrefillNode
 from prefill_node.rank_messages import CODEC, DecodeAttached, RunStep, StepFailed, StepPart, check_step_fits
 from prefill_node.requests import PrefillRequests, Request
+from tests.decode.leader_world import turns
 from tests.decode.local_nodes import LocalContext
-from tests.prefill.leader_world import turns
 from tests.runtime.instances import hello, instance, prefill_config
 from transfer import chunk as chunk_module
 from transfer.control.base import MAX_PAYLOAD_BYTES

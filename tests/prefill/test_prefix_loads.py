@@ -16,7 +16,8 @@ from prefill_node.joins import Join
 from prefill_node.prefix_loads import PrefixLoads
 from prefill_node.rank_messages import AbortRequest, LoadPrefix, PrefixLoaded, RunStep, StartRequest
 from prefill_node.requests import OnLoaded, OnTaskOver, Request
-from tests.prefill.leader_world import CHUNK, World, new_join, turns
+from tests.decode.leader_world import turns
+from tests.prefill.leader_world import CHUNK, World, new_join
 from tests.prefill.stored_pages import prefix_of
 from tests.runtime.hand_clock import HandClock
 from tests.runtime.instances import instance, until

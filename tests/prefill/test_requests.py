@@ -13,7 +13,8 @@ from prefill_node import requests as requests_module
 from prefill_node.rank_messages import AbortRequest, RunStep, StartRequest, StepDone
 from prefill_node.requests import RETRY_RESERVE_S, FirstToken, Sent, Started
 from prefill_node.scheduler import STEPS_AHEAD
-from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join, turns
+from tests.decode.leader_world import take, turns
+from tests.prefill.leader_world import CHUNK, NUM_RANKS, PAGE_SIZE, POOL_PAGES, World, new_join
 from tests.runtime.hand_clock import HandClock
 from transfer.errors import (
     EngineError,
@@ -38,10 +39,6 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     return HandClock(monkeypatch, requests_module)
 
 
-def told(request: requests_module.Request) -> list[object]:
-    return [request.progress.get_nowait() for _ in range(request.progress.qsize())]
-
-
 async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: World) -> None:
     request = world.submit("a", 2 * CHUNK + 3)
     await turns()
@@ -51,11 +48,10 @@ async def test_a_request_is_started_computed_in_cells_sent_and_forgotten(world: 
     world.finish_step()
     assert len(world.steps) == 2, "the third step is sent in the same turn: no computing rank waits for the loop"
     world.settle()
-    started, first, sent = told(request)
+    started, first, sent = take(request)
     assert isinstance(started, Started) and isinstance(first, FirstToken) and first.token_id == 7
     assert isinstance(sent, Sent)
     assert (sent.stats.num_bytes, sent.stats.writes, sent.stats.transfer_s) == (20, 2, 1.5), "sums, and the slowest rank's time"
-    request.progress.put_nowait(sent)
     assert world.outcomes == ["sent"]
     assert world.leader.num_in_flight == 0
 
@@ -73,7 +69,7 @@ async def test_first_token_and_last_part_come_in_either_order(world: World, orde
         assert world.outcomes == []
         world.finish_step()
     assert world.outcomes == ["sent"]
-    assert [type(item) for item in told(request)] == [Started, FirstToken, Sent]
+    assert [type(item) for item in take(request)] == [Started, FirstToken, Sent]
 
 
 async def test_pages_that_are_back_do_not_end_what_still_travels(world: World) -> None:
@@ -142,7 +138,7 @@ async def test_a_refused_reservation_fails_the_request(world: World) -> None:
     world.answers["a"] = PeerUnreachable("decode:1 is gone")
     request = world.submit("a", 3)
     await turns()
-    assert [str(item) for item in told(request)] == ["decode:1 is gone"]
+    assert [str(item) for item in take(request)] == ["decode:1 is gone"]
     assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0
     assert not world.sent, "no rank knew of it"
 
@@ -159,7 +155,7 @@ async def test_room_for_a_request_that_was_given_up_meanwhile_starts_nothing(wor
     await turns()
     assert [type(message) for message in world.sent] == [StartRequest, RunStep], "only the second one of that id"
     world.settle()
-    assert isinstance(told(again)[-1], Sent)
+    assert isinstance(take(again)[-1], Sent)
 
 
 async def test_a_refusal_that_comes_late_does_not_hit_the_next_request_of_that_id(world: World) -> None:
@@ -184,7 +180,7 @@ async def test_two_decode_nodes_that_accept_more_than_fits_are_served_one_after_
     await turns()
     assert world.asked == ["a", "b"], "both at once: neither waits for the other's answer"
     assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["a"]
-    assert (world.leader.num_queued, world.leader.num_running) == (1, 1) and not told(second)
+    assert (world.leader.num_queued, world.leader.num_running) == (1, 1) and not take(second)
     world.settle()
     await turns()
     assert [message.request_id for message in world.sent if isinstance(message, StartRequest)] == ["a", "b"]
@@ -207,9 +203,8 @@ async def test_an_accepted_request_that_is_not_started_in_time_tells_its_caller(
         world.leader.abort_join(join, PeerUnreachable("it left"))
     else:
         await clock.advance(5.0)
-    (error,) = told(accepted)
+    (error,) = take(accepted)
     assert isinstance(error, TransferAborted | StagingError | PeerUnreachable), "with which the decode node gives its room back"
-    accepted.progress.put_nowait(error)
     assert not any(isinstance(message, AbortRequest) for message in world.sent), "no rank knows of it"
     world.settle()
     world.assert_nothing_is_left()
@@ -291,31 +286,23 @@ async def test_a_first_token_after_the_end_is_not_told(world: World) -> None:
     await turns()
     world.leader.abort("a", TransferAborted("gone"))
     world.finish_step()
-    assert [type(item) for item in told(request)] == [Started, TransferAborted]
+    assert [type(item) for item in take(request)] == [Started, TransferAborted]
 
 
-async def test_a_failed_step_fails_its_requests_and_the_others_go_on(world: World) -> None:
+@pytest.mark.parametrize(("is_out_of_memory", "kind"), [(False, EngineError), (True, OutOfMemory)])
+async def test_a_failed_step_fails_its_requests_and_the_others_go_on(
+    world: World, is_out_of_memory: bool, kind: type[EngineError]
+) -> None:
     failed = world.submit("a", 3)
     await turns()
     world.submit("b", 3)
     await turns()
-    world.fail_step()
-    error = told(failed)[-1]
-    assert isinstance(error, EngineError) and error.spares_kv, "nobody knows whose fault it was"
-    failed.progress.put_nowait(EngineError("x"))
+    world.fail_step(is_out_of_memory=is_out_of_memory)
+    error = take(failed)[-1]
+    assert type(error) is kind and error.spares_kv, "nobody knows whose fault it was"
     world.settle()
     assert sorted(world.outcomes) == ["failed", "sent"]
     assert world.leader.num_in_flight == 0
-
-
-async def test_a_step_without_memory_ends_its_requests_as_no_room(world: World) -> None:
-    failed = world.submit("a", 3)
-    await turns()
-    world.fail_step(is_out_of_memory=True)
-    error = told(failed)[-1]
-    assert isinstance(error, OutOfMemory) and error.spares_kv
-    failed.progress.put_nowait(EngineError("x"))
-    world.settle()
 
 
 async def test_requests_that_wait_for_pages_are_named_for_as_long_as_they_do(world: World) -> None:
@@ -338,9 +325,8 @@ async def test_a_request_that_a_step_names_fails_alone_and_its_kv_is_blamed(worl
     step = world.steps.pop(min(world.steps))
     for rank in range(NUM_RANKS):
         world.leader.on_step_done(rank, StepDone(step=step.step, first_tokens={}, compute_s=0.0, faults={"a": "not finite"}))
-    (_, error) = told(request)
+    (_, error) = take(request)
     assert isinstance(error, EngineError) and not error.spares_kv
-    request.progress.put_nowait(EngineError("x"))
     world.settle()
     assert world.outcomes == ["failed"]
 
@@ -351,8 +337,7 @@ async def test_a_lost_session_fails_the_request_once_and_has_all_ranks_give_it_u
     world.finish_step()
     world.fail_part(0, "a")
     world.fail_part(1, "a")
-    assert [type(item) for item in told(request)] == [Started, FirstToken, PeerUnreachable]
-    request.progress.put_nowait(PeerUnreachable("x"))
+    assert [type(item) for item in take(request)] == [Started, FirstToken, PeerUnreachable]
     assert sum(isinstance(message, AbortRequest) for message in world.sent) == 1
     world.settle()
     assert world.outcomes == ["failed"] and world.leader.num_in_flight == 0
@@ -406,7 +391,7 @@ async def test_a_request_that_waits_too_long_is_refused(clock: HandClock) -> Non
     request = world.submit("a", 3)
     await turns()
     await clock.advance(5.0)
-    assert [str(item) for item in told(request)] == ["no room within 5 s (limits.queue_timeout_s)"]
+    assert [str(item) for item in take(request)] == ["no room within 5 s (limits.queue_timeout_s)"]
     assert world.outcomes == ["refused"]
     await world.close()
 
@@ -467,12 +452,13 @@ async def _play(moves: list[tuple[str, int]]) -> None:
     await world.close()
 
 
-async def test_what_the_decode_side_says_late_is_where_the_ranks_begin(world: World) -> None:
-    world.answers["a"] = 12
+@pytest.mark.parametrize("start_token", [4, 12])
+async def test_what_the_decode_side_says_late_is_where_the_ranks_begin(world: World, start_token: int) -> None:
+    world.answers["a"] = start_token
     world.submit("a", 2 * CHUNK, start_token=4)
     await turns()
     (start,) = [message for message in world.sent if isinstance(message, StartRequest)]
-    assert start.start_token == 12
+    assert start.start_token == start_token
     world.settle()
     world.assert_nothing_is_left()
 
@@ -482,18 +468,10 @@ async def test_a_late_start_that_cannot_be_fails_its_request(world: World, start
     world.answers["a"] = start_token
     request = world.submit("a", 2 * CHUNK, start_token=4)
     await turns()
-    (failure,) = told(request)
+    (failure,) = take(request)
     assert isinstance(failure, RemoteProtocolError) and "at least the request's 4 and below the prompt's 16" in str(failure)
     assert not [message for message in world.sent if isinstance(message, StartRequest)]
-    request.progress.put_nowait(failure)
     world.assert_nothing_is_left()
-
-
-async def test_a_late_start_that_says_nothing_new_is_taken(world: World) -> None:
-    world.answers["a"] = 4
-    world.submit("a", 2 * CHUNK, start_token=4)
-    await turns()
-    assert [message.start_token for message in world.sent if isinstance(message, StartRequest)] == [4]
 
 
 async def test_a_step_is_under_way_until_the_slowest_rank_has_ended_it(world: World) -> None:

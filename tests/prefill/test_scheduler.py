@@ -109,16 +109,6 @@ def test_the_oldest_waits_for_its_pages_and_is_not_overtaken() -> None:
     assert one.startable() == ["big", "small"]
 
 
-def test_no_more_run_than_allowed() -> None:
-    one = scheduler()
-    for index in range(5):
-        submit(one, str(index), 1)
-    assert one.startable() == ["0", "1", "2"]
-    start(one, "1")
-    assert one.startable() == ["0", "2"]
-    assert (one.num_waiting, one.num_running) == (4, 1)
-
-
 def test_a_request_submitted_twice_is_refused_wherever_it_stands() -> None:
     one = scheduler()
     submit(one, "a", 8)

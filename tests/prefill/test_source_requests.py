@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prefill_node.joins import Join
 from prefill_node.source_requests import SourceRequests
-from tests.prefill.leader_world import new_join, turns
+from tests.decode.leader_world import turns
+from tests.prefill.leader_world import new_join
 from transfer.config.hosted import HostedLimitsConfig
 from transfer.engine_types import GREEDY
 from transfer.errors import PeerUnreachable, TransferAborted

@@ -92,18 +92,12 @@ async def storm(tiers: Tiers, reference: Reference, *, num_requests: int, kill_a
     return ends
 
 
-@pytest.mark.timeout(300)
-async def test_nothing_is_left_of_a_hundred(tiers: Tiers, reference: Reference) -> None:
-    ends = await storm(tiers, reference, num_requests=100)
-    assert min(ends[end] for end in ("OK", "left", "DEADLINE_EXCEEDED")) >= 5, ends
-
-
 @pytest.mark.timeout(900)
-async def test_nothing_is_left_of_a_thousand(tiers: Tiers, reference: Reference) -> None:
+async def test_nothing_is_left_of_many(tiers: Tiers, reference: Reference) -> None:
     """In their midst the prefill rank dies."""
     lives, released = tiers.decode.incarnation, await number(tiers.decode, "kvferry_offload_released_pages_total")
-    ends = await storm(tiers, reference, num_requests=1000, kill_at=400)
-    assert min(ends[end] for end in ("OK", "left", "DEADLINE_EXCEEDED")) >= 50, ends
+    ends = await storm(tiers, reference, num_requests=400, kill_at=160)
+    assert min(ends[end] for end in ("OK", "left", "DEADLINE_EXCEEDED")) >= 20, ends
     assert tiers.decode.incarnation == lives, "the decode ranks were to live through it"
     assert await number(tiers.decode, "kvferry_offload_released_pages_total") > released
 
