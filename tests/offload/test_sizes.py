@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decode_node.offload.sizes import check_store_sizes, host_page_counts
+from tests.runtime.instances import decode_config
 from transfer.config import StorageConfig
 from transfer.config.offload import OffloadConfig
 from transfer.errors import ConfigError, MemoryPlanError
@@ -94,3 +95,21 @@ def test_bounds_of_the_store_that_hold_no_page_are_refused() -> None:
 def test_a_model_that_keeps_no_token_for_good_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no layers that keep every token \(window_32, state\); it must be left out"):
         counts(WINDOW, STATE, host_ratio=1)
+
+
+@pytest.mark.parametrize(
+    ("offload", "says"),
+    [
+        ({"device_window": 64}, ("device_window is 64", "host_ratio")),
+        ({"host_ratio": 2, "host_memory": 1 << 30}, ("host_ratio is 2", "host_memory is 1073741824")),
+        ({}, ("storage.directory is", "offload.host_ratio", "offload.host_memory")),
+    ],
+    ids=["a window without host memory", "host memory said twice", "a store without host memory"],
+)
+def test_settings_that_need_each_other_or_exclude_each_other(
+    tmp_path: Path, offload: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    storage = {} if offload else {"directory": tmp_path / "store"}
+    with pytest.raises((ConfigError, ValueError)) as refusal:
+        decode_config(tmp_path, offload=offload, storage=storage)
+    assert all(part in str(refusal.value) for part in says)

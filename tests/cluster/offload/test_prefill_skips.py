@@ -17,7 +17,6 @@ from tests.cluster.offload.clusters import (
     num_stored,
     number,
     spec,
-    stored_files,
     until_all_is_back,
     until_stored,
 )
@@ -68,29 +67,3 @@ async def test_what_was_stored_is_not_computed_again(cluster: LocalCluster, refe
     longer = (*token_ids, *prompt(70, 1))
     assert await loaded(cluster, reference, longer) == before + 2 * WHOLE, "a prompt that goes on behind it"
     await until_said(cluster, "kvferry_store_operations_total", op="get", outcome="ok")
-
-
-async def test_what_is_broken_is_computed(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
-    token_ids = prompt(LENGTH, 2)
-    since = await num_stored(cluster.decode)
-    before = await loaded(cluster, reference, token_ids)
-    await until_stored(cluster.decode, WHOLE // PAGE, since=since)
-    for path in stored_files(directory):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-    assert await loaded(cluster, reference, token_ids) == before
-    await until_said(cluster, "kvferry_store_operations_total", op="get", outcome="corrupt")
-
-
-async def test_a_store_that_is_gone_fails_no_request(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
-    before = await loaded(cluster, reference, prompt(LENGTH, 3))
-    away = directory.rename(directory.with_name("away"))
-    directory.write_bytes(b"a file in its place")
-    try:
-        for _ in range(6):
-            assert await loaded(cluster, reference, prompt(LENGTH, 3)) == before
-        await until_said(cluster, "kvferry_store_circuit", direction="read", state="open")
-    finally:
-        directory.unlink()
-        away.rename(directory)
