@@ -18,7 +18,7 @@ MOVES = (
 
 async def drained(world: World) -> None:
     """Have everybody say what is left to say, until every request is over; nothing may be left then."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while world.leader.request_ids:
             await world.settle()
             await asyncio.sleep(0)

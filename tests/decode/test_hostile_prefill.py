@@ -146,6 +146,6 @@ async def test_every_field_of_what_becomes_of_a_prompt(node: HostileNode, event:
     for hostile in hostile_messages(event()):
         node.answers = [hostile.payload]
         try:
-            await asyncio.wait_for(read(node), 20)
+            await asyncio.wait_for(read(node), 60)
         except TransferError as error:
             assert len(str(error).splitlines()) == 1, f"{hostile}: {error}"

@@ -472,7 +472,7 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
     assert world.peer.outstanding_tokens == world.other.outstanding_tokens == 0
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(
     moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=80),
     retries=st.integers(0, 3),

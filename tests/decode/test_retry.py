@@ -477,7 +477,7 @@ OFTEN = (
 async def test_every_request_ends_once_however_often_its_nodes_are_lost() -> None:
     """As `test_every_request_ends_once_in_any_order_of_answers`, with moves that get requests far before they are cut off."""
     tries: Counter[int] = Counter()
-    for seed in range(150):
+    for seed in range(40):
         chance = random.Random(seed)
         world = World(prefill_retries=chance.choice((1, 2, 5)), max_running=8, join_timeout_s=chance.choice((0.0, 60.0)))
         try:
@@ -486,7 +486,7 @@ async def test_every_request_ends_once_however_often_its_nodes_are_lost() -> Non
             error.add_note(f"seed {seed}")
             raise
         tries.update(len(request.tries) for request in world.accepted)
-    assert tries[1] > 1000 and tries[2] > 500 and tries[3] > 10, f"histories that try little: {tries}"
+    assert tries[1] > 250 and tries[2] > 120 and tries[3] > 2, f"histories that try little: {tries}"
 
 
 # Breakers

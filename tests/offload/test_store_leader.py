@@ -115,7 +115,7 @@ def chain_of(num_pages: int) -> PageHashes:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0)
 

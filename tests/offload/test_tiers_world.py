@@ -35,7 +35,7 @@ async def play(world: World, *, num_requests: int, prompts: list[list[int]], lon
     await world.drain()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_windows", [0, 1, 2])
 async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) -> None:
     chance = random.Random(seed)
@@ -53,13 +53,13 @@ async def test_every_token_is_read_where_it_lies(seed: int, num_windows: int) ->
     await asyncio.wait_for(play(world, num_requests=25, prompts=prompts, longest_new=20, give_up=0.002), 120)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 async def test_what_may_be_damaged_is_read_by_nobody_who_comes_later(seed: int) -> None:
     """Also not from those who had loaded it before it was known."""
     chance = random.Random(seed)
     world = World(chance, window_tokens=chance.choice([None, 4]), windows=(6,)[: seed % 2])
     prompts = [[chance.randint(0, 49) for _ in range(20)]]
-    await asyncio.wait_for(play(world, num_requests=30, prompts=prompts, longest_new=12, give_up=0.02), 60)
+    await asyncio.wait_for(play(world, num_requests=30, prompts=prompts, longest_new=12, give_up=0.02), 120)
 
 
 def evicted(world: World, group: int, page_hashes: Sequence[bytes]) -> list[int]:
@@ -77,7 +77,7 @@ async def test_a_prompts_end_makes_room_before_its_beginning(seed: int) -> None:
     world = World(random.Random(seed), device_pages=24, host_pages=30, window_tokens=None, windows=(16,))
     job = world.submit(list(range(30)), 12)
     assert job is not None
-    await asyncio.wait_for(world.drain(), 60)
+    await asyncio.wait_for(world.drain(), 120)
     chain = world.looking[job.request_id].result().chain
     assert chain is not None and len(chain.hashes) == 20
     for group in range(len(world.groups)):
@@ -90,7 +90,7 @@ async def test_a_prompts_end_makes_room_before_its_beginning(seed: int) -> None:
 async def test_whoever_waits_for_copies_is_woken_by_them(windows: tuple[int, ...]) -> None:
     """Two of one prompt, one copying from the other, and nobody else whose step would wake them."""
     num_sleeps = 0
-    for seed in range(4):
+    for seed in range(3):
         world = World(random.Random(seed), device_pages=20, host_pages=60, window_tokens=2, windows=windows, has_slow_saves=True)
         prompt = list(range(12))
         for job in [world.submit(prompt, 40), world.submit([*prompt, 1, 2, 3], 50)]:
@@ -107,7 +107,7 @@ async def test_windows_that_are_found_in_host_memory_count_as_used_in_the_store(
     """As the other layers' pages do: the store, which has let go of them, gets them back."""
     world = World(random.Random(1), device_pages=24, host_pages=30, window_tokens=None, windows=(6,))
     assert world.submit(list(range(20)), 4) is not None
-    await asyncio.wait_for(world.drain(), 60)
+    await asyncio.wait_for(world.drain(), 120)
     stored = set(world.stored)
     again = world.submit(list(range(20)), 4)
     assert again is not None
@@ -120,7 +120,7 @@ async def test_windows_that_are_found_in_host_memory_count_as_used_in_the_store(
             if (page := world.tier.find(group, page_hash)) is not None and page.stored_s is not None:
                 page.stored_s -= 61.0
     world.stored.clear()
-    await asyncio.wait_for(world.drain(), 60)
+    await asyncio.wait_for(world.drain(), 120)
     assert again.start_token == 19 // PAGE * PAGE
     names = tuple(f"{chain.hashes[place].hex()}-{window.name}-" for place in reached)
     wanted = {key for key in stored if any(name in key for name in names)}
@@ -131,10 +131,10 @@ async def test_what_nobody_can_leave_out_is_not_fetched() -> None:
     stored: dict[str, bytes] = {}
     first = World(random.Random(1), windows=(), stored=stored)
     assert first.submit(list(range(20)), 4) is not None
-    await asyncio.wait_for(first.drain(), 60)
+    await asyncio.wait_for(first.drain(), 120)
     assert stored
     second = World(random.Random(1), windows=(), stored=stored)
-    async with asyncio.timeout(5):  # no rank answers, so whoever has it fetched waits
+    async with asyncio.timeout(60):  # no rank answers, so whoever has it fetched waits
         known = await second.leader.look_up(list(range(20)), "", prefill=PREFILL, may_skip=False)
     assert known.chain is not None and not known.fetched and not second.sent
 
@@ -159,7 +159,7 @@ async def test_room_that_comes_free_for_a_request_is_not_a_later_ones(seed: int,
         assert await world.turn()
         assert not (first.is_over and has_early_release), "it gives up a part of its pages"
         assert not any(job.is_placed for job in later)
-    await asyncio.wait_for(world.drain(), 60)
+    await asyncio.wait_for(world.drain(), 120)
 
 
 @pytest.mark.parametrize("what", ["held", "promised"])

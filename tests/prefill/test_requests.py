@@ -412,7 +412,7 @@ async def test_the_end_of_a_life_ends_every_request_once() -> None:
 MOVES = ("submit", "turn", "step", "fail step", "send", "fail", "release", "abort", "refuse", "later", "lose join")
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 1_000)), max_size=60))
 def test_every_request_ends_once_in_any_order_of_answers(moves: list[tuple[str, int]]) -> None:
     asyncio.run(_play(moves))
@@ -444,7 +444,7 @@ async def _play(moves: list[tuple[str, int]]) -> None:
             case "lose join" if pick % 10 == 0:
                 world.leader.abort_join(world.join, PeerUnreachable("decode is gone"))
     world.answers.clear()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while world.leader.num_in_flight:
             world.settle()
             await asyncio.sleep(0)
