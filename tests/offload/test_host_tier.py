@@ -37,14 +37,6 @@ def test_a_page_is_found_while_it_is_filled_and_after() -> None:
     assert [tier.num_pages(group) for group in (0, 1)] == [2, 1]
 
 
-def test_what_was_never_filled_is_free_again() -> None:
-    tier = HostTier([1])
-    page = tier.take(0, name(1))
-    assert page is not None
-    tier.let_go(page)
-    assert tier.find(0, name(1)) is None and tier.counts(0).free == 1
-
-
 def test_the_longest_unused_page_makes_room_and_is_counted() -> None:
     tier = HostTier([3])
     first, second, third = (cached(tier, number) for number in (1, 2, 3))
@@ -93,30 +85,6 @@ def test_a_second_page_of_a_hash_is_found_by_nobody() -> None:
         tier.let_go(page)
     assert tier.find(0, name(1)) is first
     assert tier.counts(0) == HostPageCounts(free=1, cached=1, held=0, promised=0)
-
-
-def test_discarded_pages_are_free_once_nobody_uses_them() -> None:
-    tier = HostTier([2])
-    known, unknown = tier.take(0, name(1)), tier.take(0, None)
-    assert known is not None and unknown is not None
-    for page in (known, unknown):
-        tier.ready(page)
-        tier.discard(page)
-        assert tier.counts(0).held == 2 and tier.find(0, name(1)) is None
-    again = tier.take(0, name(1))
-    assert again is None, "no room until they are let go"
-    for page in (known, unknown):
-        tier.let_go(page)
-    assert tier.counts(0) == HostPageCounts(free=2, cached=0, held=0, promised=0)
-    tier.check_idle()
-
-
-def test_a_discarded_page_that_nobody_uses_is_free_at_once() -> None:
-    tier = HostTier([2])
-    tier.discard(cached(tier, 1))
-    assert tier.find(0, name(1)) is None
-    assert tier.counts(0) == HostPageCounts(free=2, cached=0, held=0, promised=0)
-    tier.check_invariants()
 
 
 def test_a_promise_is_kept_against_everybody_else() -> None:

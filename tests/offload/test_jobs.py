@@ -26,21 +26,6 @@ def test_done_once_with_what_any_rank_failed_at(answers: list[frozenset[int]], o
     assert len(jobs) == 0
 
 
-def test_jobs_are_told_apart() -> None:
-    jobs, heard = Jobs(2), []
-    first, second = jobs.begin(lambda _: heard.append("first")), jobs.begin(lambda _: heard.append("second"))
-    for rank, number in ((0, first), (0, second), (1, second), (1, first)):
-        jobs.done(rank, number)
-    assert heard == ["second", "first"]
-
-
-def test_what_follows_may_begin_the_next() -> None:
-    jobs, heard = Jobs(1), []
-    number = jobs.begin(lambda _: heard.append(jobs.begin(lambda _: None)))
-    jobs.done(0, number)
-    assert heard == [number + 1] and len(jobs) == 1
-
-
 def test_a_rank_does_a_job_once_and_only_what_it_was_given() -> None:
     jobs = Jobs(2)
     number = jobs.begin(lambda _: None)

@@ -221,13 +221,6 @@ async def test_pages_of_two_requests_are_not_stored_in_one_job() -> None:
 
 async def test_pages_that_turn_out_to_be_damaged_on_their_way_are_found_nowhere() -> None:
     one = Leader()
-    (page,) = one.ready(chain_of(1), 1)
-    one.back_up([page])
-    one.tier.unname(page)
-    one.answer()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert len(one.store.deleted) == 2 and page.stored_s is None, "it was put after it had been deleted"
     chain = chain_of(3)
     fetching = asyncio.ensure_future(one.fetch(chain, 6))
     while not one.sent:

@@ -121,18 +121,6 @@ async def test_a_decode_leader_that_leaves_while_the_ranks_attach_is_forgotten()
     assert leader.joins.find(LIFE) is None
 
 
-async def test_the_same_life_that_joins_again_replaces_its_join() -> None:
-    leader = Leader()
-    first = await leader.joined()
-    second = await leader.joined()
-    assert second is not first
-    assert str(first.lost.result()) == "the decode instance has joined again"
-    leader.joins.leave(first, PeerUnreachable("its stream has ended"))
-    assert leader.joins.find(LIFE) is second and not second.lost.done(), "the old stream's end is none of the new one's"
-    leader.joins.leave(second, PeerUnreachable("bye"))
-    assert not list(leader.joins)
-
-
 async def test_what_ranks_say_of_an_earlier_join_counts_for_nothing() -> None:
     leader = Leader()
     first = leader.opening()

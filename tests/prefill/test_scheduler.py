@@ -31,23 +31,6 @@ def start(one: PrefillScheduler, name: str) -> None:
     assert one.start_accepted() == [name]
 
 
-def test_steps_end_on_the_chunk_grid_and_stay_within_the_budget() -> None:
-    one = scheduler()
-    for name, tokens in (("a", 19), ("b", 9)):
-        submit(one, name, tokens)
-        start(one, name)
-    assert one.next_step() == (
-        StepItem(request_id="a", begin=0, end=8, is_last=False),
-        StepItem(request_id="b", begin=0, end=8, is_last=False),
-    )
-    assert one.next_step() == (
-        StepItem(request_id="a", begin=8, end=16, is_last=False),
-        StepItem(request_id="b", begin=8, end=9, is_last=True),
-    )
-    assert one.next_step() == (StepItem(request_id="a", begin=16, end=19, is_last=True),)
-    assert one.next_step() == ()
-
-
 def test_what_is_computed_of_a_request_is_known_while_it_is_started() -> None:
     one = scheduler()
     submit(one, "a", 19)
@@ -120,20 +103,6 @@ def test_a_request_submitted_twice_is_refused_wherever_it_stands() -> None:
     one.next_step()
     with pytest.raises(LocalProtocolError, match="a submitted twice"):
         submit(one, "a", 8)
-
-
-def test_withdraw_says_whether_anything_is_left() -> None:
-    one = scheduler()
-    submit(one, "waiting", 8)
-    assert one.withdraw("waiting")
-    assert not one.withdraw("waiting"), "it is gone"
-    submit(one, "computing", 16)
-    start(one, "computing")
-    one.next_step()
-    assert not one.withdraw("computing")
-    assert one.next_step() == (), "nothing more of it is computed"
-    one.release("computing")
-    one.check_idle()
 
 
 class Leaking(PrefillScheduler):
@@ -231,18 +200,6 @@ def test_only_the_oldest_few_of_each_destination_are_named() -> None:
     assert one.startable() == [*oldest, "idle"]
     start(one, "full-0")
     assert one.startable() == [*oldest[1:], f"full-{ASKED_AT_ONCE}", "idle"], "the next one moves up"
-
-
-def test_those_accepted_are_no_more_than_may_run() -> None:
-    one = scheduler()
-    for index in range(2 * RUNNING):
-        submit(one, str(index), SMALL, destination=index)
-    for name in one.startable():
-        one.accept(name)
-    assert one.start_accepted() == ["0", "1", "2"]
-    one.withdraw("1")
-    one.release("1")
-    assert one.start_accepted() == ["3"]
 
 
 def test_what_was_loaded_is_not_computed_and_nobody_waits_for_it() -> None:
