@@ -59,7 +59,8 @@ async def routing(decode: VllmServer, *nodes: str) -> AsyncIterator[tuple[VllmFl
 async def test_decode_is_told_which_node_computes_the_prompt() -> None:
     decode = VllmServer(kv=Kv())
     async with serving(PrefillNode()) as one, serving(PrefillNode()) as other, routing(decode, one, other) as (flow, client):
-        await until(lambda: flow.readiness().is_ready, "the router is ready", within_s=20)
+        await until(lambda: all(server.state == "healthy" for server in flow.nodes.servers), "both nodes are healthy")
+        await until(lambda: flow.readiness().is_ready, "the router is ready")
         for _ in range(4):
             assert (await client.complete(max_tokens=3)).status == 200
         streamed = await client.chat(stream=True)
