@@ -18,8 +18,6 @@ from kvferry.node_client import NodeClient
 from tests.cluster.calls import Caller, Reference, prompt, until
 from tests.cluster.conftest import Start
 from tests.cluster.offload.clusters import (
-    DEVICE_TOKENS,
-    EARLY,
     KEPT,
     PAGE,
     PATIENT,
@@ -144,14 +142,6 @@ async def test_another_model_finds_nothing(
     assert len(stored_files(directory)) == num_files + 2 * STORED
 
 
-async def test_pages_of_two_ranks_are_no_part_of_one(cluster: LocalCluster, reference: Reference) -> None:
-    token_ids, since = prompt(LENGTH, 2), await num_stored(cluster.decode)
-    assert await tier_of_next_request(cluster, reference, token_ids) == ""
-    await until_stored(cluster.decode, STORED, since=since)
-    await restart(cluster, decode=replace(cluster.spec.decode, tp_size=1))
-    assert await tier_of_next_request(cluster, reference, token_ids) == ""
-
-
 async def test_a_shared_prefix_is_stored_once(cluster: LocalCluster, reference: Reference, directory: Path) -> None:
     num_files, since = len(stored_files(directory)), await num_stored(cluster.decode)
     failed = await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed")
@@ -164,22 +154,3 @@ async def test_a_shared_prefix_is_stored_once(cluster: LocalCluster, reference: 
     await until_stored(cluster.decode, num_pages, since=since)
     assert len(stored_files(directory)) == num_files + 2 * num_pages
     assert await number(cluster.decode, "kvferry_offload_backups_total", outcome="failed") == failed
-
-
-async def test_a_prompt_larger_than_the_device_pool_is_brought_from_the_store(
-    cluster: LocalCluster, reference: Reference, directory: Path
-) -> None:
-    """Its leading pages go to host memory, and are read there."""
-    token_ids = prompt(400, 4)
-    early = replace(cluster.spec.decode, pool_tokens=DEVICE_TOKENS, settings=EARLY | PATIENT | {"storage.directory": directory})
-    await restart(cluster, decode=early)
-    since = await num_stored(cluster.decode)
-    async with Caller(cluster.decode.address) as caller:
-        reference.check(token_ids, await caller.ask(token_ids, 12))
-    await until_stored(cluster.decode, 400 // PAGE, since=since)
-    await restart(cluster)
-    found = await hits(cluster.decode, "storage")
-    async with Caller(cluster.decode.address) as caller:
-        reference.check(token_ids, await caller.ask(token_ids, 12))
-    assert await hits(cluster.decode, "storage") == found + 400 - PAGE, "one token at least is computed"
-    await until_all_is_back(cluster.prefill, cluster.decode)
