@@ -87,6 +87,14 @@ def test_a_second_page_of_a_hash_is_found_by_nobody() -> None:
     assert tier.counts(0) == HostPageCounts(free=1, cached=1, held=0, promised=0)
 
 
+def test_a_discarded_page_that_nobody_uses_is_free_at_once() -> None:
+    tier = HostTier([2])
+    tier.discard(cached(tier, 1))
+    assert tier.find(0, name(1)) is None
+    assert tier.counts(0) == HostPageCounts(free=2, cached=0, held=0, promised=0)
+    tier.check_invariants()
+
+
 def test_a_promise_is_kept_against_everybody_else() -> None:
     tier = HostTier([3])
     page = cached(tier, 1)
