@@ -409,7 +409,7 @@ async def test_handshakes_without_a_pause_keep_a_ticket_good_for_seconds_at_most
 async def test_strangers_who_connect_and_leave_at_once_do_not_end_the_process(authority: Authority, tmp_path: Path) -> None:
     """Hundreds of connections without a certificate, opened and closed together: gRPC freed TLS contexts that it still used."""
     files = authority.files(tmp_path / "node", NODE)
-    command = [sys.executable, "-m", "tests.registry.tls_node", str(files.cert), str(files.key), str(files.ca)]
+    command = [sys.executable, "-m", "tests.cluster.links.tls_node", str(files.cert), str(files.key), str(files.ca)]
     child = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
     )

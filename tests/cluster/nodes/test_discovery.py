@@ -22,8 +22,8 @@ from kvferry.local_cluster import ClusterNode
 from node_runtime import exit_codes
 from tests.cluster.calls import Caller, Reference, prompt, status_of, until, until_idle
 from tests.cluster.conftest import POOL_TOKENS
+from tests.cluster.links.etcd_server import EtcdServer, etcd_server
 from tests.cluster.open_nodes import Nodes, open_nodes
-from tests.registry.etcd_server import EtcdServer, etcd_server
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.authority import Authority
-from tests.registry.etcd_server import EtcdServer, etcd_server
+from tests.cluster.links.etcd_server import EtcdServer, etcd_server
 from tests.runtime.instances import until
 from transfer.config import DiscoveryConfig
 from transfer.errors import TransportError

@@ -93,10 +93,10 @@ asyncio.run(main())
 """
 
 
-def test_nothing_is_left_when_the_owner_is_killed(demo_dir: Path) -> None:
+def test_nothing_is_left_when_the_owner_is_killed(model: Path) -> None:
     """In the middle of the start, with leaders, fork servers and ranks there."""
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(demo_dir), "7"], stdout=subprocess.PIPE, text=True, env=child_environment()
+        [sys.executable, "-c", OWNER, str(model), "7"], stdout=subprocess.PIPE, text=True, env=child_environment()
     )
     assert owner.stdout is not None
     token = owner.stdout.readline().strip()
@@ -113,10 +113,10 @@ def test_nothing_is_left_when_the_owner_is_killed(demo_dir: Path) -> None:
         process_guard.kill_all(token)
 
 
-async def test_whole_life(demo_dir: Path) -> None:
+async def test_whole_life(model: Path) -> None:
     spec = ClusterSpec(
-        prefill=TierSpec(model=demo_dir, page_size=16, pool_tokens=2048),
-        decode=TierSpec(model=demo_dir, page_size=8, order="HND", pool_tokens=2048, settings={"limits.max_running_requests": 4}),
+        prefill=TierSpec(model=model, page_size=16, pool_tokens=2048),
+        decode=TierSpec(model=model, page_size=8, order="HND", pool_tokens=2048, settings={"limits.max_running_requests": 4}),
         chunk_tokens=64,
         layers_per_group=4,
         ring_bytes=8 << 20,
@@ -144,8 +144,8 @@ async def test_whole_life(demo_dir: Path) -> None:
     assert cluster.processes() == {} and folder is not None and not folder.exists()
 
 
-async def test_a_leader_that_dies_is_told_from_one_that_refuses(demo_dir: Path) -> None:
-    tier = TierSpec(model=demo_dir)
+async def test_a_leader_that_dies_is_told_from_one_that_refuses(model: Path) -> None:
+    tier = TierSpec(model=model)
     cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier))
     starting = asyncio.create_task(cluster.start())
     while len(cluster.processes()) < 3:
