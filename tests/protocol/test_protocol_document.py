@@ -59,9 +59,10 @@ def test_every_rule_has_its_tests_and_every_numbered_test_its_rule() -> None:
 def test_the_failure_table_names_tests_that_exist() -> None:
     table = rows("When things go wrong")
     with_processes = (
-        "chaos/test_*.py",
-        "cluster/test_*.py",
-        "registry/test_detection.py",
+        "cluster/faults/test_*.py",
+        "cluster/nodes/test_*.py",
+        "serving/test_faults.py",
+        "cluster/links/test_detection.py",
         "cluster/links/test_two_processes.py",
         "transport/cuda_ipc_scenarios.py",
     )

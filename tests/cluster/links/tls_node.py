@@ -1,4 +1,4 @@
-"""`python -m tests.cluster.links.tls_node CERT KEY CA`: a server with TLS in a process of its own, until its standard input ends."""
+"""`python -m tests.cluster.links.tls_node CERT KEY CA`: serve with TLS in this process until its standard input ends."""
 
 from __future__ import annotations
 
