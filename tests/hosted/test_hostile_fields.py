@@ -68,11 +68,7 @@ class HostedNodes(Nodes):
         await self.serve(self.source, self.target)
 
     async def close(self) -> None:
-        self.transfer.close("the test is over")
-        for channel in self.channels.values():
-            await channel.close()
-        for server in self.servers:
-            await server.close()
+        await self.close_servers()
         await self.source.close()
         await self.target.close()
 

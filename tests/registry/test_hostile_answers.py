@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,15 +12,15 @@ import pytest
 
 from kvferry.node_client import NodeClient
 from prefill_node.joins import Join, Reservation
-from prefill_node.node import PrefillNode
+from prefill_node.reserve_client import ReserveClient
 from tests.registry.hostile_messages import hostile_messages
 from tests.registry.test_hostile_fields import PLAN, told
-from tests.runtime.instances import instance, prefill_config
 from transfer.errors import RemoteProtocolError, TransferError
 from transfer.instance import AttachRequest, AttachResponse
 from transfer.pb import kvferry_pb2 as pb
 from transfer.registry.client import TransferControlClient
 from transfer.registry.convert import attach_response_to_proto, layout_from_proto, watermark_to_proto
+from transfer.registry.security import PlainText
 from transfer.ring import Grant, Watermark
 
 RING_BYTES = 1 << 16
@@ -131,19 +130,18 @@ async def test_every_field_of_a_watermark(node: HostileNode) -> None:
 
 
 @pytest.mark.parametrize("payload", [b"\xff" * 9, b"", b"\x08\x02", b"\x0a\x00", b"\x08\x01\x10\x03"])
-async def test_what_a_decode_leader_says_of_room(node: HostileNode, tmp_path: Path, payload: bytes) -> None:
+async def test_what_a_decode_leader_says_of_room(node: HostileNode, payload: bytes) -> None:
     """An answer that cannot be read fails its request; as an error of another kind it would end the ranks."""
-    leader = PrefillNode(cast(Any, SimpleNamespace(state="ready")), prefill_config(tmp_path))
-    leader._life = cast(Any, SimpleNamespace(instance=instance(1)))
+    client = ReserveClient(PlainText())
     join = cast(Join, SimpleNamespace(address=node.address, incarnation=5, plan=PLAN))
     node.answers = [payload]
     if payload[:1] == b"\xff":
         with pytest.raises(RemoteProtocolError, match="an answer of Reserve cannot be read"):
-            await leader.reserve(join, "a")
+            await client.reserve(join, "a", prefill_incarnation=1)
     else:
         told = {b"\x08\x02": Reservation(is_reserved=True), b"\x08\x01\x10\x03": Reservation(is_reserved=True, start_token=3)}
-        assert await leader.reserve(join, "a") == told.get(payload, Reservation(is_reserved=False))
-    await leader.close()
+        assert await client.reserve(join, "a", prefill_incarnation=1) == told.get(payload, Reservation(is_reserved=False))
+    await client.close()
 
 
 CALLS: dict[str, Callable[[NodeClient], Any]] = {
