@@ -24,7 +24,7 @@ from transfer.registry.security import PlainText
 from transfer.ring import Grant, Watermark
 
 RING_BYTES = 1 << 16
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 class HostileNode:
