@@ -199,17 +199,22 @@ async def run_demo(options: DemoOptions) -> int:
         print("kvferry demo: interrupted", file=sys.stderr)
         raise
     print_report(console, report)
-    if options.json_file is not None:
-        text = json.dumps(report.to_json(), indent=2) + "\n"
-        if options.is_json_on_stdout:
-            sys.stdout.write(text)
-        else:
-            try:
-                options.json_file.write_text(text)
-            except OSError as error:  # the disk is full, say; that it can be written at all was checked before the run
-                print(f"kvferry demo: {_unwritable(options.json_file, error)}", file=sys.stderr)
-                return exit_codes.FAILED
-    return exit_codes.OK if report.is_success else exit_codes.FAILED
+    is_written = options.json_file is None or write_report(report, options.json_file)
+    return exit_codes.OK if report.is_success and is_written else exit_codes.FAILED
+
+
+def write_report(report: DemoReport, file: Path) -> bool:
+    """Write the report as JSON and return whether that worked; ``-`` is standard output."""
+    text = json.dumps(report.to_json(), indent=2) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+        return True
+    try:
+        file.write_text(text)
+    except OSError as error:  # the disk is full, say; that it can be written at all was checked before the run
+        print(f"kvferry demo: {_unwritable(file, error)}", file=sys.stderr)
+        return False
+    return True
 
 
 async def _run(options: DemoOptions, view: DemoView) -> DemoReport:
@@ -277,7 +282,7 @@ async def _generate_all(
     try:
         async with NodeClient(cluster.decode.address) as client, asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_generate(client, prompt, one, view, reference))
+                group.create_task(generate_one(client, prompt, one, view, reference))
                 for prompt, one in zip(prompts, progress, strict=True)
             ]
         return [task.result() for task in tasks]
@@ -286,7 +291,7 @@ async def _generate_all(
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _generate(
+async def generate_one(
     client: NodeClient, prompt: str, progress: RequestProgress, view: DemoView, reference: ReferenceRun
 ) -> RequestOutcome:
     """One request to its end; an error of it is its outcome, and nobody else's."""

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -21,11 +22,16 @@ CACHE_FOLDER: Final = Path(".kvferry")
 _POLL_S: Final = 0.05
 
 
-async def cached_demo_model(kind: ModelKind = ModelKind.LLAMA) -> Path:
+async def cached_demo_model(
+    kind: ModelKind = ModelKind.LLAMA, *, run: Callable[[list[str]], Awaitable[None]] | None = None
+) -> Path:
     """The directory of the demo model of a kind; it is made at the first call, in a few seconds.
 
     It lies in ``.kvferry`` of the working directory, or in the system's temporary folder where that cannot be written. Its name
     holds what the model depends on, so that another version makes another one.
+
+    Args:
+        run: Runs the command line that makes the model; by default in a process.
 
     Raises:
         EngineError: It could not be made.
@@ -36,7 +42,7 @@ async def cached_demo_model(kind: ModelKind = ModelKind.LLAMA) -> Path:
     # Made elsewhere and moved at the end: a directory under the final name is always whole.
     with tempfile.TemporaryDirectory(prefix="new-", dir=directory.parent) as folder:
         fresh = Path(folder) / directory.name
-        await _run([sys.executable, "-m", "kvferry", "model", "make", "--kind", kind, str(fresh)])
+        await (run or _run)([sys.executable, "-m", "kvferry", "model", "make", "--kind", kind, str(fresh)])
         try:
             fresh.rename(directory)
         except OSError:

@@ -47,8 +47,11 @@ class NodeLook:
     http_error: str = ""
 
 
-async def look_at_node(address: str, security: Security | None) -> NodeLook:
+async def look_at_node(address: str, security: Security | None, *, timeout_s: float = _ANSWER_S) -> NodeLook:
     """Call it, a few times.
+
+    Args:
+        timeout_s: Bound of each call.
 
     Raises:
         ConfigError: The address is none, or must not be called like this.
@@ -58,7 +61,7 @@ async def look_at_node(address: str, security: Security | None) -> NodeLook:
         for _ in range(_TRIES):
             begun_s, begun_clock_s = time.monotonic(), time.time()
             try:
-                status = await client.status(timeout_s=_ANSWER_S)
+                status = await client.status(timeout_s=timeout_s)
             except TransferError as error:
                 return NodeLook(address=address, error=str(error), is_refused=is_refusal_of_caller(error))
             round_trip_s = time.monotonic() - begun_s

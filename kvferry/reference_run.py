@@ -63,7 +63,7 @@ class ReferenceRun:
         command = [sys.executable, "-m", "kvferry.reference_generate"]
         with (
             open(folder / "task", "rb") as task,
-            open(folder / "results", "wb") as results,
+            open(self.results_file, "wb") as results,
             open(folder / "errors", "wb") as errors,
         ):
             self._process = subprocess.Popen(
@@ -74,6 +74,17 @@ class ReferenceRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._kill()
         self._folder.cleanup()
+
+    @property
+    def results_file(self) -> Path:
+        """One line of JSON for each result, written as it is made; gone when the context ends."""
+        return Path(self._folder.name) / "results"
+
+    @property
+    def pid(self) -> int:
+        """Of its process, once it is entered."""
+        assert self._process is not None, "enter it first"
+        return self._process.pid
 
     def cancel(self) -> None:
         """End it now: nothing waits for the results that it has not made yet."""
@@ -89,7 +100,7 @@ class ReferenceRun:
         assert self._process is not None, "enter it first"
         while self._process.poll() is None:
             await asyncio.sleep(_POLL_S)
-        lines = _lines_of(Path(self._folder.name) / "results")
+        lines = _lines_of(self.results_file)
         if self._is_cancelled:
             made = [result_of(line) for line in lines if line.endswith("}")]  # the last line may be cut off
             return [*made, *[None] * (self._num_prompts - len(made))]

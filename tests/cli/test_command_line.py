@@ -10,17 +10,18 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import transfer
-from kvferry import demo, exit_codes
+from kvferry import exit_codes
 from kvferry.__main__ import app
-from kvferry.demo import DemoOptions
+from kvferry.demo import DemoOptions, write_report
 from kvferry.demo_prompts import BUILT_IN, load_prompts
+from kvferry.demo_report import DemoReport
 from kvferry.generate import make_request, parse_token_ids
 from kvferry.text_command import TextCommand
 from transfer.errors import ConfigError
@@ -255,15 +256,8 @@ def test_a_report_file_is_neither_made_nor_changed_before_there_is_a_report(tmp_
     assert link.is_symlink() and old.read_text() == "an earlier report"
 
 
-async def test_a_disk_that_is_full_at_the_end_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def good_run(*_: object) -> SimpleNamespace:
-        return SimpleNamespace(to_json=dict, is_success=True)
-
-    monkeypatch.setattr(demo, "_run", good_run)
-    monkeypatch.setattr(demo, "print_report", lambda *_: None)
-    assert await demo.run_demo(DemoOptions(json_file=Path("/dev/full"))) == exit_codes.FAILED
+def test_a_disk_that_is_full_at_the_end_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not write_report(cast(DemoReport, SimpleNamespace(to_json=dict)), Path("/dev/full"))
     assert capsys.readouterr().err == "kvferry demo: --json is /dev/full; it cannot be written: No space left on device\n"
 
 

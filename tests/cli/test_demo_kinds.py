@@ -233,8 +233,7 @@ def test_every_kind_has_a_directory_of_its_own_between_runs(monkeypatch: pytest.
         Path(command[-1]).mkdir()
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo_cache, "_run", make)
-    found = [asyncio.run(demo_cache.cached_demo_model(kind)) for kind in (*ModelKind, *ModelKind)]
+    found = [asyncio.run(demo_cache.cached_demo_model(kind, run=make)) for kind in (*ModelKind, *ModelKind)]
     assert made == list(ModelKind) and len(set(found)) == len(ModelKind)
 
 

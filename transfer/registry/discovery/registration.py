@@ -54,6 +54,16 @@ class Registration:
         self._keeping: asyncio.Task[None] | None = None
 
     @property
+    def key(self) -> str:
+        """Key of the entry, under the prefix."""
+        return self._key
+
+    @property
+    def lease(self) -> int | None:
+        """The lease that keeps the entry; None while the node is not registered."""
+        return self._lease
+
+    @property
     def interval_s(self) -> float:
         """Seconds between two beats of the lease; 0 where there is nothing to beat for: not wanted, and nothing registered."""
         return 0.0 if self._is_at_rest else self._beat_s
