@@ -3,48 +3,47 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import signal
-import subprocess
-import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from kvferry.cluster_spec import child_environment
+from kvferry.demo_kinds import ModelKind
 from kvferry.demo_view import LiveView, RequestProgress
+from tests.cli.demo_runs import demo
 from transfer.pb import kvferry_pb2 as pb
 
-
-def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvferry", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=cwd, env=child_environment())
+pytestmark = pytest.mark.timeout(300)
 
 
-def processes_with(variable: str) -> set[int]:
-    """Processes that were started with this in their environment, however far below."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-            except OSError:
-                continue
-    return found
+@dataclass(frozen=True)
+class Run:
+    report: dict[str, Any]
+    stdout: str
 
 
-@pytest.mark.timeout(120)
-def test_four_to_two_is_right_and_leaves_nothing(tmp_path: Path, demo_dir: Path) -> None:
-    file = tmp_path / "report.json"
-    run = demo("--model", str(demo_dir), "--max-new-tokens", "16", "--json", str(file), cwd=tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    report = json.loads(file.read_text())
+def reported(folder: Path, *arguments: str) -> Run:
+    file = folder / "report.json"
+    ended = demo(*arguments, "--json", str(file), cwd=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return Run(json.loads(file.read_text()), ended.stdout)
+
+
+@pytest.fixture(scope="module")
+def four_to_two(tmp_path_factory: pytest.TempPathFactory, demo_dir: Path) -> Run:
+    return reported(tmp_path_factory.mktemp("demo"), "--model", str(demo_dir), "--max-new-tokens", "16")
+
+
+def test_tokens_are_right_and_nothing_is_left(four_to_two: Run) -> None:
+    report = four_to_two.report
     assert report["tokens_match"] is True and report["leaks"] == 0 and report["leaked"] == [] and report["failed"] == 0
     assert (report["requests"], report["generated_tokens"]) == (12, 12 * 16)
+
+
+def test_every_byte_is_moved_once_in_few_writes(four_to_two: Run) -> None:
+    report = four_to_two.report
     # 4 -> 2 ranks: every decode rank has two writers; K and V of 8 layers, 12 heads of 32 fp32 elements for each token.
     assert report["links"] == 4
     assert report["bytes_moved"] == report["prompt_tokens"] * 8 * 2 * 12 * 32 * 4
@@ -53,45 +52,24 @@ def test_four_to_two_is_right_and_leaves_nothing(tmp_path: Path, demo_dir: Path)
     assert 0 <= report["overlap_ratio"] <= 1 and report["transport"].startswith("ucx/")
     assert 0 < report["transfer_seconds"]["p50"] <= report["transfer_seconds"]["p99"]
     assert 0 < report["ttft_seconds"]["p50"] <= report["ttft_seconds"]["p99"]
-    assert "Without staging" in run.stdout and "\x1b" not in run.stdout
-    assert run.stdout.count("done:") == 12
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "named"),
-    [
-        (("--transport", "inproc"), 2, "one process"),
-        (("--decode-tp", "5"), 2, "5"),
-    ],
-)
-def test_a_start_that_fails_is_one_line(
-    tmp_path: Path, demo_dir: Path, arguments: tuple[str, ...], code: int, named: str
-) -> None:
-    model = () if "--model" in arguments else ("--model", str(demo_dir))
-    run = demo(*model, *arguments, cwd=tmp_path)
-    assert run.returncode == code, run.stdout + run.stderr
-    assert run.stderr.count("\n") == 1 and named in run.stderr, run.stderr
-    assert run.stderr.startswith(("kvferry demo: prefill-node: ", "kvferry demo: decode-node: "))
+def test_output_that_is_no_terminal_is_plain_text(four_to_two: Run) -> None:
+    stdout = four_to_two.stdout
+    assert "Without staging" in stdout and "\x1b" not in stdout
+    assert stdout.count("done:") == 12
 
 
-def test_interrupted_demo_leaves_nothing(tmp_path: Path, demo_dir: Path) -> None:
-    value = secrets.token_hex(8)
-    command = [sys.executable, "-m", "kvferry", "demo", "--model", str(demo_dir)]
-    environment = child_environment() | {"STARTED_BY_TEST": value}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        while len(processes_with(f"STARTED_BY_TEST={value}")) < 5:  # itself, its guard, the reference, two leaders
-            assert process.poll() is None
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        assert process.communicate(timeout=15)[1] == b"kvferry demo: interrupted\n"
-        assert process.returncode == 130
-        assert processes_with(f"STARTED_BY_TEST={value}") == set()
-    finally:
-        process.kill()
-        process.wait()
+def test_a_hybrid_model_moves_its_recurrent_state(tmp_path: Path) -> None:
+    arguments = ("--prefill-tp", "2", "--decode-tp", "1", "--requests", "4", "--max-new-tokens", "8")
+    run = reported(tmp_path, "--model-kind", ModelKind.HYBRID, *arguments)
+    report = run.report
+    assert report["tokens_match"] is True and report["leaks"] == 0 and report["model_kind"] == "hybrid"
+    groups = {group["name"]: group for group in report["groups"]}
+    state, full = groups["state"], groups["full"]
+    assert state["bytes_sent"] + full["bytes_sent"] == report["bytes_moved"] and report["resends"] == 0
+    assert (state["tokens_sent"], full["tokens_sent"]) == (report["requests"], report["prompt_tokens"])
+    assert "what each group of layers took (hybrid)" in run.stdout
 
 
 def test_live_view_shows_requests_and_fits_its_terminal() -> None:

@@ -13,14 +13,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from embedded_engine.loading import load_engine
-from kvferry.cluster_spec import child_environment
+from kvferry import reference_generate as reference
 from kvferry.demo import DemoOptions
 from kvferry.demo_dtype import chosen_dtype, model_dtype
 from kvferry.demo_print import print_report
 from kvferry.demo_prompts import BUILT_IN
 from kvferry.demo_report import RequestOutcome, make_report
 from kvferry.reference_generate import ReferenceResult
-from kvferry.reference_run import ReferenceRun
 from tests.engine.steps import generate_all
 from tests.runtime.instances import prefill_config
 from transfer.errors import ConfigError
@@ -67,9 +66,10 @@ def test_the_models_own_dtype_is_what_its_configuration_names(tmp_path: Path, co
     assert chosen_dtype("float32", tmp_path) == "float32"
 
 
-async def test_engine_and_reference_agree_in_float32_token_for_token(bfloat16_dir: Path, tmp_path: Path) -> None:
-    with ReferenceRun(bfloat16_dir, PROMPTS, NUM_TOKENS, child_environment()) as run:
-        results = await run.results()
+def test_engine_and_reference_agree_in_float32_token_for_token(bfloat16_dir: Path, tmp_path: Path) -> None:
+    results = list(reference.generate_all(bfloat16_dir, PROMPTS, NUM_TOKENS, dtype="float32"))
+    narrow = list(reference.generate_all(bfloat16_dir, PROMPTS, NUM_TOKENS, dtype="bfloat16"))
+    assert narrow != results, "no token depends on the dtype: this test can say nothing"
     tokenizer: Any = AutoTokenizer.from_pretrained(bfloat16_dir, local_files_only=True)
     tokens = {str(number): tuple(tokenizer(prompt).input_ids) for number, prompt in enumerate(PROMPTS)}
     engine = load_engine(
@@ -80,17 +80,7 @@ async def test_engine_and_reference_agree_in_float32_token_for_token(bfloat16_di
         generated = generate_all(engine, tokens, NUM_TOKENS)
     finally:
         engine.close()
-    assert [tuple(generated[str(number)]) for number in range(len(PROMPTS))] == [
-        result.token_ids for result in results if result is not None
-    ]
-
-
-@pytest.mark.slow
-async def test_the_reference_computes_in_the_models_own_dtype_when_asked(bfloat16_dir: Path) -> None:
-    with ReferenceRun(bfloat16_dir, PROMPTS, NUM_TOKENS, child_environment(), dtype="bfloat16") as run:
-        narrow = await run.results()
-    with ReferenceRun(bfloat16_dir, PROMPTS, NUM_TOKENS, child_environment()) as run:
-        assert await run.results() != narrow, "no token depends on the dtype: this test can say nothing"
+    assert [tuple(generated[str(number)]) for number in range(len(PROMPTS))] == [result.token_ids for result in results]
 
 
 @pytest.mark.parametrize(("dtype", "is_said"), [("float32", False), ("bfloat16", True), ("as stored", True)])

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from kvferry.demo_groups import Lengths, group_reports
-from kvferry.demo_kinds import ModelKind
 from kvferry.demo_print import GROUP_LEGEND, cost_line, print_report
 from kvferry.demo_report import DemoReport, RequestOutcome, make_report
 from kvferry.reference_generate import ReferenceResult
-from tests.cli.test_demo import demo
 from transfer.instance import Instance
 from transfer.layer_groups import layer_groups
 from transfer.layout import DType, KVLayout, LayerKind, LayerSpec, Shard, Span, routes, wire_bytes
@@ -141,22 +137,3 @@ def test_the_table_fits_a_narrow_terminal_and_a_llama_has_none() -> None:
     console.file = output = io.StringIO()
     print_report(console, report_of(layout_of(FULL), "llama", (5,)))
     assert "group of layers" not in output.getvalue()
-
-
-@pytest.mark.slow  # tests/cluster/nodes/test_kinds.py has windows on real nodes, and tests/cli/test_demo.py the demo
-@pytest.mark.timeout(120)
-def test_demo_of_a_kind_counts_what_travelled(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    cut = ("--prefill-tp", "2", "--decode-tp", "1", "--decode-order", "HND", "--max-new-tokens", "16")
-    run = demo("--model-kind", ModelKind.SLIDING, *cut, "--json", str(file), cwd=tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    report = json.loads(file.read_text())
-    assert report["tokens_match"] is True and report["leaks"] == 0 and report["model_kind"] == "sliding"
-    full, window = report["groups"]
-    assert full["bytes_sent"] + window["bytes_sent"] == report["bytes_moved"] and report["resends"] == 0
-    assert window["tokens_sent"] + window["tokens_left_out"] == full["tokens_sent"] == report["prompt_tokens"]
-    assert window["tokens_left_out"] > window["tokens_sent"]
-    for tier in ("prefill", "decode"):
-        assert window[f"{tier}_pages_used"] > 1.5 * window[f"{tier}_pages"], "the window's pages were not used again"
-    assert report["writes_without_staging"] == (2 * full["tokens_sent"] + 6 * window["tokens_sent"]) * 2 * report["links"]
-    assert "what each group of layers took (sliding)" in run.stdout

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 import kvferry.demo as demo_module
-from kvferry.cluster_spec import child_environment
 from kvferry.demo import DemoOptions, run_demo
 from kvferry.demo_print import print_report
 from kvferry.demo_prompts import BUILT_IN, check_prompts_fit
 from kvferry.demo_report import DemoReport, RequestOutcome, make_report
-from kvferry.demo_view import PlainView, RequestProgress
-from kvferry.node_client import NodeClient
 from kvferry.reference_generate import ReferenceResult
-from kvferry.reference_run import ReferenceRun
-from transfer.errors import ConfigError, PeerUnreachable
+from transfer.errors import ConfigError
 from transfer.pb import kvferry_pb2 as pb
 
 CONTEXT = 4096  # tokens, of the demo model
@@ -60,43 +53,6 @@ async def test_a_model_that_does_not_tell_its_context_is_left_to_the_nodes(tmp_p
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     await check_prompts_fit(tmp_path, BUILT_IN, 10**9)
-
-
-def test_the_command_ends_with_2_in_seconds(tmp_path: Path, demo_dir: Path) -> None:
-    command = [sys.executable, "-m", "kvferry", "demo", "--model", str(demo_dir), "--max-new-tokens", "4090", "--requests", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=tmp_path, env=child_environment())
-    assert (run.returncode, run.stdout) == (2, ""), run.stdout + run.stderr
-
-
-async def test_the_reference_ends_as_soon_as_a_request_has_failed(demo_dir: Path) -> None:
-    class Refusing:
-        async def generate(self, *_: Any, **__: Any) -> Any:
-            raise PeerUnreachable("no prefill node is joined")
-            yield
-
-    with ReferenceRun(demo_dir, BUILT_IN * 100, 1000, child_environment()) as reference:
-        progress = RequestProgress(number=1, max_new_tokens=1000, token_ids=[])
-        view = PlainView(Console(quiet=True))
-        outcome = await demo_module._generate(cast(NodeClient, Refusing()), BUILT_IN[0], progress, view, reference)
-        assert outcome.error == "no prefill node is joined"
-        async with asyncio.timeout(5):
-            results = await reference.results()
-    assert results == [None] * len(BUILT_IN) * 100
-
-
-async def test_what_a_cancelled_reference_has_made_is_kept(demo_dir: Path) -> None:
-    prompts = (*BUILT_IN[:2], *BUILT_IN * 100)
-    with ReferenceRun(demo_dir, prompts, 8, child_environment()) as reference:
-        file = Path(reference._folder.name) / "results"
-        while file.read_text().count("\n") < 2:
-            await asyncio.sleep(0.02)
-        reference.cancel()
-        with file.open("a") as results_file:
-            results_file.write('{"prompt_tokens": 9, "token_')  # killed while it wrote
-        results = await reference.results()
-    made = [result for result in results if result is not None]
-    assert len(results) == len(prompts) and 2 <= len(made) < len(prompts)
-    assert results[: len(made)] == made and all(len(result.token_ids) == 8 for result in made)
 
 
 def report_of(outcomes: list[RequestOutcome], reference: list[ReferenceResult | None]) -> DemoReport:

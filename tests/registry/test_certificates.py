@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from structlog.testing import capture_logs
 
 from tests.authority import Authority, Files, age
-from transfer.config import TlsConfig
 from transfer.errors import ConfigError
 from transfer.registry.certificates import CertificateFiles
 
@@ -227,16 +224,3 @@ def test_many_threads_ask_at_once(authority: Authority, files: Files) -> None:
     for thread in threads:
         thread.join()
     assert not halves and one.current().chain == pairs[-1][0]
-
-
-def test_the_recipe_of_the_operations_page_makes_such_files(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
-    recipe = page.split("<!-- recipe for certificates -->\n```bash\n")[1].split("```")[0]
-    bash = shutil.which("bash")
-    assert bash is not None
-    ended = subprocess.run([bash, "-euo", "pipefail", "-c", recipe], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    for name in ("prefill", "decode", "client"):
-        tls = TlsConfig(cert_file=tmp_path / f"{name}.crt", key_file=tmp_path / f"{name}.key", ca_file=tmp_path / "ca.crt")
-        found = CertificateFiles(tls, is_server=name != "client").current()
-        assert found.names.dns == (f"{name}.kvferry.example", "localhost")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -18,8 +17,7 @@ from kvferry import process_guard
 from kvferry.cluster_spec import child_environment
 from kvferry.local_cluster import ClusterSpec, LocalCluster, NodeFailed, TierSpec
 from kvferry.node_client import NodeClient
-from kvferry.node_log import NodeLog
-from transfer.errors import ConfigError, TransferError
+from transfer.errors import TransferError
 from transfer.pb import kvferry_pb2 as pb
 
 GONE_S = 15.0
@@ -76,16 +74,17 @@ def test_guard_kills_what_ignores_signals_and_stopped_ones_and_nobody_else(tmp_p
 OWNER = """
 import asyncio, sys
 from pathlib import Path
+from kvferry import process_guard
 from kvferry.local_cluster import ClusterSpec, LocalCluster, TierSpec
 
 async def main():
     tier = TierSpec(model=Path(sys.argv[1]), tp_size=1, pool_tokens=2048)
     cluster = LocalCluster(ClusterSpec(prefill=tier, decode=tier))
-    print(cluster._token, flush=True)
+    print(cluster.environment[process_guard.MARK], flush=True)
     starting = asyncio.create_task(cluster.start())
     while len(cluster.processes()) < int(sys.argv[2]):
         await asyncio.sleep(0.02)
-    print(cluster._folder, flush=True)
+    print(cluster.environment["TMPDIR"], flush=True)
     await starting
     await asyncio.sleep(60)
 
@@ -136,12 +135,12 @@ async def test_whole_life(model: Path) -> None:
             request = pb.GenerateRequest(prompt="The captain counts the crates.", max_new_tokens=4, ignore_eos=True)
             events = [event async for event in client.generate(request)]
         assert events[-1].done.generated_tokens == 4 and events[-1].done.stats.writes > 0
-        folder = cluster._folder
+        folder = Path(cluster.environment["TMPDIR"])
         with pytest.raises(TransferError, match="started before"):
             await cluster.start()
     assert cluster.stop_report is not None and cluster.stop_report.is_clean, cluster.stop_report
     assert cluster.stop_report.exit_codes == {"prefill": 0, "decode": 0}
-    assert cluster.processes() == {} and folder is not None and not folder.exists()
+    assert cluster.processes() == {} and not folder.exists()
 
 
 async def test_a_leader_that_dies_is_told_from_one_that_refuses(model: Path) -> None:
@@ -163,36 +162,4 @@ async def test_what_a_node_refuses_is_one_line_and_leaves_nothing(tmp_path: Path
     with pytest.raises(NodeFailed, match="missing") as caught:
         await cluster.start()
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
-    assert cluster.processes() == {} and cluster._folder is None
-
-
-def test_command_lines_carry_every_setting(tmp_path: Path) -> None:
-    spec = ClusterSpec(
-        prefill=TierSpec(model=tmp_path, tp_size=4, settings={"pool.order": "HND"}),
-        decode=TierSpec(model=tmp_path),
-        ring_bytes=4096,
-    )
-    prefill = spec.command("prefill", port=5, prefill_addresses=["h:5"], ready_file=tmp_path / "r")
-    decode = spec.command("decode", port=6, prefill_addresses=["h:5"], ready_file=tmp_path / "r")
-    assert "parallel.tp_size=4" in prefill and "pool.order=HND" in prefill and "pool.order=NHD" not in prefill
-    assert "ring.capacity_bytes=4096" in decode and not any("ring" in part for part in prefill)
-    assert decode[decode.index("--prefill-node") + 1] == "h:5" and "--prefill-node" not in prefill
-    with pytest.raises(ConfigError, match="start_timeout_s is 0"):
-        ClusterSpec(prefill=TierSpec(model=tmp_path), decode=TierSpec(model=tmp_path), start_timeout_s=0)
-
-
-def test_environment_leaves_out_settings_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_POOL__PAGE_SIZE", "77")
-    assert not any(name.startswith("KVFERRY_") for name in child_environment())
-
-
-def test_reasons_are_found_in_logs(tmp_path: Path) -> None:
-    log = NodeLog(tmp_path / "log")
-    assert (log.reason("decode"), log.lines(), log.tail()) == ("it wrote nothing", [], [])
-    event = json.dumps({"event": "start_failed", "error": "no room for 5 pages", "level": "error", "rank": 1})
-    log.path.write_text(f"Traceback (most recent call last):\n{event}\nlast words\nhalf a li")
-    assert log.reason("decode") == "no room for 5 pages"
-    assert log.tail(2) == ["error   start_failed error=no room for 5 pages rank=1", "last words"]
-    log.path.write_text(f"{event}\ndecode-node: pool.page_size is 0\n")
-    assert log.reason("decode") == "pool.page_size is 0"
-    assert [one["rank"] for one in log.events("start_failed")] == [1]
+    assert cluster.processes() == {}
