@@ -7,10 +7,11 @@ import json
 import math
 import random
 import statistics
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from kvferry import exit_codes
 from kvferry.__main__ import app
+from kvferry.bench_serve import generator
 from kvferry.bench_serve.arrivals import ArrivalKind, gaps_s
 from kvferry.bench_serve.generator import Choice, OpenLoop
 from kvferry.bench_serve.lengths import Lengths
@@ -31,6 +33,7 @@ from kvferry.bench_serve.report import LoadReport, lines_of, print_report
 from kvferry.bench_serve.summary import Lateness, Objectives, Spread, most_at_once, percentile, summarise, sustained_rate
 from kvferry.bench_serve.workload import FIRST_ID, Planned, Prompts, Shape, plan_requests, read_trace
 from kvferry.node_client import NodeClient
+from tests.runtime.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from transfer.errors import ConfigError, StagingError
 from transfer.pb import kvferry_pb2 as pb
 
@@ -310,41 +313,49 @@ class SlowNode:
             self.num_running -= 1
 
 
-def run_loop(nodes: dict[str, SlowNode], planned: list[Planned], *, choice: Choice = Choice.ROUND_ROBIN) -> OpenLoop:
-    loop = OpenLoop(cast("dict[str, NodeClient]", nodes), choice=choice, timeout_s=9.0, max_lateness_s=0.1)
-    asyncio.run(loop.run(planned, lambda index, one: pb.GenerateRequest(max_new_tokens=one.output_tokens)))
-    return loop
+RunLoop = Callable[..., OpenLoop]
+
+
+@pytest.fixture
+def run_loop(monkeypatch: pytest.MonkeyPatch) -> RunLoop:
+    """Runs a generator in virtual time; the loop stands still for 300 ms from `blocked_at_s` on."""
+
+    def run(
+        nodes: dict[str, SlowNode],
+        planned: list[Planned],
+        *,
+        choice: Choice = Choice.ROUND_ROBIN,
+        blocked_at_s: float | None = None,
+    ) -> OpenLoop:
+        made = OpenLoop(cast("dict[str, NodeClient]", nodes), choice=choice, timeout_s=9.0, max_lateness_s=0.1)
+
+        async def main(loop: VirtualTimeLoop) -> None:
+            monkeypatch.setattr(generator, "time", SimpleNamespace(monotonic=loop.time, process_time=loop.time))
+            if blocked_at_s is not None:
+                loop.call_later(blocked_at_s, lambda: setattr(loop, "now_s", loop.now_s + 0.3))
+            await made.run(planned, lambda index, one: pb.GenerateRequest(max_new_tokens=one.output_tokens))
+
+        run_in_virtual_time(main, monkeypatch)
+        return made
+
+    return run
 
 
 def every(seconds: float, number: int) -> list[Planned]:
     return [Planned(at_s=index * seconds, prompt_tokens=1, output_tokens=2) for index in range(number)]
 
 
-def test_arrivals_wait_for_no_answer() -> None:
-    node = SlowNode(3.0)  # ten times as long as all are sent in: a machine may stand still meanwhile
+def test_arrivals_wait_for_no_answer(run_loop: RunLoop) -> None:
+    node = SlowNode(3.0)
     loop = run_loop({"a": node}, every(0.01, 30))
     assert node.most_running == 30  # a loop that waited would never have had two
-    assert all(one.is_served and one.ttft_s >= 2.99 for one in loop.records)
-    assert max(one.sent_s or 0.0 for one in loop.records) < 3.0
+    assert all(one.is_served and one.ttft_s == pytest.approx(3.0) for one in loop.records)
+    assert max(one.sent_s or 0.0 for one in loop.records) == pytest.approx(0.29)
     assert loop.lateness().sends_s.samples == 30
 
 
-def test_a_blocked_generator_says_that_it_was_late() -> None:
-    """Something that holds the loop for 300 ms, as a machine that is too busy does."""
-    loop = OpenLoop(
-        cast("dict[str, NodeClient]", {"a": SlowNode(0.0)}), choice=Choice.ROUND_ROBIN, timeout_s=9.0, max_lateness_s=0.1
-    )
-
-    async def run() -> None:
-        def block() -> None:
-            import time
-
-            time.sleep(0.3)
-
-        asyncio.get_running_loop().call_later(0.1, block)
-        await loop.run(every(0.02, 20), lambda index, one: pb.GenerateRequest())
-
-    asyncio.run(run())
+def test_a_blocked_generator_says_that_it_was_late(run_loop: RunLoop) -> None:
+    loop = run_loop({"a": SlowNode(0.0)}, every(0.02, 20), blocked_at_s=0.1)
     lateness = loop.lateness()
     assert lateness.is_late
     assert lateness.sends_s.most > 0.2
@@ -352,7 +363,7 @@ def test_a_blocked_generator_says_that_it_was_late() -> None:
     assert max(one.ttft_s for one in loop.records) > 0.2  # counted from when it was due: the wait is not hidden
 
 
-def test_turns_and_least_outstanding() -> None:
+def test_turns_and_least_outstanding(run_loop: RunLoop) -> None:
     turns = run_loop({"a": SlowNode(0.3), "b": SlowNode(0.0)}, every(0.01, 20))
     assert [one.target for one in turns.records] == ["a", "b"] * 10
     least = run_loop({"a": SlowNode(0.3), "b": SlowNode(0.0)}, every(0.01, 20), choice=Choice.LEAST_OUTSTANDING)
@@ -361,7 +372,7 @@ def test_turns_and_least_outstanding() -> None:
     assert {one.target for one in light.records} == {"a", "b"}
 
 
-def test_failures_are_counted_by_status() -> None:
+def test_failures_are_counted_by_status(run_loop: RunLoop) -> None:
     loop = run_loop({"a": SlowNode(0.0, StagingError("decode queue is full"))}, every(0.001, 3))
     assert {(one.failure, one.reason) for one in loop.records} == {("RESOURCE_EXHAUSTED", "decode queue is full")}
 
