@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +16,22 @@ import aiohttp
 from kvferry.router.serve import OpenRouter, open_router
 from kvferry.router.settings import FlowKind, RouterSettings
 from kvferry.router.vllm_flow import VllmFlow
-from tests.cluster.calls import until
 from tests.router.vllm_server import Kv, VllmServer, running
 
 PROMPT = "The harbour was quiet."
+WITHIN_S = 60.0
+"""Only ends a wait that would never end."""
+
+
+async def until(is_true: Callable[[], bool | Awaitable[bool]], what: str) -> None:
+    """Wait until something holds; fail with `what` when it never does."""
+    ends_s = time.monotonic() + WITHIN_S
+    while True:
+        outcome = is_true()
+        if await outcome if inspect.isawaitable(outcome) else outcome:
+            return
+        assert time.monotonic() < ends_s, what
+        await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -64,7 +78,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self.url = f"http://{address}"
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
 
     async def complete(self, prompt: object = PROMPT, *, headers: Mapping[str, str] | None = None, **body: Any) -> Answer:
         return await self.post("/v1/completions", {"model": "tiny", "prompt": prompt, **body}, headers=headers)
@@ -107,7 +121,7 @@ class Setup:
         self.decode = decode
 
     async def ready(self) -> None:
-        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready", within_s=20)
+        await until(lambda: self.router.backend.readiness().is_ready, "the router is ready")
 
 
 def server(kv: Kv, **options: Any) -> VllmServer:
@@ -164,6 +178,6 @@ SEQUENTIAL = FlowKind.SEQUENTIAL
 
 async def settled(setup: Setup) -> None:
     """Nothing is under way at any server."""
-    await until(lambda: not any(one.running for one in (*setup.prefill, *setup.decode)), "the servers are idle", within_s=5)
+    await until(lambda: not any(one.running for one in (*setup.prefill, *setup.decode)), "the servers are idle")
     assert all(one.outstanding == 0 for tier in (setup.flow.prefill, setup.flow.decode) for one in tier.servers)
     await asyncio.sleep(0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import socket
 
 import aiohttp
 import pytest
 
-from tests.cluster.calls import until
-from tests.router.conftest import PROMPT, SEQUENTIAL, Setup, routing, settled
+from tests.router.conftest import PROMPT, SEQUENTIAL, WITHIN_S, Setup, routing, settled, until
 from tests.router.vllm_server import SHAPES, Kv, VllmServer
 
 EXPECTED = f"<{len(PROMPT)}> one two three"
@@ -40,12 +39,12 @@ async def test_a_failed_prefill_cancels_its_decode_at_once() -> None:
     async with routing(learnt=True, retries=0) as setup:
         setup.prefill[0].gate.clear()
         asking = asyncio.create_task(setup.client.complete(stream=True))
-        await until(lambda: setup.decode[0].running == 1, "decode waits for the KV", within_s=5)
+        await until(lambda: setup.decode[0].running == 1, "decode waits for the KV")
         setup.prefill[0].answers.append(500)
         setup.prefill[0].gate.set()
         answer = await asking
         assert answer.status == 502 and "prefill server" in answer.error and "told to answer 500" in answer.error
-        await until(lambda: setup.decode[0].disconnected == 1, "decode was told", within_s=5)
+        await until(lambda: setup.decode[0].disconnected == 1, "decode was told")
         await settled(setup)
 
 
@@ -55,8 +54,8 @@ async def test_a_failed_decode_cancels_its_prefill_at_once() -> None:
         setup.prefill[0].gate.clear()
         setup.decode[0].answers.append(500)
         asking = asyncio.create_task(setup.client.complete())
-        await until(lambda: setup.prefill[0].disconnected == 1, "prefill was told", within_s=5)
-        await until(lambda: setup.prefill[0].running == 1, "it is asked again", within_s=5)
+        await until(lambda: setup.prefill[0].disconnected == 1, "prefill was told")
+        await until(lambda: setup.prefill[0].running == 1, "it is asked again")
         setup.prefill[0].gate.set()
         assert (await asking).text == EXPECTED
         assert await setup.client.metric("server_failures_total", tier="decode", reason="stale") == 1
@@ -71,16 +70,20 @@ async def test_a_prefill_that_fails_while_decode_streams_changes_nothing() -> No
     """Its tokens are there already: the KV has come, or decode has computed it."""
 
     def alone(_: list[VllmServer], decode: list[VllmServer]) -> None:
-        decode[0].ignores_kv, decode[0].word_delay_s = True, 0.2
+        decode[0].ignores_kv = True
 
     async with routing(learnt=True, change=alone) as setup:
         setup.prefill[0].gate.clear()
         setup.prefill[0].answers.append(500)
-        asking = asyncio.create_task(setup.client.complete(stream=True))
-        await until(lambda: setup.router.app.num_running == 1 and setup.decode[0].running == 1, "it runs", within_s=5)
-        await asyncio.sleep(0.2)
-        setup.prefill[0].gate.set()
-        assert (await asking).text == EXPECTED
+        setup.decode[0].word_gate.clear()
+        async with setup.client.session.post(
+            f"{setup.client.url}/v1/completions", json={"model": "tiny", "prompt": PROMPT, "stream": True}
+        ) as answer:
+            await answer.content.readany()
+            setup.prefill[0].gate.set()
+            await until(lambda: not setup.prefill[0].running, "prefill has failed")
+            setup.decode[0].word_gate.set()
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
         await settled(setup)
         assert setup.flow.prefill.servers[0].source is None, "it is learnt anew"
 
@@ -95,7 +98,7 @@ async def test_a_prefill_that_hangs_after_decode_is_done_is_ended_later(monkeypa
         setup.prefill[0].gate.clear()
         assert (await setup.client.complete()).text == EXPECTED
         assert setup.prefill[0].running == 1
-        await until(lambda: setup.prefill[0].disconnected == 1, "it was ended", within_s=3)
+        await until(lambda: setup.prefill[0].disconnected == 1, "it was ended")
         await settled(setup)
 
 
@@ -158,9 +161,9 @@ async def test_a_client_that_goes_away_ends_both_requests(is_stream: bool, flow:
         asking = asyncio.create_task(setup.client.complete(stream=is_stream))
         number = 2 if flow == "concurrent" else 1
         everybody = (*setup.prefill, *setup.decode)
-        await until(lambda: sum(one.running for one in everybody) == number, "the servers have it", within_s=5)
+        await until(lambda: sum(one.running for one in everybody) == number, "the servers have it")
         asking.cancel()
-        await until(lambda: sum(one.disconnected for one in everybody) == number, "all of them were told", within_s=2)
+        await until(lambda: sum(one.disconnected for one in everybody) == number, "all of them were told")
         await settled(setup)
         assert await setup.client.metric("requests_total", endpoint="completions", outcome="disconnected") == 1
         assert await setup.client.metric("running_requests") == 0
@@ -176,7 +179,7 @@ async def test_a_client_that_goes_away_in_mid_stream_ends_decode() -> None:
             assert answer.status == 200
             await answer.content.readany()
             answer.close()
-        await until(lambda: setup.decode[0].disconnected == 1, "decode was told", within_s=2)
+        await until(lambda: setup.decode[0].disconnected == 1, "decode was told")
         await settled(setup)
 
 
@@ -215,9 +218,9 @@ async def test_a_server_that_is_gone_is_left_out_and_taken_back(tier: str) -> No
             assert (await setup.client.complete()).text == EXPECTED
         assert not gone.requests
         (known,) = [one for one in (*setup.flow.prefill.servers, *setup.flow.decode.servers) if one.url == gone.url]
-        await until(lambda: known.state != "healthy", "the router has seen it", within_s=5)
+        await until(lambda: known.state != "healthy", "the router has seen it")
         await gone.restart("engine-2")
-        await until(lambda: known.state == "healthy", "the router has seen it again", within_s=10)
+        await until(lambda: known.state == "healthy", "the router has seen it again")
         for _ in range(4):
             assert (await setup.client.complete()).text == EXPECTED
         assert gone.requests
@@ -231,7 +234,7 @@ async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_ask
         answer = await setup.client.complete()
         assert answer.status == 503 and answer.headers["Retry-After"] == "1"
         assert f"decode server {setup.decode[0].url}: " in answer.error and "Connect call failed" not in answer.error
-        await until(lambda: not setup.flow.readiness().is_ready, "seen", within_s=5)
+        await until(lambda: not setup.flow.readiness().is_ready, "seen")
         ready = await setup.client.get("/readyz")
         assert ready.status == 503 and setup.decode[0].url.encode() in ready.body and b"no decode server is healthy" in ready.body
         assert (await setup.client.get("/health")).status == 200, "the router itself lives"
@@ -245,7 +248,7 @@ async def test_no_server_at_all_is_said_by_name_and_the_last_choice_is_still_ask
 async def test_a_server_whose_health_check_fails_is_left_out() -> None:
     async with routing(1, 2) as setup:
         setup.decode[0].health = 503
-        await until(lambda: bool(setup.flow.decode.servers[0].problem), "seen", within_s=5)
+        await until(lambda: bool(setup.flow.decode.servers[0].problem), "seen")
         for _ in range(4):
             assert (await setup.client.complete()).status == 200
         assert [len(one.requests) for one in setup.decode] == [0, 4]
@@ -257,15 +260,15 @@ async def test_a_server_that_stands_still_is_given_up_by_who_waits_for_it() -> N
         for server in setup.decode:
             server.gate.clear()
         asking = asyncio.create_task(setup.client.complete())
-        await until(lambda: sum(one.running for one in setup.decode) == 1, "decode has it", within_s=5)
+        await until(lambda: sum(one.running for one in setup.decode) == 1, "decode has it")
         await asyncio.sleep(0.5)
         assert not asking.done(), "one that is healthy may take its time"
         (frozen,) = [one for one in setup.decode if one.running]
         (other,) = [one for one in setup.decode if one is not frozen]
         other.gate.set()
         frozen.health = 500
-        assert (await asyncio.wait_for(asking, 5)).text == EXPECTED
-        await until(lambda: frozen.disconnected == 1, "it was told", within_s=5)
+        assert (await asyncio.wait_for(asking, WITHIN_S)).text == EXPECTED
+        await until(lambda: frozen.disconnected == 1, "it was told")
         assert await setup.client.metric("server_failures_total", tier="decode", reason="lost") == 1
 
 
@@ -286,37 +289,27 @@ async def test_sides_with_nothing_in_common_are_not_ready_and_say_why() -> None:
     kv = Kv()
     async with routing([VllmServer(kv=kv, model="huge")], [VllmServer(kv=kv)], is_ready=False) as setup:
         (server,) = setup.flow.prefill.servers
-        await until(lambda: bool(server.misfit), "both sides were looked at", within_s=20)
+        await until(lambda: bool(server.misfit), "both sides were looked at")
         for _ in range(10):  # looks
             assert not setup.router.backend.readiness().is_ready
             answer = await setup.client.get("/readyz")
             assert answer.status == 503 and b"it serves huge" in answer.body and b"serves tiny" in answer.body
             await asyncio.sleep(0.05)
-
-
-async def test_what_is_said_where_sides_have_nothing_in_common() -> None:
-    async with routing() as setup:
-        setup.prefill[0].model = "huge"
-        setup.flow.prefill.servers[0].are_names_due = True
-        await until(lambda: bool(setup.flow.prefill.servers[0].misfit), "seen", within_s=5)
         for answer in (await setup.client.get("/v1/models"), await setup.client.complete()):
             assert answer.status == 503 and "it serves huge" in answer.error and "serves tiny" in answer.error
-        assert b"it serves huge" in (await setup.client.get("/readyz")).body
 
 
 async def test_names_behind_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async with routing() as setup:
         server = setup.flow.decode.servers[0]
         setup.decode[0].key, server.are_names_due = "abc", True
-        await until(lambda: "VLLM_API_KEY" in server.problem, "it cannot look", within_s=5)
+        await until(lambda: "VLLM_API_KEY" in server.problem, "it cannot look")
         monkeypatch.setenv("VLLM_API_KEY", "abc")
-        await until(lambda: not server.problem, "it can", within_s=5)
+        await until(lambda: not server.problem, "it can")
 
 
 async def test_a_connection_that_nobody_takes_times_out() -> None:
     """An address where no SYN is answered: a listener with a full backlog."""
-    import socket
-
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -327,9 +320,7 @@ async def test_a_connection_that_nobody_takes_times_out() -> None:
                 one.connect_ex(full.getsockname())
             async with routing(connect_timeout_s=0.3, retries=0) as setup:
                 setup.flow.decode.servers[0].url = f"http://127.0.0.1:{full.getsockname()[1]}"
-                started_s = time.monotonic()
-                answer = await setup.client.complete()
-                assert answer.status == 503 and time.monotonic() - started_s < 3
+                assert (await setup.client.complete()).status == 503
         finally:
             for one in fill:
                 one.close()
@@ -364,13 +355,13 @@ async def test_what_is_cut_off_at_the_end_says_so(is_hurried: bool) -> None:
         answer = await _stream_of_slow_words(setup)
         whole = asyncio.create_task(setup.client.complete(max_tokens=1000))
         setup.decode[0].gate.clear()
-        await until(lambda: setup.router.app.num_running == 2, "both run", within_s=5)
+        await until(lambda: setup.router.app.num_running == 2, "both run")
         hurry = asyncio.Event()
         draining = asyncio.create_task(setup.router.app.drain(30 if is_hurried else 0.2, hurry))
         if is_hurried:
             await asyncio.sleep(0.1)
             hurry.set()
-        assert await asyncio.wait_for(draining, 5) == 2
+        assert await asyncio.wait_for(draining, WITHIN_S) == 2
         last = (await answer.read()).decode().rstrip().rpartition("\n\n")[2]
         assert "the router has shut down" in json.loads(last.removeprefix("data: "))["error"]["message"]
         assert (await whole).status == 503

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 import structlog
 
-from tests.cluster.calls import until
-from tests.router.conftest import PROMPT, SEQUENTIAL, Setup, routing, settled
+from tests.router.conftest import PROMPT, SEQUENTIAL, WITHIN_S, routing, settled, until
 from tests.router.vllm_server import Kv, VllmServer
 
 EXPECTED = f"<{len(PROMPT)}> one two three"
@@ -84,7 +83,7 @@ async def test_sequentially_decode_is_asked_once_prefill_has_answered() -> None:
     async with routing(flow=SEQUENTIAL) as setup:
         setup.prefill[0].gate.clear()
         asking = asyncio.create_task(setup.client.complete())
-        await until(lambda: setup.prefill[0].running == 1, "prefill has the prompt", within_s=5)
+        await until(lambda: setup.prefill[0].running == 1, "prefill has the prompt")
         await asyncio.sleep(0.1)
         assert not setup.decode[0].requests
         setup.prefill[0].gate.set()
@@ -96,7 +95,7 @@ async def test_concurrently_both_are_asked_at_once_from_the_second_request_on() 
         assert (await setup.client.complete()).status == 200
         setup.prefill[0].gate.clear()
         asking = asyncio.create_task(setup.client.complete())
-        await until(lambda: setup.prefill[0].running == setup.decode[0].running == 1, "both have the request", within_s=5)
+        await until(lambda: setup.prefill[0].running == setup.decode[0].running == 1, "both have the request")
         assert not asking.done()
         setup.prefill[0].gate.set()
         assert (await asking).text == EXPECTED
@@ -122,17 +121,13 @@ async def test_another_connector_goes_sequentially_with_its_own_parameters() -> 
 
 async def test_a_prefill_server_without_a_connector_is_told_of_once_and_served_around() -> None:
     with structlog.testing.capture_logs() as logs:
-        await _three_requests_without_a_connector()
+        async with routing([VllmServer(kv=Kv(), connector=None)]) as setup:
+            for _ in range(3):
+                assert (await setup.client.complete(stream=True)).text == EXPECTED
+            assert setup.decode[0].params == [None] * 3
+            assert await setup.client.metric("prefills_without_kv_total") == 3
     (warning,) = [line for line in logs if line["event"] == "prefill_without_kv"]
     assert warning["log_level"] == "warning" and "--kv-transfer-config" in warning["reason"] and warning["url"].startswith("http")
-
-
-async def _three_requests_without_a_connector() -> None:
-    async with routing([VllmServer(kv=Kv(), connector=None)]) as setup:
-        for _ in range(3):
-            assert (await setup.client.complete(stream=True)).text == EXPECTED
-        assert setup.decode[0].params == [None] * 3
-        assert await setup.client.metric("prefills_without_kv_total") == 3
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
@@ -140,7 +135,7 @@ async def test_an_engine_that_is_another_one_is_noticed_and_learnt_anew(is_waiti
     async with routing(learnt=True, retries=0) as setup:
         setup.decode[0].waits_for_strangers = is_waiting
         setup.prefill[0].move("engine-2")
-        answer = await asyncio.wait_for(setup.client.complete(), 10)
+        answer = await asyncio.wait_for(setup.client.complete(), WITHIN_S)
         # Decode was told of the old engine: it failed, or was stopped when prefill's answer told of the new one.
         assert answer.status == 200 and answer.text == EXPECTED, answer.body
         assert setup.decode[0].disconnected == is_waiting
@@ -215,24 +210,13 @@ async def test_least_outstanding_prompt_tokens_and_requests_decide() -> None:
         for server in setup.prefill:
             server.gate.clear()
         long = asyncio.create_task(setup.client.complete("x" * 3000))
-        await until(lambda: sum(one.running for one in setup.prefill) == 1, "the long prompt is there", within_s=5)
+        await until(lambda: sum(one.running for one in setup.prefill) == 1, "the long prompt is there")
         (busy,) = [one for one in setup.prefill if one.running]
         short = [asyncio.create_task(setup.client.complete("short")) for _ in range(5)]
-        await until(lambda: sum(one.running for one in setup.prefill) == 6, "the short ones, too", within_s=5)
+        await until(lambda: sum(one.running for one in setup.prefill) == 6, "the short ones, too")
         assert busy.running == 1, "3000 characters weigh more than five short prompts"
         assert sorted(one.running for one in setup.decode) == [3, 3]
         for server in setup.prefill:
             server.gate.set()
         assert all(answer.status == 200 for answer in await asyncio.gather(long, *short))
         await settled(setup)
-
-
-async def _one_after_another(setup: Setup, number: int) -> list[int]:
-    for _ in range(number):
-        assert (await setup.client.complete()).status == 200
-    return [len(one.requests) for one in setup.prefill]
-
-
-async def test_idle_servers_take_turns() -> None:
-    async with routing(3, 1) as setup:
-        assert await _one_after_another(setup, 6) == [2, 2, 2]

@@ -16,8 +16,7 @@ import pytest
 from kvferry.router.serve import open_router
 from kvferry.router.settings import RouterSettings
 from tests.authority import Authority
-from tests.cluster.calls import until
-from tests.router.conftest import Client
+from tests.router.conftest import WITHIN_S, Client, until
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
 from transfer.registry.certificates import CertificateFiles
@@ -78,7 +77,7 @@ async def routed(
         router = await stack.enter_async_context(open_router(settings, security or PlainText()))
         client = Client(router.address)
         stack.push_async_callback(client.session.close)
-        await until(lambda: router.backend.readiness().is_ready, "the router is ready", within_s=20)
+        await until(lambda: router.backend.readiness().is_ready, "the router is ready")
         yield client
 
 
@@ -136,25 +135,25 @@ async def test_a_client_that_goes_away_cancels_the_call() -> None:
     async with routed(node) as client:
         for number, is_stream in enumerate((False, True), 1):
             asking = asyncio.create_task(client.post("/v1/completions", {**COMPLETION, "stream": is_stream}))
-            await until(lambda number=number: len(node.requests) == number, "the node has it", within_s=5)  # type: ignore[misc]
+            await until(lambda number=number: len(node.requests) == number, "the node has it")  # type: ignore[misc]
             asking.cancel()
-            await until(lambda number=number: node.num_cancelled == number, "the node was told", within_s=5)  # type: ignore[misc]
+            await until(lambda number=number: node.num_cancelled == number, "the node was told")  # type: ignore[misc]
 
 
 async def test_a_node_that_stands_still_and_is_not_healthy_is_left() -> None:
     nodes = [Node(is_hanging=True), Node(is_hanging=True)]
     async with routed(*nodes, lost_after_s=0.3) as client:
         asking = asyncio.create_task(client.post("/v1/completions", COMPLETION))
-        await until(lambda: any(node.requests for node in nodes), "one has it", within_s=5)
+        await until(lambda: any(node.requests for node in nodes), "one has it")
         (frozen,) = [node for node in nodes if node.requests]
         (other,) = [node for node in nodes if node is not frozen]
         other.is_hanging = False
         frozen.is_ready = False
-        assert (await asyncio.wait_for(asking, 5)).text == " a b"
+        assert (await asyncio.wait_for(asking, WITHIN_S)).text == " a b"
         ready = (await client.get("/readyz")).body
         assert ready == b"ready\n", "one is left"
         other.is_ready = False
-        await until(lambda: _is_not_ready(client), "seen", within_s=5)
+        await until(lambda: _is_not_ready(client), "seen")
         assert b"tired" in (await client.get("/readyz")).body
 
 

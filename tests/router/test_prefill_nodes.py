@@ -12,8 +12,7 @@ import grpc
 from kvferry.router.serve import open_router
 from kvferry.router.settings import RouterSettings
 from kvferry.router.vllm_flow import VllmFlow
-from tests.cluster.calls import until
-from tests.router.conftest import Client
+from tests.router.conftest import Client, until
 from tests.router.vllm_server import Kv, VllmServer, running
 from transfer.pb import kvferry_pb2 as pb
 from transfer.pb import kvferry_pb2_grpc as pb_grpc
@@ -80,13 +79,13 @@ async def test_a_node_that_drains_or_is_none_is_left_out() -> None:
     decode, node, wrong = VllmServer(kv=Kv()), PrefillNode(), PrefillNode()
     wrong.status.role = "decode"
     async with serving(node) as good, serving(wrong) as bad, routing(decode, bad, good) as (flow, client):
-        await until(lambda: flow.readiness().is_ready, "the router is ready", within_s=20)
-        await until(lambda: "it is a decode node" in flow.nodes.servers[0].problem, "the other was looked at", within_s=20)
+        await until(lambda: flow.readiness().is_ready, "the router is ready")
+        await until(lambda: "it is a decode node" in flow.nodes.servers[0].problem, "the other was looked at")
         for _ in range(3):
             await client.complete()
         assert {params["remote_address"] for params in decode.params} == {good}
         node.status.ready, node.status.not_ready_reason = False, "the node is draining"
-        await until(lambda: not flow.readiness().is_ready, "the router has seen it", within_s=20)
+        await until(lambda: not flow.readiness().is_ready, "the router has seen it")
         answer = await client.get("/readyz")
         assert answer.status == 503
         assert b"--prefill takes prefill nodes" in answer.body and b"the node is draining" in answer.body
